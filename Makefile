@@ -1,0 +1,32 @@
+# Everything here needs Python 3.11, make and git; each target sets up what it needs, once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN    := .venv/bin
+READY  := .venv/ready
+CLAIM  ?=
+
+.PHONY: setup check test test-all golden docs bench demo clean
+setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	touch $@
+
+check: $(READY)  ## what needs no training: format, lint, types, imports, the rules of the house
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/pytest tests/house
+test: $(READY)  ## every test but the slow ones and those that need a GPU
+	$(BIN)/pytest -m "not slow and not gpu"
+test-all: $(READY)  ## every test, the laws on fresh random examples
+	$(BIN)/pytest --hypothesis-profile=explore
+golden: $(READY)  ## rewrite tests/golden with what is produced now; read the difference before you commit it
+	$(BIN)/pytest --golden
+docs: $(READY)  ## the pages, every warning an error, every example in them run
+	$(BIN)/sphinx-build -q -W --keep-going --nitpicky -b html docs docs/_build/html
+	$(BIN)/sphinx-build -q -W --keep-going --nitpicky -b doctest docs docs/_build/doctest
+bench: $(READY)  ## one claim (make bench CLAIM=parity) or all of them
+	$(BIN)/counterpoint bench $(CLAIM)
+demo: $(READY)  ## train a small GPT on two ranks and write its report
+	$(BIN)/counterpoint train text -n 2
+clean:
+	rm -rf .venv build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,31 @@
+"""Golden files: texts that a person has read once and that must not change unseen."""
+
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--golden", action="store_true", help="rewrite tests/golden instead of comparing with it")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--golden"):
+        items[:] = [item for item in items if "golden" in item.fixturenames]
+
+
+@pytest.fixture
+def golden(request):
+    """Return ``same(name, text)``: it compares with tests/golden/name, or writes that file under --golden."""
+
+    def same(name, text):
+        path = GOLDEN / name
+        if request.config.getoption("--golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"{path} is not there; `make golden` writes it"
+        assert text == path.read_text(encoding="utf-8"), f"{path} reads otherwise; see `make golden`"
+
+    return same
