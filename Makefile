@@ -8,13 +8,14 @@ CLAIM  ?=
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
 
 $(READY): pyproject.toml constraints.txt
+	@echo "installing the pinned tools into .venv: once, about a minute plus the download of torch"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	$(BIN)/python -m pip install -qq -c constraints.txt setuptools
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
 check: $(READY)  ## what needs no training: format, lint, types, imports, the rules of the house
-	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/pytest tests/house
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house
 test: $(READY)  ## every test but the slow ones and those that need a GPU
 	$(BIN)/pytest -m "not slow and not gpu"
 test-all: $(READY)  ## every test, the laws on fresh random examples

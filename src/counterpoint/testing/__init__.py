@@ -1,1 +1,1 @@
-"""The tools we test with, shipped to those who write strategies: laws, fakes and planted damage need no mocks."""
+"""The tools we test with, shipped to those who write strategies: fakes that behave, so nothing is mocked."""

@@ -1,0 +1,15 @@
+"""How the pages are built: Markdown, no network, every warning an error (`make docs`)."""
+
+from importlib.metadata import version as installed_version
+
+project = "Counterpoint"
+copyright = "the Counterpoint authors"
+version = release = installed_version("counterpoint")
+
+extensions = ["myst_parser", "sphinx.ext.doctest"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = "Counterpoint"
