@@ -47,4 +47,4 @@ def test_only_launchers_read_the_environment(path):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_only_the_fabric_knows_torch_distributed(path):
     used = {name for name in imports(path) if f"{name}.".startswith("torch.distributed.")}
-    assert not used or path.relative_to(SOURCE).parts[0] in {"fabric", "launchers"}
+    assert not used or path.relative_to(SOURCE).parts[0] == "fabric"
