@@ -6,7 +6,7 @@ import pytest
 
 from tests.house.source import FILES, TEST_FILES, functions, name_of, num_lines, parsed
 
-MOCKS = {"mock", "Mock", "MagicMock", "patch"}
+NOT_THE_REAL_THING = {"mock", "Mock", "MagicMock", "patch", "sleep"}
 
 
 @pytest.mark.parametrize("path", [*FILES, *TEST_FILES], ids=name_of)
@@ -27,10 +27,10 @@ def test_a_test_shows_one_behaviour(path):
 
 
 @pytest.mark.parametrize("path", TEST_FILES, ids=name_of)
-def test_a_test_uses_the_real_thing(path):
+def test_a_test_uses_the_real_thing_and_does_not_sleep(path):
     names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(parsed(path))
              if isinstance(node, ast.Name | ast.Attribute)}  # fmt: skip
-    assert not names & MOCKS, "fakes with behaviour of their own live in counterpoint.testing"
+    assert not names & NOT_THE_REAL_THING, "fakes with behaviour of their own live in counterpoint.testing"
 
 
 def asserts(function):
