@@ -21,7 +21,16 @@ class PlanError(CounterpointError, ValueError):
 
 
 class ProgramError(CounterpointError):
-    """The program breaks a rule that every program must keep."""
+    """The program breaks a rule that every program must keep.
+
+    Args:
+        message: what is wrong, with the rows and the place marked.
+        law: the number of the broken law of :mod:`counterpoint.program.laws`; 0 when it is not about a law.
+    """
+
+    def __init__(self, message: str, law: int = 0) -> None:
+        super().__init__(f"law {law} is broken: {message}" if law else message)
+        self.law = law
 
 
 class PeerError(CounterpointError):

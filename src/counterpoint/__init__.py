@@ -1,0 +1,1 @@
+"""Every way to train a PyTorch model in parallel, as one composable plan."""

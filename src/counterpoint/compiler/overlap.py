@@ -1,0 +1,46 @@
+"""The overlap pass: communication starts as soon as its gradient is complete, and is waited for at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from counterpoint.program.instruction import Backward, Collective, Commit, Instruction
+from counterpoint.program.program import Program, Words
+from counterpoint.program.rewrite import map_row
+
+
+def overlap(program: Program) -> Program:
+    """Split every sum or share of a gradient before the commit into a start and a wait, and move the start up.
+
+    The start comes right after the last backward of its unit on the rank; the wait stays where the collective
+    stood. Gradients that go through several collectives keep them as they are. Results cannot change, because
+    nothing reads or writes the gradient in between.
+    """
+    return Program(tuple(map_row(row, _overlap_words) for row in program.rows))
+
+
+def _overlap_words(words: Words) -> list[Instruction]:
+    commit = next((i for i, word in enumerate(words) if isinstance(word, Commit)), 0)
+    gradients = [
+        word for word in words[:commit] if isinstance(word, Collective) and word.value.name == "grad"
+    ]
+    times = Counter(word.value for word in gradients)
+    starts: dict[int, list[Instruction]] = {}
+    waits: dict[int, Instruction] = {}
+    for index, word in enumerate(words[:commit]):
+        if isinstance(word, Collective) and word.value.name == "grad" and times[word.value] == 1:
+            producer = _last_backward(words[:index], word.value.blocks)
+            if producer is not None:
+                starts.setdefault(producer, []).append(replace(word, phase="+"))
+                waits[index] = replace(word, phase="-")
+    moved: list[Instruction] = []
+    for index, word in enumerate(words):
+        moved.append(waits.get(index, word))
+        moved += starts.get(index, [])
+    return moved
+
+
+def _last_backward(words: Words, unit: tuple[int, ...]) -> int | None:
+    found = [index for index, word in enumerate(words) if isinstance(word, Backward) and word.block in unit]
+    return found[-1] if found else None

@@ -1,0 +1,203 @@
+"""A model as strategies see it: a chain of blocks, each with parameters, cost and output size.
+
+A *piece* is the finest part a model can be cut into; a *block* is a run of pieces that a program names with
+one number; a *unit* is the parameters used by exactly the same set of blocks, which move together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+Unit: TypeAlias = tuple[int, ...]
+"""The blocks that use a set of parameters: ``(3,)`` for block 3 alone, ``(0, 4)`` for a tied weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter of the whole model, before any slicing."""
+
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int = 4
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers the parameter holds."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the parameter holds."""
+        return self.num_elements * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A piece that may run as slices of one named dim, its partial outputs added up afterwards.
+
+    Args:
+        dim: the name of the dim that is sliced, ``hidden`` or ``heads`` for instance.
+        slices: for each sliced parameter, its name and the index of its sliced dim.
+        size: how long the dim is in its own grain (heads, not features); slices must divide it.
+        output_bytes: bytes per sample of the partial output ``y``.
+        input_bytes: bytes per sample of the partial input gradient ``dx``.
+    """
+
+    dim: str
+    slices: tuple[tuple[str, int], ...]
+    size: int
+    output_bytes: int
+    input_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The finest part of a model.
+
+    Args:
+        name: a module path, or what stands between two modules.
+        params: names of the parameters it reads.
+        cost: forward work of one sample, in any unit that is the same for all pieces.
+        output_bytes: bytes per sample of everything alive after it (what a cut here would send).
+        split: how it may be sliced, if it may.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    cost: float = 1.0
+    output_bytes: int = 0
+    split: Split | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of pieces that programs name with one number.
+
+    Args:
+        pieces: what it runs, in order.
+        first_piece: index of its first piece in the model.
+        num_slices: how many ranks share it; more than 1 only for a single piece with a split.
+    """
+
+    pieces: tuple[Piece, ...]
+    first_piece: int
+    num_slices: int = 1
+
+    @property
+    def name(self) -> str:
+        """The names of the first and the last piece."""
+        first, last = self.pieces[0].name, self.pieces[-1].name
+        return first if first == last else f"{first}..{last}"
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Names of all parameters it reads, each once."""
+        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.params))
+
+    @property
+    def cost(self) -> float:
+        """Forward work of one sample on one rank."""
+        return sum(piece.cost for piece in self.pieces) / self.num_slices
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes per sample of everything alive after the block."""
+        return self.pieces[-1].output_bytes
+
+    @property
+    def split(self) -> Split | None:
+        """How the block is sliced; None when every rank runs all of it."""
+        return self.pieces[0].split if self.num_slices > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The chain of blocks that a plan is compiled for.
+
+    Example:
+        >>> from counterpoint.model.spec import chain
+        >>> chain(3).units[(2,)]
+        ('block2.weight',)
+    """
+
+    blocks: tuple[Block, ...]
+    params: tuple[Param, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the chain has."""
+        return len(self.blocks)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces of all blocks, in order."""
+        return tuple(piece for block in self.blocks for piece in block.pieces)
+
+    @property
+    def units(self) -> dict[Unit, tuple[str, ...]]:
+        """The parameters of each unit, in the model's order; parameters no block uses are left out."""
+        users: dict[str, list[int]] = {}
+        for index, block in enumerate(self.blocks):
+            for name in block.params:
+                users.setdefault(name, []).append(index)
+        units: dict[Unit, list[str]] = {}
+        for param in self.params:
+            if param.name in users:
+                units.setdefault(tuple(users[param.name]), []).append(param.name)
+        return {unit: tuple(units[unit]) for unit in sorted(units, key=lambda unit: (len(unit) > 1, unit))}
+
+    def shard_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter on one rank, after slicing."""
+        shape = list(next(param.shape for param in self.params if param.name == name))
+        for block in self.blocks:
+            if block.split is not None:
+                for sliced, dim in block.split.slices:
+                    if sliced == name:
+                        shape[dim] //= block.num_slices
+        return tuple(shape)
+
+    def unit_bytes(self, unit: Unit) -> int:
+        """Return how many parameter bytes one rank holds for a unit, after slicing."""
+        size = {param.name: param.item_bytes for param in self.params}
+        return sum(math.prod(self.shard_shape(name)) * size[name] for name in self.units[unit])
+
+    def refine(self, dims: tuple[str, ...], num_slices: int) -> ModelSpec:
+        """Return the model with every piece that splits along one of ``dims`` as a block of its own."""
+        blocks: list[Block] = []
+        for block in self.blocks:
+            run: list[Piece] = []
+            start = block.first_piece
+            for index, piece in enumerate(block.pieces, block.first_piece):
+                if block.num_slices == 1 and piece.split is not None and piece.split.dim in dims:
+                    if run:
+                        blocks.append(Block(tuple(run), start))
+                    blocks.append(Block((piece,), index, num_slices))
+                    run, start = [], index + 1
+                else:
+                    run.append(piece)
+            if run:
+                blocks.append(Block(tuple(run), start, block.num_slices))
+        return replace(self, blocks=tuple(blocks))
+
+
+def chain(num_blocks: int, *, width: int = 256, tied: bool = False) -> ModelSpec:
+    """Return a model of equal blocks, each one linear layer with a dim ``hidden`` that may be sliced.
+
+    Args:
+        num_blocks: how many blocks.
+        width: the layer is ``width x width``; one sample is ``width`` float32 numbers.
+        tied: whether the first and the last block use the same weight.
+    """
+    names = [f"block{index}.weight" for index in range(num_blocks)]
+    if tied and num_blocks > 1:
+        names[-1] = names[0]
+    params = tuple(Param(name, (width, width)) for name in dict.fromkeys(names))
+    blocks = []
+    for index, name in enumerate(names):
+        may_split = not (tied and index in {0, num_blocks - 1})
+        split = Split("hidden", ((name, 0),), width, 4 * width, 4 * width) if may_split else None
+        piece = Piece(f"block{index}", (name,), cost=1.0, output_bytes=4 * width, split=split)
+        blocks.append(Block((piece,), index))
+    return ModelSpec(tuple(blocks), params)

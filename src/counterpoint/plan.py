@@ -1,0 +1,185 @@
+"""A plan: which strategies, in which order, over how many microbatches; as values, as text and as YAML."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from counterpoint.errors import PlanError
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.table import find
+from counterpoint.world.mesh import Axis, Mesh
+
+_TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<inside>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
+_PASSES = ("overlap",)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A complete answer to the question "who does what"; pure data.
+
+    Args:
+        strategies: applied from left to right, each spreading the program over one more axis.
+        num_microbatches: microbatches of the innermost program; replicas multiply them.
+        passes: what is done to the program afterwards, from ``overlap``.
+
+    Example:
+        >>> print(Plan.parse("pipeline(4) * data(2)", num_microbatches=8))
+        pipeline(4) * data(2)
+    """
+
+    strategies: tuple[Strategy, ...] = ()
+    num_microbatches: int = 1
+    passes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise PlanError(f"a plan needs at least 1 microbatch, not {self.num_microbatches}")
+        for name in self.passes:
+            if name not in _PASSES:
+                raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(_PASSES)}")
+
+    def __str__(self) -> str:
+        """Write the strategies as :meth:`parse` reads them."""
+        return " * ".join(map(str, self.strategies)) or "solo"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the plan needs."""
+        ranks = 1
+        for strategy in self.strategies:
+            ranks = strategy.num_ranks(ranks)
+        return ranks
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes of the plan, innermost first."""
+        return Mesh(tuple(Axis(strategy.axis, strategy.degree) for strategy in self.strategies))
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """Check that the plan is made for so many ranks.
+
+        Raises:
+            PlanError: it needs more or fewer; the message says how many along which axis.
+        """
+        if self.num_ranks != num_ranks:
+            axes = self.mesh.describe()
+            raise PlanError(
+                f"{self} needs {self.num_ranks} ranks ({axes}), but there {'is' if num_ranks == 1 else 'are'} "
+                f"{num_ranks}; start {self.num_ranks} ranks, or change the numbers in the plan"
+            )
+
+    @staticmethod
+    def parse(text: str, *, num_ranks: int | None = None, num_microbatches: int = 1) -> Plan:
+        """Read a plan such as ``pipeline(4, order=gpipe) * data(2)``.
+
+        Args:
+            text: strategies joined by ``*``; a bare name takes the ranks it is given.
+            num_ranks: the ranks there are, for a bare name; None when there is none.
+            num_microbatches: microbatches of the innermost program.
+
+        Raises:
+            PlanError: the text is no plan, or names a strategy or option that does not exist.
+        """
+        terms = [_parse_term(term, text) for term in text.split("*")]
+        terms = [(name, inside) for name, inside in terms if name != "solo"]
+        bare = [name for name, inside in terms if inside is None]
+        if len(bare) > 1:
+            raise PlanError(
+                f"{text!r} leaves the ranks of {' and '.join(bare)} open; give a number to all but one"
+            )
+        if bare and num_ranks is None:
+            raise PlanError(
+                f"{text!r} does not say how many ranks {bare[0]} takes; write {bare[0]}(2), or give ranks"
+            )
+        free = 1 if not bare else _ranks_left(terms, text, num_ranks or 1)
+        strategies = tuple(
+            _make(name, str(free) if inside is None else inside, text) for name, inside in terms
+        )
+        if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "asp"}:
+            strategies = ()
+        return Plan(strategies, num_microbatches)
+
+    def to_yaml(self) -> str:
+        """Write the plan as YAML, as it stands in ``plan.yaml`` of a run."""
+        fields = {
+            "strategy": str(self),
+            "num_microbatches": self.num_microbatches,
+            "passes": list(self.passes),
+        }
+        return yaml.safe_dump({"plan": fields, "num_ranks": self.num_ranks}, sort_keys=False)
+
+    @staticmethod
+    def from_yaml(text: str) -> Plan:
+        """Read what :meth:`to_yaml` wrote.
+
+        Raises:
+            PlanError: a key is unknown or missing.
+        """
+        loaded: Any = yaml.safe_load(text)
+        fields = loaded.get("plan") if isinstance(loaded, dict) else None
+        if not isinstance(fields, dict) or "strategy" not in fields:
+            raise PlanError("a plan file holds 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'")
+        unknown = sorted(fields.keys() - {"strategy", "num_microbatches", "passes"})
+        if unknown:
+            raise PlanError(
+                f"a plan has no field {unknown[0]!r}; its fields are strategy, num_microbatches, passes"
+            )
+        plan = Plan.parse(str(fields["strategy"]), num_microbatches=int(fields.get("num_microbatches", 1)))
+        return Plan(plan.strategies, plan.num_microbatches, tuple(fields.get("passes", ())))
+
+
+def _parse_term(term: str, text: str) -> tuple[str, str | None]:
+    found = _TERM.match(term)
+    if found is None:
+        at = text.index(term) if term.strip() else text.find("*")
+        raise PlanError(
+            f"{term.strip()!r} is not a strategy; write name(ranks, option=value), joined by *\n"
+            f"  {text}\n  {' ' * (at + len(term) - len(term.lstrip()))}^"
+        )
+    if found["name"] != "solo":
+        find(found["name"])
+    return found["name"], found["inside"]
+
+
+def _ranks_left(terms: list[tuple[str, str | None]], text: str, num_ranks: int) -> int:
+    for free in range(1, num_ranks + 1):
+        ranks = 1
+        for name, inside in terms:
+            ranks = _make(name, str(free) if inside is None else inside, text).num_ranks(ranks)
+        if ranks == num_ranks:
+            return free
+    raise PlanError(
+        f"{text!r} cannot take {num_ranks} ranks; the ranks of its strategies must multiply to it"
+    )
+
+
+def _make(name: str, inside: str, text: str) -> Strategy:
+    named = find(name)
+    parts = [part.strip() for part in re.split(r",(?![^()]*\))", inside) if part.strip()]
+    if not parts or not re.fullmatch(r"\d+", parts[0]) or int(parts[0]) < 1:
+        raise PlanError(f"{name} in {text!r} needs the number of ranks along its axis first: {name}(2)")
+    options: dict[str, Any] = {}
+    for part in parts[1:]:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in named.options:
+            known = ", ".join(f"{option}=" for option in named.options) or "none"
+            raise PlanError(f"{name} has no option {part!r}; its options are {known}")
+        options[key] = _option(key, value, text)
+    return named.make(int(parts[0]), **options)
+
+
+def _option(key: str, value: str, text: str) -> Any:
+    try:
+        if key in {"level", "servers"}:
+            return int(value)
+        if key in {"replicas", "balance"}:
+            return tuple(int(part) for part in value.strip("()").split(",") if part.strip())
+    except ValueError:
+        raise PlanError(f"{key}={value} in {text!r} must be whole numbers") from None
+    if key == "dims":
+        return tuple(value.split("+"))
+    return value

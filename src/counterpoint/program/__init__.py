@@ -1,0 +1,1 @@
+"""The one intermediate form: instructions, rows, text, the walk, the laws, the rewrites, the trace."""

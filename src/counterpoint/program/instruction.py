@@ -1,0 +1,177 @@
+"""The instruction set: everything one rank can be told to do.
+
+Instructions are frozen and hold only ints, strings and tuples of them; they can be printed, compared, hashed
+and simulated. Each is one word of text, given in its docstring; :mod:`counterpoint.program.text` reads and
+writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Group: TypeAlias = tuple[int, ...]
+"""Ranks that act together, in ascending order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a message, a collective or a release is about.
+
+    ==========  =============================================  =============
+    name        meaning                                        text
+    ==========  =============================================  =============
+    ``x``       what enters a block, for one microbatch        ``x3.0``
+    ``g``       gradient of what leaves a block                ``g3.0``
+    ``y``       partial output of a sliced block               ``y3.0``
+    ``dx``      partial input gradient of a sliced block       ``dx3.0``
+    ``grad``    gradient of the parameters of a unit           ``grad3``, ``grad0+4``
+    ``weight``  parameters of a unit                           ``weight3``
+    ==========  =============================================  =============
+
+    Args:
+        name: one of the names above.
+        blocks: the block, or all blocks of a unit.
+        micro: the microbatch of a value that has one, else None.
+    """
+
+    name: Literal["x", "g", "y", "dx", "grad", "weight"]
+    blocks: tuple[int, ...]
+    micro: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run one block forward on one microbatch. Text: ``F3.0``, or ``F3.0:-1`` for an older version.
+
+    Args:
+        block: which block.
+        micro: which microbatch of the global batch.
+        version: which parameters it reads: 0 for those after the newest update of this row, -1 for the ones before.
+    """
+
+    block: int
+    micro: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run one block backward on one microbatch and add to its gradients. Text: ``B3.0``, ``B3.0:-1``."""
+
+    block: int
+    micro: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Agree on the step: are all gradients finite, what is their norm, what was the loss. Text: ``commit@0,1``.
+
+    After it every member applies the same updates with the same clipping, or skips them all.
+    """
+
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Apply the optimizer to the part of a unit whose gradient this rank holds, and clear it. Text: ``U3``, ``U0+4``."""
+
+    unit: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hand a value to a peer without waiting for it. Text: ``x3.0>1``."""
+
+    value: Value
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Wait for a value from a peer; a received gradient is added to the own one. Text: ``x3.0<0``."""
+
+    value: Value
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Combine a value over a group. Text: ``sum(grad3)@0,1``, split in two ``sum(grad3)@0,1+`` and ``sum(grad3)@0,1-``.
+
+    =========  ==============  ====================================================
+    verb       standard name   afterwards
+    =========  ==============  ====================================================
+    ``sum``    all-reduce      every member holds the sum of all
+    ``share``  reduce-scatter  member i of n holds the i-th part of the sum
+    ``join``   all-gather      every member holds the parts of all
+    ``copy``   broadcast       every member holds what the first member held
+    =========  ==============  ====================================================
+
+    Args:
+        verb: what is done.
+        value: to what.
+        group: by whom.
+        phase: ``""`` does it, ``"+"`` starts it and never waits, ``"-"`` waits for the one started.
+    """
+
+    verb: Literal["sum", "share", "join", "copy"]
+    value: Value
+    group: Group
+    phase: Literal["", "+", "-"] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Give a gradient to a server, which applies it when it comes. Text: ``push(grad3)>2``."""
+
+    value: Value
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Wait for the server's parameters, which have seen the last push of this rank. Text: ``pull(weight3)<2``."""
+
+    value: Value
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Take as many pushes of every unit as there are workers, in the order they come, and answer each.
+
+    Text: ``serve(0,1,0+4)@0,1``. Every push becomes one update of its own.
+
+    Args:
+        units: the units that this server keeps.
+        workers: the ranks that push to it.
+    """
+
+    units: tuple[tuple[int, ...], ...]
+    workers: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Forget a value that was gathered or is no longer needed. Text: ``release(weight3)``."""
+
+    value: Value
+
+
+Compute: TypeAlias = Forward | Backward
+Instruction: TypeAlias = (
+    Forward | Backward | Commit | Update | Send | Recv | Collective | Push | Pull | Serve | Release
+)
+
+
+def grad(unit: tuple[int, ...]) -> Value:
+    """Return the gradient of a unit."""
+    return Value("grad", unit)
+
+
+def weight(unit: tuple[int, ...]) -> Value:
+    """Return the parameters of a unit."""
+    return Value("weight", unit)

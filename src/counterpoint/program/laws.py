@@ -1,0 +1,300 @@
+"""The eight laws that every program keeps before it may run.
+
+1. Every send has exactly one receive, and every push one pull.
+2. No deadlock, even when a send blocks until its receive is posted.
+3. All members of a group call the same collectives in the same order.
+4. Each microbatch goes once forward and once backward through each block, on the same rank.
+5. Backward uses the version that its forward used; staleness stays within the promise.
+6. Every gradient enters every update of its parameters exactly once.
+7. What is gathered, stashed or under way is released; the peak in flight stays within the promise.
+8. The bytes that each rank sends equal the strategy's closed formula.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from counterpoint.errors import ProgramError
+from counterpoint.program.instruction import Backward, Forward, Instruction, Pull, Push, Recv, Send, Value
+from counterpoint.program.ledger import Entry, Ledger, Mark, Unit, keep_ledger
+from counterpoint.program.program import Program, Words, moved
+from counterpoint.program.text import format_unit, format_value
+from counterpoint.program.walk import rehearse_blocking_sends, show_places
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the strategies of a plan promise about its program.
+
+    Args:
+        staleness: how many updates may come between reading weights and applying their gradient; None for no bound.
+        in_flight: per rank, how many microbatches may be between forward and backward in one block; None to skip.
+        sent_bytes: per rank, the bytes sent in one step by the closed formulas; None to skip.
+    """
+
+    staleness: int | None = 0
+    in_flight: tuple[int, ...] | None = None
+    sent_bytes: tuple[Fraction, ...] | None = None
+
+
+def check(
+    program: Program,
+    promise: Promise,
+    units: Iterable[Unit],
+    sent_bytes: Sequence[Fraction] | None = None,
+) -> Ledger:
+    """Prove that a program keeps all laws.
+
+    A stream is proved on prologue, two bodies and epilogue, with the induction that one more body leaves the
+    same things behind, one repetition later.
+
+    Args:
+        program: what is checked.
+        promise: what its strategies promise.
+        units: every unit of the model that must be updated.
+        sent_bytes: the bytes that the program's words move, counted per rank.
+
+    Returns:
+        The ledger of one step (of the unrolled stream).
+
+    Raises:
+        ProgramError: a law is broken; ``law`` says which, the message shows the rows and the place.
+    """
+    rows = program.unroll(2 if program.is_stream else 1)
+    law_1_messages_pair_up(rows)
+    ledger = keep_ledger(program, rows)
+    rehearse_blocking_sends(rows)
+    law_4_all_work_is_done_once(program, rows)
+    law_5_staleness(rows, ledger, promise)
+    law_6_every_gradient_counts_once(program, rows, ledger, units)
+    law_7_all_is_released(program, rows, ledger, promise)
+    if promise.sent_bytes is not None and sent_bytes is not None:
+        law_8_bytes(promise.sent_bytes, sent_bytes)
+    return ledger
+
+
+def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
+    """Prove that sends and receives, pushes and pulls come in pairs."""
+    balance: Counter[tuple[str, Value, int, int]] = Counter()
+    places: dict[tuple[str, Value, int, int], tuple[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for index, word in enumerate(row):
+            key, weight = _message(rank, word)
+            if key is not None:
+                balance[key] += weight
+                places[key] = (rank, index)
+    for key, count in balance.items():
+        if count:
+            kind, value, source, target = key
+            excess = "is never received" if count > 0 else "is never sent"
+            if kind == "push":
+                excess = "is never answered by a pull" if count > 0 else "is pulled without a push"
+            rank, index = places[key]
+            raise ProgramError(
+                f"{format_value(value)} from rank {source} to rank {target} {excess}; every {kind} has exactly one "
+                f"counterpart\n{show_places(rows, {rank: index}, 'here')}",
+                law=1,
+            )
+
+
+def _message(rank: int, word: Instruction) -> tuple[tuple[str, Value, int, int] | None, int]:
+    match word:
+        case Send(value, peer):
+            return ("send", value, rank, peer), 1
+        case Recv(value, peer):
+            return ("send", value, peer, rank), -1
+        case Push(value, peer):
+            return ("push", value, rank, peer), 1
+        case Pull(value, peer):
+            return ("push", Value("grad", value.blocks), rank, peer), -1
+        case _:
+            return None, 0
+
+
+def law_4_all_work_is_done_once(program: Program, rows: Sequence[Words]) -> None:
+    """Prove that every block of every slice runs every microbatch forward and backward once."""
+    done: dict[type[Instruction], Counter[Mark]] = {Forward: Counter(), Backward: Counter()}
+    where: dict[Mark, tuple[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for index, word in enumerate(row):
+            if isinstance(word, Forward | Backward):
+                mark = (word.block, word.micro, program.rows[rank].slice_index)
+                done[type(word)][mark] += 1
+                where[mark] = (rank, index)
+    marks = done[Forward] + done[Backward]
+    blocks = range(max((mark[0] for mark in marks), default=-1) + 1)
+    micros = sorted({mark[1] for mark in marks})
+    slices = sorted({mark[2] for mark in marks})
+    for direction, counted in done.items():
+        for mark in ((block, micro, at) for block in blocks for micro in micros for at in slices):
+            if counted[mark] != 1:
+                text = f"{direction.__name__.lower()} of block {mark[0]} on microbatch {mark[1]}"
+                of = f" of slice {mark[2]}" if len(slices) > 1 else ""
+                shown = (
+                    show_places(rows, dict([where[mark]]), "here") if mark in where else "  no rank does it"
+                )
+                raise ProgramError(f"{text}{of} is done {counted[mark]} times, not once\n{shown}", law=4)
+
+
+def law_5_staleness(rows: Sequence[Words], ledger: Ledger, promise: Promise) -> None:
+    """Prove that no gradient is older at its update than the strategies promise."""
+    if promise.staleness is None:
+        return
+    for entry in ledger.entries:
+        if entry.staleness > promise.staleness:
+            raise ProgramError(
+                f"rank {entry.rank} updates unit {format_unit(entry.unit)} with a gradient {entry.staleness} updates "
+                f"old; the plan promises at most {promise.staleness}\n"
+                f"{show_places(rows, {entry.rank: entry.index}, 'here')}",
+                law=5,
+            )
+
+
+def law_6_every_gradient_counts_once(
+    program: Program, rows: Sequence[Words], ledger: Ledger, units: Iterable[Unit]
+) -> None:
+    """Prove that each mark enters exactly one update of each part of its unit, and that copies update alike."""
+    expected: defaultdict[int, set[Mark]] = defaultdict(set)
+    for rank, row in enumerate(rows):
+        for word in row:
+            if isinstance(word, Backward):
+                expected[word.block].add((word.block, word.micro, program.rows[rank].slice_index))
+    by_unit: defaultdict[Unit, list[Entry]] = defaultdict(list)
+    for entry in ledger.entries:
+        by_unit[entry.unit].append(entry)
+    for unit in units:
+        marks = {mark for block in unit for mark in expected[block]}
+        for at in sorted({mark[2] for mark in marks}):
+            mine = [entry for entry in by_unit[unit] if _slice_of(program, entry, ledger) == at]
+            _judge_unit(rows, unit, mine, {mark for mark in marks if mark[2] == at})
+
+
+def _slice_of(program: Program, entry: Entry, _ledger: Ledger) -> int:
+    return program.rows[entry.rank].slice_index
+
+
+def _judge_unit(rows: Sequence[Words], unit: Unit, entries: Sequence[Entry], expected: set[Mark]) -> None:
+    text = format_unit(unit)
+    by_rank: defaultdict[int, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_rank[entry.rank].append(entry)
+    histories: dict[tuple[Fraction, Fraction], tuple[int, list[Counter[Mark]]]] = {}
+    for rank, own in by_rank.items():
+        history = [entry.marks for entry in own]
+        first, known = histories.setdefault(own[0].span, (rank, history))
+        place = {rank: own[-1].index}
+        if known is not history and known != history:
+            raise ProgramError(
+                f"ranks {first} and {rank} update unit {text} with different gradients; copies of the same "
+                f"parameters must see the same\n{show_places(rows, place, 'here')}",
+                law=6,
+            )
+        if first != rank:
+            continue
+        total: Counter[Mark] = sum(history, Counter())
+        _judge_marks(rows, text, place, (total, expected))
+    _judge_cover(text, sorted(histories))
+
+
+def _judge_marks(
+    rows: Sequence[Words], unit: str, place: Mapping[int, int], marks: tuple[Counter[Mark], set[Mark]]
+) -> None:
+    total, expected = marks
+    if total.keys() == expected and all(count == 1 for count in total.values()):
+        return
+    doubled = sorted(mark for mark, count in total.items() if count > 1)
+    missing = sorted(expected - total.keys())
+    foreign = sorted(total.keys() - expected)
+    parts = [
+        f"{word} {', '.join(f'B{b}.{m}' for b, m, _ in found[:4])}{' and others' if len(found) > 4 else ''}"
+        for word, found in (("twice", doubled), ("never", missing), ("wrongly", foreign))
+        if found
+    ]
+    rank = next(iter(place))
+    raise ProgramError(
+        f"rank {rank} updates unit {unit} with gradients counted {'; '.join(parts)}; every gradient enters every "
+        f"update exactly once\n{show_places(rows, place, 'here')}",
+        law=6,
+    )
+
+
+def _judge_cover(unit: str, spans: Sequence[tuple[Fraction, Fraction]]) -> None:
+    reached = Fraction(0)
+    for low, high in spans:
+        if low != reached:
+            break
+        reached = high
+    if reached != 1:
+        held = ", ".join(f"{low} to {high}" for low, high in spans) or "nothing"
+        raise ProgramError(f"unit {unit} is updated only in part: {held}; all of it must be updated", law=6)
+
+
+def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledger, promise: Promise) -> None:
+    """Prove that nothing stays gathered or unused, and that the peak in flight is as promised."""
+    for (rank, unit), state in ledger.states.items():
+        end = {rank: len(rows[rank]) - 1}
+        if state.span != state.home:
+            raise ProgramError(
+                f"rank {rank} still holds the gathered weight{format_unit(unit)} at the end\n"
+                f"{show_places(rows, end, 'end')}",
+                law=7,
+            )
+        if state.whole or state.part is not None:
+            raise ProgramError(
+                f"rank {rank} ends with a gradient of unit {format_unit(unit)} that no update has used\n"
+                f"{show_places(rows, end, 'end')}",
+                law=6,
+            )
+    if promise.in_flight is not None:
+        for rank, (peak, allowed) in enumerate(zip(ledger.peak_in_flight, promise.in_flight, strict=True)):
+            if peak > allowed:
+                raise ProgramError(
+                    f"rank {rank} has {peak} microbatches in flight; the plan promises at most {allowed}\n"
+                    f"{show_places(rows, {rank: 0}, 'row')}",
+                    law=7,
+                )
+    if program.is_stream:
+        _law_7_induction(program)
+
+
+def _law_7_induction(program: Program) -> None:
+    """Prove that one more body leaves behind what the last one left, one repetition later."""
+    stride = len(program.micros)
+    for rank, row in enumerate(program.rows):
+        once = _left_behind(row.prologue + row.body)
+        second = tuple(moved(word, stride) for word in row.body)
+        twice = _left_behind(row.prologue + row.body + second)
+        if twice != Counter({moved(word, stride): count for word, count in once.items()}):
+            raise ProgramError(
+                f"rank {rank}: the body does not leave behind what it found, one repetition later, so the stream "
+                "cannot go on\n" + show_places([row.body], {0: 0}, "body"),
+                law=7,
+            )
+
+
+def _left_behind(words: Words) -> Counter[Instruction]:
+    """Count what is alive after the words: forwards without backward, and messages in the row's own books."""
+    left: Counter[Instruction] = Counter()
+    for word in words:
+        match word:
+            case Forward(block, micro):
+                left[Forward(block, micro)] += 1
+            case Backward(block, micro):
+                left[Forward(block, micro)] -= 1
+            case _:
+                pass
+    return Counter({word: count for word, count in left.items() if count})
+
+
+def law_8_bytes(promised: Sequence[Fraction], counted: Sequence[Fraction]) -> None:
+    """Prove that the words move as many bytes as the strategies' formulas say."""
+    for rank, (formula, words) in enumerate(zip(promised, counted, strict=True)):
+        if formula != words:
+            raise ProgramError(
+                f"rank {rank} sends {float(words):.0f} bytes in a step; by the formulas of the plan's strategies it "
+                f"should send {float(formula):.0f}",
+                law=8,
+            )

@@ -1,0 +1,337 @@
+"""Run a program on symbols: which samples are in each gradient, which version stands in each weight.
+
+Every backward leaves one mark ``(block, microbatch, slice)`` in its rank's gradient. Sums add marks up, shares
+cut the range a rank is responsible for, updates consume marks and make a new version. What the ledger sees,
+the laws judge.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TypeAlias
+
+from counterpoint.errors import ProgramError
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+    Value,
+)
+from counterpoint.program.program import Program, Words
+from counterpoint.program.text import format_instruction, format_unit
+from counterpoint.program.walk import show_places, walk
+
+Mark: TypeAlias = tuple[int, int, int]
+"""Block, microbatch and slice of one backward."""
+Marks: TypeAlias = "Counter[Mark]"
+Span: TypeAlias = tuple[Fraction, Fraction]
+"""Which part of a unit: from, to, as fractions of the whole."""
+Unit: TypeAlias = tuple[int, ...]
+
+WHOLE: Span = (Fraction(0), Fraction(1))
+
+
+@dataclass(slots=True)
+class UnitState:
+    """What one rank holds of one unit.
+
+    Args:
+        home: the part whose weights it keeps when nothing is gathered.
+        span: the part whose weights it holds now.
+        versions: every version it has held, oldest first.
+        whole: marks in the gradient of the whole unit.
+        part: the part and marks of a gradient that was shared out.
+    """
+
+    home: Span = WHOLE
+    span: Span = WHOLE
+    versions: list[int] = field(default_factory=lambda: [0])
+    whole: Marks = field(default_factory=Counter)
+    part: tuple[Span, Marks] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One update: by whom, of what part, with which marks, and how stale the oldest mark was."""
+
+    rank: int
+    index: int
+    unit: Unit
+    span: Span
+    marks: Marks
+    staleness: int
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What came of a program: the updates, and what was still held when it ended."""
+
+    entries: list[Entry]
+    states: dict[tuple[int, Unit], UnitState]
+    peak_in_flight: list[int]
+
+
+def keep_ledger(program: Program, rows: Sequence[Words]) -> Ledger:
+    """Run the flat rows on symbols.
+
+    Raises:
+        ProgramError: laws 4 to 7, wherever a word cannot do what it says.
+    """
+    book = _Book(program, rows)
+    for rank, index in walk(rows):
+        book.enter(rank, index)
+    return Ledger(book.entries, dict(book.states), book.peak)
+
+
+class _Book:
+    def __init__(self, program: Program, rows: Sequence[Words]) -> None:
+        self.rows = rows
+        self.slices = [(row.slice_index, row.num_slices) for row in program.rows]
+        self.units_of = _units_by_block(rows)
+        self.states: defaultdict[tuple[int, Unit], UnitState] = defaultdict(UnitState)
+        self.entries: list[Entry] = []
+        self.used: dict[tuple[Mark, Unit], int] = {}
+        self.alive: dict[tuple[int, int, int], int] = {}
+        self.flight: list[Counter[int]] = [Counter() for _ in rows]
+        self.peak = [0] * len(rows)
+        self.mail: defaultdict[tuple[Value, int, int], list[tuple[Marks, int]]] = defaultdict(list)
+        self.waiting: defaultdict[tuple[object, Value], list[int]] = defaultdict(list)
+        self.pushes: defaultdict[tuple[int, Unit], list[tuple[int, Marks]]] = defaultdict(list)
+        for rank, row in enumerate(rows):
+            self.find_homes(rank, row)
+
+    def find_homes(self, rank: int, row: Words) -> None:
+        """A rank whose first word about a weight gathers it keeps only its share between steps."""
+        seen: set[tuple[int, ...]] = set()
+        for word in row:
+            match word:
+                case Collective("join", Value("weight", unit), group) if unit not in seen:
+                    size, at = len(group), group.index(rank)
+                    state = self.states[rank, unit]
+                    state.home = state.span = (Fraction(at, size), Fraction(at + 1, size))
+                    seen.add(unit)
+                case Forward(block):
+                    seen.update(self.units_of[block])
+                case _:
+                    pass
+
+    def wrong(self, law: int, rank: int, index: int, fact: str) -> ProgramError:
+        text = format_instruction(self.rows[rank][index])
+        return ProgramError(
+            f"rank {rank}, {text}: {fact}\n{show_places(self.rows, {rank: index}, 'here')}", law
+        )
+
+    def enter(self, rank: int, index: int) -> None:  # noqa: C901, PLR0912 - one case for each instruction
+        word = self.rows[rank][index]
+        match word:
+            case Forward():
+                self.forward(rank, index, word)
+            case Backward():
+                self.backward(rank, index, word)
+            case Update(unit):
+                self.update(rank, index, unit)
+            case Collective(phase=""):
+                self.gather(rank, index, word)
+            case Collective(phase="+"):
+                self.gather(rank, index, word)
+            case Send(value, peer):
+                self.send(rank, value, peer)
+            case Recv(value, peer):
+                self.receive(rank, value, peer)
+            case Push(value, peer):
+                self.pushes[peer, value.blocks].append((rank, self.taken(rank, value.blocks)))
+            case Serve(units):
+                self.serve(rank, index, units)
+            case Pull(value, peer):
+                self.states[rank, value.blocks].versions.append(self.states[peer, value.blocks].versions[-1])
+            case Release(value):
+                self.release(rank, index, value)
+            case Commit() | Collective():
+                pass
+
+    def forward(self, rank: int, index: int, word: Forward) -> None:
+        key = (rank, word.block, word.micro)
+        if key in self.alive:
+            raise self.wrong(4, rank, index, "this microbatch has gone forward through this block already")
+        self.alive[key] = index
+        counts = self.flight[rank]
+        counts[word.block] += 1
+        self.peak[rank] = max(self.peak[rank], counts[word.block])
+        for unit in self.units_of[word.block]:
+            self.used[(word.block, word.micro, self.slices[rank][0]), unit] = self.read(
+                rank, index, unit, word.version
+            )
+
+    def backward(self, rank: int, index: int, word: Backward) -> None:
+        if self.alive.pop((rank, word.block, word.micro), None) is None:
+            raise self.wrong(
+                4, rank, index, "this microbatch did not go forward through this block on this rank"
+            )
+        self.flight[rank][word.block] -= 1
+        mark = (word.block, word.micro, self.slices[rank][0])
+        for unit in self.units_of[word.block]:
+            version = self.read(rank, index, unit, word.version)
+            if version != self.used[mark, unit]:
+                fact = f"forward used version {self.used[mark, unit]} of weight{format_unit(unit)}, backward {version}"
+                raise self.wrong(5, rank, index, f"{fact}; both must use the same")
+            state = self.states[rank, unit]
+            state.whole = state.whole + Counter([mark])
+
+    def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
+        state = self.states[rank, unit]
+        if state.span != WHOLE:
+            low, high = state.span
+            raise self.wrong(
+                7, rank, index, f"weight{format_unit(unit)} is here only from {low} to {high} of it"
+            )
+        if len(state.versions) < 1 - version:
+            raise self.wrong(5, rank, index, f"no version {version} of weight{format_unit(unit)} was kept")
+        return state.versions[version - 1]
+
+    def update(self, rank: int, index: int, unit: Unit) -> None:
+        state = self.states[rank, unit]
+        if state.part is not None and state.whole:
+            raise self.wrong(6, rank, index, "one gradient was shared out, another one was not")
+        span, marks = state.part if state.part is not None else (WHOLE, state.whole)
+        self.record(rank, index, unit, span, marks)
+        state.part, state.whole = None, Counter()
+        state.span = span
+        state.versions.append(state.versions[-1] + 1)
+
+    def record(self, rank: int, index: int, unit: Unit, span: Span, marks: Marks) -> None:
+        now = self.states[rank, unit].versions[-1]
+        staleness = max((now - self.used[mark, unit] for mark in marks), default=0)
+        self.entries.append(Entry(rank, index, unit, span, marks, staleness))
+
+    def taken(self, rank: int, unit: Unit) -> Marks:
+        state = self.states[rank, unit]
+        marks, state.whole = state.whole, Counter()
+        return marks
+
+    def gather(self, rank: int, index: int, word: Collective) -> None:
+        if word.value.name in {"y", "dx"}:
+            return
+        arrived = self.waiting[word.group, word.value]
+        arrived.append(rank)
+        if len(arrived) == len(word.group):
+            del self.waiting[word.group, word.value]
+            if word.value.name == "weight":
+                self.combine_weights(index, word)
+            elif word.verb == "share":
+                self.share(index, word)
+            else:
+                self.sum(rank, index, word)
+
+    def combine_weights(self, index: int, word: Collective) -> None:
+        states = [self.states[member, word.value.blocks] for member in word.group]
+        if word.verb == "copy":
+            for state in states[1:]:
+                state.versions.append(states[0].versions[-1])
+            return
+        spans = sorted({state.span for state in states})
+        tiles = all(before[1] == after[0] for before, after in zip(spans, spans[1:], strict=False))
+        versions = {state.versions[-1] for state in states}
+        if not tiles or len(versions) > 1 or len(spans) != len(states):
+            held = ", ".join(f"{low} to {high}" for low, high in spans)
+            raise self.wrong(
+                6, word.group[0], index, f"the members hold {held} in versions {sorted(versions)}"
+            )
+        for state in states:
+            state.span = (spans[0][0], spans[-1][1])
+
+    def share(self, index: int, word: Collective) -> None:
+        states = [self.states[member, word.value.blocks] for member in word.group]
+        total: Marks = Counter()
+        for state in states:
+            total.update(state.whole)
+        for at, state in enumerate(states):
+            span = (Fraction(at, len(states)), Fraction(at + 1, len(states)))
+            if state.part is not None and state.part[0] != span:
+                raise self.wrong(
+                    6, word.group[at], index, "this gradient was shared out in other parts before"
+                )
+            before: Marks = state.part[1] if state.part is not None else Counter()
+            state.part, state.whole = (span, before + total), Counter()
+
+    def sum(self, rank: int, index: int, word: Collective) -> None:
+        states = [self.states[member, word.value.blocks] for member in word.group]
+        spans = {state.part[0] if state.part is not None else WHOLE for state in states}
+        if len(spans) > 1:
+            raise self.wrong(6, rank, index, "the members hold different parts of this gradient")
+        total: Marks = Counter()
+        for state in states:
+            total.update(state.part[1] if state.part is not None else state.whole)
+        for state in states:
+            if state.part is not None:
+                state.part = (state.part[0], total)
+            else:
+                state.whole = total
+
+    def send(self, rank: int, value: Value, peer: int) -> None:
+        if value.name == "grad":
+            self.mail[value, rank, peer].append((self.taken(rank, value.blocks), 0))
+        elif value.name == "weight":
+            self.mail[value, rank, peer].append((Counter(), self.states[rank, value.blocks].versions[-1]))
+
+    def receive(self, rank: int, value: Value, peer: int) -> None:
+        if value.name == "grad":
+            marks, _ = self.mail[value, peer, rank].pop(0)
+            state = self.states[rank, value.blocks]
+            state.whole = state.whole + marks
+        elif value.name == "weight":
+            _, version = self.mail[value, peer, rank].pop(0)
+            self.states[rank, value.blocks].versions.append(version)
+
+    def serve(self, rank: int, index: int, units: Sequence[Unit]) -> None:
+        for unit in units:
+            for _worker, marks in self.pushes.pop((rank, unit), []):
+                self.record(rank, index, unit, WHOLE, marks)
+                self.states[rank, unit].versions.append(self.states[rank, unit].versions[-1] + 1)
+
+    def release(self, rank: int, index: int, value: Value) -> None:
+        state = self.states[rank, value.blocks]
+        if value.name == "grad":
+            state.whole = Counter()
+            return
+        if value.name == "weight":
+            if state.span == state.home:
+                raise self.wrong(7, rank, index, "nothing was gathered that could be released")
+            state.span = state.home
+
+
+def _units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:
+    """Return for each block the units it uses, read off the words that name units."""
+    units: set[Unit] = set()
+    for row in rows:
+        for word in row:
+            units.update(units_named(word))
+    users: defaultdict[int, list[Unit]] = defaultdict(list)
+    for unit in sorted(units):
+        for block in unit:
+            users[block].append(unit)
+    return users
+
+
+def units_named(word: Instruction) -> tuple[Unit, ...]:
+    """Return the units that an instruction updates, moves or releases."""
+    match word:
+        case Update(unit):
+            return (unit,)
+        case Serve(units):
+            return units
+        case Push(value) | Pull(value) | Send(value) | Recv(value) | Release(value) | Collective(_, value):
+            return (value.blocks,) if value.name in {"grad", "weight"} else ()
+        case Forward() | Backward() | Commit():
+            return ()

@@ -1,0 +1,100 @@
+"""A program: what every rank does, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Forward,
+    Instruction,
+    Recv,
+    Release,
+    Send,
+    Value,
+)
+
+Words: TypeAlias = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one rank does.
+
+    Args:
+        body: what is repeated; one training step in a synchronous program.
+        prologue: what comes once before the body, to fill a stream.
+        epilogue: what comes once after the last body, to drain it.
+        slice_index: which slice of sliced blocks the rank holds.
+        num_slices: of how many.
+    """
+
+    body: Words
+    prologue: Words = ()
+    epilogue: Words = ()
+    slice_index: int = 0
+    num_slices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One row of instructions per rank; ``rows[rank]`` is that rank's part.
+
+    Microbatches are numbered over the whole global batch, so that a row says by itself which samples it reads.
+    In a body the numbers count from the first microbatch of that repetition.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the program needs."""
+        return len(self.rows)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether anything stands before or after the body."""
+        return any(row.prologue or row.epilogue for row in self.rows)
+
+    @property
+    def micros(self) -> tuple[int, ...]:
+        """The microbatches that one repetition of the body starts, in order."""
+        return tuple(
+            sorted({word.micro for row in self.rows for word in row.body if isinstance(word, Forward)})
+        )
+
+    def unroll(self, times: int) -> tuple[Words, ...]:
+        """Return one flat tuple of instructions per rank: the prologue, the body ``times`` times, the epilogue."""
+        if times == 1 and not self.is_stream:
+            return tuple(row.body for row in self.rows)
+        stride = len(self.micros)
+        return tuple(
+            row.prologue
+            + tuple(moved(word, k * stride) for k in range(times) for word in row.body)
+            + tuple(moved(word, times * stride) for word in row.epilogue)
+            for row in self.rows
+        )
+
+    def words(self) -> Iterator[tuple[int, Instruction]]:
+        """Yield every rank and instruction as written, without repeating the body."""
+        for rank, row in enumerate(self.rows):
+            for word in row.prologue + row.body + row.epilogue:
+                yield rank, word
+
+
+def moved(word: Instruction, by: int) -> Instruction:
+    """Return the instruction for the microbatch that comes ``by`` later."""
+    if by == 0:
+        return word
+    match word:
+        case Forward() | Backward():
+            return replace(word, micro=word.micro + by)
+        case Send(value) | Recv(value) | Release(value) | Collective(_, value):
+            if value.micro is None:
+                return word
+            return replace(word, value=Value(value.name, value.blocks, value.micro + by))
+        case _:
+            return word

@@ -1,0 +1,125 @@
+"""The moves from which strategies are made; each is a pure function from program to program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+)
+from counterpoint.program.program import Program, Row, Words, moved
+
+
+def shifted(word: Instruction, by: int) -> Instruction:
+    """Return the instruction with every rank it names moved up by ``by``."""
+    if by == 0:
+        return word
+    match word:
+        case Send() | Recv() | Push() | Pull():
+            return replace(word, peer=word.peer + by)
+        case Collective() | Commit():
+            return replace(word, group=tuple(member + by for member in word.group))
+        case Serve():
+            return replace(word, workers=tuple(member + by for member in word.workers))
+        case _:
+            return word
+
+
+def replicate(program: Program, times: int, *, same_samples: bool = False) -> Program:
+    """Set ``times`` copies side by side; copy ``c`` of rank ``r`` is rank ``c * num_ranks + r``.
+
+    Args:
+        program: what is copied.
+        times: how many copies stand there afterwards.
+        same_samples: whether the copies read the same microbatches; else each copy reads its own.
+    """
+    stride = 0 if same_samples else len(program.micros)
+    return Program(
+        tuple(
+            map_row(row, partial(_copied, ranks=copy * program.num_ranks, micros=copy * stride))
+            for copy in range(times)
+            for row in program.rows
+        )
+    )
+
+
+def _copied(words: Words, ranks: int, micros: int) -> Words:
+    return tuple(moved(shifted(word, ranks), micros) for word in words)
+
+
+def map_row(row: Row, change: Callable[[Words], Iterable[Instruction]]) -> Row:
+    """Return the row with ``change`` applied to each of its three parts."""
+    return replace(
+        row,
+        prologue=tuple(change(row.prologue)),
+        body=tuple(change(row.body)),
+        epilogue=tuple(change(row.epilogue)),
+    )
+
+
+def expand(program: Program, rule: Callable[[int, Instruction], Iterable[Instruction]]) -> Program:
+    """Replace every instruction by the ones that ``rule(rank, instruction)`` gives."""
+    def spread(words: Words, rank: int) -> Iterable[Instruction]:
+        return (new for old in words for new in rule(rank, old))
+
+    return Program(tuple(map_row(row, partial(spread, rank=rank)) for rank, row in enumerate(program.rows)))
+
+
+def before_commit(program: Program, extra: Callable[[int, Row], Sequence[Instruction]]) -> Program:
+    """Put ``extra(rank, row)`` before the first commit of every body that updates anything."""
+    rows = []
+    for rank, row in enumerate(program.rows):
+        at = next((i for i, word in enumerate(row.body) if isinstance(word, Commit)), None)
+        new = extra(rank, row)
+        if at is None or not new:
+            rows.append(row)
+            continue
+        rows.append(replace(row, body=row.body[:at] + tuple(new) + row.body[at:]))
+    return Program(tuple(rows))
+
+
+def widen_commits(program: Program, times: int) -> Program:
+    """Let the ``times`` copies of a replicated program commit together."""
+    stride = program.num_ranks // times
+    widened: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def rule(_rank: int, word: Instruction) -> Iterable[Instruction]:
+        match word:
+            case Commit(group):
+                if group not in widened:
+                    widened[group] = tuple(
+                        sorted(member % stride + copy * stride for copy in range(times) for member in group)
+                    )
+                return (Commit(widened[group]),)
+            case _:
+                return (word,)
+
+    return expand(program, rule)
+
+
+def last_backward_first(row: Row, units: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the units in the order in which their gradients are complete at the end of the row's body."""
+    last = {word.block: i for i, word in enumerate(row.body) if isinstance(word, Backward)}
+    return sorted(units, key=lambda unit: (max((last.get(block, -1) for block in unit), default=-1), unit))
+
+
+def blocks_of(row: Row) -> set[int]:
+    """Return the blocks that a row runs forward."""
+    return {word.block for word in row.prologue + row.body if isinstance(word, Forward)}
+
+
+def releases(word: Instruction, name: str) -> bool:
+    """Tell whether an instruction releases a value of that name."""
+    return isinstance(word, Release) and word.value.name == name

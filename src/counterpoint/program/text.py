@@ -1,0 +1,204 @@
+"""The text form of a program. ``parse_program(format_program(p)) == p`` for every program ``p``.
+
+One line per rank, one word per instruction. ``0/2:`` before a row says which slice of sliced blocks it holds.
+A stream has three parts, ``prologue | body | epilogue``, and writes microbatches of the last two as ``F0.+3``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, assert_never, cast
+
+from counterpoint.errors import ProgramError
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Group,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+    Value,
+)
+from counterpoint.program.program import Program, Row, Words
+
+_UNIT = r"\d+(?:\+\d+)*"
+_VALUE = rf"(?:grad|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+"
+_GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
+_WORD = re.compile(
+    r"(?P<op>[FB])(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
+    rf"|U(?P<unit>{_UNIT})$"
+    rf"|commit@(?P<all>{_GROUP})$"
+    rf"|(?P<verb>sum|share|join|copy)\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
+    rf"|(?P<ask>push|pull)\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
+    rf"|serve\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
+    rf"|release\((?P<released>{_VALUE})\)$"
+    rf"|(?P<value>{_VALUE})(?P<arrow>[<>])(?P<peer>\d+)$"
+)
+_VALUE_PARTS = re.compile(r"(grad|weight|dx|x|g|y)([\d+]+)(?:\.\+?(\d+))?$")
+_EXAMPLES = (
+    "F0.2, B0.2, U0, commit@0,1, x1.2>1, sum(grad0)@0,1, push(grad0)>2, serve(0)@0,1 or release(weight0)"
+)
+
+
+def format_group(group: Group) -> str:
+    """Write a group: ``0,1``, or ``0-7`` and ``0-12/4`` for three and more evenly spaced ranks."""
+    if len(group) > 2:
+        steps = {after - before for before, after in zip(group, group[1:], strict=False)}
+        if len(steps) == 1:
+            step = steps.pop()
+            return f"{group[0]}-{group[-1]}" + (f"/{step}" if step > 1 else "")
+    return ",".join(map(str, group))
+
+
+def format_unit(unit: tuple[int, ...]) -> str:
+    """Write a unit: ``3``, or ``0+4`` for parameters that blocks 0 and 4 both use."""
+    return "+".join(map(str, unit))
+
+
+def format_value(value: Value, *, ahead: bool = False) -> str:
+    """Write a value; ``ahead`` marks its microbatch as counted from the repetition's first."""
+    micro = "" if value.micro is None else f".{'+' if ahead else ''}{value.micro}"
+    return f"{value.name}{format_unit(value.blocks)}{micro}"
+
+
+def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noqa: C901, PLR0911, PLR0912 - one case each
+    """Write one instruction as one word; ``ahead`` as in :func:`format_value`."""
+    match word:
+        case Forward(block, micro, version) | Backward(block, micro, version):
+            letter = "F" if isinstance(word, Forward) else "B"
+            return f"{letter}{block}.{'+' if ahead else ''}{micro}" + (f":{version}" if version else "")
+        case Update(unit):
+            return f"U{format_unit(unit)}"
+        case Commit(group):
+            return f"commit@{format_group(group)}"
+        case Send(value, peer):
+            return f"{format_value(value, ahead=ahead)}>{peer}"
+        case Recv(value, peer):
+            return f"{format_value(value, ahead=ahead)}<{peer}"
+        case Collective(verb, value, group, phase):
+            return f"{verb}({format_value(value, ahead=ahead)})@{format_group(group)}{phase}"
+        case Push(value, peer):
+            return f"push({format_value(value)})>{peer}"
+        case Pull(value, peer):
+            return f"pull({format_value(value)})<{peer}"
+        case Serve(units, workers):
+            return f"serve({','.join(map(format_unit, units))})@{format_group(workers)}"
+        case Release(value):
+            return f"release({format_value(value, ahead=ahead)})"
+        case _:
+            assert_never(word)
+
+
+def parse_group(text: str) -> Group:
+    """Read a group; the inverse of :func:`format_group`."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        span, _, step = part.partition("/")
+        first, _, last = span.partition("-")
+        ranks += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(ranks)
+
+
+def parse_unit(text: str) -> tuple[int, ...]:
+    """Read a unit; the inverse of :func:`format_unit`."""
+    return tuple(map(int, text.split("+")))
+
+
+def parse_value(text: str) -> Value:
+    """Read a value; the inverse of :func:`format_value`."""
+    found = _VALUE_PARTS.match(text)
+    if found is None:
+        raise ProgramError(f"{text!r} is not a value; expected one such as x1.2, g0.0, grad3 or weight0+4")
+    name = cast("Literal['x', 'g', 'y', 'dx', 'grad', 'weight']", found[1])
+    return Value(name, parse_unit(found[2]), None if found[3] is None else int(found[3]))
+
+
+def parse_instruction(word: str) -> Instruction:
+    """Read one word; the inverse of :func:`format_instruction`."""
+    found = _WORD.match(word)
+    if found is None:
+        raise ProgramError(f"{word!r} is not an instruction; expected a word such as {_EXAMPLES}")
+    if found["op"]:
+        make = Forward if found["op"] == "F" else Backward
+        return make(int(found["block"]), int(found["micro"]), int(found["version"] or 0))
+    if found["unit"]:
+        return Update(parse_unit(found["unit"]))
+    if found["verb"] or found["all"]:
+        return _parse_together(found)
+    if found["units"]:
+        return Serve(tuple(map(parse_unit, found["units"].split(","))), parse_group(found["workers"]))
+    return _parse_message(found)
+
+
+def _parse_together(found: re.Match[str]) -> Instruction:
+    if found["all"]:
+        return Commit(parse_group(found["all"]))
+    verb = cast("Literal['sum', 'share', 'join', 'copy']", found["verb"])
+    phase = cast("Literal['', '+', '-']", found["phase"])
+    return Collective(verb, parse_value(found["whole"]), parse_group(found["group"]), phase)
+
+
+def _parse_message(found: re.Match[str]) -> Instruction:
+    if found["ask"]:
+        ask = Push if found["ask"] == "push" else Pull
+        return ask(parse_value(found["asked"]), int(found["server"]))
+    if found["released"]:
+        return Release(parse_value(found["released"]))
+    make = Send if found["arrow"] == ">" else Recv
+    return make(parse_value(found["value"]), int(found["peer"]))
+
+
+def format_row(row: Row, *, stream: bool = False) -> str:
+    """Write one row; ``stream`` writes all three parts."""
+    head = f"{row.slice_index}/{row.num_slices}: " if row.num_slices > 1 else ""
+    body = " ".join(format_instruction(word, ahead=stream) for word in row.body)
+    if not stream:
+        return head + body
+    before = " ".join(map(format_instruction, row.prologue))
+    after = " ".join(format_instruction(word, ahead=True) for word in row.epilogue)
+    return head + " | ".join((before, body, after))
+
+
+def format_program(program: Program) -> str:
+    """Write a program, one line per rank."""
+    return "\n".join(format_row(row, stream=program.is_stream) for row in program.rows)
+
+
+def parse_program(text: str) -> Program:
+    """Read a program, one line per rank.
+
+    Raises:
+        ProgramError: a word is none; the message shows its line with a caret under the word.
+    """
+    return Program(tuple(_parse_row(line, number) for number, line in enumerate(text.splitlines())))
+
+
+def _parse_row(line: str, number: int) -> Row:
+    head = re.match(r"(\d+)/(\d+): ?", line)
+    rest = line[head.end() :] if head else line
+    parts = [_parse_words(part, line, number) for part in rest.split("|")]
+    if len(parts) not in {1, 3}:
+        raise ProgramError(
+            f"line {number + 1} has {len(parts)} parts; a row is a body, or prologue | body | epilogue\n  {line}"
+        )
+    prologue, body, epilogue = parts if len(parts) == 3 else ((), parts[0], ())
+    index, count = (int(head[1]), int(head[2])) if head else (0, 1)
+    return Row(body, prologue, epilogue, index, count)
+
+
+def _parse_words(part: str, line: str, number: int) -> Words:
+    words: list[Instruction] = []
+    for word in part.split():
+        try:
+            words.append(parse_instruction(word))
+        except ProgramError as wrong:
+            caret = " " * line.index(word) + "^" * len(word)
+            raise ProgramError(f"line {number + 1}: {wrong}\n  {line}\n  {caret}") from None
+    return tuple(words)

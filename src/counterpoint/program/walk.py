@@ -1,0 +1,257 @@
+"""One legal global order of a program, or the reason there is none.
+
+The walk is what makes distributed behaviour an ordinary loop: the ledger, the simulator and the tests all follow
+it. A send never waits, a receive waits for its send, a collective waits until all members have reached it, a
+start never waits, a wait passes once every member has started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from counterpoint.errors import ProgramError
+from counterpoint.program.instruction import (
+    Collective,
+    Commit,
+    Group,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Serve,
+    Value,
+)
+from counterpoint.program.program import Words
+from counterpoint.program.text import format_instruction, format_value
+
+
+def walk(rows: Sequence[Words]) -> Iterator[tuple[int, int]]:
+    """Yield ``(rank, index)`` so that no instruction comes before what it waits for.
+
+    The order is deterministic: each rank goes as far as it can, then the next one that can move. The members of
+    a collective come one after the other, in rank order.
+
+    Args:
+        rows: flat rows, from :meth:`counterpoint.program.program.Program.unroll`.
+
+    Raises:
+        ProgramError: every unfinished rank waits for another one (law 2), or the members of a group do not
+            call the same collectives in the same order (law 3).
+    """
+    return _Walk(rows).run()
+
+
+def rehearse_blocking_sends(rows: Sequence[Words]) -> None:
+    """Walk the rows with sends that block until their receive is posted.
+
+    Adjacent sends and receives of a row are posted together, as one batch.
+
+    Raises:
+        ProgramError: the rows only work as long as something buffers their messages (law 2).
+    """
+    for _ in _BlockingWalk(rows).run():
+        pass
+
+
+class _Walk:
+    """How far each rank has come, and what is under way."""
+
+    def __init__(self, rows: Sequence[Words]) -> None:
+        self.rows = rows
+        self.cursor = [0] * len(rows)
+        self.posted: Counter[tuple[Value, int, int]] = Counter()
+        self.pushed: Counter[tuple[Value, int, int]] = Counter()
+        self.answered: Counter[tuple[Value, int, int]] = Counter()
+        self.order: defaultdict[Group, list[tuple[str, Value | None]]] = defaultdict(list)
+        self.called: Counter[tuple[Group, int]] = Counter()
+        self.calls: Counter[tuple[Group, int]] = Counter()
+        self.due: dict[tuple[int, Group, str, Value], int] = {}
+        self.arrived: defaultdict[Group, list[int]] = defaultdict(list)
+        self.queue = deque(range(len(rows)))
+        self.asleep: defaultdict[object, list[int]] = defaultdict(list)
+
+    def run(self) -> Iterator[tuple[int, int]]:
+        while self.queue:
+            rank = self.queue.popleft()
+            yield from self.advance(rank)
+        stuck = [rank for rank, row in enumerate(self.rows) if self.cursor[rank] < len(row)]
+        if stuck:
+            raise ProgramError(self.describe_deadlock(stuck), law=2)
+
+    def advance(self, rank: int) -> Iterator[tuple[int, int]]:
+        row = self.rows[rank]
+        while self.cursor[rank] < len(row):
+            word = row[self.cursor[rank]]
+            match word:
+                case Collective(phase="") | Commit():
+                    members = self.meet(rank, word)
+                    if members is None:
+                        return
+                    for member in members:
+                        yield member, self.cursor[member]
+                        self.cursor[member] += 1
+                    self.queue.extend(member for member in members if member != rank)
+                case _:
+                    waits_for = self.obstacle(rank, word)
+                    if waits_for is not None:
+                        self.asleep[waits_for].append(rank)
+                        return
+                    yield rank, self.cursor[rank]
+                    self.cursor[rank] += 1
+
+    def wake(self, key: object) -> None:
+        self.queue.extend(self.asleep.pop(key, ()))
+
+    def obstacle(self, rank: int, word: Instruction) -> object | None:
+        """Move past the word and return None, or return the key of what it waits for."""
+        match word:
+            case Send(value, peer):
+                self.posted[value, rank, peer] += 1
+                self.wake((value, rank, peer))
+            case Recv(value, peer):
+                return self.take(self.posted, (value, peer, rank))
+            case Collective(phase="+"):
+                self.start(rank, word)
+            case Collective(phase="-"):
+                return self.await_started(rank, word)
+            case Push(value, peer):
+                self.pushed[value, rank, peer] += 1
+                self.wake(("server", peer))
+            case Pull(value, peer):
+                return self.take(self.answered, (value, peer, rank))
+            case Serve():
+                return self.serve(rank, word)
+            case _:
+                pass
+        return None
+
+    def take(self, from_: Counter[tuple[Value, int, int]], key: tuple[Value, int, int]) -> object | None:
+        if from_[key] == 0:
+            return key
+        from_[key] -= 1
+        return None
+
+    def serve(self, rank: int, word: Serve) -> object | None:
+        pushes = [(Value("grad", unit), worker, rank) for worker in word.workers for unit in word.units]
+        if any(self.pushed[key] == 0 for key in pushes):
+            return "server", rank
+        self.pushed.subtract(pushes)
+        for worker in word.workers:
+            for unit in word.units:
+                key = (Value("weight", unit), rank, worker)
+                self.answered[key] += 1
+                self.wake(key)
+        return None
+
+    def call(self, rank: int, word: Collective | Commit) -> int:
+        """Note that a rank calls its group's next collective; return the number of the call."""
+        name = ("commit", None) if isinstance(word, Commit) else (word.verb + word.phase, word.value)
+        number = self.called[word.group, rank]
+        calls = self.order[word.group]
+        if rank not in word.group:
+            text = format_instruction(word)
+            raise ProgramError(
+                f"rank {rank} calls {text}, of which it is no member\n{self.show([rank])}", law=3
+            )
+        if number == len(calls):
+            calls.append(name)
+        elif calls[number] != name:
+            other = next(member for member in word.group if self.called[word.group, member] > number)
+            raise ProgramError(self.describe_mismatch(rank, other, word, number), law=3)
+        self.called[word.group, rank] += 1
+        self.calls[word.group, number] += 1
+        return number
+
+    def meet(self, rank: int, word: Collective | Commit) -> Sequence[int] | None:
+        number = self.call(rank, word)
+        self.arrived[word.group].append(rank)
+        if self.calls[word.group, number] < len(word.group):
+            return None
+        self.wake((word.group, number))
+        return sorted(self.arrived.pop(word.group))
+
+    def start(self, rank: int, word: Collective) -> None:
+        number = self.call(rank, word)
+        self.due[rank, word.group, word.verb, word.value] = number
+        if self.calls[word.group, number] == len(word.group):
+            self.wake((word.group, number))
+
+    def await_started(self, rank: int, word: Collective) -> object | None:
+        key = (rank, word.group, word.verb, word.value)
+        if key not in self.due:
+            text = format_instruction(word)
+            raise ProgramError(
+                f"rank {rank} waits with {text} for what it never started\n{self.show([rank])}", law=3
+            )
+        if self.calls[word.group, self.due[key]] < len(word.group):
+            return word.group, self.due[key]
+        del self.due[key]
+        return None
+
+    def describe_mismatch(self, rank: int, other: int, word: Collective | Commit, number: int) -> str:
+        verb, value = self.order[word.group][number]
+        first = verb if value is None else f"{verb}({format_value(value)})"
+        return (
+            f"rank {rank} calls {format_instruction(word)} where rank {other} of the same group called {first}; all "
+            f"members of a group call the same collectives in the same order\n{self.show([rank])}"
+        )
+
+    def describe_deadlock(self, stuck: Sequence[int]) -> str:
+        head = f"deadlock: {len(stuck)} of {len(self.rows)} ranks wait for each other"
+        return f"{head}\n{self.show(stuck)}"
+
+    def show(self, ranks: Sequence[int]) -> str:
+        return show_places(self.rows, {rank: self.cursor[rank] for rank in ranks}, "waits here")
+
+
+class _BlockingWalk(_Walk):
+    """A walk in which a send waits until the peer has come to a batch that holds its receive."""
+
+    def obstacle(self, rank: int, word: Instruction) -> object | None:
+        match word:
+            case Send(value, peer) if not self.is_posted(value, rank, peer):
+                return "batch", peer
+            case _:
+                return super().obstacle(rank, word)
+
+    def advance(self, rank: int) -> Iterator[tuple[int, int]]:
+        yield from super().advance(rank)
+        self.wake(("batch", rank))
+
+    def is_posted(self, value: Value, rank: int, peer: int) -> bool:
+        row = self.rows[peer]
+        for word in row[self.cursor[peer] :]:
+            match word:
+                case Recv(expected, source) if expected == value and source == rank:
+                    return True
+                case Send() | Recv():
+                    continue
+                case _:
+                    return False
+        return False
+
+
+def show_places(rows: Sequence[Words], places: Mapping[int, int], note: str, most: int = 8) -> str:
+    """Write the rows around the given places, one line per rank, each place in brackets."""
+    lines = []
+    for rank, at in list(places.items())[:most]:
+        words = [format_instruction(word) for word in rows[rank][max(0, at - 2) : at + 3]]
+        here = min(at, 2)
+        if here < len(words):
+            words[here] = f"[{words[here]}]"
+        lines.append(f"  rank {rank}: {' '.join(words)} <- {note}")
+    if len(places) > most:
+        lines.append(f"  and {len(places) - most} more ranks")
+    return "\n".join(lines)
+
+
+def matching(
+    rows: Sequence[Words], wanted: Callable[[Instruction], bool]
+) -> Iterator[tuple[int, int, Instruction]]:
+    """Yield ``(rank, index, word)`` of every wanted word."""
+    for rank, row in enumerate(rows):
+        for index, word in enumerate(row):
+            if wanted(word):
+                yield rank, index, word

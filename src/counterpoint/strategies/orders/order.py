@@ -1,0 +1,37 @@
+"""What an order of a pipeline is given, and what it yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Turn: TypeAlias = tuple[Literal["F", "B"], int]
+"""Forward or backward of a whole stage, and the microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One replica of one stage.
+
+    Args:
+        stage: index of the stage.
+        replicas: how many replicas each stage has.
+        micros: the microbatches this replica runs, in order.
+    """
+
+    stage: int
+    replicas: tuple[int, ...]
+    micros: tuple[int, ...]
+
+    @property
+    def warmup(self) -> int:
+        """Forwards that a replica runs before its first backward so that later stages have work.
+
+        ``floor((R - 1 - sum of replicas of earlier stages) / own replicas)`` with R replicas in all.
+        """
+        later = sum(self.replicas) - 1 - sum(self.replicas[: self.stage])
+        return min(later // self.replicas[self.stage], len(self.micros))
+
+
+Order: TypeAlias = Callable[[Place], Iterator[Turn]]

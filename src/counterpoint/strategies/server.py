@@ -1,0 +1,235 @@
+"""Parameter servers: workers hand gradients to ranks that keep the weights and apply the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal, TypeAlias
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.instruction import (
+    Collective,
+    Commit,
+    Group,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+    grad,
+    weight,
+)
+from counterpoint.program.program import Program, Row
+from counterpoint.program.rewrite import map_row, replicate, widen_commits
+from counterpoint.strategies.strategy import Forecast, RankForecast
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Set ``degree`` workers side by side and let ``servers`` more ranks keep and update the weights.
+
+    Under ``bsp`` the servers wait for all workers, add their gradients and update once; under ``asp`` every
+    push is an update of its own and its worker goes on with what came out. A worker may itself be a group of
+    ranks that already share their gradients: its first holder of a unit talks to the server.
+
+    Args:
+        degree: number of workers along the new axis.
+        servers: ranks that keep weights; units go to the one with the fewest bytes.
+        consistency: ``bsp`` or ``asp``.
+
+    Promise:
+        bsp changes no numbers. asp applies, to weights that other workers have changed meanwhile, the gradient of
+        the mean loss over the worker's own samples; the order of arrival is journaled and replays exactly.
+
+    Cost:
+        Bytes sent per step: each worker its gradients once; each server its weights once per worker.
+        Memory: optimizer state only on the servers.
+
+    Source:
+        Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; Li et al., Parameter Server, OSDI 2014.
+    """
+
+    degree: int
+    servers: int = 1
+    consistency: Literal["bsp", "asp"] = "bsp"
+
+    axis = "worker"
+
+    def __post_init__(self) -> None:
+        if self.consistency not in {"bsp", "asp"}:
+            raise PlanError(f"server has the consistencies bsp and asp, not {self.consistency!r}")
+        if self.servers < 1:
+            raise PlanError(
+                f"server({self.degree}, servers={self.servers}) keeps its weights nowhere; give servers=1 or more"
+            )
+
+    def __str__(self) -> str:
+        """Write the strategy as in a plan."""
+        return f"server({self.degree}, servers={self.servers}, consistency={self.consistency})"
+
+    def num_ranks(self, inner: int) -> int:
+        """Return all workers' ranks and the servers."""
+        return inner * self.degree + self.servers
+
+    def refine(self, model: ModelSpec) -> ModelSpec:
+        """Return the model as it is."""
+        return model
+
+    def lower(self, program: Program, model: ModelSpec) -> Program:
+        """Return the program for the workers' ranks, then one row for each server.
+
+        Raises:
+            PlanError: the weights are shared out or served already.
+        """
+        for _, word in program.words():
+            if isinstance(word, Serve | Recv) and (isinstance(word, Serve) or word.value.name == "grad"):
+                raise PlanError(f"{self} stands in a plan that has servers already; write one server(...)")
+            if isinstance(word, Collective) and word.verb == "share":
+                raise PlanError(
+                    f"{self} stands behind zero, whose ranks hold shares that no single push could carry; write "
+                    "data(...) instead of zero(...), the servers keep the optimizer state anyway"
+                )
+        if any(row.num_slices > 1 for row in program.rows):
+            raise PlanError(
+                f"{self} stands behind tensor, whose slices need a server each; write {self} * tensor(...)"
+            )
+        shop = _Shop(self, program, model)
+        workers = replicate(program, self.degree)
+        if self.consistency == "bsp":
+            workers = widen_commits(workers, self.degree)
+        rows = [shop.worker_row(rank, row) for rank, row in enumerate(workers.rows)]
+        rows += [shop.server_row(index) for index in range(self.servers)]
+        return Program(tuple(rows))
+
+    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+        """Return the forecast with gradients going to the servers and weights coming back."""
+        owners = assign({unit: model.unit_bytes(unit) for unit in model.units}, self.servers)
+        groups: dict[Unit, list[int]] = {}
+        for index, rank in enumerate(before.ranks):
+            for unit in rank.updates:
+                groups.setdefault(unit, []).append(index)
+        sent = [rank.sent for rank in before.ranks]
+        for unit, holders in groups.items():
+            size = before.ranks[holders[0]].updates[unit]
+            sent[holders[0]] += size * len(holders)
+        workers = tuple(
+            replace(rank, sent=more, updates={}) for rank, more in zip(before.ranks, sent, strict=True)
+        )
+        kept = [
+            {unit: Fraction(model.unit_bytes(unit)) for unit in model.units if owners[unit] == index}
+            for index in range(self.servers)
+        ]
+        servers = tuple(
+            RankForecast((), 0, units, sent=self.degree * sum(units.values(), Fraction(0)), in_flight=0)
+            for units in kept
+        )
+        staleness = before.staleness if self.consistency == "bsp" else None
+        return replace(before, ranks=workers * self.degree + servers, staleness=staleness)
+
+
+def assign(sizes: Mapping[Unit, int], num_servers: int) -> dict[Unit, int]:
+    """Return the server of each unit: the largest unit first, each to the server with the fewest bytes."""
+    load = [0] * num_servers
+    owner = {}
+    for unit in sorted(sizes, key=lambda unit: (-sizes[unit], unit)):
+        owner[unit] = min(range(num_servers), key=lambda index: (load[index], index))
+        load[owner[unit]] += sizes[unit]
+    return owner
+
+
+@dataclass(slots=True)
+class _Shop:
+    """Who pushes what to whom."""
+
+    plan: Server
+    program: Program
+    model: ModelSpec
+    holders: dict[Unit, Group] = field(init=False)
+    owner: dict[Unit, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found: dict[Unit, list[int]] = {}
+        for rank, row in enumerate(self.program.rows):
+            for word in row.body:
+                if isinstance(word, Update):
+                    found.setdefault(word.unit, []).append(rank)
+        self.holders = {unit: tuple(ranks) for unit, ranks in found.items()}
+        self.owner = assign(
+            {unit: self.model.unit_bytes(unit) for unit in self.model.units}, self.plan.servers
+        )
+
+    @property
+    def num_worker_ranks(self) -> int:
+        return self.program.num_ranks * self.plan.degree
+
+    def server_of(self, unit: Unit) -> int:
+        return self.num_worker_ranks + self.owner[unit]
+
+    def worker_row(self, rank: int, row: Row) -> Row:
+        inner = self.program.num_ranks
+        units = [word.unit for word in row.body if isinstance(word, Update)]
+        leads = {unit: self.holders[unit][0] == rank % inner for unit in units}
+        give: list[Instruction] = []
+        take: list[Instruction] = []
+        for unit in sorted(units, reverse=True):
+            group = tuple(rank - rank % inner + member for member in self.holders[unit])
+            if leads[unit]:
+                give.append(self.offer(unit))
+                take.append(self.fetch(unit))
+            else:
+                give.append(Release(grad(unit)))
+            if len(group) > 1:
+                take.append(Collective("copy", weight(unit), group))
+        return map_row(row, lambda words: self.replaced(words, give, take))
+
+    def offer(self, unit: Unit) -> Instruction:
+        make = Push if self.plan.consistency == "asp" else Send
+        return make(grad(unit), self.server_of(unit))
+
+    def fetch(self, unit: Unit) -> Instruction:
+        make = Pull if self.plan.consistency == "asp" else Recv
+        return make(weight(unit), self.server_of(unit))
+
+    def replaced(
+        self, words: Sequence[Instruction], give: Sequence[Instruction], take: Sequence[Instruction]
+    ) -> Iterable[Instruction]:
+        """Yield the words with pushes instead of updates; a bsp worker commits with the servers after its push."""
+        everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
+        for word in words:
+            match word:
+                case Commit() if self.plan.consistency == "bsp":
+                    yield from (*give, Commit(everyone), *take)
+                case Commit():
+                    yield from (word, *give, *take)
+                case Update():
+                    pass
+                case _:
+                    yield word
+
+    def leaders(self, unit: Unit) -> Group:
+        """Return the rank of each worker that talks to the server about a unit."""
+        return tuple(
+            copy * self.program.num_ranks + self.holders[unit][0] for copy in range(self.plan.degree)
+        )
+
+    def server_row(self, index: int) -> Row:
+        units = [unit for unit in self.model.units if self.owner[unit] == index]
+        if self.plan.consistency == "bsp":
+            return Row(tuple(self.bsp_words(units)))
+        together: dict[Group, list[Unit]] = {}
+        for unit in units:
+            together.setdefault(self.leaders(unit), []).append(unit)
+        return Row(tuple(Serve(tuple(kept), workers) for workers, kept in together.items()))
+
+    def bsp_words(self, units: Sequence[Unit]) -> Iterable[Instruction]:
+        everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
+        latest_first = sorted(units, reverse=True)
+        yield from (Recv(grad(unit), rank) for unit in latest_first for rank in self.leaders(unit))
+        yield Commit(everyone)
+        yield from (Update(unit) for unit in units)
+        yield from (Send(weight(unit), rank) for unit in latest_first for rank in self.leaders(unit))

@@ -1,0 +1,100 @@
+"""What a strategy is, and the forecast that its closed formulas make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Protocol
+
+from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class RankForecast:
+    """What the formulas say about one rank and one step.
+
+    Args:
+        blocks: the blocks it runs.
+        num_micros: how many microbatches it runs.
+        updates: bytes of gradient it updates, by unit.
+        sent: bytes it sends, sums of gradients left out.
+        summed: bytes it sends in sums of gradients.
+        in_flight: microbatches between forward and backward at most.
+    """
+
+    blocks: tuple[int, ...]
+    num_micros: int
+    updates: Mapping[Unit, Fraction]
+    sent: Fraction = Fraction(0)
+    summed: Fraction = Fraction(0)
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the formulas say about all ranks of a plan.
+
+    Args:
+        ranks: one forecast per rank.
+        samples_per_micro: how many samples a microbatch has.
+        staleness: updates between reading weights and applying their gradient; None for no bound.
+    """
+
+    ranks: tuple[RankForecast, ...]
+    samples_per_micro: int = 1
+    staleness: int | None = 0
+
+    def copied(self, times: int) -> Forecast:
+        """Return the forecast for ``times`` copies side by side."""
+        return replace(self, ranks=self.ranks * times)
+
+    def sent_bytes(self) -> tuple[Fraction, ...]:
+        """Return the bytes each rank sends in one step."""
+        return tuple(rank.sent + rank.summed for rank in self.ranks)
+
+
+class Strategy(Protocol):
+    """A pure rewrite of a program, spreading it over one more axis of ranks."""
+
+    @property
+    def degree(self) -> int:
+        """How many ranks stand along the new axis."""
+        ...
+
+    @property
+    def axis(self) -> str:
+        """The name of the new axis."""
+        ...
+
+    def num_ranks(self, inner: int) -> int:
+        """Return how many ranks the rewritten program needs when the given one needs ``inner``."""
+        ...
+
+    def refine(self, model: ModelSpec) -> ModelSpec:
+        """Return the model with the blocks that this strategy needs."""
+        ...
+
+    def lower(self, program: Program, model: ModelSpec) -> Program:
+        """Return the program spread over the new axis."""
+        ...
+
+    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+        """Return what the closed formulas say after this strategy; never looks at a program."""
+        ...
+
+
+def ring_share(num_ranks: int) -> Fraction:
+    """Return the part of a value that each rank sends in a reduce-scatter or an all-gather: ``(n-1)/n``."""
+    return Fraction(num_ranks - 1, num_ranks)
+
+
+def sliced_bytes(model: ModelSpec, blocks: Iterable[int]) -> int:
+    """Return the bytes per sample that sliced blocks sum, forward and backward; nothing is summed into the data."""
+    total = 0
+    for index in blocks:
+        split = model.blocks[index].split
+        if split is not None:
+            total += split.output_bytes + (split.input_bytes if index > 0 else 0)
+    return total

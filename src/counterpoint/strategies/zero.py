@@ -1,0 +1,171 @@
+"""ZeRO: replicas share out what data parallelism would keep on every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Forward,
+    Group,
+    Instruction,
+    Recv,
+    Release,
+    Serve,
+    Update,
+    grad,
+    weight,
+)
+from counterpoint.program.program import Program, Row, Words
+from counterpoint.program.rewrite import (
+    before_commit,
+    blocks_of,
+    last_backward_first,
+    map_row,
+    replicate,
+    widen_commits,
+)
+from counterpoint.strategies.strategy import Forecast, RankForecast, ring_share
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Copy the program ``degree`` times; each copy keeps and updates its own share of the states.
+
+    Level 1 shares the optimizer state: gradients are reduce-scattered once before the update, weights gathered
+    after it. Level 2 also shares the gradients: they are reduce-scattered after each backward. Level 3 also
+    shares the weights: they are gathered before each use and released after it.
+
+    Cost:
+        Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
+        ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each).
+        Memory per rank: optimizer state ``1/n``; from level 2 gradients ``1/n``; at level 3 weights ``1/n``.
+
+    Source:
+        Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
+    """
+
+    degree: int
+    level: Literal[1, 2, 3] = 1
+
+    axis = "zero"
+
+    def __post_init__(self) -> None:
+        if self.level not in {1, 2, 3}:
+            raise PlanError(
+                f"zero has the levels 1, 2 and 3, not {self.level}; give level=1, level=2 or level=3"
+            )
+
+    def __str__(self) -> str:
+        """Write the strategy as in a plan."""
+        return f"zero({self.degree}, level={self.level})"
+
+    def num_ranks(self, inner: int) -> int:
+        """Return ``degree`` times as many ranks."""
+        return inner * self.degree
+
+    def refine(self, model: ModelSpec) -> ModelSpec:
+        """Return the model as it is."""
+        return model
+
+    def lower(self, program: Program, model: ModelSpec) -> Program:
+        """Return the program for ``degree`` replicas with one share each.
+
+        Raises:
+            PlanError: the program is shared out already, or keeps its weights on servers.
+        """
+        for _, word in program.words():
+            if isinstance(word, Collective) and word.verb == "share":
+                raise PlanError(
+                    f"{self} stands in a plan that is shared out already; write one zero(...) with all ranks"
+                )
+            if isinstance(word, Serve) or (isinstance(word, Recv) and word.value.name == "grad"):
+                raise PlanError(
+                    f"{self} stands in a plan whose weights live on servers; write zero(...) or server(...)"
+                )
+        stride = program.num_ranks
+        copies = widen_commits(replicate(program, self.degree), self.degree)
+        if self.level == 1:
+            copies = before_commit(copies, lambda rank, row: _share_once(row, self.twins(rank, stride)))
+        units = tuple(model.units)
+        return Program(
+            tuple(self._spread(row, self.twins(rank, stride), units) for rank, row in enumerate(copies.rows))
+        )
+
+    def twins(self, rank: int, stride: int) -> Group:
+        """Return the ranks that hold the shares of the same parameters as ``rank``."""
+        return tuple(range(rank % stride, stride * self.degree, stride))
+
+    def _spread(self, row: Row, twins: Group, units: tuple[Unit, ...]) -> Row:
+        used = {block: [unit for unit in units if block in unit] for block in blocks_of(row)}
+        if self.level == 3:
+            return map_row(
+                row, lambda words: [new for word in words for new in _gather_around(word, twins, used)]
+            )
+        if self.level == 2:
+            row = map_row(
+                row, lambda words: [new for word in words for new in _share_after(word, twins, used)]
+            )
+        return map_row(row, lambda words: _join_after_updates(words, twins))
+
+    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+        """Return the forecast with the reduce-scatters and all-gathers of the level."""
+        ranks = tuple(self._forecast_rank(rank, model) for rank in before.ranks)
+        return replace(before, ranks=ranks).copied(self.degree)
+
+    def _forecast_rank(self, rank: RankForecast, model: ModelSpec) -> RankForecast:
+        moved = sum(size * self._trips(unit, rank) for unit, size in rank.updates.items())
+        return replace(
+            rank,
+            sent=rank.sent + ring_share(self.degree) * moved,
+            summed=rank.summed / (self.degree if self.level > 1 else 1),
+            updates={unit: size / self.degree for unit, size in rank.updates.items()},
+        )
+
+    def _trips(self, unit: Unit, rank: RankForecast) -> int:
+        """Return how often a unit is scattered or gathered in one step."""
+        if self.level == 1:
+            return 2
+        if self.level == 2:
+            return rank.num_micros + 1
+        uses = sum(block in rank.blocks for block in unit)
+        return rank.num_micros * (2 * uses + 1)
+
+
+def _share_once(row: Row, twins: Group) -> list[Instruction]:
+    units = [word.unit for word in row.body if isinstance(word, Update)]
+    return [Collective("share", grad(unit), twins) for unit in last_backward_first(row, units)]
+
+
+def _share_after(word: Instruction, twins: Group, used: dict[int, list[Unit]]) -> Iterable[Instruction]:
+    yield word
+    if isinstance(word, Backward):
+        for unit in used[word.block]:
+            if word.block == min(block for block in unit if block in used):
+                yield Collective("share", grad(unit), twins)
+                yield Release(grad(unit))
+
+
+def _gather_around(word: Instruction, twins: Group, used: dict[int, list[Unit]]) -> Iterable[Instruction]:
+    if not isinstance(word, Forward | Backward):
+        yield word
+        return
+    for unit in used[word.block]:
+        yield Collective("join", weight(unit), twins)
+    yield from _share_after(word, twins, used)
+    for unit in used[word.block]:
+        yield Release(weight(unit))
+
+
+def _join_after_updates(words: Words, twins: Group) -> Iterable[Instruction]:
+    last = max((index for index, word in enumerate(words) if isinstance(word, Update)), default=-1)
+    units = [word.unit for word in words if isinstance(word, Update)]
+    for index, word in enumerate(words):
+        yield word
+        if index == last:
+            yield from (Collective("join", weight(unit), twins) for unit in units)

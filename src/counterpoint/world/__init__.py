@@ -1,0 +1,1 @@
+"""Where a program runs: axes, ranks, devices and links."""
