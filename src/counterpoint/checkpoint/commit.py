@@ -1,0 +1,241 @@
+"""A save: shards into a draft folder, the manifest last, one rename; older checkpoints go only afterwards."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from counterpoint.checkpoint.disk import DISK, Files, check_space, remove_tree, write_failure, write_file
+from counterpoint.checkpoint.folders import make_root, prune, step_name, sweep, try_lock
+from counterpoint.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardRecord,
+    State,
+    check_records,
+    format_manifest,
+    json_flaw,
+    parse_manifest,
+)
+from counterpoint.checkpoint.piece import whole
+from counterpoint.checkpoint.shard import shard_flaws, size_flaw, write_shard
+from counterpoint.errors import CheckpointError
+
+
+class Draft:
+    """A save in progress: a folder that no reader looks at, locked so that no other run sweeps it away.
+
+    Used as a context manager; leaving it without a commit removes the folder. It owns the lock,
+    and is therefore no frozen value.
+    """
+
+    def __init__(self, folder: Path, step: int, lock: int, files: Files) -> None:
+        self.folder = folder
+        self.step = step
+        self._lock: int | None = lock
+        self._files = files
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """The draft's folder is gone, unless it was committed; the lock is released."""
+        if self._lock is None:
+            return
+        try:
+            if self.folder.is_dir():
+                with suppress(
+                    OSError
+                ):  # an error may be on its way already; the next save sweeps what is left
+                    remove_tree(self._files, self.folder)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """The lock is released; a folder that is still a draft may be swept by the next save."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def begin(root: Path, step: int, *, needed_bytes: int = 0, files: Files = DISK) -> Draft:
+    """A new draft folder stands in ``root``, and what dead runs left there is gone. One rank calls this.
+
+    Args:
+        root: the folder of all checkpoints of a run; made if it is not there.
+        step: the step that is being saved.
+        needed_bytes: size of the whole checkpoint over all ranks, if known; there must be room for it.
+        files: the file operations; tests pass some that fail.
+
+    Raises:
+        CheckpointError: ``root`` is a file, cannot be written, or has not enough space.
+    """
+    root = Path(root)
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is a file, but checkpoints need a folder; choose another path")
+    try:
+        make_root(files, root)
+        sweep(files, root)
+        check_space(files, root, needed_bytes)
+        while True:
+            folder = root / f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
+            files.make_folder(folder)
+            lock = try_lock(folder, exclusive=False)
+            if lock is not None:
+                return Draft(folder, step, lock, files)
+    except OSError as error:
+        raise write_failure(files, root, needed_bytes, error) from error
+
+
+def commit(
+    draft: Draft,
+    records: Sequence[ShardRecord],
+    *,
+    state: State,
+    model: Mapping[str, str] | None = None,
+    keep: int | None = None,
+    files: Files = DISK,
+) -> Path:
+    """The draft is the checkpoint of its step, whole and durable. One rank calls this, for all.
+
+    Args:
+        draft: from ``begin``.
+        records: from ``write_shard``, one per rank that holds something.
+        state: everything that is not a tensor, as JSON.
+        model: ``fingerprint(model.state_dict())``, so that another model is recognised on loading.
+        keep: how many checkpoints stay, this one included; None keeps all.
+        files: the file operations; tests pass some that fail.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: the pieces do not cover the tensors, the state is not JSON, the disk failed, or
+            another checkpoint of this step exists. Earlier checkpoints are untouched.
+    """
+    if keep is not None and keep < 1:
+        raise CheckpointError(
+            f"keep={keep} would delete the checkpoint that is being saved; keep at least 1, or None for all"
+        )
+    root, target = draft.folder.parent, draft.folder.parent / step_name(draft.step)
+    manifest = _manifest_of(draft.step, records, state, model)
+    try:
+        _check_draft(draft.folder, manifest, files)
+        if _settled_before(files, target, manifest):
+            draft.discard()
+            return target
+        files.rename(draft.folder, target)
+        files.sync_folder(root)
+    except OSError as error:
+        raise write_failure(files, draft.folder, len(format_manifest(manifest)), error) from error
+    draft.release()
+    if keep is not None:
+        prune(files, root, draft.step, keep)
+    return target
+
+
+def save(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: State,
+    *,
+    model: Mapping[str, str] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """All of ``tensors`` and ``state`` are saved by this one process; the checkpoint's folder is returned.
+
+    Its errors are those of ``begin``, ``write_shard`` and ``commit``.
+    """
+    needed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    with begin(root, step, needed_bytes=needed_bytes) as draft:
+        record = write_shard(draft.folder, 0, [whole(name, tensor) for name, tensor in tensors.items()])
+        return commit(draft, [record], state=state, model=model, keep=keep)
+
+
+def _manifest_of(
+    step: int, records: Sequence[ShardRecord], state: State, model: Mapping[str, str] | None
+) -> Manifest:
+    flaw = json_flaw(dict(state))
+    if flaw is not None:
+        raise CheckpointError(
+            f"{flaw}; a checkpoint's state is plain JSON: tensors go among the tensors, tuples become lists"
+        )
+    ordered = tuple(sorted(records, key=lambda record: record.rank))
+    check_records(ordered)
+    saved = {piece.name: piece for record in ordered for piece in record.pieces}
+    for name, kind in (model or {}).items():
+        found = saved[name].kind if name in saved else "nothing"
+        if found != kind:
+            raise CheckpointError(
+                f"the model has {name!r} as {kind}, but the ranks wrote {found}; "
+                f"a checkpoint holds all of a model"
+            )
+    return Manifest(
+        format="counterpoint-checkpoint",
+        version=1,
+        step=step,
+        libraries={"torch": str(torch.__version__)},
+        model=dict(model or {}),
+        state=dict(state),
+        files=ordered,
+    )
+
+
+def _check_draft(folder: Path, manifest: Manifest, files: Files) -> None:
+    """The draft holds a manifest, all shards in full size, and reads back as what was meant."""
+    for record in manifest.files:
+        flaw = size_flaw(folder, record)
+        if flaw is not None:
+            raise CheckpointError(f"{flaw}; do all ranks write to the same folder, on a disk they share?")
+    strays = {path.name for path in folder.iterdir()} - {record.file for record in manifest.files}
+    if strays:
+        raise CheckpointError(
+            f"{folder.name} holds {', '.join(sorted(strays))}, but was given no record of it; "
+            f"pass every rank's record"
+        )
+    write_file(files, folder / MANIFEST, format_manifest(manifest))
+    files.sync_folder(folder)
+    written = parse_manifest(folder / MANIFEST)
+    if replace(written, sha256=manifest.sha256) != manifest:
+        raise CheckpointError(
+            f"{folder.name}/{MANIFEST} reads back differently than it was written; nothing was committed"
+        )
+
+
+def _settled_before(files: Files, target: Path, manifest: Manifest) -> bool:
+    """Return whether ``target`` already holds this very checkpoint; a damaged one is moved out of the way."""
+    if not target.exists():
+        return False
+    try:
+        there = parse_manifest(target / MANIFEST)
+        flaws = [flaw for record in there.files for flaw in shard_flaws(target, record, there.step, {})]
+    except CheckpointError as error:
+        flaws = [str(error)]
+    if flaws:
+        aside = target.with_name(f"{target.name}.damaged-{secrets.token_hex(4)}")
+        files.rename(target, aside)
+        warnings.warn(
+            f"{target} was damaged ({flaws[0]}); it now stands at {aside.name}", RuntimeWarning, stacklevel=4
+        )
+        return False
+    if replace(there, libraries=manifest.libraries, sha256=manifest.sha256) == manifest:
+        return True
+    raise CheckpointError(
+        f"{target} exists and is not what is being saved; a checkpoint is never overwritten: "
+        f"save to another folder, or move that one away"
+    )

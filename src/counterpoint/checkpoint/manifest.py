@@ -1,0 +1,249 @@
+"""What a checkpoint says about itself: one JSON file, written last; all else is checked against it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+
+from counterpoint.checkpoint.piece import DTYPES, Offset, check_cover, check_extent, torch_dtype
+from counterpoint.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+MANIFEST_MAX_BYTES = 256 * 2**20
+
+State = Mapping[str, JsonValue]
+Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRecord:
+    """Where one piece lies: in its global tensor, and in its file (bytes ``start`` to ``stop``)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    key: Annotated[str, Field(pattern=r"^tensor-\d{5,9}$")]
+    dtype: str
+    global_shape: tuple[Count, ...]
+    offset: Offset
+    shape: tuple[Count, ...]
+    start: Count
+    stop: Count
+    crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+    @property
+    def kind(self) -> str:
+        """The global tensor that it is part of, as fingerprints write it: ``float32[10, 64]``."""
+        return f"{self.dtype}{list(self.global_shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One rank's file: its size, its checksum, its pieces in file order. Ranks send it as JSON."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    file: Annotated[str, Field(pattern=r"^shard-\d{5,9}\.safetensors$")]
+    rank: Count
+    num_bytes: Count
+    sha256: Sha256
+    pieces: tuple[PieceRecord, ...]
+
+    def to_json(self) -> str:
+        """Return the record as JSON text; ``ShardRecord.from_json`` is its opposite."""
+        return _SHARD.dump_json(self).decode()
+
+    @staticmethod
+    def from_json(text: str) -> ShardRecord:
+        """Return the record that ``to_json`` wrote.
+
+        Raises:
+            CheckpointError: the text is something else.
+        """
+        try:
+            return _SHARD.validate_json(text)
+        except ValidationError as error:
+            raise CheckpointError(f"this is not a shard record: {_first_error(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint but the tensors' bytes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal["counterpoint-checkpoint"]
+    version: Literal[1]
+    step: Count
+    libraries: dict[str, str]
+    model: dict[str, str]
+    state: dict[str, JsonValue]
+    files: tuple[ShardRecord, ...]
+    sha256: Sha256 = "0" * 64
+
+
+_SHARD = TypeAdapter(ShardRecord)
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def format_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest as JSON, its own checksum in the last key."""
+    content = _MANIFEST.dump_python(manifest, mode="json")
+    del content["sha256"]
+    return json.dumps({**content, "sha256": _own_sha256(content)}, indent=1, allow_nan=False).encode()
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """Return the manifest at ``path``, proved whole: checksum, schema, and that the pieces fit together.
+
+    Raises:
+        CheckpointError: missing, damaged, of another format version, or contradicting itself.
+    """
+    text = _read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{_short(path)} is damaged: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{_short(path)} is damaged: it holds a {type(content).__name__}, not an object"
+        )
+    _check_version(path, content)
+    expected, found = content.pop("sha256", None), _own_sha256(content)
+    if expected != found:
+        raise CheckpointError(
+            f"{_short(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; "
+            f"nothing was loaded"
+        )
+    try:
+        manifest = _MANIFEST.validate_json(text)
+        check_records(manifest.files)
+    except ValidationError as error:
+        raise CheckpointError(f"{_short(path)} breaks the schema: {_first_error(error)}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{_short(path)} contradicts itself: {error}") from error
+    return manifest
+
+
+def check_records(records: tuple[ShardRecord, ...]) -> None:
+    """The shards fit together: one file per rank, ranges in order, every tensor covered exactly once.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    by_name: dict[str, list[PieceRecord]] = {}
+    ranks: set[int] = set()
+    for record in records:
+        if record.rank in ranks or record.file != shard_name(record.rank):
+            raise CheckpointError(
+                f"rank {record.rank} gave more than one record, or the wrong file name {record.file!r}"
+            )
+        ranks.add(record.rank)
+        position = record.pieces[0].start if record.pieces else 0
+        for piece in record.pieces:
+            _check_piece_record(record, piece, position)
+            position = piece.stop
+            by_name.setdefault(piece.name, []).append(piece)
+        if record.pieces and position != record.num_bytes:
+            raise CheckpointError(
+                f"{record.file} ends at byte {record.num_bytes}, its last tensor at {position}"
+            )
+    for name, pieces in by_name.items():
+        dtypes = sorted({piece.dtype for piece in pieces})
+        if len(dtypes) > 1:
+            raise CheckpointError(f"the pieces of {name!r} have different dtypes: {', '.join(dtypes)}")
+        check_cover(name, pieces)
+
+
+def _check_piece_record(record: ShardRecord, piece: PieceRecord, position: int) -> None:
+    if piece.dtype not in DTYPES:
+        raise CheckpointError(
+            f"tensor {piece.name!r} has the unknown dtype {piece.dtype!r}; known are {', '.join(DTYPES)}"
+        )
+    check_extent(piece.name, piece.shape, piece.global_shape, piece.offset)
+    num_bytes = math.prod(piece.shape) * torch_dtype(piece.dtype).itemsize
+    if piece.start != position or piece.stop - piece.start != num_bytes:
+        raise CheckpointError(
+            f"tensor {piece.name!r} should take {num_bytes} bytes from byte {position} of {record.file}, "
+            f"but is recorded at {piece.start} to {piece.stop}"
+        )
+
+
+def shard_name(rank: int) -> str:
+    """Return the file name of a rank's shard; user names never become file names."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def json_flaw(value: object, path: str = "state") -> str | None:
+    """Return where and why ``value`` would not come back unchanged from JSON, or None."""
+    match value:
+        case None | bool() | int() | str():
+            return None
+        case float():
+            return None if math.isfinite(value) else f"{path} is {value}, and JSON has no such number"
+        case dict():
+            wrong = next((key for key in value if not isinstance(key, str)), None)
+            if wrong is not None:
+                return f"{path} has the key {wrong!r}, a {type(wrong).__name__}; keys are text"
+            return _first(json_flaw(item, f"{path}.{key}") for key, item in value.items())
+        case list():
+            return _first(json_flaw(item, f"{path}[{index}]") for index, item in enumerate(value))
+        case _:
+            return f"{path} is a {type(value).__name__}, which JSON cannot give back unchanged"
+
+
+def _first(flaws: Iterator[str | None]) -> str | None:
+    return next((flaw for flaw in flaws if flaw is not None), None)
+
+
+def _own_sha256(content: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        num_bytes = path.lstat().st_size
+        if num_bytes > MANIFEST_MAX_BYTES:
+            raise CheckpointError(
+                f"{_short(path)} has {num_bytes:,} bytes; a manifest has at most {MANIFEST_MAX_BYTES:,}"
+            )
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{_short(path)} is damaged: not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{_short(path)} cannot be read: {error.strerror}; without it this is no checkpoint"
+        ) from error
+
+
+def _check_version(path: Path, content: Mapping[str, object]) -> None:
+    if content.get("format") != "counterpoint-checkpoint":
+        raise CheckpointError(
+            f"{_short(path)} is the manifest of something else (format {content.get('format')!r})"
+        )
+    if content.get("version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{_short(path)} has format version {content.get('version')!r}, "
+            f"this Counterpoint reads {FORMAT_VERSION}; "
+            f"install the release that wrote it ({content.get('libraries')})"
+        )
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = re.sub(r"\.(\d+)", r"[\1]", ".".join(str(part) for part in first["loc"]))
+    return f"{where or 'text'}: {first['msg'].lower()}"
+
+
+def _short(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
