@@ -1,0 +1,78 @@
+"""scikit-learn's handwritten digits: 1797 real images of 8 x 8 pixels, and nothing to download."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.data.sampler import Indices
+from counterpoint.data.sources import Part
+from counterpoint.errors import DataError
+
+HELD_OUT_ONE_IN = 5
+MEAN, DEVIATION = 4.884, 6.017
+
+
+class Digits:
+    """Images of digits and which digit each shows.
+
+    A sample is ``(image, digit)``: the image ``(1, 8, 8)`` in ``dtype`` with mean 0 and deviation 1 over the
+    dataset, the digit an int64 scalar from 0 to 9. Every fifth image is held out. There is nothing random in
+    it.
+
+    Args:
+        part: ``"train"`` for 1438 images, ``"held-out"`` for the 359 others.
+        dtype: a floating point type.
+
+    Raises:
+        DataError: there is no such part, ``dtype`` is not floating point, or scikit-learn is not installed.
+    """
+
+    def __init__(self, part: Part = "train", dtype: torch.dtype = torch.float32) -> None:
+        if part not in ("train", "held-out"):
+            raise DataError(
+                f"there is no part {part!r} of the digits; the parts are train and held-out; give one of them"
+            )
+        if not dtype.is_floating_point:
+            raise DataError(f"dtype is {dtype}; normalized images are fractions; give a floating point type")
+        pixels, digits = _load()
+        held_out = np.arange(len(digits)) % HELD_OUT_ONE_IN == HELD_OUT_ONE_IN - 1
+        chosen = held_out if part == "held-out" else ~held_out
+        images = torch.from_numpy((pixels[chosen] - MEAN) / DEVIATION)
+        self._images = images.reshape(-1, 1, 8, 8).to(dtype)
+        self._digits = torch.from_numpy(digits[chosen]).long()
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._digits)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return ``(image, digit)``, ``(1, 8, 8)`` and ``()``."""
+        return self._images[index], self._digits[index]
+
+    def fetch(self, indices: Sequence[int] | Indices) -> tuple[Tensor, Tensor]:
+        """Return many samples: images ``(image, 1, 8, 8)`` and digits ``(image,)``."""
+        samples = torch.as_tensor(np.asarray(indices, dtype=np.int64))
+        return self._images[samples], self._digits[samples]
+
+
+def split_digits(dtype: torch.dtype = torch.float32) -> tuple[Digits, Digits]:
+    """Return the training part and the held-out part, which have no image in common."""
+    return Digits("train", dtype), Digits("held-out", dtype)
+
+
+def _load() -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels ``(image, 64)`` from 0 to 16 and digits ``(image,)``."""
+    try:
+        datasets = importlib.import_module("sklearn.datasets")
+    except ImportError as error:
+        raise DataError(
+            "the digits are part of scikit-learn, which is not installed; the digits dataset reads them from "
+            "there; pip install counterpoint[data]"
+        ) from error
+    pixels, digits = datasets.load_digits(return_X_y=True)
+    return np.asarray(pixels, dtype=np.float64), np.asarray(digits, dtype=np.int64)

@@ -1,0 +1,147 @@
+"""What a main job is: a model, its data, how it is trained, and the figure by which it is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from counterpoint.data.fetch import MapDataset
+from counterpoint.errors import DataError
+
+Tallies: TypeAlias = Mapping[str, "Tally"]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Measure: TypeAlias = Callable[[Tensor, Tensor], dict[str, "Tally"]]
+BuildOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A sum and how much went into it, so that uneven batches can be added before they are divided.
+
+    Example:
+        >>> (Tally(3.0, 4) + Tally(1.0, 1)).mean
+        0.8
+    """
+
+    total: float = 0.0
+    count: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        """Return both together."""
+        return Tally(self.total + other.total, self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        """The sum per count; not a number where nothing was counted."""
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The bar that a trained model has to reach on held-out data.
+
+    Args:
+        metric: a key of what the job measures.
+        bar: the worst value that is good enough.
+        better: which side of the bar is good.
+    """
+
+    metric: str
+    bar: float
+    better: Literal["higher", "lower"]
+
+    def reached(self, value: float) -> bool:
+        """Return whether a value is good enough; what is not a number never is."""
+        return value >= self.bar if self.better == "higher" else value <= self.bar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A main job, run by ``counterpoint train NAME``.
+
+    Args:
+        name: key in the table.
+        summary: one line for people.
+        build_model: the untrained model of a seed; the same seed gives the same bits.
+        build_data: the training part and the held-out part.
+        loss: mean loss of ``(outputs, targets)``.
+        optimizer: a torch optimizer that only lacks the parameters.
+        batch_size: samples of one global batch.
+        epochs: passes over the training part, at most.
+        max_steps: optimizer steps, at most; whichever of the two comes first.
+        measure: metrics of ``(outputs, targets)`` as tallies, to be added over batches.
+        target: what the trained model must reach.
+    """
+
+    name: str
+    summary: str
+    build_model: Callable[[int], nn.Module]
+    build_data: Callable[[], tuple[MapDataset, MapDataset]]
+    loss: Loss
+    optimizer: BuildOptimizer
+    batch_size: int
+    epochs: int
+    max_steps: int | None = None
+    measure: Measure
+    target: Target
+
+
+def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    """Return a builder that takes a seed and leaves torch's own random numbers as they were."""
+
+    def build_model(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return build()
+
+    return build_model
+
+
+def add_tallies(parts: Iterable[Tallies]) -> dict[str, Tally]:
+    """Return the sum of each metric over all parts; the mean of it is that over all samples together.
+
+    Raises:
+        DataError: two parts have different metrics.
+
+    Example:
+        >>> add_tallies([{"accuracy": Tally(3.0, 4)}, {"accuracy": Tally(1.0, 1)}])
+        {'accuracy': Tally(total=4.0, count=5)}
+    """
+    added: dict[str, Tally] = {}
+    for part in parts:
+        if added and set(part) != set(added):
+            raise DataError(
+                f"one batch has the metrics {sorted(added)}, another {sorted(part)}; all batches are "
+                "measured alike; return the same keys from measure every time"
+            )
+        added = {name: added.get(name, Tally()) + tally for name, tally in part.items()}
+    return added
+
+
+def measure_accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Tally]:
+    """Return the accuracy of logits ``(sample, class)`` against int64 labels ``(sample,)``."""
+    num_right = int((outputs.argmax(dim=-1) == targets).sum())
+    return {"accuracy": Tally(float(num_right), targets.numel())}
+
+
+def measure_bits(outputs: Tensor, targets: Tensor) -> dict[str, Tally]:
+    """Return the bits per byte of logits ``(batch, seq, 256)`` against int64 bytes ``(batch, seq)``."""
+    nats = F.cross_entropy(outputs.detach().flatten(0, -2), targets.flatten(), reduction="sum")
+    return {"bits_per_byte": Tally(float(nats) / math.log(2), targets.numel())}
+
+
+def sequence_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of logits ``(batch, seq, token)`` against int64 ``(batch, seq)``."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def batches(num_samples: int, batch_size: int) -> Iterator[range]:
+    """Yield the indices of all samples in order, at most ``batch_size`` at once."""
+    for start in range(0, num_samples, batch_size):
+        yield range(start, min(start + batch_size, num_samples))
