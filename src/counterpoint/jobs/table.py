@@ -38,7 +38,7 @@ JOBS: dict[str, Job] = {
         optimizer=partial(RAdam, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01, decoupled_weight_decay=True),
         batch_size=24,
         epochs=1,
-        max_steps=700,
+        max_steps=650,
         measure=measure_bits,
         target=Target("bits_per_byte", 2.3, "lower"),
     ),
