@@ -1,0 +1,37 @@
+"""What runs inside a rank that was launched with a function: find it, call it, leave its result."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from counterpoint.launchers.values import read_value, write_value
+from counterpoint.launchers.worker import run_reported
+
+
+def call(folder: Path) -> None:
+    """The function that ``folder`` names has run, and its result is there."""
+    order = read_value(folder, "call")
+    sys.path[:] = order["path"]
+    place, _, name = order["target"].rpartition(":")
+    module = _import_script(place) if place.endswith(".py") or os.sep in place else importlib.import_module(place)
+    fn: Any = attrgetter(name)(module)
+    write_value(folder, f"result-{os.environ['RANK']}", fn(*read_value(folder, "args")))
+
+
+def _import_script(path: str) -> ModuleType:
+    """Return the script as a module under the name that multiprocessing gives it, so its main part does not run."""
+    module = ModuleType("__mp_main__")
+    module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(run_reported(lambda: call(Path(sys.argv[1]))))

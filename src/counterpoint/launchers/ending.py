@@ -1,0 +1,160 @@
+"""Why a run ended, told by its root cause: the first line names the rank at fault, consequences are folded."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MESSAGE_MAX = 4000
+RECORD_MAX_BYTES = 65536
+
+REMEDIES = {
+    signal.SIGKILL: "if nobody sent it, the kernel ran out of memory: see dmesg, use fewer ranks or smaller batches",
+    signal.SIGTERM: "something outside this run sent it: a scheduler or a person",
+    signal.SIGINT: "something outside this run sent it: a scheduler or a person",
+}
+CRASH_REMEDY = "native code crashed: the stack of every thread stands above; run that rank's work alone to find it"
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """The exception that ended a rank, as it was written down by that rank.
+
+    Args:
+        kind: name of the exception's type.
+        message: its text.
+        place: ``file.py:40``, the last line of the user's own code; empty where there is none.
+        is_peer: whether it only says that another rank failed.
+        time_s: the host's monotonic clock when it was raised.
+    """
+
+    kind: str
+    message: str
+    place: str
+    is_peer: bool
+    time_s: float
+
+    def write(self, path: Path) -> None:
+        """The record is at ``path``, whole; the first one stays."""
+        if path.exists():
+            return
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps({**asdict(self), "message": self.message[:MESSAGE_MAX]}), encoding="utf-8")
+        draft.rename(path)
+
+    @staticmethod
+    def read(path: Path) -> ErrorRecord | None:
+        """Return the record at ``path``, or None where the rank wrote none that can be read."""
+        try:
+            content = json.loads(path.read_bytes()[:RECORD_MAX_BYTES])
+            return ErrorRecord(
+                str(content["kind"]),
+                str(content["message"]),
+                str(content["place"]),
+                bool(content["is_peer"]),
+                float(content["time_s"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended.
+
+    Args:
+        rank: which.
+        pid: its process.
+        returncode: exit code, or minus the signal that killed it.
+        seconds: how long it ran.
+        ended_s: the host's monotonic clock when that was seen.
+        stopped_s: when we sent it the first signal, if we did before it ended.
+        error: what it wrote down, if anything.
+    """
+
+    rank: int
+    pid: int
+    returncode: int
+    seconds: float
+    ended_s: float
+    stopped_s: float | None = None
+    error: ErrorRecord | None = None
+
+
+def severity(outcome: Outcome) -> int:
+    """Return how surely the rank failed on its own: 0 surely, 1 probably, 2 it blames a peer, 3 it did not fail."""
+    if outcome.error is not None and (outcome.stopped_s is None or outcome.error.time_s < outcome.stopped_s):
+        return 2 if outcome.error.is_peer else 0
+    if outcome.returncode == 0 or outcome.stopped_s is not None:
+        return 3
+    return 0 if outcome.returncode < 0 else 1
+
+
+def find_culprit(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Return the rank whose failure explains the others: surest first, earliest first; None when none failed."""
+    failed = [outcome for outcome in outcomes if severity(outcome) < 3]
+    return min(failed, key=lambda outcome: (severity(outcome), _failed_s(outcome)), default=None)
+
+
+def tell(outcomes: Sequence[Outcome]) -> str:
+    """Return the report of a failed run; its first line names the rank at fault. Empty when none failed."""
+    culprit = find_culprit(outcomes)
+    if culprit is None:
+        return ""
+    others = [outcome for outcome in outcomes if outcome is not culprit]
+    own = [outcome for outcome in others if severity(outcome) == 0]
+    alike = [outcome.rank for outcome in own if _same_error(outcome, culprit)]
+    folded = [o.rank for o in others if o not in own and (o.stopped_s is not None or o.returncode != 0)]
+    lines = [_told(culprit), *(f"also: {_told(outcome)}" for outcome in own if outcome.rank not in alike)]
+    if alike:
+        lines.append(f"{_ranks(alike)} failed in the same way")
+    if folded:
+        lines.append(f"{_ranks(folded)} stopped because of rank {culprit.rank}")
+    return "\n".join(lines)
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """Return the exit code of the whole run: 0, the culprit's own, or 128 + the signal that killed it."""
+    culprit = find_culprit(outcomes)
+    if culprit is None:
+        return 0
+    return 128 - culprit.returncode if culprit.returncode < 0 else culprit.returncode or 1
+
+
+def _same_error(one: Outcome, other: Outcome) -> bool:
+    texts = {(o.error.kind, o.error.message, o.error.place) for o in (one, other) if o.error is not None}
+    return one.error is not None and other.error is not None and len(texts) == 1
+
+
+def _failed_s(outcome: Outcome) -> float:
+    return outcome.ended_s if outcome.error is None else min(outcome.error.time_s, outcome.ended_s)
+
+
+def _told(outcome: Outcome) -> str:
+    who, run = f"rank {outcome.rank}", f"(pid {outcome.pid}, after {outcome.seconds:.1f} s)"
+    if outcome.error is not None:
+        first, *rest = outcome.error.message.splitlines() or [""]
+        text = f"{outcome.error.kind}: {first}" if first else outcome.error.kind
+        place = f" at {outcome.error.place}" if outcome.error.place else ""
+        return "\n  ".join([f"{who} failed: {text}{place}", *rest])
+    if outcome.returncode < 0:
+        name, remedy = _signal(-outcome.returncode)
+        return f"{who} was killed by {name} {run}; {remedy}"
+    return f"{who} ended with exit code {outcome.returncode} {run}; what it wrote last says why"
+
+
+def _signal(number: int) -> tuple[str, str]:
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        return f"signal {number}", "something outside this run sent it"
+    return found.name, CRASH_REMEDY if found in CRASHES else REMEDIES.get(found, "something outside this run sent it")
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    *front, last = sorted(numbers)
+    return f"ranks {', '.join(map(str, front))} and {last}" if front else f"rank {last}"

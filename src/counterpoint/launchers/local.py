@@ -1,0 +1,249 @@
+"""Ranks as processes of this host, watched until the last one has ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, severity, tell
+from counterpoint.launchers.environment import DEADLINE_S, ERROR_FILE, STORE_FD, RankEnvironment, rank_variables
+from counterpoint.launchers.lines import LineReader, OnLine, write_prefixed
+from counterpoint.launchers.ports import LOOPBACK, reserve_port
+
+GRACE_S = 2.0  # from SIGTERM to SIGKILL
+SETTLE_S = 1.0  # how long to wait for the cause when the first to fail only blames a peer
+POLL_S = 0.02
+LEASH = Path(__file__).with_name("leash.py")
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended.
+
+    Args:
+        exit_code: 0; else the failed rank's own, or 128 + the signal that ended it or us.
+        report: empty, or why the run ended; its first line names the rank at fault.
+        culprit: the rank at fault, if one was.
+        outcomes: every rank's end, by rank.
+    """
+
+    exit_code: int
+    report: str
+    culprit: int | None
+    outcomes: tuple[Outcome, ...]
+
+
+def script_command(script: Path, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs a script as ``python script.py arguments`` would, and writes down its error.
+
+    Raises:
+        LaunchError: there is no such script.
+    """
+    if not Path(script).exists():
+        raise LaunchError(f"there is no script {script} in {Path.cwd()}; give the path of a Python file")
+    return [sys.executable, "-m", "counterpoint.launchers", str(script), *arguments]
+
+
+def run_command(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    threads_per_rank: int | None = None,
+    port: int | None = None,
+    deadline_s: float | None = None,
+    on_line: OnLine = write_prefixed,
+) -> RunResult:
+    """The command has run as ``ranks`` processes and every one of them has ended; none is left behind.
+
+    When one fails, the others are stopped (SIGTERM, then SIGKILL after 2 s). SIGINT, SIGTERM and SIGHUP to this process
+    are passed on in the same way. If this process is killed, the kernel kills the ranks.
+
+    Args:
+        argv: the command of every rank; see ``script_command``.
+        ranks: how many.
+        threads_per_rank: OMP_NUM_THREADS of each; by default what the user has set, else cores // ranks, at least 1.
+        port: where the ranks meet, on the loopback; None takes a free one.
+        deadline_s: passed on to the ranks: how long they wait for each other to arrive.
+        on_line: takes every line that a rank writes.
+
+    Returns:
+        How the run ended. A failed rank is a result, not an exception.
+
+    Raises:
+        LaunchError: no rank was started: a bad number, no such command, or the port is taken.
+    """
+    if ranks < 1:
+        raise LaunchError(f"{ranks} ranks cannot run; give at least 1")
+    if not argv or shutil.which(argv[0]) is None:
+        raise LaunchError(f"there is no command {argv[0] if argv else ''!r}; give a script, or a program on PATH")
+    with ExitStack() as stack:
+        received = stack.enter_context(_caught_signals())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
+        lines = LineReader(on_line)
+        stack.callback(lines.close)
+        watch = _Watch(lines, received)
+        stack.callback(watch.kill_all)
+        with reserve_port(port) as meeting:
+            job = f"counterpoint-{secrets.token_hex(6)}"
+            for rank in range(ranks):
+                store_fd = meeting.fileno() if rank == 0 else None
+                found = RankEnvironment(
+                    rank, ranks, rank, ranks, LOOPBACK, meeting.getsockname()[1], job, deadline_s, store_fd
+                )
+                watch.start(argv, found, _variables(found, folder, threads_per_rank))
+        return watch.run()
+
+
+@dataclass(slots=True)
+class _Child:
+    rank: int
+    popen: subprocess.Popen[bytes]
+    error_file: Path
+    started_s: float
+    stopped_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Watch:
+    """The living ranks and what has become of the others; changes with every look at them."""
+
+    lines: LineReader
+    received: list[int]
+    living: list[_Child] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    stop_s: float | None = None
+    kill_s: float | None = None
+
+    def start(self, argv: Sequence[str], found: RankEnvironment, variables: dict[str, str]) -> None:
+        """One more rank is running, in a session of its own and tied to the life of this process."""
+        tied = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv]
+        popen = subprocess.Popen(
+            tied,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=() if found.store_fd is None else (found.store_fd,),
+        )
+        self.living.append(_Child(found.rank, popen, Path(variables[ERROR_FILE]), time.monotonic()))
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        self.lines.add(os.dup(popen.stdout.fileno()), found.rank, "out")
+        self.lines.add(os.dup(popen.stderr.fileno()), found.rank, "err")
+        popen.stdout.close()
+        popen.stderr.close()
+
+    def run(self) -> RunResult:
+        """Every rank has ended; the result says how."""
+        while self.living:
+            self.lines.pump(POLL_S)
+            self._reap()
+            self._decide(time.monotonic())
+        outcomes = tuple(sorted(self.outcomes, key=lambda outcome: outcome.rank))
+        if self.received:
+            name = signal.Signals(self.received[0]).name
+            text = f"stopped by {name}; all {len(outcomes)} ranks have ended"
+            return RunResult(128 + self.received[0], text, None, outcomes)
+        culprit = find_culprit(outcomes)
+        return RunResult(exit_code(outcomes), tell(outcomes), None if culprit is None else culprit.rank, outcomes)
+
+    def kill_all(self) -> None:
+        """No rank is left, whatever happened before."""
+        self._signal(signal.SIGKILL)
+        for child in self.living:
+            child.popen.wait()
+        self.living.clear()
+
+    def _decide(self, now_s: float) -> None:
+        """Stop the ranks when it is time to: at once for a signal or a sure failure, later for a mere consequence."""
+        if self.received and self.stop_s is None:
+            self.stop_s = now_s
+        worst = min((severity(outcome) for outcome in self.outcomes), default=3)
+        if worst < 3:
+            limit_s = now_s if worst < 2 else now_s + SETTLE_S
+            self.stop_s = limit_s if self.stop_s is None else min(self.stop_s, limit_s)
+        if self.kill_s is None and self.stop_s is not None and self.stop_s <= now_s:
+            self._signal(signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM)
+            self.kill_s = now_s + GRACE_S
+        if self.kill_s is not None and (self.kill_s <= now_s or len(self.received) > 1):
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self.living:
+            child.stopped_s = child.stopped_s or time.monotonic()
+            with suppress(ProcessLookupError):
+                os.killpg(child.popen.pid, number)
+
+    def _reap(self) -> None:
+        """Ranks that have ended are outcomes now, and whatever they had started is gone too."""
+        for child in list(self.living):
+            options = (
+                os.WEXITED | os.WNOHANG | os.WNOWAIT
+            )  # as long as it is not waited for, its group is surely its own
+            if os.waitid(os.P_PID, child.popen.pid, options) is None:
+                continue
+            ended_s = time.monotonic()
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.popen.pid, signal.SIGKILL)
+            self.lines.finish(child.rank)
+            self.living.remove(child)
+            self.outcomes.append(
+                Outcome(
+                    child.rank,
+                    child.popen.pid,
+                    child.popen.wait(),
+                    ended_s - child.started_s,
+                    ended_s,
+                    child.stopped_s,
+                    ErrorRecord.read(child.error_file),
+                )
+            )
+
+
+def _variables(found: RankEnvironment, folder: Path, threads_per_rank: int | None) -> dict[str, str]:
+    """Return a rank's whole environment: ours, the contract, one thread budget, lines that arrive at once."""
+    threads = max(1, len(os.sched_getaffinity(0)) // found.world_size)
+    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
+    if threads_per_rank is not None:
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank)
+    for stale in ("TORCHELASTIC_USE_AGENT_STORE", STORE_FD, DEADLINE_S):
+        variables.pop(stale, None)
+    return {**variables, **rank_variables(found), ERROR_FILE: str(folder / f"rank-{found.rank}.json")}
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Signals that would end this process are collected instead; only the main thread can do that."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    for number, earlier in before.items():
+        if earlier not in {signal.SIG_IGN, None}:
+            signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, earlier in before.items():
+            if earlier is not None:  # None: not installed by Python, and left alone above
+                signal.signal(number, earlier)

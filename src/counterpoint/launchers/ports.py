@@ -1,0 +1,82 @@
+"""One port for the ranks to meet, taken before the first rank starts, so that nobody can take it in between."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from counterpoint.errors import LaunchError
+
+LOOPBACK = "127.0.0.1"
+_LISTENING, _TIME_WAIT = "0A", "06"
+
+
+def reserve_port(port: int | None) -> socket.socket:
+    """Return a socket that is bound to ``port`` of the loopback, or to a free one; it does not listen yet.
+
+    Bound but silent, it keeps the port from others, while rank 0 may listen on this very socket, or, in a script that
+    knows nothing of it, bind the port once more.
+
+    Raises:
+        LaunchError: the port is taken; the message says by whom.
+    """
+    if port is not None and not 0 < port < 65536:
+        raise LaunchError(f"port {port} does not exist; give one from 1 to 65535, or omit --port to get a free one")
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port is not None:
+            _check_free(port)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((LOOPBACK, port or 0))
+    except OSError as error:
+        reserved.close()
+        raise LaunchError(_refusal(port, error)) from error
+    return reserved
+
+
+def _check_free(port: int) -> None:
+    """Nobody else holds the port; the last packets of an earlier run do not count."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as strict:
+        try:
+            strict.bind((LOOPBACK, port))
+        except OSError:
+            states = {state for state, _ in _connections(port)}
+            if _LISTENING in states or _TIME_WAIT not in states:
+                raise
+
+
+def _refusal(port: int | None, error: OSError) -> str:
+    remedy = "omit --port to get a free one, or end that process"
+    if error.errno != errno.EADDRINUSE or port is None:
+        return f"cannot bind port {port} on {LOOPBACK}: {error.strerror}; {remedy}"
+    return f"port {port} is taken by {holder(port) or 'another process'}; one port serves one run; {remedy}"
+
+
+def holder(port: int) -> str | None:
+    """Return ``pid 812 (python other.py)`` for the process that listens on the port, as far as /proc tells."""
+    inodes = {f"socket:[{inode}]" for state, inode in _connections(port) if state == _LISTENING}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(link.readlink()) in inodes for link in (process / "fd").iterdir()):
+                return f"pid {process.name} ({_command(process)})"
+        except OSError:
+            continue  # it ended meanwhile, or belongs to someone else
+    return None
+
+
+def _command(process: Path) -> str:
+    """Return the program and its first argument; what follows may be private."""
+    words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    return " ".join([Path(words[0]).name, *words[1:2]])[:80].strip()
+
+
+def _connections(port: int) -> Iterator[tuple[str, str]]:
+    """Yield state and inode of every TCP socket whose local port it is."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        if table.exists():
+            for row in table.read_text(encoding="ascii").splitlines()[1:]:
+                fields = row.split()
+                if int(fields[1].rpartition(":")[2], 16) == port:
+                    yield fields[3], fields[9]

@@ -1,0 +1,96 @@
+"""The first line names the root cause, never a consequence."""
+
+import re
+import signal
+
+import pytest
+
+from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, tell
+
+
+def ended(rank, returncode=1, at=10.0, **more):
+    return Outcome(rank, 100 + rank, returncode, 4.2, at, **more)
+
+
+def raised(kind, at, *, peer=False, text="went wrong"):
+    return ErrorRecord(kind, text, "job.py:40", peer, at)
+
+
+def test_a_killed_rank_explains_the_peers_that_failed_before_it_was_seen():
+    outcomes = [ended(0, error=raised("PeerError", 1.0, peer=True)), ended(1, -9, at=3.0), ended(2, -15, stopped_s=2.0)]
+    assert tell(outcomes).splitlines() == [
+        "rank 1 was killed by SIGKILL (pid 101, after 4.2 s); if nobody sent it, the kernel ran out of memory: "
+        "see dmesg, use fewer ranks or smaller batches",
+        "ranks 0 and 2 stopped because of rank 1",
+    ]
+    assert exit_code(outcomes) == 137
+
+
+def test_an_exception_explains_peer_errors_that_came_first_in_time():
+    outcomes = [ended(0, error=raised("PeerError", 1.0, peer=True)), ended(2, error=raised("ValueError", 2.0))]
+    assert tell(outcomes).splitlines() == [
+        "rank 2 failed: ValueError: went wrong at job.py:40",
+        "rank 0 stopped because of rank 2",
+    ]
+    assert exit_code(outcomes) == 1
+
+
+def test_of_two_failures_of_their_own_the_earlier_is_the_cause_and_the_other_is_told():
+    outcomes = [ended(0, error=raised("KeyError", 2.0)), ended(1, error=raised("OSError", 1.0, text="full\ndisk"))]
+    assert tell(outcomes).splitlines() == [
+        "rank 1 failed: OSError: full at job.py:40",
+        "  disk",
+        "also: rank 0 failed: KeyError: went wrong at job.py:40",
+    ]
+
+
+def test_the_same_error_on_many_ranks_is_told_once():
+    outcomes = [ended(rank, error=raised("ValueError", 2.0 + rank)) for rank in range(3)]
+    assert tell(outcomes).splitlines() == [
+        "rank 0 failed: ValueError: went wrong at job.py:40",
+        "ranks 1 and 2 failed in the same way",
+    ]
+
+
+def test_an_error_raised_because_we_stopped_the_rank_is_no_cause():
+    outcomes = [ended(0, 3, at=5.0), ended(1, error=raised("Terminated", 6.0), stopped_s=5.5)]
+    assert find_culprit(outcomes) is outcomes[0]
+    assert tell(outcomes).splitlines()[0].startswith("rank 0 ended with exit code 3 (pid 100, after 4.2 s)")
+    assert exit_code(outcomes) == 3
+
+
+def test_when_all_blame_their_peers_the_first_one_is_named():
+    outcomes = [ended(rank, error=raised("PeerError", 5.0 - rank, peer=True)) for rank in range(3)]
+    assert find_culprit(outcomes) is outcomes[2]
+
+
+def test_a_run_in_which_nobody_failed_has_no_culprit():
+    assert find_culprit([ended(0, 0), ended(1, 0)]) is None
+    assert tell([ended(0, 0)]) == ""
+    assert exit_code([ended(0, 0)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (signal.SIGSEGV, "killed by SIGSEGV .*; native code crashed"),
+        (signal.SIGTERM, "killed by SIGTERM .*; something outside this run sent it: a scheduler or a person"),
+        (64, "killed by SIGRTMAX"),
+    ],
+)
+def test_a_signal_has_its_name_and_a_remedy(number, text):
+    assert re.search(text, tell([ended(0, -number)]))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": 1}', '{"kind": "E", "time_s": "x"}'])
+def test_a_record_that_cannot_be_read_is_no_record(tmp_path, content):
+    (tmp_path / "rank-0.json").write_text(content)
+    assert ErrorRecord.read(tmp_path / "rank-0.json") is None
+    assert ErrorRecord.read(tmp_path / "rank-1.json") is None
+
+
+def test_the_first_record_of_a_rank_stays(tmp_path):
+    path = tmp_path / "rank-0.json"
+    raised("ValueError", 1.0).write(path)
+    raised("PeerError", 2.0, peer=True).write(path)
+    assert ErrorRecord.read(path) == raised("ValueError", 1.0)
