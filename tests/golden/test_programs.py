@@ -1,0 +1,67 @@
+"""Every named strategy and the typical compositions on a small mesh, as a person reads them.
+
+Two microbatches, or four where an order shows only then; as many blocks as show the point.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from counterpoint.program.text import format_program, parse_program
+from counterpoint.strategies.table import STRATEGIES
+from tests.laws.compositions import compiled
+
+EARLY = {"passes": ("overlap",)}
+PROGRAMS = {
+    "solo": ("solo", {"m": 2}),
+    "data_2": ("data(2)", {"m": 2}),
+    "data_2_overlap": ("data(2)", {"m": 2, **EARLY}),
+    "data_4_tied": ("data(4)", {"tied": True, "blocks": 3}),
+    "zero_2": ("zero(2)", {"m": 2}),
+    "zero1_2_overlap": ("zero1(2)", {"m": 2, **EARLY}),
+    "zero2_2": ("zero2(2)", {"m": 2}),
+    "zero3_2": ("zero3(2)", {"m": 2}),
+    "zero3_2_tied": ("zero3(2)", {"tied": True}),
+    "pipeline_4": ("pipeline(4)", {"m": 4, "blocks": 4}),
+    "gpipe_4": ("gpipe(4)", {"m": 4, "blocks": 4}),
+    "one_f_one_b_2": ("one_f_one_b(2)", {"m": 4, "blocks": 3}),
+    "pipeline_2_tied": ("pipeline(2)", {"m": 2, "blocks": 4, "tied": True}),
+    "pipeline_2_replicas_2_1": ("pipeline(2, replicas=(2,1))", {"m": 4, "blocks": 3}),
+    "gpipe_2_replicas_1_2": ("gpipe(2, replicas=(1,2), balance=(1,2))", {"m": 2, "blocks": 3}),
+    "tensor_2": ("tensor(2)", {"m": 2}),
+    "tensor_2_tied": ("tensor(2)", {"blocks": 3, "tied": True}),
+    "server_2": ("server(2)", {"m": 2}),
+    "bsp_2_servers_2": ("bsp(2, servers=2)", {"blocks": 3}),
+    "asp_2": ("asp(2)", {"m": 2}),
+    "asp_2_servers_2": ("asp(2, servers=2)", {"blocks": 3}),
+    "pipeline_2_data_2": ("pipeline(2) * data(2)", {"m": 2}),
+    "pipeline_2_data_2_overlap": ("pipeline(2) * data(2)", {"m": 2, "blocks": 4, **EARLY}),
+    "pipeline_2_zero_2": ("pipeline(2) * zero(2)", {"m": 2}),
+    "pipeline_2_zero2_2": ("pipeline(2) * zero2(2)", {"m": 2}),
+    "pipeline_2_zero2_2_tied": ("pipeline(2) * zero2(2)", {"tied": True}),
+    "tensor_2_data_2": ("tensor(2) * data(2)", {}),
+    "tensor_2_pipeline_2_data_2": ("tensor(2) * pipeline(2) * data(2)", {}),
+    "pipeline_2_tensor_2": ("pipeline(2) * tensor(2)", {}),
+    "zero3_2_data_2": ("zero3(2) * data(2)", {}),
+    "data_2_zero2_2": ("data(2) * zero2(2)", {}),
+    "data_2_server_2": ("data(2) * server(2)", {}),
+    "pipeline_2_asp_2": ("pipeline(2) * asp(2)", {"blocks": 3, "tied": True}),
+    "server_2_tensor_2": ("server(2) * tensor(2)", {}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_reads_as_it_did(golden, name):
+    text, given = PROGRAMS[name]
+    program = compiled(text, **given).program
+    golden(f"{name}.program", format_program(program) + "\n")
+    assert parse_program(format_program(program)) == program
+
+
+def test_every_name_of_the_table_has_a_program_of_its_own():
+    alone = {text.split("(")[0] for text, _ in PROGRAMS.values() if "*" not in text}
+    assert alone - {"solo"} == STRATEGIES.keys()
+
+
+def test_no_program_is_left_over_from_a_test_that_is_gone():
+    assert {path.stem for path in Path(__file__).parent.glob("*.program")} == PROGRAMS.keys()

@@ -1,0 +1,145 @@
+"""Random plans: what a user could write, legal or not, on at most twelve ranks; and what makes one legal."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from counterpoint.compiler.compile import compile as compile_plan
+from counterpoint.model.spec import Block, ModelSpec, Param, Piece, chain
+from counterpoint.plan import Plan
+from counterpoint.strategies.data import Data
+from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.server import Server
+from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.zero import Zero
+
+MOST_RANKS = 12
+WIDTH = 12
+
+
+def compiled(text, *, m=1, blocks=2, tied=False, passes=(), samples=1):
+    """What becomes of a plan on a chain of equal blocks of 256 x 256 float32 weights."""
+    plan = replace(Plan.parse(text, num_microbatches=m), passes=passes)
+    return compile_plan(plan, chain(blocks, tied=tied), samples_per_micro=samples)
+
+
+@st.composite
+def webs(draw, num_blocks):
+    """A chain whose blocks share weights at random: every set of blocks may be a unit."""
+    users = st.sets(st.integers(0, num_blocks - 1), min_size=1)
+    sets = draw(st.lists(users, max_size=4))
+    owned = [[f"own{block}"] for block in range(num_blocks)]
+    params = [Param(f"own{block}", (WIDTH,)) for block in range(num_blocks)]
+    for index, blocks in enumerate(sets):
+        params.append(Param(f"shared{index}", (WIDTH, 1 + index)))
+        for block in blocks:
+            owned[block].append(f"shared{index}")
+    pieces = [Piece(f"piece{block}", tuple(names), output_bytes=8) for block, names in enumerate(owned)]
+    blocks = tuple(Block((piece,), index) for index, piece in enumerate(pieces))
+    return ModelSpec(blocks, tuple(params))
+
+
+@st.composite
+def models(draw):
+    num_blocks = draw(st.integers(1, 6))
+    if draw(st.booleans()):
+        return draw(webs(num_blocks))
+    return chain(num_blocks, width=WIDTH, tied=draw(st.booleans()))
+
+
+def degrees(most):
+    return st.integers(2, most)
+
+
+@st.composite
+def pipelines(draw, model, num_micros, most):
+    stages = draw(st.integers(2, min(most, model.num_blocks)))
+    divisors = [count for count in (1, 2, 3) if num_micros % count == 0]
+    replicas = draw(st.just(()) | st.tuples(*[st.sampled_from(divisors)] * stages))
+    if sum(replicas) > most:
+        replicas = ()
+    balance = ()
+    if draw(st.booleans()):
+        cuts = draw(st.permutations(range(1, model.num_blocks)))[: stages - 1]
+        stops = [0, *sorted(cuts), model.num_blocks]
+        balance = tuple(after - before for before, after in pairwise(stops))
+    return Pipeline(stages, draw(st.sampled_from(["gpipe", "one_f_one_b"])), replicas, balance)
+
+
+@st.composite
+def servers(draw, most):
+    degree = draw(st.integers(2, most - 1))
+    count = draw(st.integers(1, most - degree))
+    return Server(degree, count, draw(st.sampled_from(["bsp", "asp"])))
+
+
+@st.composite
+def legal_plans(draw, model):
+    """Strategies in an order that makes sense, each only while there is room for it."""
+    num_micros = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    chosen, ranks = [], 1
+
+    def add(strategy):
+        nonlocal ranks
+        if strategy.num_ranks(ranks) <= MOST_RANKS:
+            chosen.append(strategy)
+            ranks = strategy.num_ranks(ranks)
+
+    kinds = draw(st.sets(st.sampled_from(["tensor", "pipeline", "data", "zero", "server", "more data"])))
+    if "tensor" in kinds and any(piece.split for piece in model.pieces):
+        add(Tensor(draw(degrees(4))))
+    if "pipeline" in kinds and model.num_blocks > 1:
+        add(draw(pipelines(model, num_micros, MOST_RANKS)))
+    if "data" in kinds:
+        add(Data(draw(degrees(4))))
+    served = "server" in kinds and not any(isinstance(strategy, Tensor) for strategy in chosen)
+    if served:
+        add(draw(servers(4)))
+    elif "zero" in kinds:
+        add(Zero(draw(degrees(4)), draw(st.sampled_from([1, 2, 3]))))
+    if "more data" in kinds and not any(getattr(s, "consistency", "") == "asp" for s in chosen):
+        add(Data(draw(degrees(3))))
+    passes = draw(st.sampled_from([(), ("overlap",)]))
+    return Plan(tuple(chosen), num_micros, passes)
+
+
+@st.composite
+def legal(draw):
+    """A model, a plan that fits it, and how many samples a microbatch has."""
+    model = draw(models())
+    return model, draw(legal_plans(model)), draw(st.integers(1, 3))
+
+
+def any_strategy():
+    return st.one_of(
+        st.builds(Tensor, st.sampled_from([2, 4])),
+        st.builds(Pipeline, st.just(2), st.sampled_from(["gpipe", "one_f_one_b"])),
+        st.builds(Data, st.sampled_from([2, 3])),
+        st.builds(Zero, st.just(2), st.sampled_from([1, 2, 3])),
+        st.builds(Server, st.just(2), st.just(1), st.sampled_from(["bsp", "asp"])),
+    )
+
+
+def kind(strategy):
+    match strategy:
+        case Server(consistency=consistency):
+            return consistency
+        case _:
+            return type(strategy).__name__.lower()
+
+
+MAY_NOT_FOLLOW = {
+    "tensor": {"tensor", "asp"},
+    "pipeline": {"pipeline", "data", "zero", "bsp", "asp"},
+    "data": {"asp"},
+    "zero": {"zero", "bsp", "asp"},
+    "bsp": {"tensor", "zero", "bsp", "asp"},
+    "asp": {"tensor", "zero", "bsp", "asp"},
+}
+
+
+def in_order(strategies):
+    """Whether no strategy stands behind one that it cannot be applied to."""
+    kinds = [kind(strategy) for strategy in strategies]
+    return not any(MAY_NOT_FOLLOW[name] & set(kinds[:at]) for at, name in enumerate(kinds))

@@ -1,0 +1,117 @@
+"""What holds for every composition: its text, its walk, its laws, its bytes, and its refusal when it makes no sense."""
+
+from itertools import chain as joined
+
+from hypothesis import given, settings, strategies as st
+
+from counterpoint.compiler.compile import compile as compile_plan, count_bytes
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import chain
+from counterpoint.plan import Plan
+from counterpoint.program.instruction import Backward, Collective, Forward
+from counterpoint.program.laws import Promise, check
+from counterpoint.program.text import format_program, parse_program
+from counterpoint.program.walk import rehearse_blocking_sends, walk
+from tests.laws.compositions import any_strategy, compiled, in_order, legal
+
+LAWS = settings(max_examples=120)
+
+
+@LAWS
+@given(legal())
+def test_a_legal_composition_compiles_and_keeps_every_law(case):
+    model, plan, samples = case
+    made = compile_plan(plan, model, samples_per_micro=samples)
+    assert made.program.num_ranks == plan.num_ranks == len(made.forecast.ranks)
+
+
+@LAWS
+@given(legal())
+def test_a_program_reads_back_as_it_was_written(case):
+    model, plan, _ = case
+    program = compile_plan(plan, model).program
+    assert parse_program(format_program(program)) == program
+
+
+@LAWS
+@given(legal())
+def test_a_plan_reads_back_as_it_was_written(case):
+    _, plan, _ = case
+    assert Plan.parse(str(plan), num_microbatches=plan.num_microbatches).strategies == plan.strategies
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
+@LAWS
+@given(legal())
+def test_the_walk_comes_to_every_word_once_and_goes_through_each_row_in_order(case):
+    model, plan, _ = case
+    rows = compile_plan(plan, model).program.unroll(1)
+    visited = list(walk(rows))
+    for rank, row in enumerate(rows):
+        assert [index for at, index in visited if at == rank] == list(range(len(row)))
+    rehearse_blocking_sends(rows)
+
+
+@LAWS
+@given(legal())
+def test_the_words_move_the_bytes_that_the_formulas_say_on_every_rank(case):
+    model, plan, samples = case
+    made = compile_plan(plan, model, samples_per_micro=samples)
+    assert count_bytes(made.program, made.model, samples) == made.forecast.sent_bytes()
+
+
+@LAWS
+@given(legal())
+def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_slice(case):
+    model, plan, _ = case
+    made = compile_plan(plan, model)
+    slices = {row.slice_index for row in made.program.rows}
+    for direction in (Forward, Backward):
+        done = [
+            (word.block, word.micro, made.program.rows[rank].slice_index)
+            for rank, word in made.program.words()
+            if isinstance(word, direction)
+        ]
+        every = [(b, m, s) for b in range(made.model.num_blocks) for m in made.program.micros for s in slices]
+        assert sorted(done) == sorted(every)
+
+
+@LAWS
+@given(legal())
+def test_overlap_moves_words_but_neither_adds_work_nor_changes_what_enters_an_update(case):
+    model, plan, _ = case
+    plain = compile_plan(Plan(plan.strategies, plan.num_microbatches), model)
+    early = compile_plan(Plan(plan.strategies, plan.num_microbatches, ("overlap",)), model)
+    for before, after in zip(plain.program.rows, early.program.rows, strict=True):
+        ends = [word for word in after.body if not (isinstance(word, Collective) and word.phase == "+")]
+        assert len(ends) == len(before.body)
+    entered = [[(e.rank, e.unit, e.span, e.marks) for e in made.ledger.entries] for made in (plain, early)]
+    assert sorted(entered[0], key=str) == sorted(entered[1], key=str)
+
+
+@settings(max_examples=200)
+@given(st.lists(any_strategy(), min_size=1, max_size=4))
+def test_strategies_in_an_order_without_meaning_are_a_mistake_in_the_plan(strategies):
+    plan = Plan(tuple(strategies), 2)
+    try:
+        compile_plan(plan, chain(4, width=12))
+        refused = False
+    except PlanError:
+        refused = True
+    assert refused == (not in_order(strategies)), str(plan)
+
+
+@settings(max_examples=40)
+@given(legal(), st.integers(2, 3))
+def test_a_synchronous_program_keeps_the_laws_step_after_step(case, times):
+    model, plan, _ = case
+    made = compile_plan(plan, model)
+    rows = made.program.unroll(times)
+    assert [len(row) for row in rows] == [times * len(row.body) for row in made.program.rows]
+    assert len(list(walk(rows))) == len(list(joined(*rows)))
+
+
+def test_a_promise_that_says_nothing_is_kept_by_every_program():
+    made = compiled("pipeline(2) * data(2)", m=2)
+    ledger = check(made.program, Promise(None), made.model.units)
+    assert len(ledger.entries) == 4
