@@ -44,6 +44,12 @@ def test_of_two_failures_of_their_own_the_earlier_is_the_cause_and_the_other_is_
     ]
 
 
+def test_a_crash_on_the_way_out_after_an_exception_does_not_hide_the_exception():
+    outcomes = [ended(0, -signal.SIGABRT, error=raised("ValueError", 2.0))]
+    assert tell(outcomes) == "rank 0 failed: ValueError: went wrong at job.py:40"
+    assert exit_code(outcomes) == 1
+
+
 def test_the_same_error_on_many_ranks_is_told_once():
     outcomes = [ended(rank, error=raised("ValueError", 2.0 + rank)) for rank in range(3)]
     assert tell(outcomes).splitlines() == [

@@ -122,7 +122,9 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
     culprit = find_culprit(outcomes)
     if culprit is None:
         return 0
-    return 128 - culprit.returncode if culprit.returncode < 0 else culprit.returncode or 1
+    if culprit.returncode < 0:  # after an exception, a signal is only native code that crashes on its way out
+        return 128 - culprit.returncode if culprit.error is None else 1
+    return culprit.returncode or 1
 
 
 def _same_error(one: Outcome, other: Outcome) -> bool:
