@@ -119,9 +119,7 @@ def test_the_same_checkpoint_saved_twice_is_one_checkpoint(tmp_path):
 
 def test_another_checkpoint_of_the_same_step_is_never_overwritten(tmp_path):
     save_step(tmp_path, 1)
-    with pytest.raises(
-        CheckpointError, match="exists and is not what is being saved; a checkpoint is never over"
-    ):
+    with pytest.raises(CheckpointError, match="exists and is not what is being saved; a checkpoint is never over"):
         save(tmp_path, 1, {}, {})
     assert holds_exactly(Checkpoint.open(tmp_path), 1)
 

@@ -159,18 +159,14 @@ def test_an_empty_root_has_no_latest_but_cannot_be_opened(tmp_path):
 def test_a_folder_without_checkpoint_says_what_is_there(tmp_path):
     for name in ("model.pt", "notes.txt"):
         (tmp_path / name).touch()
-    assert "it holds model.pt (a pickle, refused), notes.txt; a checkpoint is a folder step-" in error_of(
-        tmp_path
-    )
+    assert "it holds model.pt (a pickle, refused), notes.txt; a checkpoint is a folder step-" in error_of(tmp_path)
 
 
 def test_a_pickle_is_refused_and_says_why(tmp_path):
     for name in ("model.pt", "weights"):
         torch.save({"x": torch.zeros(2)}, tmp_path / name)
         message = error_of(tmp_path / name)
-        assert (
-            "is a pickle file; loading one can run any code that is hidden in it, so it is refused" in message
-        )
+        assert "is a pickle file; loading one can run any code that is hidden in it, so it is refused" in message
 
 
 def test_a_path_that_is_a_file_is_refused_on_both_ways(tmp_path):
@@ -273,9 +269,7 @@ def test_a_rank_without_record_is_noticed(tmp_path):
     with begin(tmp_path, 1) as draft:
         first = write_shard(draft.folder, 0, [whole("a", torch.zeros(2))])
         write_shard(draft.folder, 1, [whole("b", torch.zeros(2))])
-        with pytest.raises(
-            CheckpointError, match=r"holds shard-00001\.safetensors, but was given no record of it"
-        ):
+        with pytest.raises(CheckpointError, match=r"holds shard-00001\.safetensors, but was given no record of it"):
             commit(draft, [first], state={})
 
 

@@ -96,18 +96,14 @@ def test_views_and_gradients_are_saved_as_values(tmp_path):
 def test_a_hole_between_pieces_is_refused_with_its_place(tmp_path):
     full = torch.randn(4, 6)
     left, _, right = columns("w", full, [2, 1, 3])
-    with pytest.raises(
-        CheckpointError, match=r"'w' \[4, 6\] hold 20 of 24 elements, flat element 2 is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"'w' \[4, 6\] hold 20 of 24 elements, flat element 2 is missing"):
         commit_pieces(tmp_path, [left], [right])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_ranks_that_write_the_same_elements_are_refused(tmp_path):
     full = torch.randn(2, 3)
-    with pytest.raises(
-        CheckpointError, match="flat element 0 is held twice; every element is written by exactly"
-    ):
+    with pytest.raises(CheckpointError, match="flat element 0 is held twice; every element is written by exactly"):
         commit_pieces(tmp_path, [whole("w", full)], [whole("w", full)])
 
 
@@ -138,9 +134,7 @@ def test_pieces_that_disagree_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"disagree about its global shape: \[4\] and \[6\]"):
         commit_pieces(tmp_path, [Piece("w", torch.zeros(3), (4,), 0), Piece("w", torch.zeros(3), (6,), 3)])
     with pytest.raises(CheckpointError, match="'w' have different dtypes: float32, float64"):
-        commit_pieces(
-            tmp_path, [Piece("w", torch.zeros(3), (6,), 0), Piece("w", torch.zeros(3).double(), (6,), 3)]
-        )
+        commit_pieces(tmp_path, [Piece("w", torch.zeros(3), (6,), 0), Piece("w", torch.zeros(3).double(), (6,), 3)])
 
 
 def test_a_range_that_is_not_there_is_refused(tmp_path):

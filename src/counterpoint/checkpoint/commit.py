@@ -58,9 +58,7 @@ class Draft:
             return
         try:
             if self.folder.is_dir():
-                with suppress(
-                    OSError
-                ):  # an error may be on its way already; the next save sweeps what is left
+                with suppress(OSError):  # an error may be on its way already; the next save sweeps what is left
                     remove_tree(self._files, self.folder)
         finally:
             self.release()
@@ -167,9 +165,7 @@ def save(
         return commit(draft, [record], state=state, model=model, keep=keep)
 
 
-def _manifest_of(
-    step: int, records: Sequence[ShardRecord], state: State, model: Mapping[str, str] | None
-) -> Manifest:
+def _manifest_of(step: int, records: Sequence[ShardRecord], state: State, model: Mapping[str, str] | None) -> Manifest:
     flaw = json_flaw(dict(state))
     if flaw is not None:
         raise CheckpointError(
@@ -182,8 +178,7 @@ def _manifest_of(
         found = saved[name].kind if name in saved else "nothing"
         if found != kind:
             raise CheckpointError(
-                f"the model has {name!r} as {kind}, but the ranks wrote {found}; "
-                f"a checkpoint holds all of a model"
+                f"the model has {name!r} as {kind}, but the ranks wrote {found}; a checkpoint holds all of a model"
             )
     return Manifest(
         format="counterpoint-checkpoint",
@@ -205,8 +200,7 @@ def _check_draft(folder: Path, manifest: Manifest, files: Files) -> None:
     strays = {path.name for path in folder.iterdir()} - {record.file for record in manifest.files}
     if strays:
         raise CheckpointError(
-            f"{folder.name} holds {', '.join(sorted(strays))}, but was given no record of it; "
-            f"pass every rank's record"
+            f"{folder.name} holds {', '.join(sorted(strays))}, but was given no record of it; pass every rank's record"
         )
     write_file(files, folder / MANIFEST, format_manifest(manifest))
     files.sync_folder(folder)
@@ -229,9 +223,7 @@ def _settled_before(files: Files, target: Path, manifest: Manifest) -> bool:
     if flaws:
         aside = target.with_name(f"{target.name}.damaged-{secrets.token_hex(4)}")
         files.rename(target, aside)
-        warnings.warn(
-            f"{target} was damaged ({flaws[0]}); it now stands at {aside.name}", RuntimeWarning, stacklevel=4
-        )
+        warnings.warn(f"{target} was damaged ({flaws[0]}); it now stands at {aside.name}", RuntimeWarning, stacklevel=4)
         return False
     if replace(there, libraries=manifest.libraries, sha256=manifest.sha256) == manifest:
         return True

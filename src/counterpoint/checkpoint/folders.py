@@ -32,9 +32,7 @@ def step_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = [
-        (int(match[1]), path)
-        for path in root.iterdir()
-        if (match := _STEP.fullmatch(path.name)) and path.is_dir()
+        (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
     ]
     return [path for _, path in sorted(found)]
 
@@ -102,9 +100,7 @@ def try_lock(folder: Path, *, exclusive: bool) -> int | None:
 def prune(files: Files, root: Path, step: int, keep: int) -> None:
     """Of the checkpoints up to ``step``, the ``keep`` newest intact ones stay; older ones are gone."""
     kept = 0
-    for folder in reversed(
-        [path for path in step_folders(root) if int(path.name.removeprefix("step-")) <= step]
-    ):
+    for folder in reversed([path for path in step_folders(root) if int(path.name.removeprefix("step-")) <= step]):
         if kept >= keep:
             trash = root / f"{folder.name}.tmp-{secrets.token_hex(4)}"
             with warning_about(folder):

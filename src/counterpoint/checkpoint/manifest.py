@@ -115,15 +115,12 @@ def parse_manifest(path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{_short(path)} is damaged: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{_short(path)} is damaged: it holds a {type(content).__name__}, not an object"
-        )
+        raise CheckpointError(f"{_short(path)} is damaged: it holds a {type(content).__name__}, not an object")
     _check_version(path, content)
     expected, found = content.pop("sha256", None), _own_sha256(content)
     if expected != found:
         raise CheckpointError(
-            f"{_short(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; "
-            f"nothing was loaded"
+            f"{_short(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; nothing was loaded"
         )
     try:
         manifest = _MANIFEST.validate_json(text)
@@ -155,9 +152,7 @@ def check_records(records: tuple[ShardRecord, ...]) -> None:
             position = piece.stop
             by_name.setdefault(piece.name, []).append(piece)
         if record.pieces and position != record.num_bytes:
-            raise CheckpointError(
-                f"{record.file} ends at byte {record.num_bytes}, its last tensor at {position}"
-            )
+            raise CheckpointError(f"{record.file} ends at byte {record.num_bytes}, its last tensor at {position}")
     for name, pieces in by_name.items():
         dtypes = sorted({piece.dtype for piece in pieces})
         if len(dtypes) > 1:
@@ -228,9 +223,7 @@ def _read_text(path: Path) -> str:
 
 def _check_version(path: Path, content: Mapping[str, object]) -> None:
     if content.get("format") != "counterpoint-checkpoint":
-        raise CheckpointError(
-            f"{_short(path)} is the manifest of something else (format {content.get('format')!r})"
-        )
+        raise CheckpointError(f"{_short(path)} is the manifest of something else (format {content.get('format')!r})")
     if content.get("version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{_short(path)} has format version {content.get('version')!r}, "

@@ -87,8 +87,7 @@ class Checkpoint:
         found = latest(path, check=check)
         if found is None:
             raise CheckpointError(
-                f"no checkpoint in {path}: {_listing(path)}; "
-                f"a checkpoint is a folder step-… with a {MANIFEST}"
+                f"no checkpoint in {path}: {_listing(path)}; a checkpoint is a folder step-… with a {MANIFEST}"
             )
         return found
 
@@ -201,15 +200,10 @@ def verify(path: Path) -> Report:
     except CheckpointError as error:
         return Report(path, None, 0, (str(error),))
     names_by_sha256 = {record.sha256: record.file for record in manifest.files}
-    problems = [
-        flaw
-        for record in manifest.files
-        for flaw in shard_flaws(path, record, manifest.step, names_by_sha256)
-    ]
+    problems = [flaw for record in manifest.files for flaw in shard_flaws(path, record, manifest.step, names_by_sha256)]
     expected = {MANIFEST, *(record.file for record in manifest.files)}
     problems += [
-        f"{path.name}/{extra} does not belong to it"
-        for extra in sorted({p.name for p in path.iterdir()} - expected)
+        f"{path.name}/{extra} does not belong to it" for extra in sorted({p.name for p in path.iterdir()} - expected)
     ]
     if path.name.startswith("step-") and path.name != f"step-{manifest.step:08d}":
         problems.append(f"{path.name} holds the checkpoint of step {manifest.step}; was the folder renamed?")
@@ -241,17 +235,13 @@ def _fill(rows: Tensor, first: int, folder: Path, source: tuple[ShardRecord, Pie
         stop = min(piece.offset + math.prod(piece.shape), first * row + rows.numel())
         if start < stop:
             values = read_piece(folder, shard, piece).reshape(-1)
-            rows.view(-1)[start - first * row : stop - first * row] = values[
-                start - piece.offset : stop - piece.offset
-            ]
+            rows.view(-1)[start - first * row : stop - first * row] = values[start - piece.offset : stop - piece.offset]
         return
     top = piece.offset[0]
     start, stop = max(top, first), min(top + piece.shape[0], first + rows.shape[0])
     if start < stop and all(piece.shape):
         values = read_piece(folder, shard, piece)
-        box = tuple(
-            slice(at, at + length) for at, length in zip(piece.offset[1:], piece.shape[1:], strict=True)
-        )
+        box = tuple(slice(at, at + length) for at, length in zip(piece.offset[1:], piece.shape[1:], strict=True))
         rows[(slice(start - first, stop - first), *box)] = values[start - top : stop - top]
 
 
@@ -274,8 +264,7 @@ def _differences(saved: Mapping[str, str], model: Mapping[str, str]) -> list[str
     for name in missing:
         near = difflib.get_close_matches(name, extra or list(saved), n=1)
         lines.append(
-            f"missing: {name} {model[name]}"
-            + (f" (the nearest there is {near[0]} {saved[near[0]]})" if near else "")
+            f"missing: {name} {model[name]}" + (f" (the nearest there is {near[0]} {saved[near[0]]})" if near else "")
         )
     lines += [
         f"changed: {name} is {saved[name]} there, {kind} here"
@@ -310,8 +299,7 @@ def _looks_pickled(path: Path) -> bool:
 def _listing(folder: Path) -> str:
     """Return what stands in a folder, pickles marked, for an error."""
     names = sorted(
-        f"{path.name} (a pickle, refused)" if path.suffix in PICKLES else path.name
-        for path in folder.iterdir()
+        f"{path.name} (a pickle, refused)" if path.suffix in PICKLES else path.name for path in folder.iterdir()
     )
     if not names:
         return "the folder is empty"

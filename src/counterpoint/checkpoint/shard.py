@@ -55,15 +55,11 @@ def write_shard(folder: Path, rank: int, pieces: Sequence[Piece], *, files: File
     finished = tuple(replace(record, crc32=crc32) for record, crc32 in zip(records, sums.crc32s, strict=True))
     shard = ShardRecord(path.name, rank, num_bytes, sums.sha256, finished)
     for flaw in shard_flaws(folder, shard, step, {}):
-        raise CheckpointError(
-            f"what was written could not be read back: {flaw}; look at the disk, then save again"
-        )
+        raise CheckpointError(f"what was written could not be read back: {flaw}; look at the disk, then save again")
     return shard
 
 
-def shard_flaws(
-    folder: Path, shard: ShardRecord, step: int, names_by_sha256: dict[str, str]
-) -> Iterator[str]:
+def shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha256: dict[str, str]) -> Iterator[str]:
     """Yield what is wrong with a shard after reading every byte of it; nothing when it is intact.
 
     Args:
@@ -125,8 +121,7 @@ def read_piece(folder: Path, shard: ShardRecord, piece: PieceRecord) -> Tensor:
         raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
     if found_bytes != len(data) or f"{zlib.crc32(data):08x}" != piece.crc32:
         raise CheckpointError(
-            f"{name} is damaged: tensor {piece.name!r}: crc32 expected {piece.crc32}, "
-            f"found {zlib.crc32(data):08x}"
+            f"{name} is damaged: tensor {piece.name!r}: crc32 expected {piece.crc32}, found {zlib.crc32(data):08x}"
         )
     dtype = torch_dtype(piece.dtype)
     if not data:
@@ -173,9 +168,7 @@ def _lay_out(pieces: Sequence[Piece], metadata: dict[str, str]) -> tuple[list[Pi
     return records, front
 
 
-def _write(
-    files: Files, path: Path, header: bytes, pieces: Sequence[Piece], records: Sequence[PieceRecord]
-) -> _Sums:
+def _write(files: Files, path: Path, header: bytes, pieces: Sequence[Piece], records: Sequence[PieceRecord]) -> _Sums:
     digest, crc32s = hashlib.sha256(), []
     descriptor = files.create(path)
     try:
@@ -225,9 +218,7 @@ def _sums(path: Path, shard: ShardRecord) -> _Sums:
 def _damage(name: str, shard: ShardRecord, sums: _Sums) -> Iterator[str]:
     """Yield which tensors changed; where none did, the header in front of them has."""
     whole_file = f"sha256 of the file: expected {shard.sha256[:16]}…, found {sums.sha256[:16]}…"
-    damaged = [
-        (piece, found) for piece, found in zip(shard.pieces, sums.crc32s, strict=True) if piece.crc32 != found
-    ]
+    damaged = [(piece, found) for piece, found in zip(shard.pieces, sums.crc32s, strict=True) if piece.crc32 != found]
     if not damaged:
         yield f"{name} is damaged in its header; {whole_file}"
     for piece, found in damaged:

@@ -87,9 +87,7 @@ class FailingFiles(Disk):
         """What stood at ``source`` stands at ``target``."""
         self._step("rename", target)
         super().rename(source, target)
-        self._unsynced_files = {
-            target / path.name if path.parent == source else path for path in self._unsynced_files
-        }
+        self._unsynced_files = {target / path.name if path.parent == source else path for path in self._unsynced_files}
         self._unsynced_names.append(("rename", source, target))
 
     def unlink(self, path: Path) -> None:
