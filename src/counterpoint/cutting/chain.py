@@ -1,0 +1,238 @@
+"""An ``nn.Sequential`` as blocks of its children: run eagerly, whatever their code does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from counterpoint.cutting.cost import Meter
+from counterpoint.cutting.cut import Cut, Seed, Segment, canonical_names, num_bytes, params_of
+from counterpoint.cutting.eager import Inputs, call_of, num_samples, unmarked
+from counterpoint.cutting.leaves import Nest, names_of, nest_of
+from counterpoint.cutting.seeds import Seeding, children_of, is_plain_sequential, silent
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import Block, ModelSpec, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a module keeps a tensor that is passed in for a call.
+
+    Args:
+        owner: the module's own table of parameters or buffers.
+        key: the tensor's place in that table.
+        name: the tensor's first name in the whole model.
+    """
+
+    owner: dict[str, Tensor | None]
+    key: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One child of the chain.
+
+    Args:
+        path: the child's path.
+        module: the child.
+        params: the slots of its parameters.
+        buffers: the slots of its buffers.
+        recurrent: layers inside that keep a second list of their parameters.
+    """
+
+    path: str
+    module: nn.Module
+    params: tuple[Slot, ...]
+    buffers: tuple[Slot, ...]
+    recurrent: tuple[nn.RNNBase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """What is known of the place before a piece, or behind the last.
+
+    Args:
+        names: the names of the values alive.
+        nest: how they are nested into the one value that a chain passes on.
+        num_calls: how often each seeded module was called before, in one forward.
+        sample_bytes: bytes per sample of the values.
+    """
+
+    names: tuple[str, ...]
+    nest: Nest
+    num_calls: dict[str, int]
+    sample_bytes: int
+
+
+class ChainCut(Cut):
+    """A ``Sequential`` cut between its children, nested ones included; nothing is traced.
+
+    A child without parameters belongs to the block before it. The model is run once here to see its values.
+
+    Args:
+        model: a Sequential that has the forward of ``nn.Sequential``.
+        inputs: an example of what it is called with.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        if not is_plain_sequential(model):
+            raise PlanError(
+                f"{type(model).__name__} is not a chain of its children; a chain is an nn.Sequential with its own "
+                "forward and without hooks; use GraphCut, which traces the model"
+            )
+        self.model = model
+        self._pieces = _pieces(model)
+        self._example = inputs
+        self._seams: dict[bool, tuple[Seam, ...]] = {}
+        self._segments: dict[tuple[int, int, bool], Segment] = {}
+        self._seeding: Seeding | None = None
+        seams, costs, draws = self._observe(training=True)
+        self._seams[True] = seams
+        self._seeding = Seeding(model, silent) if draws else None
+        blocks = tuple(
+            Block((Piece(_name(links), _params(links), cost, seam.sample_bytes),), index)
+            for index, (links, cost, seam) in enumerate(zip(self._pieces, costs, seams[1:], strict=True))
+        )
+        super().__init__(ModelSpec(blocks, params_of(model)), draws=draws)
+
+    def _observe(self, *, training: bool) -> tuple[tuple[Seam, ...], list[float], bool]:
+        """Run the chain once; return its seams, the work of each piece per sample, and whether it draws."""
+        (value,), _ = call_of(self._example)
+        samples = num_samples(value)
+        seeding = Seeding(self.model, silent)
+        seams, costs, total = [_seam("input", value, seeding, samples)], [], 0
+        with unmarked(self.model, training=training), Meter() as meter:
+            for links in self._pieces:
+                for link in links:
+                    value = link.module(value)
+                seams.append(_seam(links[-1].path, value, seeding, samples))
+                costs.append((meter.flops - total) / samples)
+                total = meter.flops
+        seeding.remove()
+        return tuple(seams), costs, meter.draws
+
+    def _seams_of(self, *, training: bool) -> tuple[Seam, ...]:
+        if training not in self._seams:
+            self._seams[training] = self._observe(training=training)[0]
+        return self._seams[training]
+
+    def segment(self, first_piece: int, stop_piece: int, *, training: bool) -> Segment:
+        """Return the children of the pieces as one function."""
+        key = (first_piece, stop_piece, training)
+        if key not in self._segments:
+            self._segments[key] = self._make(first_piece, stop_piece, training=training)
+        return self._segments[key]
+
+    def _make(self, first_piece: int, stop_piece: int, *, training: bool) -> Segment:
+        seams = self._seams_of(training=training)
+        before, behind = seams[first_piece], seams[stop_piece]
+        links = tuple(link for piece in self._pieces[first_piece:stop_piece] for link in piece)
+        param_slots = tuple(slot for link in links for slot in link.params)
+        buffer_slots = tuple(slot for link in links for slot in link.buffers)
+        recurrent = tuple(layer for link in links for layer in link.recurrent)
+        modules = tuple(link.module for link in links)
+        model, seeding = self.model, self._seeding
+
+        def run(
+            values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
+        ) -> tuple[Tensor, ...]:
+            if model.training is not training:
+                model.train(training)
+            if seeding is not None:
+                seeding.seed = seed
+                seeding.calls.num_calls = dict(before.num_calls)
+                if first_piece == 0:
+                    seed(seeding.calls.next(""))
+            own = _bind(param_slots, params), _bind(buffer_slots, buffers)
+            _relist(recurrent)
+            try:
+                value = before.nest.unflatten(values)
+                for module in modules:
+                    value = module(value)
+            finally:
+                _unbind(param_slots, own[0])
+                _unbind(buffer_slots, own[1])
+                _relist(recurrent)
+            return behind.nest.flatten(value)
+
+        names = [tuple(dict.fromkeys(slot.name for slot in slots)) for slots in (param_slots, buffer_slots)]
+        return Segment(before.names, behind.names, names[0], names[1], run)
+
+    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
+        """Return the tensors of the one input."""
+        (value,), _ = call_of(inputs)
+        return self._seams_of(training=training)[0].nest.flatten(value)
+
+    def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
+        """Return what the last child gives."""
+        return self._seams_of(training=training)[-1].nest.unflatten(values)
+
+
+def _children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a chain in the order they run, nested chains opened."""
+    for name, child in children_of(module):
+        inner = f"{path}.{name}" if path else name
+        if is_plain_sequential(child):
+            yield from _children(child, inner)
+        else:
+            yield inner, child
+
+
+def _pieces(model: nn.Module) -> tuple[tuple[Link, ...], ...]:
+    """Return the children in runs that each begin with a child that has parameters."""
+    names = canonical_names(model)
+    runs: list[list[Link]] = []
+    for path, module in _children(model):
+        link = _link(path, module, names)
+        if not runs or (link.params and any(earlier.params for earlier in runs[-1])):
+            runs.append([])
+        runs[-1].append(link)
+    return tuple(tuple(run) for run in runs)
+
+
+def _link(path: str, module: nn.Module, names: Mapping[str, str]) -> Link:
+    tables: dict[str, list[Slot]] = {"_parameters": [], "_buffers": []}
+    for inner, owner in module.named_modules(prefix=path):
+        for table, slots in tables.items():
+            own = vars(owner)[table]
+            slots += [Slot(own, key, names[f"{inner}.{key}"]) for key, value in own.items() if value is not None]
+    recurrent = tuple(layer for layer in module.modules() if isinstance(layer, nn.RNNBase))
+    return Link(path, module, tuple(tables["_parameters"]), tuple(tables["_buffers"]), recurrent)
+
+
+def _name(links: Sequence[Link]) -> str:
+    owners = [link.path for link in links if link.params] or [links[0].path]
+    return owners[0] if len(owners) == 1 else f"{owners[0]}..{owners[-1]}"
+
+
+def _params(links: Sequence[Link]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(slot.name for link in links for slot in link.params))
+
+
+def _seam(stem: str, value: Any, seeding: Seeding, samples: int) -> Seam:  # noqa: ANN401
+    nest = nest_of(value)
+    return Seam(names_of(value, stem), nest, dict(seeding.calls.num_calls), num_bytes(nest.flatten(value)) // samples)
+
+
+def _bind(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """Put the tensors into their slots; return what was there."""
+    own = [slot.owner[slot.key] for slot in slots]
+    for slot in slots:
+        slot.owner[slot.key] = tensors[slot.name]
+    return own
+
+
+def _unbind(slots: Sequence[Slot], own: Sequence[Tensor | None]) -> None:
+    for slot, tensor in zip(slots, own, strict=True):
+        slot.owner[slot.key] = tensor
+
+
+def _relist(layers: Sequence[nn.RNNBase]) -> None:
+    """Have recurrent layers use the parameters that are in their slots now."""
+    for layer in layers:
+        table = vars(layer)
+        table["_flat_weights"] = [table["_parameters"][name] for name in table["_flat_weights_names"]]

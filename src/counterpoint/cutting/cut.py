@@ -1,0 +1,97 @@
+"""What every way of cutting gives: segments of a model that run alone, and the description strategies read.
+
+A *bundle* is the tuple of values alive at a cut: made before it and used behind it, the model's own inputs
+included. The bundle behind the last piece is the model's output, flattened.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from counterpoint.model.spec import ModelSpec, Param
+
+Seed: TypeAlias = Callable[[str], None]
+"""Sets the random state for one call of the module at a path."""
+
+Run: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, Tensor], Mapping[str, Tensor], Seed], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of pieces as one function; it owns no parameter and keeps nothing from one call to the next.
+
+    Args:
+        inputs: names of the values it takes, in order.
+        outputs: names of the values it gives, in order; a value that is only passed on is the same tensor object.
+        params: names of the parameters it reads, as ``model.named_parameters()`` has them, so a tied one once.
+        buffers: names of the buffers it reads or changes in place, as ``model.named_buffers()`` has them.
+        run: the function itself.
+        partial_inputs: inputs whose gradient must be summed over the slices when the segment runs sliced.
+        partial_outputs: outputs that must be summed over the slices when the segment runs sliced.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    run: Run
+    partial_inputs: tuple[str, ...] = ()
+    partial_outputs: tuple[str, ...] = ()
+
+    def __call__(
+        self, values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
+    ) -> tuple[Tensor, ...]:
+        """Return the bundle behind the segment for the bundle before it."""
+        return self.run(values, params, buffers, seed)
+
+
+class Cut(ABC):
+    """A model as segments; one serves all ranks of a process, because values of parameters are passed in.
+
+    Args:
+        spec: the model's blocks and pieces, for strategies.
+        draws: whether a forward in training mode draws random numbers, so that seeds matter.
+    """
+
+    def __init__(self, spec: ModelSpec, *, draws: bool) -> None:
+        self.spec = spec
+        self.draws = draws
+
+    @abstractmethod
+    def segment(self, first_piece: int, stop_piece: int, *, training: bool) -> Segment:
+        """Return pieces ``first_piece`` up to, not including, ``stop_piece`` as one function; made once."""
+
+    @abstractmethod
+    def flatten_inputs(self, inputs: Any, *, training: bool = True) -> tuple[Tensor, ...]:  # noqa: ANN401
+        """Return the bundle before the first piece for one call's inputs, given as to `cut_model`."""
+
+    @abstractmethod
+    def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
+        """Return the model's output, in the shape the model gives it, from the bundle behind the last piece."""
+
+
+def params_of(model: nn.Module) -> tuple[Param, ...]:
+    """Return every parameter of a model as strategies see it, a tied one once."""
+    return tuple(
+        Param(name, tuple(parameter.shape), parameter.element_size()) for name, parameter in model.named_parameters()
+    )
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Return, for every name of a parameter or buffer, the first name of the same tensor."""
+    names: dict[str, str] = {}
+    for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        first: dict[int, str] = {}
+        for name, tensor in pairs:
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def num_bytes(values: Sequence[Tensor]) -> int:
+    """Return how many bytes it takes to send the values."""
+    return sum(value.numel() * value.element_size() for value in values)

@@ -1,0 +1,72 @@
+"""Running a model once to look at it, without leaving a mark on it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from counterpoint.errors import PlanError
+
+Inputs: TypeAlias = Any
+"""What a model is called with: one tensor, a tuple of positional or a mapping of keyword arguments."""
+
+
+def call_of(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments of a call."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def check_call(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse inputs that the model's forward does not take.
+
+    Raises:
+        PlanError: an input is missing, or there is one too many.
+    """
+    args, kwargs = call_of(inputs)
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise PlanError(
+            f"{type(model).__name__}.forward{signature} cannot be called with {len(args)} positional and "
+            f"{len(kwargs)} named inputs ({error}); a model is cut for the inputs it is trained on; "
+            "give all inputs of forward as a tuple, or as a dict by their names"
+        ) from None
+
+
+def num_samples(values: Inputs) -> int:
+    """Return the length of the first dim of the first tensor that has one; 1 where there is none."""
+    shapes = [leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    return max(1, shapes[0][0]) if shapes else 1
+
+
+@contextmanager
+def mode_of(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Have the model in training or evaluation mode inside, and every module as it was afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextmanager
+def unmarked(model: nn.Module, *, training: bool = True) -> Iterator[None]:
+    """Have the model's buffers, its modes and the random state afterwards as they were before."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {buffer.device for buffer, _ in kept} | {parameter.device for parameter in model.parameters()}
+    others = [device for device in devices if device.type == "cuda"]
+    with mode_of(model, training=training), torch.random.fork_rng(others), torch.no_grad():
+        yield
+        for buffer, value in kept:
+            buffer.copy_(value)

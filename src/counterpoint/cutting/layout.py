@@ -1,0 +1,233 @@
+"""A trace laid out as pieces: which operation belongs to which, what is alive between them, what draws where."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import fx, nn
+
+from counterpoint.cutting.flow import Flow, flow_of
+from counterpoint.cutting.ops import draws_random, value_of
+from counterpoint.cutting.places import block_keys, position, spans_of
+from counterpoint.cutting.regions import Dims, Region, find_regions, open_region
+from counterpoint.cutting.seeds import CallPaths, seeded_modules
+from counterpoint.cutting.trace import Traced, calls_of
+from counterpoint.errors import PlanError
+
+Prefer: TypeAlias = Literal["blocks", "regions"]
+"""What stays whole where a block would end inside a region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The places a model is cut at, by name, so that every trace of it is cut at the same.
+
+    Args:
+        blocks: the places between blocks.
+        regions: the names of the regions that are pieces of their own.
+    """
+
+    blocks: tuple[str, ...]
+    regions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One trace in pieces.
+
+    Args:
+        traced: the operations.
+        flow: facts about them.
+        order: the operations of all pieces; constants are not among them.
+        starts: the index in the order at which each piece begins.
+        block_starts: those of them at which a block begins.
+        regions: for the pieces that are a region, the region.
+        seeds: the paths to seed before an operation.
+        keys: the names of the places.
+    """
+
+    traced: Traced
+    flow: Flow
+    order: tuple[fx.Node, ...]
+    starts: tuple[int, ...]
+    block_starts: tuple[int, ...]
+    regions: Mapping[int, Region]
+    seeds: Mapping[fx.Node, str]
+    keys: Keys
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces the model has."""
+        return len(self.starts)
+
+    def span(self, first_piece: int, stop_piece: int) -> tuple[int, int]:
+        """Return the part of the order that a run of pieces is."""
+        ends = (*self.starts, len(self.order))
+        return ends[first_piece], ends[stop_piece]
+
+    def bundle(self, piece: int) -> tuple[fx.Node, ...]:
+        """Return what is alive before a piece; behind the last piece it is the output."""
+        if piece == self.num_pieces:
+            return self.traced.outputs
+        return alive(self.traced, self.flow, self.order, self.starts[piece])
+
+
+def alive(traced: Traced, flow: Flow, order: Sequence[fx.Node], index: int) -> tuple[fx.Node, ...]:
+    """Return the values made before an index of the order, or given, and used at it or behind it."""
+    used: set[fx.Node] = set(traced.outputs)
+    for node in order[index:]:
+        used.update(node.all_input_nodes)
+    return tuple(node for node in (*traced.inputs, *order[:index]) if node in used and node not in flow.constants)
+
+
+def lay_out(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer) -> Layout:
+    """Return a trace in pieces, and thereby the places at which every other trace of the model is to be cut."""
+    regions = find_regions(traced, flow_of(traced), dims)
+    flow, order = _ordered(traced, regions)
+    spans, _ = spans_of(order)
+    places = {key: place for key in block_keys(model, order) if (place := position(key, spans)) is not None}
+    ends = _ends(order, regions)
+    inside = {place for first, stop in ends.values() for place in range(first + 1, stop)}
+    if prefer == "regions":
+        places = {key: place for key, place in places.items() if place not in inside}
+    forbidden = _forbidden(flow, order, _seeds(order, model))
+    kept = [
+        region
+        for region in regions
+        if not forbidden & set(ends[region.name])
+        and not any(ends[region.name][0] < place < ends[region.name][1] for place in places.values())
+    ]
+    chosen = _with_params(traced, order, {k: p for k, p in places.items() if p not in forbidden and 0 < p < len(order)})
+    names = tuple(region.name for region in kept)
+    return _assemble(traced, flow, order, kept, model, Keys(chosen, names))
+
+
+def lay_out_alike(traced: Traced, model: nn.Module, dims: Dims, keys: Keys) -> Layout:
+    """Return another trace of the model, cut at the same places.
+
+    Raises:
+        PlanError: the model runs other parts in this mode, or for these inputs.
+    """
+    found = find_regions(traced, flow_of(traced), dims, only=keys.regions)
+    missing = [name for name in keys.regions if name not in {region.name for region in found}]
+    flow, order = _ordered(traced, found)
+    spans, _ = spans_of(order)
+    missing += [key[1:] for key in keys.blocks if position(key, spans) is None]
+    if missing:
+        raise PlanError(
+            f"the model does not run {', '.join(missing)} in this mode or for these inputs as it does in training; "
+            "a model is cut at the same places for all its batches, in training and in evaluation; "
+            "have it run the same modules in both, or use a strategy that needs no cut (data, zero, server)"
+        )
+    return _assemble(traced, flow, order, found, model, keys)
+
+
+def _assemble(
+    traced: Traced, flow: Flow, order: list[fx.Node], regions: list[Region], model: nn.Module, keys: Keys
+) -> Layout:
+    spans, _ = spans_of(order)
+    ends = _ends(order, regions)
+    blocks = {place for key in keys.blocks if (place := position(key, spans)) is not None}
+    edges = {place for pair in ends.values() for place in pair}
+    starts = tuple(sorted({0} | {place for place in blocks | edges if 0 < place < len(order)}))
+    pieces = {starts.index(ends[region.name][0]): region for region in regions}
+    return Layout(
+        traced,
+        flow,
+        tuple(order),
+        starts,
+        tuple(sorted({0} | {place for place in blocks if 0 < place < len(order)})),
+        pieces,
+        {node: label for node, label, _ in _seeds(order, model)},
+        keys,
+    )
+
+
+def _ordered(traced: Traced, regions: Iterable[Region]) -> tuple[Flow, list[fx.Node]]:
+    """Open the regions; return the facts and the operations to run, those of each region side by side."""
+    for region in regions:
+        open_region(traced, region)
+    flow = flow_of(traced)
+    order = [node for node in traced.graph.nodes if node.op == "call_function" and node not in flow.constants]
+    order = _with_tuples_unpacked(order)
+    for region in regions:
+        places = [index for index, node in enumerate(order) if node in region.inside]
+        first, stop = places[0], places[-1] + 1
+        middle = order[first:stop]
+        outside = [node for node in middle if node not in region.inside]
+        order[first:stop] = outside + [node for node in middle if node in region.inside]
+    return flow, order
+
+
+def _with_tuples_unpacked(order: list[fx.Node]) -> list[fx.Node]:
+    """Put what is taken out of a tuple right behind the operation that gives it, so that no tuple is cut off."""
+    placed: dict[fx.Node, None] = {}
+    for node in order:
+        placed[node] = None
+        if isinstance(value_of(node), tuple | list):
+            placed |= dict.fromkeys(user for user in node.users if user.target is operator.getitem)
+    return list(placed)
+
+
+def _ends(order: Sequence[fx.Node], regions: Iterable[Region]) -> dict[str, tuple[int, int]]:
+    ends = {}
+    for region in regions:
+        places = [index for index, node in enumerate(order) if node in region.inside]
+        ends[region.name] = (places[0], places[-1] + 1)
+    return ends
+
+
+def _seeds(order: Sequence[fx.Node], model: nn.Module) -> list[tuple[fx.Node, str, int]]:
+    """Return before which operation which path is seeded, and the index of the last operation that depends on it.
+
+    Seeds that nothing is drawn from are left out.
+    """
+    first_path = {id(module): path for path, module in model.named_modules()}
+    aliases = {path: first_path[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
+    seeded, paths = set(seeded_modules(model)), CallPaths()
+    seen: set[tuple[str, int]] = set()
+    latest: tuple[fx.Node, str] | None = None
+    needed: dict[fx.Node, tuple[str, int]] = {}
+    for index, node in enumerate(order):
+        for call in calls_of(node):
+            if call not in seen and aliases.get(call[0]) in seeded:
+                latest = node, paths.next(aliases[call[0]])
+            seen.add(call)
+        if draws_random(node) and latest is not None:
+            needed[latest[0]] = latest[1], index
+    return [(node, label, last) for node, (label, last) in needed.items()]
+
+
+def _forbidden(flow: Flow, order: Sequence[fx.Node], seeds: Iterable[tuple[fx.Node, str, int]]) -> set[int]:
+    """Return where no cut may be: between a seed and what is drawn from it, and among values that share memory."""
+    index_of = {node: index for index, node in enumerate(order)}
+    forbidden = {place for node, _, last in seeds for place in range(index_of[node] + 1, last + 1)}
+    until = {node: max((index_of.get(user, len(order)) for user in node.users), default=0) for node in flow.storage}
+    for root, changes in flow.changes.items():
+        last = max(index_of.get(node, 0) for node in changes)
+        sharing = [(index_of.get(node, -1), until[node]) for node, storage in flow.storage.items() if storage is root]
+        first = min(born for born, _ in sharing) + 1
+        for place in range(max(first, 1), last + 1):
+            if sum(born < place <= used for born, used in sharing) > 1:
+                forbidden.add(place)
+    return forbidden
+
+
+def _with_params(traced: Traced, order: Sequence[fx.Node], places: Mapping[str, int]) -> tuple[str, ...]:
+    """Leave out the places that would make a block without parameters."""
+    keys: dict[int, str] = {}
+    for key, place in places.items():
+        keys.setdefault(place, key)
+    reads = [any(source in traced.params for source in node.all_input_nodes) for node in order]
+    chosen: list[int] = []
+    for place in sorted(keys):
+        if any(reads[chosen[-1] if chosen else 0 : place]):
+            chosen.append(place)
+        elif chosen:
+            chosen[-1] = place
+    while chosen and not any(reads[chosen[-1] :]):
+        chosen.pop()
+    return tuple(keys[place] for place in chosen)

@@ -1,0 +1,52 @@
+"""Nested inputs and outputs as tuples of tensors and back; what is no tensor stays as it was when first seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """The shape of a nested value.
+
+    Args:
+        spec: how it is nested.
+        leaves: what is no tensor, at its place; None where a tensor stands.
+        places: the indices of the tensors among the leaves.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    places: tuple[int, ...]
+
+    def flatten(self, value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+        """Return the tensors of a value that is nested like this."""
+        if isinstance(value, Tensor):
+            return (value,)
+        leaves, _ = tree_flatten(value)
+        return tuple(leaves[place] for place in self.places)
+
+    def unflatten(self, values: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        """Return the nested value with these tensors at their places."""
+        leaves = list(self.leaves)
+        for place, value in zip(self.places, values, strict=True):
+            leaves[place] = value
+        return leaves[0] if self.spec.is_leaf() else tree_unflatten(leaves, self.spec)
+
+
+def nest_of(value: Any) -> Nest:  # noqa: ANN401
+    """Return the shape of a nested value."""
+    leaves, spec = tree_flatten(value)
+    places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    return Nest(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places)
+
+
+def names_of(value: Any, stem: str) -> tuple[str, ...]:  # noqa: ANN401
+    """Return a name for each tensor of a nested value: ``stem``, or ``stem[0]``, ``stem['x']`` and so on."""
+    pairs, _ = tree_flatten_with_path(value)
+    return tuple(f"{stem}{keystr(path)}" for path, leaf in pairs if isinstance(leaf, Tensor))

@@ -1,0 +1,235 @@
+"""Column- and row-split pairs of linear layers: found in the graph, and made ready to run as slices.
+
+A region is ``row(inside(column(h)))``: one linear layer whose input comes from the outputs of others only, all of
+which read the same ``h``. With their weights sliced along what is between them, each slice gives a part of the
+output, and the parts add up to the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+
+from counterpoint.cutting.flow import Flow
+from counterpoint.cutting.ops import changed_by, draws_random, value_of, word_of
+from counterpoint.cutting.trace import Traced, path_of
+from counterpoint.errors import PlanError
+
+Dims = Mapping[str, tuple[str, str]]
+"""For a pattern of module paths, the names of the out dim and the in dim of the linear layers that match."""
+
+_LINEAR = torch.ops.aten.linear.default
+_FOLDS = {"view", "reshape", "unflatten"}
+_MIXING = {"scaled_dot_product_attention", "softmax", "_softmax", "matmul", "bmm", "baddbmm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of the graph that may run as slices.
+
+    Args:
+        name: path of the module that contains it, or of its first and last layer.
+        dim: the name of what is sliced.
+        size: how long that is, in heads where the graph shows them.
+        columns: the layers sliced along their outputs.
+        row: the layer sliced along its inputs.
+        inside: all its operations, layers included.
+    """
+
+    name: str
+    dim: str
+    size: int
+    columns: tuple[fx.Node, ...]
+    row: fx.Node
+    inside: frozenset[fx.Node]
+
+    @property
+    def source(self) -> fx.Node:
+        """The value that all columns read."""
+        return _input(self.columns[0])
+
+
+def find_regions(traced: Traced, flow: Flow, dims: Dims, *, only: Collection[str] | None = None) -> list[Region]:
+    """Return the regions of a trace in order, or only those of some names; no operation is in two of them."""
+    uses = Counter(
+        traced.params[source]
+        for node in traced.graph.nodes
+        for source in node.all_input_nodes
+        if source in traced.params
+    )
+    regions: list[Region] = []
+    taken: set[fx.Node] = set()
+    for row in traced.graph.nodes:
+        found = _behind(row, traced, flow) if _is_linear(row, traced) else None
+        if found is None:
+            continue
+        columns, inside = found
+        read = [traced.params[layer.args[1]] for layer in (*columns, row)]
+        if only is not None and _name(columns, row) not in only:
+            continue
+        is_alone = all(uses[name] == 1 for name in read) and not taken & inside
+        if is_alone and _is_closed(inside, row) and _may_gather(traced, inside):
+            regions.append(_region(columns, row, inside, dims))
+            taken |= inside
+    return regions
+
+
+def _is_linear(node: fx.Node, traced: Traced) -> bool:
+    return node.op == "call_function" and node.target is _LINEAR and node.args[1] in traced.params
+
+
+def _input(layer: fx.Node) -> fx.Node:
+    source = layer.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _behind(row: fx.Node, traced: Traced, flow: Flow) -> tuple[list[fx.Node], frozenset[fx.Node]] | None:
+    """Return the layers that the row's input comes from and all operations from them to it, if there is no more."""
+    columns: list[fx.Node] = []
+    inside = {row}
+    queue = [_input(row)]
+    while queue:
+        node = queue.pop()
+        if node in inside or node in flow.fixed:
+            continue
+        if node.op != "call_function" or draws_random(node):
+            return None
+        inside.add(node)
+        if _is_linear(node, traced):
+            columns.append(node)
+        else:
+            queue += node.all_input_nodes
+    if not columns or len({_input(column) for column in columns}) > 1 or _input(columns[0]) in inside:
+        return None
+    order = {node: index for index, node in enumerate(traced.graph.nodes)}
+    return sorted(columns, key=order.__getitem__), frozenset(inside)
+
+
+def _is_closed(inside: frozenset[fx.Node], row: fx.Node) -> bool:
+    """Tell whether nothing but the row's output is used outside."""
+    return all(user in inside for node in inside if node is not row for user in node.users)
+
+
+def _may_gather(traced: Traced, inside: frozenset[fx.Node]) -> bool:
+    """Tell whether what stands between the region's operations may run before them: it changes nothing in place."""
+    order = list(traced.graph.nodes)
+    places = [index for index, node in enumerate(order) if node in inside]
+    between = [node for node in order[places[0] : places[-1]] if node not in inside]
+    return all(source in traced.buffers for node in between for source in changed_by(node))
+
+
+def _region(columns: list[fx.Node], row: fx.Node, inside: frozenset[fx.Node], dims: Dims) -> Region:
+    features = [int(value_of(column).shape[-1]) for column in columns]
+    mixes = any(word_of(node) in _MIXING for node in inside)
+    heads = [_heads(column) for column in columns] if mixes else []
+    sizes = [count for count in heads if count] if heads and all(heads) else features
+    dim = _dim(columns, row, dims) or ("heads" if mixes else "hidden")
+    return Region(_name(columns, row), dim, math.gcd(*sizes), tuple(columns), row, inside)
+
+
+def _name(columns: list[fx.Node], row: fx.Node) -> str:
+    """Return the path of the first layer and, as far as it differs, of the last."""
+    return from_to(path_of(columns[0]), path_of(row))
+
+
+def from_to(first: str, last: str) -> str:
+    """Return ``a.b..c`` for the paths ``a.b`` and ``a.c``."""
+    if first == last:
+        return first
+    heads, tails = first.split("."), last.split(".")
+    same = 0
+    while same < min(len(heads), len(tails)) - 1 and heads[same] == tails[same]:
+        same += 1
+    return f"{first}..{'.'.join(tails[same:])}"
+
+
+def _heads(column: fx.Node) -> int | None:
+    """Return into how many heads the output of a layer is folded."""
+    for user in column.users:
+        shape = tuple(value_of(user).shape) if word_of(user) in _FOLDS else ()
+        if len(shape) >= 2 and shape[-2] * shape[-1] == value_of(column).shape[-1]:
+            return int(shape[-2])
+    return None
+
+
+def _dim(columns: Iterable[fx.Node], row: fx.Node, dims: Dims) -> str | None:
+    """Return the user's name of what is between the layers, if there is one."""
+    given = {
+        f"out of {path_of(layer)}" if place == 0 else f"in of {path_of(layer)}": names[place]
+        for layer, place in [*((column, 0) for column in columns), (row, 1)]
+        for pattern, names in dims.items()
+        if fnmatchcase(path_of(layer), pattern)
+    }
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"{where} is '{name}'" for where, name in given.items())
+        raise PlanError(
+            f"one dim has two names: {listed}; what comes out of one layer goes into the other, so it is one dim; "
+            "give both the same name in dims"
+        )
+    return next(iter(given.values()), None)
+
+
+def open_region(traced: Traced, region: Region) -> fx.Node:
+    """Have the graph run the region on slices; return the node that enters it.
+
+    The bias of the row moves behind the sum, ``h`` gets a name of its own where others use it too, and shapes
+    written out inside are left to follow the slice.
+    """
+    row, graph = region.row, traced.graph
+    if len(row.args) > 2 and row.args[2] is not None:
+        with graph.inserting_after(row):
+            add = graph.call_function(torch.ops.aten.add.Tensor, (row, row.args[2]))
+        row.replace_all_uses_with(add, delete_user_cb=lambda user: user is not add)
+        row.args = row.args[:2]
+        add.meta = {**row.meta, "bias_of": row}
+    for node in region.inside:
+        _free_shape(node)
+    entry = region.source
+    if any(user not in region.columns for user in entry.users):
+        with graph.inserting_before(region.columns[0]):
+            alias = graph.call_function(torch.ops.aten.alias.default, (entry,))
+        alias.meta = {"val": value_of(entry), "alias_of": entry, "nn_module_stack": _stack(region)}
+        for column in region.columns:
+            column.replace_input_with(entry, alias)
+        return alias
+    return entry
+
+
+def _stack(region: Region) -> object:
+    """Return the calls that all of the region stands in."""
+    stacks = [dict(node.meta.get("nn_module_stack") or {}) for node in (*region.columns, region.row)]
+    return {key: value for key, value in stacks[0].items() if all(key in stack for stack in stacks)}
+
+
+def _free_shape(node: fx.Node) -> None:
+    """Replace the size that a slice changes by -1, which is what is left over."""
+    word = word_of(node)
+    if word not in {"view", "reshape", "_unsafe_view", "expand"} or not isinstance(node.args[0], fx.Node):
+        return
+    old, new = tuple(value_of(node.args[0]).shape), list(value_of(node).shape)
+    if word == "expand":
+        fitted = [-1 if size == kept else size for size, kept in zip(new[::-1], old[::-1], strict=False)][::-1]
+        node.args = (node.args[0], new[: len(new) - len(fitted)] + fitted, *node.args[2:])
+        return
+    place = _place_of_slice(old, tuple(new), node.args[1])
+    if place is not None:
+        new[place] = -1
+        node.args = (node.args[0], new, *node.args[2:])
+
+
+def _place_of_slice(old: tuple[int, ...], new: tuple[int, ...], given: object) -> int | None:
+    """Return which dim of a view changes with the slice; None where it says so itself or cannot be known."""
+    if len(new) == len(old) + 1 and old[:-1] == new[:-2]:  # features into heads
+        return len(new) - 2
+    if len(old) == len(new) + 1 and old[:-2] == new[:-1]:  # heads into features
+        return len(new) - 1
+    if isinstance(given, list | tuple) and -1 in given:
+        return None
+    return next((index for index, (was, size) in enumerate(zip(old, new, strict=False)) if was != size), None)

@@ -1,0 +1,106 @@
+"""What cannot be cut says where, why, and what to do instead."""
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint.cutting.choose import cut_model
+from counterpoint.cutting.graph import GraphCut
+from counterpoint.errors import PlanError
+from tests.cutting.models import draws_in_forward, gpt, long_skip, perceptron
+from tests.cutting.same import owned, seed
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.layer(x)
+        return x
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.gates = nn.ModuleList([Gate()])
+
+    def forward(self, x):
+        return self.gates[0](self.first(x))
+
+
+def test_a_branch_on_values_is_named_with_its_module_and_line():
+    with pytest.raises(PlanError) as refusal:
+        cut_model(Branching(), (torch.randn(3, 4),), need="chain")
+    text = str(refusal.value)
+    assert "stopped in module 'gates.0' (Gate)" in text
+    assert "test_cannot_cut.py" in text
+    assert "'if x.sum() > 0:'" in text
+    assert "train it with a strategy that needs no cut (data, zero of level 1 or 2, server)" in text
+
+
+def test_a_model_that_cannot_be_cut_runs_whole():
+    model, inputs = Branching(), (torch.randn(3, 4),)
+    cut = cut_model(model, inputs, need="none")
+    (output,) = cut.segment(0, 1, training=True)(inputs, *owned(model), seed)
+    assert torch.equal(output, model(*inputs))
+
+
+def test_the_model_stays_without_hooks_after_a_refusal():
+    model = Branching()
+    with pytest.raises(PlanError):
+        cut_model(model, (torch.randn(3, 4),), need="chain")
+    assert not [module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks]
+
+
+@pytest.mark.parametrize("need", ["none", "chain", "regions"])
+def test_a_missing_input_is_named(need):
+    model, (x, _) = long_skip()
+    with pytest.raises(PlanError, match=r"missing a required argument: 'late'.* give all inputs of forward"):
+        cut_model(model, (x,), need=need)
+
+
+@pytest.mark.parametrize("need", ["none", "chain", "regions"])
+def test_a_model_without_parameters_is_refused(need):
+    with pytest.raises(PlanError, match=r"ReLU has no parameters; .* register"):
+        cut_model(nn.ReLU(), (torch.randn(3, 4),), need=need)
+
+
+@pytest.mark.parametrize("need", ["none", "chain", "regions"])
+def test_an_error_of_the_model_itself_is_raised_as_it_is(need):
+    model, _ = draws_in_forward()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as mistake:
+        cut_model(model, (torch.randn(4, 7),), need=need)
+    assert not isinstance(mistake.value, PlanError)
+
+
+def test_another_sequence_length_is_refused():
+    model, inputs = gpt()
+    cut = GraphCut(model, inputs)
+    with pytest.raises(PlanError, match="only the number of samples may differ"):
+        cut.segment(0, 1, training=True)((torch.zeros(4, 5, dtype=torch.int64),), *owned(model), seed)
+
+
+def test_a_model_that_runs_other_modules_in_evaluation_is_refused_there():
+    class Early(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers if self.training else self.layers[:1]:
+                x = layer(x)
+            return x
+
+    cut = GraphCut(Early(), (torch.randn(3, 4),))
+    with pytest.raises(PlanError, match=r"does not run layers\.1, layers\.2 in this mode"):
+        cut.segment(0, 1, training=False)
+
+
+def test_a_whole_model_has_one_piece():
+    cut = cut_model(*perceptron(), need="none")
+    with pytest.raises(PlanError, match=r"it has only piece 0; ask for segment\(0, 1\)"):
+        cut.segment(0, 2, training=True)

@@ -1,0 +1,104 @@
+"""A model in pieces, detached between them, trains and evaluates as the model itself does."""
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint.cutting.choose import cut_model
+from counterpoint.cutting.graph import GraphCut
+from tests.cutting.models import ALL, cnn, gpt, long_skip
+from tests.cutting.same import in_segments, owned, seed, worst_of
+
+
+@pytest.mark.parametrize("need", ["chain", "regions"])
+@pytest.mark.parametrize("name", ALL)
+def test_losses_gradients_and_buffers_equal_those_of_the_model(name, need):
+    model, inputs = ALL[name]()
+    assert worst_of(cut_model(model, inputs, need=need), model, inputs) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_evaluation_in_pieces_equals_evaluation(name):
+    model, inputs = ALL[name]()
+    assert worst_of(cut_model(model, inputs, need="chain"), model, inputs, training=False) <= 1e-12
+
+
+@pytest.mark.parametrize("bounds", [(0, 12), (0, 1, 12), (0, 6, 12), (0, 3, 4, 11, 12)])
+def test_any_run_of_pieces_may_be_one_segment(bounds):
+    model, inputs = gpt()
+    assert worst_of(cut_model(model, inputs, need="chain"), model, inputs, bounds) <= 1e-12
+
+
+def test_a_model_that_is_not_cut_runs_as_it_is():
+    model, inputs = gpt()
+    cut = cut_model(model, inputs, need="none")
+    model.zero_grad()
+    seed("")
+    values = cut.segment(0, 1, training=True)(cut.flatten_inputs(inputs), {}, {}, seed)
+    assert torch.equal(values[0].detach(), in_segments(GraphCut(model, inputs), model, inputs, (0, 12))[3][0])
+
+
+def test_batch_norm_counts_its_batches_in_the_buffers_it_was_given():
+    model, inputs = cnn()
+    *_, buffers, _ = in_segments(GraphCut(model, inputs), model, inputs)
+    assert int(buffers["1.num_batches_tracked"]) == 1
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_a_value_that_is_only_passed_on_stays_the_same_object():
+    model, inputs = long_skip()
+    part = (cut := GraphCut(model, inputs)).segment(1, 2, training=True)
+    before = cut.segment(0, 1, training=True)(cut.flatten_inputs(inputs), *owned(model), seed)
+    after = dict(zip(part.outputs, part(before, *owned(model), seed), strict=True))
+    kept = [name for name in part.inputs if name in after]
+    assert len(kept) >= 3
+    assert all(after[name] is before[part.inputs.index(name)] for name in kept)
+
+
+def test_a_tied_parameter_has_its_first_name_in_both_of_its_pieces():
+    cut = GraphCut(*gpt())
+    assert "tok.weight" in cut.spec.blocks[0].params
+    assert "tok.weight" in cut.spec.blocks[-1].params
+    assert cut.spec.units[0, 3] == ("tok.weight",)
+
+
+def test_the_output_gets_back_its_nesting():
+    model, inputs = long_skip()
+    *_, values = in_segments(cut := GraphCut(model, inputs), model, inputs)
+    output = cut.unflatten_output(values)
+    assert list(output) == ["z", "late", "nothing", "three"]
+    assert (output["nothing"], output["three"]) == (None, 3)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 9])
+def test_another_number_of_samples_is_traced_when_it_comes(samples):
+    model, (tokens,) = gpt()
+    cut = GraphCut(model, (tokens,))
+    assert worst_of(cut, model, (torch.randint(0, 11, (samples, tokens.shape[1])),)) <= 1e-12
+
+
+def test_cutting_leaves_no_mark_on_the_model():
+    model, inputs = cnn()
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    for need in ("none", "chain", "regions"):
+        cut_model(model, inputs, need=need)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert [model.training, model[1].training] == [True, False]
+
+
+def test_a_chain_may_do_what_cannot_be_traced():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum() > 0 else self.layer(x * 2)
+
+    model, inputs = nn.Sequential(Odd(), Odd(), nn.Sequential(nn.ReLU(), Odd())), (torch.randn(3, 4),)
+    cut = cut_model(model, inputs, need="chain")
+    assert [block.name for block in cut.spec.blocks] == ["0", "1", "2.1"]
+    assert worst_of(cut, model, inputs) <= 1e-12
