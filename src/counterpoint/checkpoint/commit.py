@@ -10,8 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from counterpoint.checkpoint.disk import DISK, Files, check_space, remove_tree, write_failure, write_file
@@ -20,7 +22,6 @@ from counterpoint.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     ShardRecord,
-    State,
     check_records,
     format_manifest,
     json_flaw,
@@ -103,7 +104,7 @@ def commit(
     draft: Draft,
     records: Sequence[ShardRecord],
     *,
-    state: State,
+    state: Mapping[str, object],
     model: Mapping[str, str] | None = None,
     keep: int | None = None,
     files: Files = DISK,
@@ -150,7 +151,7 @@ def save(
     root: Path,
     step: int,
     tensors: Mapping[str, Tensor],
-    state: State,
+    state: Mapping[str, object],
     *,
     model: Mapping[str, str] | None = None,
     keep: int | None = None,
@@ -165,7 +166,9 @@ def save(
         return commit(draft, [record], state=state, model=model, keep=keep)
 
 
-def _manifest_of(step: int, records: Sequence[ShardRecord], state: State, model: Mapping[str, str] | None) -> Manifest:
+def _manifest_of(
+    step: int, records: Sequence[ShardRecord], state: Mapping[str, object], model: Mapping[str, str] | None
+) -> Manifest:
     flaw = json_flaw(dict(state))
     if flaw is not None:
         raise CheckpointError(
@@ -186,7 +189,7 @@ def _manifest_of(step: int, records: Sequence[ShardRecord], state: State, model:
         step=step,
         libraries={"torch": str(torch.__version__)},
         model=dict(model or {}),
-        state=dict(state),
+        state=cast("dict[str, JsonValue]", dict(state)),  # json_flaw has proved it
         files=ordered,
     )
 
