@@ -1,0 +1,75 @@
+"""The moves from which strategies are made."""
+
+from counterpoint.program.instruction import Update
+from counterpoint.program.program import Program, moved
+from counterpoint.program.rewrite import (
+    before_commit,
+    blocks_of,
+    expand,
+    last_backward_first,
+    releases,
+    replicate,
+    shifted,
+    widen_commits,
+)
+from counterpoint.program.text import format_instruction, format_program, parse_instruction, parse_program
+
+ALL_WORDS = (
+    "F0.1 B0.1:-1 U0 x1.1>1 x1.1<0 sum(grad0)@0,1 push(grad0)>1 pull(weight0)<1 serve(0)@0 commit@0 release(x1.1)"
+)
+
+
+def rewritten(change):
+    return " ".join(format_instruction(change(parse_instruction(word))) for word in ALL_WORDS.split())
+
+
+def test_shifting_moves_every_rank_a_word_names():
+    assert rewritten(lambda word: shifted(word, 4)) == (
+        "F0.1 B0.1:-1 U0 x1.1>5 x1.1<4 sum(grad0)@4,5 push(grad0)>5 pull(weight0)<5 serve(0)@4 commit@4 release(x1.1)"
+    )
+    assert rewritten(lambda word: shifted(word, 0)) == ALL_WORDS
+
+
+def test_moving_changes_every_microbatch_a_word_names():
+    assert rewritten(lambda word: moved(word, 4)) == (
+        "F0.5 B0.5:-1 U0 x1.5>1 x1.5<0 sum(grad0)@0,1 push(grad0)>1 pull(weight0)<1 serve(0)@0 commit@0 release(x1.5)"
+    )
+    assert rewritten(lambda word: moved(word, 0)) == ALL_WORDS
+
+
+def test_copies_stand_side_by_side_and_read_their_own_samples_or_the_same():
+    program = parse_program("F0.0 F0.1 x1.0>1\nx1.0<0")
+    assert format_program(replicate(program, 2)) == "F0.0 F0.1 x1.0>1\nx1.0<0\nF0.2 F0.3 x1.2>3\nx1.2<2"
+    assert format_program(replicate(program, 2, same_samples=True)).splitlines()[2] == "F0.0 F0.1 x1.0>3"
+
+
+def test_expanding_reaches_all_three_parts_of_a_row():
+    program = parse_program("F0.0 | U0 | B0.+0")
+    assert format_program(expand(program, lambda rank, word: (word, Update((rank,))))) == "F0.0 U0 | U0 U0 | B0.+0 U0"
+
+
+def test_words_are_put_before_the_commit_of_rows_that_have_one():
+    program = parse_program("B0.0 commit@0,1 U0\nB1.0 commit@0,1\nserve(0)@0")
+    put = before_commit(program, lambda rank, _row: [Update((7,))] if rank != 1 else [])
+    assert format_program(put) == "B0.0 U7 commit@0,1 U0\nB1.0 commit@0,1\nserve(0)@0"
+
+
+def test_copies_commit_together():
+    program = replicate(parse_program("commit@0\ncommit@1"), 2)
+    assert format_program(widen_commits(program, 2)) == "commit@0,2\ncommit@1,3\ncommit@0,2\ncommit@1,3"
+
+
+def test_units_come_in_the_order_in_which_their_gradients_are_complete():
+    row = parse_program("F0.0 B2.0 B1.0 B0.0").rows[0]
+    assert last_backward_first(row, [(0,), (1,), (2,), (0, 2), (9,)]) == [(9,), (2,), (1,), (0,), (0, 2)]
+
+
+def test_a_row_knows_its_blocks_and_a_word_what_it_releases():
+    assert blocks_of(parse_program("F3.0 F1.0 | F1.+1 | B1.+1").rows[0]) == {1, 3}
+    assert releases(parse_instruction("release(grad0)"), "grad")
+    assert not releases(parse_instruction("release(grad0)"), "weight")
+    assert not releases(parse_instruction("U0"), "grad")
+
+
+def test_an_empty_program_has_no_ranks():
+    assert (Program(()).num_ranks, Program(()).micros, Program(()).is_stream) == (0, (), False)

@@ -1,0 +1,161 @@
+"""Words, groups, units and values: written, read back, and refused with a caret."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from counterpoint.errors import ProgramError
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+    Value,
+)
+from counterpoint.program.program import Program, Row
+from counterpoint.program.text import (
+    format_group,
+    format_instruction,
+    format_program,
+    format_unit,
+    format_value,
+    parse_group,
+    parse_instruction,
+    parse_program,
+    parse_unit,
+    parse_value,
+)
+
+ranks = st.integers(0, 2000)
+groups = st.sets(ranks, min_size=1, max_size=6).map(lambda found: tuple(sorted(found)))
+units = st.sets(st.integers(0, 30), min_size=1, max_size=4).map(lambda found: tuple(sorted(found)))
+numbers = st.integers(0, 99)
+parameters = st.builds(Value, st.sampled_from(["grad", "weight"]), units)
+activations = st.builds(Value, st.sampled_from(["x", "g", "y", "dx"]), st.tuples(numbers), numbers)
+values = parameters | activations
+phases = st.sampled_from(["", "+", "-"])
+instructions = st.one_of(
+    st.builds(Forward, numbers, numbers, st.integers(-9, 0)),
+    st.builds(Backward, numbers, numbers, st.integers(-9, 0)),
+    st.builds(Update, units),
+    st.builds(Commit, groups),
+    st.builds(Send, values, ranks),
+    st.builds(Recv, values, ranks),
+    st.builds(Collective, st.sampled_from(["sum", "share", "join", "copy"]), values, groups, phases),
+    st.builds(Push, parameters, ranks),
+    st.builds(Pull, parameters, ranks),
+    st.builds(Serve, st.lists(units, min_size=1, max_size=3).map(tuple), groups),
+    st.builds(Release, values),
+)
+words = st.lists(instructions, max_size=5).map(tuple)
+slices = st.integers(1, 4).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))
+rows = st.builds(lambda b, p, e, s: Row(b, p, e, *s), words, words, words, slices)
+steps = st.builds(lambda b, s: Row(b, (), (), *s), words, slices)
+
+
+@given(instructions)
+def test_every_instruction_is_one_word_and_reads_back(word):
+    text = format_instruction(word)
+    assert parse_instruction(text) == word
+    assert not set(" |") & set(text)
+
+
+@given(st.lists(steps, max_size=4) | st.lists(rows, max_size=4))
+def test_every_program_reads_back_empty_rows_and_streams_included(found):
+    program = Program(tuple(found))
+    assert parse_program(format_program(program)) == program
+
+
+@given(groups, units, values)
+def test_groups_units_and_values_read_back(group, unit, value):
+    assert parse_group(format_group(group)) == group
+    assert parse_unit(format_unit(unit)) == unit
+    assert parse_value(format_value(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [
+        ((3,), "3"),
+        ((0, 1), "0,1"),
+        ((0, 4), "0,4"),
+        ((0, 1, 2), "0-2"),
+        ((0, 4, 8, 12), "0-12/4"),
+        ((1, 2, 4), "1,2,4"),
+        (tuple(range(1024)), "0-1023"),
+    ],
+)
+def test_three_evenly_spaced_ranks_and_more_are_written_as_a_span(group, text):
+    assert format_group(group) == text
+    assert parse_group(text) == group
+
+
+def test_a_group_may_be_written_out_or_mixed():
+    assert parse_group("0,1,2") == (0, 1, 2)
+    assert parse_group("0-2,5,8-12/2") == (0, 1, 2, 5, 8, 10, 12)
+
+
+@pytest.mark.parametrize("text", ["1,0", "0,0", "5-2", "0-7/0", "0-5/2", "0-3,2", "4,0-3"])
+def test_a_group_whose_ranks_do_not_go_upwards_is_refused(text):
+    with pytest.raises(ProgramError, match="is not a group; write its ranks upwards, as 0,1 or 0-7 or 0-12/4"):
+        parse_group(text)
+
+
+@pytest.mark.parametrize("text", ["w3", "grad", "grad0.1", "x1", "x1+2.0", "weight0+", "gradient3", ""])
+def test_what_is_no_value_is_refused(text):
+    with pytest.raises(ProgramError, match=r"is not a value; expected one such as x1\.2"):
+        parse_value(text)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("F0", "F0.", "f0.0", "F0.0:1", "F0.0:0", "U", "U0,1", "commit", "commit@", "sum(grad0)", "sum(grad0)@"),
+        *("mean(grad0)@0,1", "sum(grad0)@0,1*", "x1.0", "x1.0>", "push(grad0)<2", "pull(weight0)>2", "serve()@0"),
+        *("serve(0)", "release()", "release(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
+    ],
+)
+def test_what_is_no_word_is_refused_with_examples(word):
+    with pytest.raises(ProgramError, match="is not an instruction; expected a word such") as caught:
+        parse_instruction(word)
+    assert caught.value.law == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "start", "length"),
+    [
+        ("F0.0 B0.0\nF0.1 F0.x B0.1", 2, 5, 4),
+        ("F0.0 F0", 1, 5, 2),
+        ("0/2: F0.0 U", 1, 10, 1),
+        ("F0.0 | F0.+1 B | B0.+0", 1, 13, 1),
+        ("F0.0 | F0.+1 | x1.0", 1, 15, 4),
+        ("F0.0  sum(grad0)@2,1", 1, 6, 14),
+    ],
+)
+def test_a_program_that_cannot_be_read_shows_its_line_with_a_caret_under_the_word(text, line, start, length):
+    with pytest.raises(ProgramError) as caught:
+        parse_program(text)
+    message, shown, caret = str(caught.value).split("\n")
+    assert message.startswith(f"line {line}: ")
+    assert shown == f"  {text.splitlines()[line - 1]}"
+    assert caret == f"  {' ' * start}{'^' * length}"
+
+
+def test_a_row_has_one_part_or_three():
+    with pytest.raises(ProgramError, match=r"line 1 has 2 parts; a row is a body, or prologue \| body \| epilogue"):
+        parse_program("F0.0 | B0.0")
+
+
+def test_a_row_that_does_nothing_can_be_seen():
+    assert format_program(Program((Row((Forward(0, 0),)), Row(())))) == "F0.0\n0/1:"
+
+
+def test_only_the_body_and_the_epilogue_of_a_stream_count_from_the_repetition():
+    row = Row((Forward(0, 1),), (Forward(0, 0), Send(Value("x", (1,), 0), 1)), (Release(Value("x", (1,), 1)),))
+    assert format_program(Program((row,))) == "F0.0 x1.0>1 | F0.+1 | release(x1.+1)"

@@ -1,0 +1,50 @@
+"""Even cuts, against every other way to cut."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from counterpoint.errors import PlanError
+from counterpoint.strategies.balance import even_cuts
+
+
+def slowest(cuts, costs, replicas):
+    stops = [sum(cuts[:stage]) for stage in range(len(cuts) + 1)]
+    return max(sum(costs[a:b]) / count for (a, b), count in zip(pairwise(stops), replicas, strict=True))
+
+
+def every_cut(num_blocks, num_stages):
+    for inner in combinations(range(1, num_blocks), num_stages - 1):
+        yield tuple(after - before for before, after in pairwise((0, *inner, num_blocks)))
+
+
+@given(st.data())
+def test_no_other_cut_has_a_faster_slowest_stage(data):
+    costs = data.draw(st.lists(st.integers(0, 20).map(float), min_size=1, max_size=7))
+    stages = data.draw(st.integers(1, len(costs)))
+    replicas = data.draw(st.tuples(*[st.integers(1, 3)] * stages))
+    cuts = even_cuts(costs, replicas)
+    assert sum(cuts) == len(costs)
+    assert min(cuts) >= 1
+    best = min(slowest(other, costs, replicas) for other in every_cut(len(costs), stages))
+    assert slowest(cuts, costs, replicas) == pytest.approx(best, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("costs", "replicas", "cuts"),
+    [
+        ([1, 1, 1, 1], (1, 1), (2, 2)),
+        ([1, 1, 1], (1, 1), (1, 2)),
+        ([1, 1, 1, 1, 1, 1], (2, 1), (4, 2)),
+        ([4, 1, 1, 1, 1], (1, 1), (1, 4)),
+        ([1], (1,), (1,)),
+    ],
+)
+def test_cuts_read_as_expected(costs, replicas, cuts):
+    assert even_cuts(costs, replicas) == cuts
+
+
+def test_every_stage_needs_a_block():
+    with pytest.raises(PlanError, match="the pipeline has 3 stages, but the model has only 2 blocks; every stage"):
+        even_cuts([1.0, 1.0], (1, 1, 1))

@@ -1,0 +1,83 @@
+"""Bytes per rank and step, written out as the papers count them, with P bytes of weights."""
+
+from fractions import Fraction
+
+import pytest
+
+from tests.laws.compositions import compiled
+
+BLOCKS = 3
+UNIT = 256 * 256 * 4
+P = BLOCKS * UNIT
+SAMPLE = 256 * 4
+
+
+def sent(text, **given):
+    made = compiled(text, blocks=BLOCKS, **given)
+    return [int(bytes_) if bytes_ == int(bytes_) else bytes_ for bytes_ in made.forecast.sent_bytes()]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("micros", [1, 3])
+def test_replicas_send_what_their_paper_says(n, micros):
+    ring = Fraction(n - 1, n)
+    assert sent(f"data({n})", m=micros) == [2 * ring * P] * n
+    assert sent(f"zero1({n})", m=micros) == [2 * ring * P] * n
+    assert sent(f"zero2({n})", m=micros) == [(micros + 1) * ring * P] * n
+    assert sent(f"zero3({n})", m=micros) == [3 * micros * ring * P] * n
+
+
+def test_solo_sends_nothing():
+    assert sent("solo") == [0]
+
+
+def test_a_weight_that_two_blocks_use_is_gathered_for_each_of_them():
+    ring = Fraction(1, 2)
+    assert sent("zero3(2)", tied=True) == [ring * (3 * UNIT + 5 * UNIT)] * 2
+    assert sent("zero2(2)", tied=True) == [ring * 2 * 2 * UNIT] * 2
+
+
+def test_a_stage_sends_activations_on_and_gradients_back():
+    assert sent("pipeline(3)", m=4, samples=2) == [8 * SAMPLE, 16 * SAMPLE, 8 * SAMPLE]
+
+
+def test_replicas_of_a_stage_share_its_microbatches_and_sum_its_gradients():
+    assert sent("pipeline(2, replicas=(2,1), balance=(2,1))", m=4) == [
+        2 * SAMPLE + 2 * UNIT,
+        2 * SAMPLE + 2 * UNIT,
+        4 * SAMPLE,
+    ]
+
+
+def test_stages_that_share_a_weight_sum_its_gradient():
+    assert sent("pipeline(3)", tied=True) == [SAMPLE + UNIT, 2 * SAMPLE, SAMPLE + UNIT]
+
+
+def test_slices_sum_partial_outputs_forward_and_partial_gradients_backward():
+    """The gradient of what enters the model is nobody's, so that block 0 sums nothing backward."""
+    assert sent("tensor(4)", m=2, samples=3) == [2 * Fraction(3, 4) * 5 * SAMPLE * 6] * 4
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_workers_send_gradients_and_servers_send_weights_to_each_worker(consistency):
+    assert sent(f"{consistency}(2)") == [P, P, 2 * P]
+    assert sent(f"{consistency}(3, servers=2)") == [P, P, P, 3 * 2 * UNIT, 3 * UNIT]
+
+
+def test_of_a_group_of_replicas_one_rank_talks_to_the_server_and_tells_the_others():
+    assert sent("data(2) * server(2)") == [3 * P, P, 3 * P, P, 2 * P]
+
+
+def test_replicas_of_shared_states_sum_a_share_only():
+    half = Fraction(1, 2)
+    assert sent("zero1(2) * data(2)") == [2 * half * P + 2 * half * P / 2] * 4
+    assert sent("data(2) * zero1(2)") == [2 * half * P + 2 * half * P] * 4
+    assert sent("data(2) * zero2(2)") == [2 * half * P + 2 * half * P / 2] * 4
+
+
+def test_forecasts_know_blocks_microbatches_and_peak_of_each_rank():
+    ranks = compiled("pipeline(3)", m=4, blocks=4).forecast.ranks
+    assert [rank.blocks for rank in ranks] == [(0,), (1,), (2, 3)]
+    assert [rank.in_flight for rank in ranks] == [3, 2, 1]
+    assert [rank.in_flight for rank in compiled("gpipe(3)", m=4, blocks=3).forecast.ranks] == [4, 4, 4]
+    assert [rank.num_micros for rank in compiled("pipeline(2, replicas=(2,1))", m=4).forecast.ranks] == [2, 2, 4]

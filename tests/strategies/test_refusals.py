@@ -1,0 +1,98 @@
+"""What cannot be combined, or not on this model, with the values, the rule and the remedy."""
+
+import pytest
+
+from counterpoint.compiler.compile import compile as compile_plan
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import chain
+from counterpoint.plan import Plan
+
+
+def refusal(text, blocks=4, micros=1, model=None):
+    with pytest.raises(PlanError) as caught:
+        compile_plan(Plan.parse(text, num_microbatches=micros), model or chain(blocks))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data(2) * pipeline(2)", "pipeline(2) must come before data, zero and server in a plan"),
+        ("data(2) * pipeline(2)", "write pipeline(2) * data(...), not data(...) * pipeline(2)"),
+        ("zero3(2) * gpipe(2)", "pipeline(2, order=gpipe) must come before data, zero and server"),
+        ("server(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
+        ("pipeline(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
+        ("asp(2) * data(2)", "data(2) stands after an asynchronous server, whose updates cannot be summed"),
+        ("asp(2) * data(2)", "write data(2) before server(...)"),
+        ("zero(2) * zero(2)", "stands in a plan that is shared out already; write one zero(...) with all ranks"),
+        ("zero3(2) * zero1(2)", "stands in a plan that is shared out already"),
+        ("bsp(2) * zero(2)", "stands in a plan whose weights live on servers; write zero(...) or server(...)"),
+        ("asp(2) * zero(2)", "stands in a plan whose weights live on servers"),
+        ("zero(2) * server(2)", "stands behind zero, whose ranks hold shares that no single push could carry"),
+        ("zero3(2) * asp(2)", "write data(...) instead of zero(...)"),
+        ("bsp(2) * bsp(2)", "stands in a plan that has servers already; write one server(...)"),
+        ("asp(2) * bsp(2)", "stands in a plan that has servers already"),
+        ("tensor(2) * bsp(2)", "stands behind tensor, whose slices need a server each; write server(2, servers=1, con"),
+        ("tensor(2) * asp(2)", "write server(2, servers=1, consistency=bsp) * tensor(...)"),
+        ("tensor(2) * tensor(2)", "tensor(2) stands in a plan that is sliced already; write one tensor(...)"),
+        ("asp(2) * tensor(2)", "tensor(2) stands behind an asynchronous server"),
+    ],
+)
+def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
+    assert said in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "said"),
+    [
+        (
+            "pipeline(5)",
+            {},
+            "the pipeline has 5 stages, but the model has only 4 blocks; every stage needs one",
+        ),
+        ("pipeline(2, balance=(1,2))", {}, "balance=(1, 2) adds up to 3 blocks, but the model has 4"),
+        (
+            "pipeline(2, replicas=(2,1))",
+            {"micros": 3},
+            "3 microbatches do not divide over the 2 replicas of a stage",
+        ),
+        ("pipeline(2, replicas=(2,1))", {"micros": 3}, "give a multiple of 2 microbatches"),
+        ("tensor(3)", {}, "tensor(3) cannot slice hidden of block0: 256 does not divide by 3; give a number of ranks"),
+        ("tensor(2, dims=heads)", {}, "slices heads, but the model has the dims hidden; name its dims with dims=..."),
+        ("tensor(2)", {"model": chain(2, tied=True)}, "the model has no pair of linear layers that can be sliced"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
+    assert said in refusal(text, **given)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("zero(2, level=4)", "zero has the levels 1, 2 and 3, not 4; give level=1, level=2 or level=3"),
+        ("pipeline(2, order=zigzag)", "there is no pipeline order 'zigzag'; the orders are gpipe, one_f_one_b"),
+        (
+            "pipeline(2, replicas=(1,2,3))",
+            "replicas=(1, 2, 3) of pipeline(2) must be 2 positive numbers, one per stage",
+        ),
+        ("pipeline(2, balance=(4,0))", "balance=(4, 0) of pipeline(2) must be 2 positive numbers, one per stage"),
+        ("server(2, consistency=ssp)", "server has the consistencies bsp and asp, not 'ssp'"),
+        ("server(2, servers=0)", "server(2, servers=0) keeps its weights nowhere; give servers=1 or more"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_before_anything_is_compiled(text, said):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "gpipe", "data", "zero1", "zero2", "zero3"])
+def test_one_rank_along_an_axis_changes_nothing(name):
+    with_one = compile_plan(Plan.parse(f"{name}(1) * data(2)"), chain(2))
+    without = compile_plan(Plan.parse("data(2)"), chain(2))
+    assert with_one.program == without.program
+    assert with_one.forecast.sent_bytes() == without.forecast.sent_bytes()
+
+
+def test_one_worker_with_a_server_is_legal():
+    assert compile_plan(Plan.parse("server(1)"), chain(2)).program.num_ranks == 2
