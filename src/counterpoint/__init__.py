@@ -1,1 +1,116 @@
-"""Every way to train a PyTorch model in parallel, as one composable plan."""
+"""Every way to train a PyTorch model in parallel, as one composable plan.
+
+Names are imported when they are first used, so that ``import counterpoint`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from counterpoint.compiler.compile import Compiled, compile  # noqa: A004 - read as cp.compile
+    from counterpoint.errors import (
+        CheckpointError,
+        CounterpointError,
+        DataError,
+        LaunchError,
+        PeerError,
+        PlanError,
+        ProgramError,
+    )
+    from counterpoint.model.spec import ModelSpec, chain
+    from counterpoint.plan import Plan
+    from counterpoint.program.laws import check
+    from counterpoint.program.program import Program
+    from counterpoint.program.text import format_program, parse_program
+    from counterpoint.program.trace import Trace
+    from counterpoint.simulator.simulate import simulate
+    from counterpoint.strategies.data import Data
+    from counterpoint.strategies.pipeline import Pipeline
+    from counterpoint.strategies.server import Server
+    from counterpoint.strategies.tensor import Tensor
+    from counterpoint.strategies.zero import Zero
+    from counterpoint.training.events import Callback, History
+    from counterpoint.training.launch import launch
+    from counterpoint.training.parallelize import parallelize
+    from counterpoint.training.tally import Tally
+    from counterpoint.training.trainer import Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Callback": "training.events",
+    "CheckpointError": "errors",
+    "Compiled": "compiler.compile",
+    "CounterpointError": "errors",
+    "Data": "strategies.data",
+    "DataError": "errors",
+    "History": "training.events",
+    "LaunchError": "errors",
+    "ModelSpec": "model.spec",
+    "PeerError": "errors",
+    "Pipeline": "strategies.pipeline",
+    "Plan": "plan",
+    "PlanError": "errors",
+    "Program": "program.program",
+    "ProgramError": "errors",
+    "Server": "strategies.server",
+    "Tally": "training.tally",
+    "Tensor": "strategies.tensor",
+    "Trace": "program.trace",
+    "Trainer": "training.trainer",
+    "Zero": "strategies.zero",
+    "chain": "model.spec",
+    "check": "program.laws",
+    "compile": "compiler.compile",
+    "format_program": "program.text",
+    "launch": "training.launch",
+    "parallelize": "training.parallelize",
+    "parse_program": "program.text",
+    "simulate": "simulator.simulate",
+}
+
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "Compiled",
+    "CounterpointError",
+    "Data",
+    "DataError",
+    "History",
+    "LaunchError",
+    "ModelSpec",
+    "PeerError",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "Program",
+    "ProgramError",
+    "Server",
+    "Tally",
+    "Tensor",
+    "Trace",
+    "Trainer",
+    "Zero",
+    "chain",
+    "check",
+    "compile",
+    "format_program",
+    "launch",
+    "parallelize",
+    "parse_program",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    if name in _HOMES:
+        return getattr(import_module(f"counterpoint.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted([*__all__, "__version__"])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import lcm, prod
 from typing import Any
 
 import yaml
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.strategy import Need, Strategy
 from counterpoint.strategies.table import find
 from counterpoint.world.mesh import Axis, Mesh
 
@@ -38,6 +41,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
             raise PlanError(f"a plan needs at least 1 microbatch, not {self.num_microbatches}")
+        for strategy in self.strategies:
+            if strategy.degree < 1:
+                raise PlanError(f"{strategy} spreads over {strategy.degree} ranks; give 1 or more")
         for name in self.passes:
             if name not in _PASSES:
                 raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(_PASSES)}")
@@ -53,6 +59,33 @@ class Plan:
         for strategy in self.strategies:
             ranks = strategy.num_ranks(ranks)
         return ranks
+
+    @property
+    def num_micros(self) -> int:
+        """Microbatches of the whole global batch."""
+        return self.num_microbatches * prod(strategy.degree for strategy in self.strategies if strategy.splits_batch)
+
+    def require_batch(self, batch_size: int) -> None:
+        """Check that a global batch can be cut into microbatches of one size.
+
+        Raises:
+            PlanError: it cannot; the message has the nearest sizes that can.
+        """
+        if batch_size % self.num_micros:
+            lower = batch_size - batch_size % self.num_micros
+            sizes = f"{lower} or {lower + self.num_micros}" if lower else f"{self.num_micros}"
+            raise PlanError(
+                f"a batch of {batch_size} samples does not divide into the {self.num_micros} microbatches of {self} "
+                f"with num_microbatches={self.num_microbatches}; all microbatches of a full batch have one size: give "
+                f"batch_size={sizes}, or another number of microbatches"
+            )
+
+    @property
+    def need(self) -> Need:
+        """How finely the model has to be cut: as finely as the strategy that needs it finest."""
+        order: tuple[Need, ...] = ("none", "wish", "chain", "regions")
+        needs = [strategy.need for strategy in self.strategies] + (["wish"] if "overlap" in self.passes else [])
+        return max(needs, key=order.index, default="none")
 
     @property
     def mesh(self) -> Mesh:
@@ -84,24 +117,32 @@ class Plan:
         Raises:
             PlanError: the text is no plan, or names a strategy or option that does not exist.
         """
-        terms = [_parse_term(term, text) for term in text.split("*")]
+        pieces = text.split("*")
+        starts = accumulate((len(piece) + 1 for piece in pieces), initial=0)
+        terms = [_parse_term(piece, start, text) for piece, start in zip(pieces, starts, strict=False)]
         terms = [(name, inside) for name, inside in terms if name != "solo"]
         bare = [name for name, inside in terms if inside is None]
         if len(bare) > 1:
-            raise PlanError(
-                f"{text!r} leaves the ranks of {' and '.join(bare)} open; give a number to all but one"
-            )
+            raise PlanError(f"{text!r} leaves the ranks of {' and '.join(bare)} open; give a number to all but one")
         if bare and num_ranks is None:
-            raise PlanError(
-                f"{text!r} does not say how many ranks {bare[0]} takes; write {bare[0]}(2), or give ranks"
-            )
+            raise PlanError(f"{text!r} does not say how many ranks {bare[0]} takes; write {bare[0]}(2), or give ranks")
         free = 1 if not bare else _ranks_left(terms, text, num_ranks or 1)
-        strategies = tuple(
-            _make(name, str(free) if inside is None else inside, text) for name, inside in terms
-        )
+        strategies = tuple(_make(name, str(free) if inside is None else inside, text) for name, inside in terms)
         if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "asp"}:
             strategies = ()
         return Plan(strategies, num_microbatches)
+
+    def with_microbatches_for(self, batch_size: int) -> Plan:
+        """Return the plan with as many microbatches as its pipeline can use, up to four for each stage."""
+        stages = [strategy for strategy in self.strategies if isinstance(strategy, Pipeline)]
+        if not stages:
+            return self
+        multiple = lcm(*stages[0].stage_ranks)
+        for count in range(4 * stages[0].degree, 1, -1):
+            plan = replace(self, num_microbatches=count)
+            if batch_size % plan.num_micros == 0 and count % multiple == 0:
+                return plan
+        return replace(self, num_microbatches=multiple)
 
     def to_yaml(self) -> str:
         """Write the plan as YAML, as it stands in ``plan.yaml`` of a run."""
@@ -117,31 +158,38 @@ class Plan:
         """Read what :meth:`to_yaml` wrote.
 
         Raises:
-            PlanError: a key is unknown or missing.
+            PlanError: a key is unknown or missing, or a value is of the wrong kind.
         """
-        loaded: Any = yaml.safe_load(text)
+        try:
+            loaded: Any = yaml.safe_load(text)
+        except yaml.YAMLError as wrong:
+            raise PlanError(f"the plan file is not YAML: {wrong}") from None
         fields = loaded.get("plan") if isinstance(loaded, dict) else None
         if not isinstance(fields, dict) or "strategy" not in fields:
             raise PlanError("a plan file holds 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'")
         unknown = sorted(fields.keys() - {"strategy", "num_microbatches", "passes"})
         if unknown:
+            raise PlanError(f"a plan has no field {unknown[0]!r}; its fields are strategy, num_microbatches, passes")
+        num_microbatches, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
+        if type(num_microbatches) is not int or not isinstance(passes, list):
             raise PlanError(
-                f"a plan has no field {unknown[0]!r}; its fields are strategy, num_microbatches, passes"
+                f"num_microbatches must be a whole number and passes a list, not {num_microbatches!r} and {passes!r}"
             )
-        plan = Plan.parse(str(fields["strategy"]), num_microbatches=int(fields.get("num_microbatches", 1)))
-        return Plan(plan.strategies, plan.num_microbatches, tuple(fields.get("passes", ())))
+        plan = Plan.parse(str(fields["strategy"]), num_microbatches=num_microbatches)
+        return Plan(plan.strategies, num_microbatches, tuple(passes))
 
 
-def _parse_term(term: str, text: str) -> tuple[str, str | None]:
+def _parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
     found = _TERM.match(term)
     if found is None:
-        at = text.index(term) if term.strip() else text.find("*")
+        caret = " " * (start + len(term) - len(term.lstrip())) + "^"
         raise PlanError(
-            f"{term.strip()!r} is not a strategy; write name(ranks, option=value), joined by *\n"
-            f"  {text}\n  {' ' * (at + len(term) - len(term.lstrip()))}^"
+            f"{term.strip()!r} is not a strategy; write name(ranks, option=value), joined by *\n  {text}\n  {caret}"
         )
     if found["name"] != "solo":
         find(found["name"])
+    elif found["inside"] is not None:
+        raise PlanError(f"solo is one rank and takes no numbers; write solo, not {term.strip()}")
     return found["name"], found["inside"]
 
 
@@ -152,9 +200,7 @@ def _ranks_left(terms: list[tuple[str, str | None]], text: str, num_ranks: int) 
             ranks = _make(name, str(free) if inside is None else inside, text).num_ranks(ranks)
         if ranks == num_ranks:
             return free
-    raise PlanError(
-        f"{text!r} cannot take {num_ranks} ranks; the ranks of its strategies must multiply to it"
-    )
+    raise PlanError(f"{text!r} cannot take {num_ranks} ranks; the ranks of its strategies must multiply to it")
 
 
 def _make(name: str, inside: str, text: str) -> Strategy:
@@ -168,11 +214,13 @@ def _make(name: str, inside: str, text: str) -> Strategy:
         if not equals or key not in named.options:
             known = ", ".join(f"{option}=" for option in named.options) or "none"
             raise PlanError(f"{name} has no option {part!r}; its options are {known}")
+        if key in options:
+            raise PlanError(f"{name} in {text!r} has {key}= twice; give it once")
         options[key] = _option(key, value, text)
     return named.make(int(parts[0]), **options)
 
 
-def _option(key: str, value: str, text: str) -> Any:
+def _option(key: str, value: str, text: str) -> int | str | tuple[int, ...] | tuple[str, ...]:
     try:
         if key in {"level", "servers"}:
             return int(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,34 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.data.fetch import MapDataset
-from counterpoint.errors import DataError
+from counterpoint.training.tally import Tally
 
-Tallies: TypeAlias = Mapping[str, "Tally"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Measure: TypeAlias = Callable[[Tensor, Tensor], dict[str, "Tally"]]
+Measure: TypeAlias = Callable[[Tensor, Tensor], dict[str, Tally]]
 BuildOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """A sum and how much went into it, so that uneven batches can be added before they are divided.
-
-    Example:
-        >>> (Tally(3.0, 4) + Tally(1.0, 1)).mean
-        0.8
-    """
-
-    total: float = 0.0
-    count: int = 0
-
-    def __add__(self, other: Tally) -> Tally:
-        """Return both together."""
-        return Tally(self.total + other.total, self.count + other.count)
-
-    @property
-    def mean(self) -> float:
-        """The sum per count; not a number where nothing was counted."""
-        return self.total / self.count if self.count else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +78,6 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
             return build()
 
     return build_model
-
-
-def add_tallies(parts: Iterable[Tallies]) -> dict[str, Tally]:
-    """Return the sum of each metric over all parts; the mean of it is that over all samples together.
-
-    Raises:
-        DataError: two parts have different metrics.
-
-    Example:
-        >>> add_tallies([{"accuracy": Tally(3.0, 4)}, {"accuracy": Tally(1.0, 1)}])
-        {'accuracy': Tally(total=4.0, count=5)}
-    """
-    added: dict[str, Tally] = {}
-    for part in parts:
-        if added and set(part) != set(added):
-            raise DataError(
-                f"one batch has the metrics {sorted(added)}, another {sorted(part)}; all batches are "
-                "measured alike; return the same keys from measure every time"
-            )
-        added = {name: added.get(name, Tally()) + tally for name, tally in part.items()}
-    return added
 
 
 def measure_accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Tally]:

@@ -25,7 +25,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class SmallCNN(nn.Sequential):
-    """Two convolutions with BatchNorm; images ``(batch, 1, 8, 8)`` become ``(batch, num_classes)``.
+    """Two convolutions with BatchNorm, two linear layers; images ``(batch, 1, 8, 8)`` become ``(batch, num_classes)``.
 
     Args:
         width: channels of the first convolution; the second has twice as many.
@@ -42,7 +42,9 @@ class SmallCNN(nn.Sequential):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(2 * width * 16, num_classes),
+            nn.Linear(2 * width * 16, 4 * width),
+            nn.ReLU(),
+            nn.Linear(4 * width, num_classes),
         )
 
 
@@ -108,7 +110,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, width)
+        self.k = nn.Linear(width, width, bias=False)  # a bias here would change no attention weight
         self.v = nn.Linear(width, width)
         self.proj = nn.Linear(width, width)
 

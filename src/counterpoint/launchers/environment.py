@@ -30,6 +30,7 @@ class RankEnvironment:
         job: name of the run, the same on every rank and no other run's.
         deadline_s: how long ranks wait for each other to arrive; None leaves it to the fabric.
         store_fd: on rank 0, a socket that is bound to ``master_port`` already; None: bind it yourself.
+        agent_keeps_store: the launcher serves the store itself, as torchrun's agent does.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankEnvironment:
     job: str
     deadline_s: float | None = None
     store_fd: int | None = None
+    agent_keeps_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> RankEnvironment:
         job=variables.get("TORCHELASTIC_RUN_ID") or f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
         deadline_s=_seconds(deadline_s) if deadline_s else None,
         store_fd=_count(variables, STORE_FD) if store_fd else None,
+        agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
     _check(found, variables)
     return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.program.instruction import Collective, Instruction, Serve, Update, grad
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import before_commit, last_backward_first, replicate, widen_commits
-from counterpoint.strategies.strategy import Forecast, ring_share
+from counterpoint.strategies.strategy import Forecast, Need, ring_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,9 @@ class Data:
 
     degree: int
 
-    axis = "data"
+    axis: ClassVar[str] = "data"
+    splits_batch: ClassVar[bool] = True
+    need: ClassVar[Need] = "none"
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
@@ -40,7 +43,7 @@ class Data:
         """Return the model as it is."""
         return model
 
-    def lower(self, program: Program, model: ModelSpec) -> Program:  # noqa: ARG002 - the protocol's shape
+    def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program for ``degree`` replicas.
 
         Raises:
@@ -51,6 +54,8 @@ class Data:
                 f"{self} stands after an asynchronous server, whose updates cannot be summed over replicas; write "
                 f"{self} before server(...), so that each group of replicas is one worker"
             )
+        if self.degree == 1:
+            return program
         stride = program.num_ranks
         copies = widen_commits(replicate(program, self.degree), self.degree)
 
@@ -61,7 +66,7 @@ class Data:
 
         return before_commit(copies, sums)
 
-    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:  # noqa: ARG002 - the protocol's shape
+    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
         """Return the forecast with one ring all-reduce of what each rank updates."""
         ranks = tuple(
             replace(rank, summed=rank.summed + 2 * ring_share(self.degree) * sum(rank.updates.values()))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -27,7 +27,7 @@ from counterpoint.program.rewrite import shifted
 from counterpoint.strategies.balance import even_cuts
 from counterpoint.strategies.orders.order import Place, Turn
 from counterpoint.strategies.orders.table import ORDERS
-from counterpoint.strategies.strategy import Forecast, RankForecast, ring_share, sliced_bytes
+from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share, sliced_bytes
 
 _Work: TypeAlias = dict[tuple[type[Instruction], int, int], Words]
 """For each block's forward or backward on a microbatch: itself and the words that belong to it."""
@@ -58,13 +58,13 @@ class Pipeline:
     replicas: tuple[int, ...] = ()
     balance: tuple[int, ...] = ()
 
-    axis = "stage"
+    axis: ClassVar[str] = "stage"
+    splits_batch: ClassVar[bool] = False
+    need: ClassVar[Need] = "chain"
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
-            raise PlanError(
-                f"there is no pipeline order {self.order!r}; the orders are {', '.join(sorted(ORDERS))}"
-            )
+            raise PlanError(f"there is no pipeline order {self.order!r}; the orders are {', '.join(sorted(ORDERS))}")
         for name, counts in (("replicas", self.replicas), ("balance", self.balance)):
             if counts and (len(counts) != self.degree or min(counts) < 1):
                 raise PlanError(
@@ -154,9 +154,7 @@ class Pipeline:
         ranks: list[RankForecast] = []
         for stage, count in enumerate(self.stage_ranks):
             for twin in range(count):
-                ranks += [
-                    self._forecast_rank(rank, (stages, stage, twin), before, model) for rank in before.ranks
-                ]
+                ranks += [self._forecast_rank(rank, (stages, stage, twin), before, model) for rank in before.ranks]
         return replace(before, ranks=tuple(ranks))
 
     def _forecast_rank(
@@ -184,8 +182,7 @@ class Pipeline:
             blocks=tuple(blocks),
             num_micros=count,
             updates=kept,
-            sent=_sliced_part(rank, blocks, model) / self.stage_ranks[stage]
-            + sent * count * before.samples_per_micro,
+            sent=_sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * before.samples_per_micro,
             summed=rank.summed + summed,
             in_flight=count if self.order == "gpipe" else min(here.warmup + 1, count),
         )
@@ -251,9 +248,7 @@ class _StageRow:
                 yield from self._moved(work[Backward, block, micro])
             yield from self._message(Send, on, self.stage - 1, index)
 
-    def _message(
-        self, make: type[Send | Recv], value: Value, stage: int, index: int
-    ) -> Iterator[Instruction]:
+    def _message(self, make: type[Send | Recv], value: Value, stage: int, index: int) -> Iterator[Instruction]:
         if 0 <= stage < len(self.stages):
             yield make(value, self.rank_of(stage, index % self.plan.stage_ranks[stage]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -26,7 +26,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import map_row, replicate, widen_commits
-from counterpoint.strategies.strategy import Forecast, RankForecast
+from counterpoint.strategies.strategy import Forecast, Need, RankForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Server:
     servers: int = 1
     consistency: Literal["bsp", "asp"] = "bsp"
 
-    axis = "worker"
+    axis: ClassVar[str] = "worker"
+    splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.consistency not in {"bsp", "asp"}:
@@ -72,6 +73,11 @@ class Server:
         """Write the strategy as in a plan."""
         return f"server({self.degree}, servers={self.servers}, consistency={self.consistency})"
 
+    @property
+    def need(self) -> Need:
+        """How finely the model should be cut."""
+        return "wish" if self.servers > 1 else "none"
+
     def num_ranks(self, inner: int) -> int:
         """Return all workers' ranks and the servers."""
         return inner * self.degree + self.servers
@@ -84,7 +90,7 @@ class Server:
         """Return the program for the workers' ranks, then one row for each server.
 
         Raises:
-            PlanError: the weights are shared out or served already.
+            PlanError: the weights are shared out, served or sliced already.
         """
         for _, word in program.words():
             if isinstance(word, Serve | Recv) and (isinstance(word, Serve) or word.value.name == "grad"):
@@ -95,9 +101,8 @@ class Server:
                     "data(...) instead of zero(...), the servers keep the optimizer state anyway"
                 )
         if any(row.num_slices > 1 for row in program.rows):
-            raise PlanError(
-                f"{self} stands behind tensor, whose slices need a server each; write {self} * tensor(...)"
-            )
+            bsp = replace(self, consistency="bsp")
+            raise PlanError(f"{self} stands behind tensor, whose slices need a server each; write {bsp} * tensor(...)")
         shop = _Shop(self, program, model)
         workers = replicate(program, self.degree)
         if self.consistency == "bsp":
@@ -117,9 +122,7 @@ class Server:
         for unit, holders in groups.items():
             size = before.ranks[holders[0]].updates[unit]
             sent[holders[0]] += size * len(holders)
-        workers = tuple(
-            replace(rank, sent=more, updates={}) for rank, more in zip(before.ranks, sent, strict=True)
-        )
+        workers = tuple(replace(rank, sent=more, updates={}) for rank, more in zip(before.ranks, sent, strict=True))
         kept = [
             {unit: Fraction(model.unit_bytes(unit)) for unit in model.units if owners[unit] == index}
             for index in range(self.servers)
@@ -159,9 +162,7 @@ class _Shop:
                 if isinstance(word, Update):
                     found.setdefault(word.unit, []).append(rank)
         self.holders = {unit: tuple(ranks) for unit, ranks in found.items()}
-        self.owner = assign(
-            {unit: self.model.unit_bytes(unit) for unit in self.model.units}, self.plan.servers
-        )
+        self.owner = assign({unit: self.model.unit_bytes(unit) for unit in self.model.units}, self.plan.servers)
 
     @property
     def num_worker_ranks(self) -> int:
@@ -213,9 +214,7 @@ class _Shop:
 
     def leaders(self, unit: Unit) -> Group:
         """Return the rank of each worker that talks to the server about a unit."""
-        return tuple(
-            copy * self.program.num_ranks + self.holders[unit][0] for copy in range(self.plan.degree)
-        )
+        return tuple(copy * self.program.num_ranks + self.holders[unit][0] for copy in range(self.plan.degree))
 
     def server_row(self, index: int) -> Row:
         units = [unit for unit in self.model.units if self.owner[unit] == index]

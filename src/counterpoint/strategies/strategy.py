@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.program import Program
+
+Need: TypeAlias = Literal["none", "wish", "chain", "regions"]
+"""How finely a model is cut: not at all, into blocks if it can be, into blocks, or into blocks and slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,16 @@ class Strategy(Protocol):
     @property
     def axis(self) -> str:
         """The name of the new axis."""
+        ...
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether the ranks along the axis read different samples."""
+        ...
+
+    @property
+    def need(self) -> Need:
+        """How finely the model has to be cut for it."""
         ...
 
     def num_ranks(self, inner: int) -> int:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.data import Data
@@ -34,7 +34,7 @@ class Named:
     parent: type
 
 
-def _server(degree: int, *, servers: int = 1, consistency: Any = "bsp") -> Strategy:
+def _server(degree: int, *, servers: int = 1, consistency: Literal["bsp", "asp"] = "bsp") -> Strategy:
     return Server(degree, servers, consistency)
 
 
@@ -43,9 +43,7 @@ STRATEGIES: dict[str, Named] = {
     "zero": Named(Zero, "replicas that share out optimizer state, gradients or weights", ("level",), Zero),
     "zero1": Named(partial(Zero, level=1), "zero with shared optimizer state", (), Zero),
     "zero2": Named(partial(Zero, level=2), "zero with shared optimizer state and gradients", (), Zero),
-    "zero3": Named(
-        partial(Zero, level=3), "zero with shared optimizer state, gradients and weights", (), Zero
-    ),
+    "zero3": Named(partial(Zero, level=3), "zero with shared optimizer state, gradients and weights", (), Zero),
     "pipeline": Named(
         Pipeline,
         "stages of blocks, microbatches flow through them",
@@ -65,15 +63,9 @@ STRATEGIES: dict[str, Named] = {
         Pipeline,
     ),
     "tensor": Named(Tensor, "layers sliced along named dims", ("dims",), Tensor),
-    "server": Named(
-        _server, "workers that push to servers and pull from them", ("servers", "consistency"), Server
-    ),
-    "bsp": Named(
-        partial(_server, consistency="bsp"), "a server that waits for all workers", ("servers",), Server
-    ),
-    "asp": Named(
-        partial(_server, consistency="asp"), "a server that updates at every push", ("servers",), Server
-    ),
+    "server": Named(_server, "workers that push to servers and pull from them", ("servers", "consistency"), Server),
+    "bsp": Named(partial(_server, consistency="bsp"), "a server that waits for all workers", ("servers",), Server),
+    "asp": Named(partial(_server, consistency="asp"), "a server that updates at every push", ("servers",), Server),
 }
 
 
@@ -85,6 +77,6 @@ def find(name: str) -> Named:
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    near = difflib.get_close_matches(name, [*STRATEGIES, "solo", "auto"], n=1)
+    near = difflib.get_close_matches(name.lower(), [*STRATEGIES, "solo"], n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise PlanError(f"there is no strategy {name!r}; {hint}the strategies are solo, {', '.join(STRATEGIES)}")

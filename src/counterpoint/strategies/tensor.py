@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.program.instruction import Backward, Collective, Forward, Instruction, Value
+from counterpoint.program.instruction import Backward, Collective, Forward, Instruction, Serve, Value
 from counterpoint.program.program import Program
 from counterpoint.program.rewrite import expand, replicate, widen_commits
-from counterpoint.strategies.strategy import Forecast, RankForecast, ring_share, sliced_bytes
+from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share, sliced_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class Tensor:
     degree: int
     dims: tuple[str, ...] = ("hidden", "heads")
 
-    axis = "tensor"
+    axis: ClassVar[str] = "tensor"
+    splits_batch: ClassVar[bool] = False
+    need: ClassVar[Need] = "regions"
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
@@ -58,9 +61,9 @@ class Tensor:
             return model
         known = {piece.split.dim: piece for piece in model.pieces if piece.split is not None}
         if not known.keys() & set(self.dims):
+            has = f"the dims {', '.join(sorted(known))}" if known else "no pair of linear layers that can be sliced"
             raise PlanError(
-                f"{self} slices {' and '.join(self.dims)}, but the model has "
-                f"{'the dims ' + ', '.join(sorted(known)) if known else 'no pair of linear layers that can be sliced'}; "
+                f"{self} slices {' and '.join(self.dims)}, but the model has {has}; "
                 "name its dims with dims=..., or choose data, zero or pipeline"
             )
         for piece in model.pieces:
@@ -75,12 +78,15 @@ class Tensor:
         """Return the program for ``degree`` ranks with one slice each.
 
         Raises:
-            PlanError: the program is sliced already.
+            PlanError: the program is sliced already, or is served asynchronously.
         """
-        if any(row.num_slices > 1 for row in program.rows):
+        if any(isinstance(word, Serve) for _, word in program.words()):
             raise PlanError(
-                f"{self} stands in a plan that is sliced already; write one tensor(...) with all dims"
+                f"{self} stands behind an asynchronous server; each slice would have a server that takes pushes in an "
+                "order of its own, and what is not sliced would drift apart; give consistency=bsp, or leave out tensor"
             )
+        if any(row.num_slices > 1 for row in program.rows):
+            raise PlanError(f"{self} stands in a plan that is sliced already; write one tensor(...) with all dims")
         if self.degree == 1:
             return program
         stride = program.num_ranks
@@ -99,8 +105,7 @@ class Tensor:
         spread = expand(copies, rule)
         return Program(
             tuple(
-                replace(row, slice_index=rank // stride, num_slices=self.degree)
-                for rank, row in enumerate(spread.rows)
+                replace(row, slice_index=rank // stride, num_slices=self.degree) for rank, row in enumerate(spread.rows)
             )
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -30,7 +30,7 @@ from counterpoint.program.rewrite import (
     replicate,
     widen_commits,
 )
-from counterpoint.strategies.strategy import Forecast, RankForecast, ring_share
+from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,21 @@ class Zero:
     degree: int
     level: Literal[1, 2, 3] = 1
 
-    axis = "zero"
+    axis: ClassVar[str] = "zero"
+    splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.level not in {1, 2, 3}:
-            raise PlanError(
-                f"zero has the levels 1, 2 and 3, not {self.level}; give level=1, level=2 or level=3"
-            )
+            raise PlanError(f"zero has the levels 1, 2 and 3, not {self.level}; give level=1, level=2 or level=3")
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
         return f"zero({self.degree}, level={self.level})"
+
+    @property
+    def need(self) -> Need:
+        """How finely the model should be cut."""
+        return "wish" if self.level == 3 else "none"
 
     def num_ranks(self, inner: int) -> int:
         """Return ``degree`` times as many ranks."""
@@ -88,6 +92,8 @@ class Zero:
                 raise PlanError(
                     f"{self} stands in a plan whose weights live on servers; write zero(...) or server(...)"
                 )
+        if self.degree == 1:
+            return program
         stride = program.num_ranks
         copies = widen_commits(replicate(program, self.degree), self.degree)
         if self.level == 1:
@@ -104,13 +110,9 @@ class Zero:
     def _spread(self, row: Row, twins: Group, units: tuple[Unit, ...]) -> Row:
         used = {block: [unit for unit in units if block in unit] for block in blocks_of(row)}
         if self.level == 3:
-            return map_row(
-                row, lambda words: [new for word in words for new in _gather_around(word, twins, used)]
-            )
+            return map_row(row, lambda words: [new for word in words for new in _gather_around(word, twins, used)])
         if self.level == 2:
-            row = map_row(
-                row, lambda words: [new for word in words for new in _share_after(word, twins, used)]
-            )
+            row = map_row(row, lambda words: [new for word in words for new in _share_after(word, twins, used)])
         return map_row(row, lambda words: _join_after_updates(words, twins))
 
     def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:

@@ -1,0 +1,98 @@
+"""What happened in a step, instruction by instruction, on a virtual or a real clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from counterpoint.errors import DataError
+
+Lane: TypeAlias = Literal["compute", "link", "wait"]
+"""Where the time went: the rank's processor, its outgoing link, or waiting for another rank."""
+LANES: tuple[Lane, ...] = ("compute", "link", "wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One instruction, or several that ran as one call.
+
+    Args:
+        rank: who ran it.
+        index: of its first word in the row's body.
+        words: its text, ``F0.0 F1.0`` for a call of two blocks.
+        start_s: when it began, in seconds from the beginning of the step.
+        stop_s: when it ended.
+        lane: where the time went.
+    """
+
+    rank: int
+    index: int
+    words: str
+    start_s: float
+    stop_s: float
+    lane: Lane
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """All events of one step.
+
+    Args:
+        events: by rank, then by time.
+        num_ranks: how many ranks the program has.
+        source: ``simulated`` or ``measured``.
+    """
+
+    events: tuple[Event, ...]
+    num_ranks: int
+    source: Literal["simulated", "measured"]
+
+    @staticmethod
+    def of(events: Iterable[Event], num_ranks: int, source: Literal["simulated", "measured"]) -> Trace:
+        """Return a trace with its events in order."""
+        ordered = sorted(events, key=lambda event: (event.rank, event.start_s, event.stop_s, event.index))
+        return Trace(tuple(ordered), num_ranks, source)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the beginning of the step to its last event's end."""
+        return max((event.stop_s for event in self.events), default=0.0)
+
+    def busy_s(self, rank: int) -> float:
+        """Return the seconds that a rank computes."""
+        return sum(event.seconds for event in self.events if event.rank == rank and event.lane == "compute")
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time, from 0 to 1, in which they do not compute."""
+        total = self.step_s * self.num_ranks
+        if total == 0:
+            return 0.0
+        return 1.0 - sum(event.seconds for event in self.events if event.lane == "compute") / total
+
+    def to_json(self) -> str:
+        """Write the trace as JSON."""
+        return json.dumps(
+            {"source": self.source, "num_ranks": self.num_ranks, "events": [asdict(event) for event in self.events]}
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Trace:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            DataError: the text is something else.
+        """
+        try:
+            loaded: Any = json.loads(text)
+            events = tuple(Event(**event) for event in loaded["events"])
+            return Trace(events, int(loaded["num_ranks"]), loaded["source"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"this is not a trace: {error}; give a file that Trace.to_json wrote") from error

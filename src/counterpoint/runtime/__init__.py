@@ -1,0 +1,1 @@
+"""Programs on tensors: the interpreter, the arenas it works on, and what each instruction does there."""

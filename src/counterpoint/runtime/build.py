@@ -1,0 +1,197 @@
+"""From a proved program and a cut model to one rank that can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from counterpoint.cutting.cut import Cut
+from counterpoint.cutting.whole import WholeCut
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.instruction import Commit, Forward
+from counterpoint.program.ledger import Ledger
+from counterpoint.program.program import Program
+from counterpoint.runtime.calls import boundaries, fuse
+from counterpoint.runtime.compute import Model
+from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.optimizers import Face
+from counterpoint.runtime.seeds import Dice
+from counterpoint.runtime.store import Store, roles_of
+from counterpoint.runtime.vote import Guard
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all ranks of a run are built from.
+
+    Args:
+        program: one row per rank.
+        ledger: its proof, which says who answers for which part of which unit.
+        spec: the model with the program's blocks.
+        loss: from output and targets to a scalar.
+        face: the user's optimizer.
+        guard: what is checked before updates.
+        seed: the run's seed.
+    """
+
+    program: Program
+    ledger: Ledger
+    spec: ModelSpec
+    loss: Callable[[Any, Any], Tensor]
+    face: Face
+    guard: Guard
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank, ready: its interpreter, and the model's functions for training and for evaluation."""
+
+    interpreter: Interpreter
+    evaluation: Callable[[], Model]
+
+
+def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank:
+    """Return the rank that ``fabric`` belongs to.
+
+    Args:
+        parts: what all ranks share.
+        cut: the model's functions; a whole cut must be of this rank's own copy.
+        model: the model whose values the rank starts with.
+        fabric: the rank's way to the others.
+    """
+    rank = fabric.rank
+    row = parts.program.rows[rank]
+    roles = roles_of(rank, row.body, parts.spec)
+    needed = {name for unit in roles for name in parts.spec.units[unit]}
+    params = own_params(parts.spec, cut, model, (row.slice_index, row.num_slices), needed)
+    own_buffers = isinstance(cut, WholeCut)
+    buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
+    store = Store(roles, params, buffers, parts.spec.units, parts.face)
+    interpreter = Interpreter(
+        row.body,
+        model=bind(parts, cut, row.body, training=True),
+        store=store,
+        fabric=fabric,
+        dice=Dice(parts.seed),
+        guard=parts.guard,
+        answers_for=answers_for(parts, rank),
+        domain=domain_of(parts.program, rank),
+    )
+    return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
+
+
+def bind(parts: Parts, cut: Cut, words: Sequence[Any], *, training: bool) -> Model:
+    """Return the functions for the blocks that a row runs."""
+    segments = {}
+    for first, stop in boundaries(fuse(words)):
+        last = parts.spec.blocks[stop - 1]
+        pieces = (parts.spec.blocks[first].first_piece, last.first_piece + len(last.pieces))
+        segments[first, stop] = cut.segment(*pieces, training=training)
+    return Model(
+        segments=segments,
+        num_blocks=parts.spec.num_blocks,
+        flatten=lambda inputs: cut.flatten_inputs(call_form(inputs), training=training),
+        unflatten=lambda values: cut.unflatten_output(values, training=training),
+        loss=parts.loss,
+        draws=cut.draws and training,
+    )
+
+
+def call_form(inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes
+    """Return inputs as the arguments of a call: a tuple of positional or a dict of keyword arguments."""
+    return inputs if isinstance(inputs, tuple | dict) else (inputs,)
+
+
+def own_params(
+    spec: ModelSpec, cut: Cut, model: nn.Module, place: tuple[int, int], needed: Container[str]
+) -> dict[str, nn.Parameter]:
+    """Return a rank's parameters: the model's own for a whole cut, else copies of the slices it needs."""
+    named = dict(model.named_parameters())
+    if isinstance(cut, WholeCut):
+        return named
+    sliced = slices_of(spec)
+    return {
+        name: nn.Parameter(slice_of(param.detach(), sliced.get(name), place).clone(), requires_grad=param.requires_grad)
+        for name, param in named.items()
+        if name in needed or not param.requires_grad
+    }
+
+
+def slices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return for each sliced parameter its sliced dim and the number of slices."""
+    return {
+        name: (dim, block.num_slices)
+        for block in spec.blocks
+        if block.split is not None
+        for name, dim in block.split.slices
+    }
+
+
+def slice_of(tensor: Tensor, how: tuple[int, int] | None, place: tuple[int, int]) -> Tensor:
+    """Return the slice that the rank at ``place`` (index, count) holds; all of it when it is not sliced."""
+    if how is None or place[1] == 1:
+        return tensor
+    return tensor.chunk(how[1], dim=how[0])[place[0]]
+
+
+def answers_for(parts: Parts, rank: int) -> list[Unit]:
+    """Return the units whose part on this rank is counted here in norms and saved from here, and nowhere else."""
+    return [holding.unit for holding in holdings(parts) if holding.rank == rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Who answers for a part of a unit: ``slice_index`` matters only for sliced units."""
+
+    rank: int
+    unit: Unit
+    span: tuple[Any, Any]
+    slice_index: int
+
+
+def holdings(parts: Parts) -> list[Holding]:
+    """Return one holding for every part of every unit: the first rank that updates it."""
+    sliced = slices_of(parts.spec)
+    found: dict[tuple[Unit, Any, int], Holding] = {}
+    for entry in parts.ledger.entries:
+        is_sliced = any(name in sliced for name in parts.spec.units[entry.unit])
+        at = parts.program.rows[entry.rank].slice_index if is_sliced else 0
+        known = found.get((entry.unit, entry.span, at))
+        if known is None or entry.rank < known.rank:
+            found[entry.unit, entry.span, at] = Holding(entry.rank, entry.unit, entry.span, at)
+    return [found[key] for key in sorted(found)]
+
+
+def domain_of(program: Program, rank: int) -> list[int]:
+    """Return the microbatches over whose samples the loss of this rank is a mean: those of its commit's group."""
+    group = next((word.group for word in program.rows[rank].body if isinstance(word, Commit)), ())
+    return sorted({word.micro for member in group for word in program.rows[member].body if isinstance(word, Forward)})
+
+
+def structure(model: nn.Module) -> list[str]:
+    """Return one line per parameter and buffer, to be compared between ranks."""
+    lines = [
+        f"{name} {tuple(param.shape)} {param.dtype} {'trainable' if param.requires_grad else 'frozen'}"
+        for name, param in model.named_parameters()
+    ]
+    return lines + [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+
+
+def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
+    """Return the first line in which two structures differ, as text."""
+    for own, other in zip(mine, theirs, strict=False):
+        if own != other:
+            return f"{own} here, {other} there"
+    return f"{len(mine)} parameters and buffers here, {len(theirs)} there"
+
+
+def copy_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put values by name into a model's parameters and buffers."""
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in values.items():
+        targets[name].detach().copy_(value)

@@ -1,0 +1,178 @@
+"""A row made ready to run: adjacent words fused into calls.
+
+A run of forwards on one microbatch becomes one call of the model, a run of backwards one call of autograd, a run
+of updates one optimizer step, a run of equal collectives one message. What stands between two words of a run
+ends it, so that everything happens where the text says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRun:
+    """Blocks ``first`` to ``last`` forward on one microbatch."""
+
+    first: int
+    last: int
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardRun:
+    """Blocks ``last`` down to ``first`` backward on one microbatch."""
+
+    first: int
+    last: int
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRun:
+    """The updates of several units, by one optimizer step."""
+
+    units: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRun:
+    """Collectives of one verb, kind of value and group, side by side."""
+
+    words: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRun:
+    """All that a server does in one step."""
+
+    words: tuple[Serve, ...]
+
+
+Call: TypeAlias = (
+    ForwardRun | BackwardRun | UpdateRun | CollectiveRun | ServeRun | Commit | Send | Recv | Push | Pull | Release
+)
+
+
+def fuse(words: Sequence[Instruction]) -> tuple[tuple[Call, int, int], ...]:
+    """Return the calls of a row, each with the indices of its first and one past its last word."""
+    calls = []
+    start = 0
+    while start < len(words):
+        stop = start + 1
+        while stop < len(words) and _goes_on(words[stop - 1], words[stop]):
+            stop += 1
+        calls.append((_call(words[start:stop]), start, stop))
+        start = stop
+    return tuple(calls)
+
+
+def _goes_on(before: Instruction, word: Instruction) -> bool:
+    """Tell whether two adjacent words belong to the same call."""
+    match before, word:
+        case Forward(), Forward():
+            return word.block == before.block + 1 and (word.micro, word.version) == (before.micro, before.version)
+        case Backward(), Backward():
+            return word.block == before.block - 1 and (word.micro, word.version) == (before.micro, before.version)
+        case (Update(), Update()) | (Serve(), Serve()):
+            return True
+        case Collective(), Collective():
+            return (word.verb, word.group, word.phase) == (before.verb, before.group, before.phase) and (
+                word.value.name == before.value.name in {"grad", "weight"} and word.phase == ""
+            )
+        case _:
+            return False
+
+
+def _call(words: Sequence[Instruction]) -> Call:
+    first = words[0]
+    match first:
+        case Forward():
+            return ForwardRun(first.block, first.block + len(words) - 1, first.micro)
+        case Backward():
+            return BackwardRun(first.block - len(words) + 1, first.block, first.micro)
+        case Update():
+            return UpdateRun(tuple(word.unit for word in words if isinstance(word, Update)))
+        case Collective():
+            return CollectiveRun(tuple(word for word in words if isinstance(word, Collective)))
+        case Serve():
+            return ServeRun(tuple(word for word in words if isinstance(word, Serve)))
+        case Commit() | Send() | Recv() | Push() | Pull() | Release():
+            return first
+
+
+def boundaries(calls: Sequence[tuple[Call, int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the block ranges that the row runs as one function each: ``(first, one past the last)``.
+
+    A function ends wherever a forward or a backward call begins or ends, so that autograd can be run apart.
+    """
+    covered: set[int] = set()
+    cuts: set[int] = set()
+    for call, _, _ in calls:
+        if isinstance(call, ForwardRun | BackwardRun):
+            covered.update(range(call.first, call.last + 1))
+            cuts.update((call.first, call.last + 1))
+    return tuple(_ranges(sorted(covered), cuts))
+
+
+def _ranges(blocks: Sequence[int], cuts: set[int]) -> Iterator[tuple[int, int]]:
+    start = None
+    for at, block in enumerate(blocks):
+        if start is None:
+            start = block
+        following = blocks[at + 1] if at + 1 < len(blocks) else None
+        if block + 1 in cuts or following != block + 1:
+            yield start, block + 1
+            start = None
+
+
+def forward_only(words: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """Return what a row does when nothing is learned: forwards, and what brings them inputs and weights."""
+    kept: list[Instruction] = []
+    held: set[tuple[int, ...]] = set()
+    seen_forward = False
+    for index, word in enumerate(words):
+        match word:
+            case Forward():
+                kept.append(word)
+                seen_forward = True
+            case Send(value) | Recv(value) if value.name == "x":
+                kept.append(word)
+            case Collective(_, value) if value.name == "y":
+                kept.append(word)
+            case Collective("join", value) if _feeds_forward(words, index):
+                kept.append(word)
+                held.add(value.blocks)
+            case Release(value) if value.name == "weight" and value.blocks in held and seen_forward:
+                kept.append(word)
+                held.discard(value.blocks)
+            case _:
+                pass
+    return tuple(kept)
+
+
+def _feeds_forward(words: Sequence[Instruction], index: int) -> bool:
+    """Tell whether the next compute word after a join is a forward."""
+    for word in words[index + 1 :]:
+        if isinstance(word, Forward):
+            return True
+        if isinstance(word, Backward):
+            return False
+    return False

@@ -1,0 +1,243 @@
+"""Forwards and backwards of one rank: segments of the model with autograd cut at their ends.
+
+A *bundle* is what is alive at a boundary between blocks. It is kept here detached, with a note which of its
+tensors carry a gradient; the gradients of a bundle are kept apart from those of values that only pass by a
+segment, so that the partial gradients of sliced blocks can be summed before the two are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.cutting.cut import Segment
+from counterpoint.errors import DataError
+from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.seeds import Dice, seed_of
+from counterpoint.runtime.store import Store
+
+Grads = list["Tensor | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is computed with: the cut model's functions and its two ends.
+
+    Args:
+        segments: by first block and one past the last.
+        num_blocks: blocks of the whole model.
+        flatten: from a feed's inputs to the first bundle.
+        unflatten: from the last bundle to the model's output.
+        loss: from the model's output and the targets to a scalar, the mean over the samples.
+        draws: whether the model draws random numbers.
+    """
+
+    segments: Mapping[tuple[int, int], Segment]
+    num_blocks: int
+    flatten: Callable[[Any], tuple[Tensor, ...]]
+    unflatten: Callable[[Sequence[Tensor]], Any]
+    loss: Callable[[Any, Any], Tensor]
+    draws: bool
+
+
+@dataclass(slots=True)
+class Bundle:
+    """The values at one boundary, detached, and which of them carry a gradient."""
+
+    values: tuple[Tensor, ...]
+    carries: tuple[bool, ...]
+
+
+def no_gradients(count: int) -> Grads:
+    """Return that many missing gradients."""
+    return [None] * count
+
+
+class Compute:
+    """The compute words of one rank.
+
+    Args:
+        model: what is computed with.
+        store: the rank's parameters and buffers.
+        dice: the random state.
+    """
+
+    def __init__(self, model: Model, store: Store, dice: Dice) -> None:
+        self.model = model
+        self.store = store
+        self.dice = dice
+        self.feed: Feed | None = None
+        self.weights: Mapping[int, float] = {}
+        self.bundles: dict[tuple[int, int], Bundle] = {}
+        self.tapes: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}
+        self.grads: dict[tuple[int, int], Grads] = {}
+        self.passing: dict[tuple[int, int], Grads] = {}
+        self.losses: dict[int, float] = {}
+        self.unused = "error"
+        self.checked = False
+        self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
+        self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
+
+    def between(self, first: int, last: int) -> Iterator[Segment]:
+        """Yield the segments of a run of blocks."""
+        block = first
+        while block <= last:
+            block, segment = self.by_first[block]
+            yield segment
+
+    def begin(self, feed: Feed, weights: Mapping[int, float]) -> None:
+        """Start a step on a global batch.
+
+        Args:
+            feed: the batch.
+            weights: for each microbatch of this rank the part of its mean loss in the loss of the step.
+        """
+        self.feed = feed
+        self.weights = weights
+        for books in (self.bundles, self.tapes, self.grads, self.passing, self.losses):
+            books.clear()
+
+    def end(self) -> None:
+        """End a step; which parameters are used is checked in the first one, unless zeros are wanted in every one."""
+        self.checked = self.unused == "error"
+
+    def is_empty(self, micro: int) -> bool:
+        """Tell whether a microbatch has no samples, so that nothing is computed for it."""
+        assert self.feed is not None, "a step has begun"
+        return self.feed.sizes[micro] == 0
+
+    def forward(self, first: int, last: int, micro: int) -> None:
+        """Run blocks ``first`` to ``last`` forward and keep what backward needs."""
+        if self.is_empty(micro):
+            return
+        self.dice.micro = micro
+        block = first
+        while block <= last:
+            stop, segment = self.by_first[block]
+            bundle = self.entrance(block, micro)
+            leaves = [
+                value.detach().requires_grad_() if carries else value
+                for value, carries in zip(bundle.values, bundle.carries, strict=True)
+            ]
+            seed = seed_of(self.dice, draws=self.model.draws)
+            outputs = segment(leaves, self.store.params, self.store.buffers, seed)
+            if stop == self.model.num_blocks:
+                outputs = (self.lose(outputs, micro),)
+            else:
+                carried = tuple(output.requires_grad for output in outputs)
+                self.bundles[stop, micro] = Bundle(tuple(output.detach() for output in outputs), carried)
+            self.tapes[block, micro] = (leaves, outputs)
+            block = stop
+
+    def entrance(self, block: int, micro: int) -> Bundle:
+        """Return the bundle before a block; that of the first block is read from the feed."""
+        if block > 0:
+            return self.bundles[block, micro]
+        assert self.feed is not None, "a step has begun"
+        values = self.model.flatten(self.feed.inputs(micro))
+        return Bundle(values, (False,) * len(values))
+
+    def lose(self, outputs: Sequence[Tensor], micro: int) -> Tensor:
+        """Return the microbatch's part of the step's loss, and note its mean loss."""
+        assert self.feed is not None, "a step has begun"
+        loss = self.model.loss(self.model.unflatten(outputs), self.feed.targets(micro))
+        if loss.dim() > 0:
+            raise DataError(
+                f"the loss of microbatch {micro} has the shape {tuple(loss.shape)}; it must be one number, the "
+                "mean over the samples: leave reduction='mean'"
+            )
+        self.losses[micro] = float(loss.detach())
+        return loss * self.weights[micro] if self.weights[micro] != 1.0 else loss
+
+    def backward(self, first: int, last: int, micro: int) -> None:
+        """Run blocks ``last`` down to ``first`` backward; gradients are added to the parameters'."""
+        if self.is_empty(micro):
+            return
+        stop = last + 1
+        while stop > first:
+            block, segment = self.by_stop[stop]
+            leaves, outputs = self.tapes.pop((block, micro))
+            if stop == self.model.num_blocks:
+                roots, gradients, passed = list(outputs), no_gradients(1), no_gradients(len(leaves))
+            else:
+                roots, gradients, passed = self.roots(leaves, outputs, self.taken(stop, micro))
+            if any(root.requires_grad for root in roots):
+                torch.autograd.backward(roots, gradients)
+            if not self.checked:
+                self.check_all_used(segment)
+            self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
+            self.passing[block, micro] = passed
+            self.bundles.pop((block, micro), None)
+            stop = block
+
+    def check_all_used(self, segment: Segment) -> None:
+        """Check that every trainable parameter of a segment got a gradient, or give it one of zeros.
+
+        Raises:
+            DataError: some got none, and that was not said to be right.
+        """
+        params = self.store.params
+        missing = [name for name in segment.params if params[name].requires_grad and params[name].grad is None]
+        if missing and self.unused == "error":
+            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise DataError(
+                f"no gradient reached {listed}: the loss does not depend on {'it' if len(missing) == 1 else 'them'}; "
+                "freeze what is not trained with requires_grad_(False), use its output in the loss, or pass "
+                "unused='zero' to train on with gradients of zeros"
+            )
+        for name in missing:
+            params[name].grad = torch.zeros_like(params[name])
+
+    def roots(
+        self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Grads
+    ) -> tuple[list[Tensor], Grads, Grads]:
+        """Split a bundle's gradients into those of the segment's own outputs and those that pass by it."""
+        position = {id(leaf): index for index, leaf in enumerate(leaves)}
+        roots: list[Tensor] = []
+        used: Grads = []
+        passed = no_gradients(len(leaves))
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is None or not output.requires_grad:
+                continue
+            if id(output) in position:
+                index = position[id(output)]
+                before = passed[index]
+                passed[index] = gradient if before is None else before + gradient
+            else:
+                roots.append(output)
+                used.append(gradient)
+        return roots, used, passed
+
+    def taken(self, block: int, micro: int) -> Grads:
+        """Return the gradients of the bundle before a block, complete, and forget them."""
+        own = self.grads.pop((block, micro))
+        passed = self.passing.pop((block, micro), no_gradients(len(own)))
+        return [a if b is None else b if a is None else a + b for a, b in zip(own, passed, strict=True)]
+
+    def partial_output(self, block: int, micro: int) -> Tensor | None:
+        """Return the partial output of a sliced block, to be summed in place; None when there is none."""
+        if self.is_empty(micro):
+            return None
+        _, segment = self.by_stop[block + 1]
+        bundle = self.bundles[block + 1, micro]
+        index = segment.outputs.index(segment.partial_outputs[0])
+        fresh = bundle.values[index].clone(memory_format=torch.contiguous_format)
+        bundle.values = (*bundle.values[:index], fresh, *bundle.values[index + 1 :])
+        return fresh
+
+    def partial_gradient(self, block: int, micro: int) -> Tensor | None:
+        """Return the partial input gradient of a sliced block, to be summed in place; None when there is none."""
+        if self.is_empty(micro):
+            return None
+        _, segment = self.by_first[block]
+        index = segment.inputs.index(segment.partial_inputs[0])
+        gradients = self.grads[block, micro]
+        gradient = gradients[index]
+        if gradient is None:
+            return None
+        gradients[index] = gradient.contiguous()
+        return gradients[index]

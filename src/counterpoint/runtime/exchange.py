@@ -1,0 +1,160 @@
+"""What travels between ranks and how it is called there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from counterpoint.fabric.fabric import Fabric, Work
+from counterpoint.program.instruction import Collective, Value
+from counterpoint.program.text import format_value
+from counterpoint.runtime.arena import Arena
+from counterpoint.runtime.compute import Bundle, Compute
+from counterpoint.runtime.store import Store, UnitStore
+
+_Begun: TypeAlias = tuple[Arena | None, Work, Collective]
+"""The arena a collective works on, if any, the work, and the word."""
+
+
+class Exchange:
+    """The communication words of one rank.
+
+    Args:
+        fabric: the rank's way to its peers.
+        compute: where activations and their gradients lie.
+        store: where parameters and their gradients lie.
+    """
+
+    def __init__(self, fabric: Fabric, compute: Compute, store: Store) -> None:
+        self.fabric = fabric
+        self.compute = compute
+        self.store = store
+        self.started: dict[Value, list[_Begun]] = {}
+
+    def send(self, value: Value, peer: int) -> None:
+        """Send a bundle, the gradients of one, a gradient of parameters, or parameters."""
+        label = format_value(value)
+        if value.micro is not None:
+            if self.compute.is_empty(value.micro):
+                return
+            block = value.blocks[0]
+            if value.name == "x":
+                bundle = self.compute.bundles.pop((block, value.micro))
+                self.fabric.send(peer, label, [_mask(bundle.carries), *bundle.values])
+            else:
+                gradients = self.compute.taken(block + 1, value.micro)
+                there = [gradient for gradient in gradients if gradient is not None]
+                self.fabric.send(peer, label, [_mask(gradient is not None for gradient in gradients), *there])
+            return
+        unit = self.store.units[value.blocks]
+        if value.name == "weight":
+            self.fabric.send(peer, label, [arena.weights for arena in unit.arenas])
+        else:
+            self.fabric.send(peer, label, [arena.fold() for arena in unit.arenas])
+            unit.clear()
+
+    def recv(self, value: Value, peer: int) -> None:
+        """Receive what the peer's :meth:`send` of the same value sent."""
+        label = format_value(value)
+        if value.micro is not None:
+            if self.compute.is_empty(value.micro):
+                return
+            mask, *tensors = self.fabric.recv(peer, label)
+            flags = [bool(flag) for flag in mask.tolist()]
+            if value.name == "x":
+                self.compute.bundles[value.blocks[0], value.micro] = Bundle(tuple(tensors), tuple(flags))
+            else:
+                left = iter(tensors)
+                gradients = [next(left) if flag else None for flag in flags]
+                self.compute.grads[value.blocks[0] + 1, value.micro] = gradients
+            return
+        unit = self.store.units[value.blocks]
+        tensors = list(self.fabric.recv(peer, label))
+        if value.name == "weight":
+            put_weights(unit, tensors)
+        else:
+            add_gradient(unit, tensors)
+
+    def collect(self, words: Sequence[Collective]) -> None:
+        """Do blocking collectives of one verb and group, side by side."""
+        works = [work for word in words for work in self.begin(word)]
+        for arena, work, word in works:
+            work.wait()
+            self.finish(arena, word)
+
+    def start(self, word: Collective) -> None:
+        """Start a collective that a later word waits for."""
+        self.started[word.value] = self.begin(word)
+
+    def wait(self, word: Collective) -> None:
+        """Wait for a started collective."""
+        for arena, work, begun in self.started.pop(word.value):
+            work.wait()
+            self.finish(arena, begun)
+
+    def begin(self, word: Collective) -> list[_Begun]:
+        """Start one collective on every tensor of its value."""
+        value, group = word.value, word.group
+        label = format_value(value)
+        if value.micro is not None:
+            block = value.blocks[0]
+            find = self.compute.partial_output if value.name == "y" else self.compute.partial_gradient
+            tensor = find(block, value.micro)
+            return [] if tensor is None else [(None, self.fabric.all_reduce(label, tensor, group), word)]
+        begun: list[_Begun] = []
+        for index, arena in enumerate(self.store.units[value.blocks].arenas):
+            name = f"{label}[{index}]" if index else label
+            begun.append((arena, self.begin_arena(word, arena, name), word))
+        return begun
+
+    def begin_arena(self, word: Collective, arena: Arena, label: str) -> Work:
+        """Start one collective on one arena."""
+        group = word.group
+        if word.verb == "copy":
+            return self.fabric.broadcast(label, arena.weights.data, group, group[0])
+        if word.verb == "join":
+            arena.restore_weights()
+            return self.fabric.all_gather(label, arena.weights.data, arena.layout.bounds(len(group)), group)
+        if word.verb == "share":
+            return self.fabric.reduce_scatter(label, arena.fold(), arena.layout.bounds(len(group)), group)
+        return self.fabric.all_reduce(label, arena.fold() if arena.part is None else arena.part, group)
+
+    def finish(self, arena: Arena | None, word: Collective) -> None:
+        """Put the result of a collective where it belongs."""
+        if arena is not None and word.verb == "share":
+            bounds = arena.layout.bounds(len(word.group))
+            at = word.group.index(self.fabric.rank)
+            arena.add_part(bounds[at], bounds[at + 1])
+
+    def release(self, value: Value) -> None:
+        """Free what was gathered, or a gradient that has been used."""
+        if value.name in {"grad", "weight"}:
+            for arena in self.store.units[value.blocks].arenas:
+                if value.name == "weight":
+                    arena.release_weights()
+                else:
+                    arena.drop_gradient()
+        elif value.micro is not None:
+            self.compute.bundles.pop((value.blocks[0], value.micro), None)
+
+
+def _mask(flags: Iterable[bool]) -> Tensor:
+    return torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+
+
+def put_weights(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
+    """Replace a unit's weights by received ones."""
+    for arena, tensor in zip(unit.arenas, tensors, strict=True):
+        arena.weights.data.copy_(tensor)
+
+
+def add_gradient(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
+    """Add a received gradient to a unit's."""
+    for arena, tensor in zip(unit.arenas, tensors, strict=True):
+        if arena.gradient is None:
+            arena.gradient = tensor
+        else:
+            arena.gradient.add_(tensor)

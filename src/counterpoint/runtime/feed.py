@@ -1,0 +1,63 @@
+"""What a rank is fed in one step: the microbatches of a global batch, by number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Feed(Protocol):
+    """One global batch; a rank asks only for the microbatches that its row reads."""
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """How many samples each microbatch has; 0 for an empty one."""
+        ...
+
+    def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
+        """Return the model's inputs for a microbatch."""
+        ...
+
+    def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
+        """Return what the loss takes beside the model's output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFeed:
+    """A global batch that lies in memory, cut by position.
+
+    Args:
+        batch: inputs and targets; each a tensor, or a tuple or dict of tensors, with the samples along dim 0.
+        places: for each microbatch the samples from and to.
+    """
+
+    batch: tuple[Any, Any]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """How many samples each microbatch has."""
+        return {micro: stop - start for micro, (start, stop) in enumerate(self.places)}
+
+    def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
+        """Return the model's inputs for a microbatch."""
+        return cut(self.batch[0], *self.places[micro])
+
+    def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
+        """Return the targets of a microbatch."""
+        return cut(self.batch[1], *self.places[micro])
+
+
+def cut(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
+    """Return samples ``start`` to ``stop`` of every tensor in a tensor, tuple, list or dict."""
+    if isinstance(values, Tensor):
+        return values[start:stop]
+    if isinstance(values, dict):
+        return {key: cut(value, start, stop) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(cut(value, start, stop) for value in values)
+    return values

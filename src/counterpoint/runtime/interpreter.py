@@ -1,0 +1,264 @@
+"""The interpreter: one rank's row, word by word, on real tensors.
+
+It knows instructions and nothing else; which strategy wrote them is not visible here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never, cast
+
+import torch
+
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.program.instruction import Collective, Commit, Instruction, Pull, Push, Recv, Release, Send, Value
+from counterpoint.program.text import format_value, parse_value
+from counterpoint.runtime.calls import (
+    BackwardRun,
+    Call,
+    CollectiveRun,
+    ForwardRun,
+    ServeRun,
+    UpdateRun,
+    forward_only,
+    fuse,
+)
+from counterpoint.runtime.compute import Compute, Model
+from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
+from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.optimizers import squared_norm
+from counterpoint.runtime.seeds import Dice
+from counterpoint.runtime.store import Store
+from counterpoint.runtime.vote import Guard, Verdict, ballot_of, decide, require_finite, to_text
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One update of a server: which unit, from which worker, making which version."""
+
+    unit: tuple[int, ...]
+    worker: int
+    version: int
+
+
+@dataclass(slots=True)
+class Note:
+    """What the interpreter tells of a call: the words of the row it was, and when it ran."""
+
+    start: int
+    stop: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(slots=True)
+class RankState:
+    """What one rank's step left behind.
+
+    Args:
+        verdict: of the last commit; None for a rank that commits nothing.
+        skipped: steps left out in a row.
+        journal: the updates that a server made, in order.
+        notes: the calls of the last step with their times, when they are kept.
+    """
+
+    verdict: Verdict | None = None
+    skipped: int = 0
+    journal: list[Served] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+class Interpreter:
+    """Runs one row.
+
+    Args:
+        words: the row, flat.
+        model: the functions of the blocks it runs.
+        store: the rank's parameters.
+        fabric: its way to the other ranks.
+        dice: its random state.
+        guard: what is checked before updates.
+        answers_for: the units whose gradient norm this rank counts, so that each is counted once.
+        domain: the microbatches whose samples share one mean with this rank's.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of one rank
+        self,
+        words: Sequence[Instruction],
+        *,
+        model: Model,
+        store: Store,
+        fabric: Fabric,
+        dice: Dice,
+        guard: Guard,
+        answers_for: Sequence[tuple[int, ...]],
+        domain: Sequence[int],
+    ) -> None:
+        self.calls = fuse(words)
+        self.forward_calls = fuse(forward_only(words))
+        self.store = store
+        self.fabric = fabric
+        self.dice = dice
+        self.guard = guard
+        self.answers_for = tuple(answers_for)
+        self.domain = tuple(domain)
+        self.compute = Compute(model, store, dice)
+        self.exchange = Exchange(fabric, self.compute, store)
+        self.state = RankState()
+        self.clock: Callable[[], float] | None = None
+        self.versions: dict[tuple[int, ...], int] = {}
+
+    def step(self, number: int, feed: Feed) -> Verdict | None:
+        """Run the row once.
+
+        A loss or gradient that is not finite and may not be skipped is a ``DataError``, and no parameter has
+        changed; a rank that failed is a ``PeerError`` on all others.
+        """
+        self.dice.step = number
+        total = sum(feed.sizes[micro] for micro in self.domain)
+        self.compute.begin(feed, {micro: feed.sizes[micro] / max(total, 1) for micro in self.domain})
+        self.state.verdict = None
+        self.state.notes.clear()
+        self.run(self.calls)
+        self.compute.end()
+        return self.state.verdict
+
+    def evaluate(self, feed: Feed, model: Model) -> None:
+        """Run only the forwards of the row; losses are in ``compute.losses`` of the ranks with the last block."""
+        training = self.compute
+        self.compute = Compute(model, self.store, self.dice)
+        self.exchange.compute = self.compute
+        self.compute.begin(feed, dict.fromkeys(feed.sizes, 1.0))
+        try:
+            with torch.no_grad():
+                self.run(self.forward_calls)
+        finally:
+            self.compute = self.exchange.compute = training
+
+    def run(self, calls: Sequence[tuple[Call, int, int]]) -> None:
+        """Run calls in order, taking notes of their times if there is a clock."""
+        clock = self.clock
+        if clock is None:
+            for call, _, _ in calls:
+                self.execute(call)
+            return
+        for call, start, stop in calls:
+            began = clock()
+            self.execute(call)
+            self.state.notes.append(Note(start, stop, began, clock()))
+
+    def execute(self, call: Call) -> None:  # noqa: C901, PLR0912 - one case for each call
+        """Run one call."""
+        match call:
+            case ForwardRun(first, last, micro):
+                self.compute.forward(first, last, micro)
+            case BackwardRun(first, last, micro):
+                self.compute.backward(first, last, micro)
+            case CollectiveRun(words):
+                self.collect(words)
+            case Send(value, peer):
+                self.exchange.send(value, peer)
+            case Recv(value, peer):
+                self.exchange.recv(value, peer)
+            case Commit(group):
+                self.commit(group)
+            case UpdateRun(units):
+                self.update(units)
+            case Release(value):
+                self.exchange.release(value)
+            case Push(value, peer):
+                self.push(value, peer)
+            case Pull(value, peer):
+                put_weights(self.store.units[value.blocks], self.fabric.recv(peer, format_value(value)))
+            case ServeRun(words):
+                self.serve(
+                    {(word_unit, worker) for word in words for word_unit in word.units for worker in word.workers}
+                )
+            case _:
+                assert_never(call)
+
+    def collect(self, words: Sequence[Collective]) -> None:
+        """Run collectives of one phase."""
+        if words[0].phase == "":
+            self.exchange.collect(words)
+        elif words[0].phase == "+":
+            self.exchange.start(words[0])
+        else:
+            self.exchange.wait(words[0])
+
+    def commit(self, group: tuple[int, ...]) -> None:
+        """Decide with the group whether and how the step is applied."""
+        squared = 0.0
+        if self.guard.needs_norm:
+            squared = squared_norm(
+                gradient for unit in self.answers_for for gradient in self.store.units[unit].gradients()
+            )
+        feed = self.compute.feed
+        ballot = to_text(ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared))
+        ballots = [ballot] if len(group) == 1 else self.fabric.gather_values("commit", dict(ballot), group)
+        verdict = decide(cast("list[dict[str, str]]", ballots), group, self.guard)
+        self.state.verdict = verdict
+        self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
+        require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
+        if verdict.scale < 1.0:
+            for unit in self.store.units.values():
+                for gradient in unit.gradients():
+                    gradient.mul_(verdict.scale)
+
+    def update(self, units: tuple[tuple[int, ...], ...]) -> None:
+        """Apply the optimizer to some units, unless the step is left out."""
+        if self.is_left_out():
+            for unit in units:
+                self.store.units[unit].clear()
+            return
+        self.store.update(units)
+
+    def is_left_out(self) -> bool:
+        """Tell whether the last commit decided to skip this step."""
+        return self.state.verdict is not None and bool(self.state.verdict.fault)
+
+    def push(self, value: Value, peer: int) -> None:
+        """Send a gradient to its server; nothing but the label when the step is left out."""
+        unit = self.store.units[value.blocks]
+        gradients = [] if self.is_left_out() else [arena.fold() for arena in unit.arenas]
+        self.fabric.send(peer, format_value(value), gradients)
+        unit.clear()
+
+    def serve(self, expected: set[tuple[tuple[int, ...], int]]) -> None:
+        """Take one push for each expected unit and worker, in the order they come, and answer each."""
+        workers = sorted({worker for _, worker in expected})
+        for _ in range(len(expected)):
+            worker, label, gradients = self.fabric.recv_any(workers)
+            unit = parse_value(label).blocks
+            store = self.store.units[unit]
+            if gradients:
+                add_gradient(store, gradients)
+                self.store.update((unit,))
+            self.versions[unit] = self.versions.get(unit, 0) + bool(gradients)
+            self.state.journal.append(Served(unit, worker, self.versions[unit]))
+            answer = format_value(Value("weight", unit))
+            self.fabric.send(worker, answer, [arena.weights.detach() for arena in store.arenas])
+
+    def update_runs(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Return the units of every optimizer that this row steps."""
+        runs = [call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)]
+        served = [call for call, _, _ in self.calls if isinstance(call, ServeRun)]
+        return runs + [(unit,) for call in served for word in call.words for unit in word.units]
+
+    def changed_buffers(self) -> dict[str, int]:
+        """Return for every buffer that this row may change how many microbatches do so in a step."""
+        changed: dict[str, int] = {}
+        for call, _, _ in self.calls:
+            if isinstance(call, ForwardRun):
+                for segment in self.compute.between(call.first, call.last):
+                    for name in segment.buffers:
+                        changed[name] = changed.get(name, 0) + 1
+        return changed
+
+    def mean_loss(self, sizes: Mapping[int, int]) -> tuple[float, int]:
+        """Return the sum of losses over samples and the number of samples this rank has seen in the last step."""
+        losses = self.compute.losses
+        count = sum(sizes[micro] for micro in losses)
+        return (sum(loss * sizes[micro] for micro, loss in losses.items()) if count else math.nan), count

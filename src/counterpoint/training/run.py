@@ -1,0 +1,216 @@
+"""One fit: steps in the sampler's order, and at their times evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, optim
+
+from counterpoint.data.fetch import MapDataset, fingerprint
+from counterpoint.data.sampler import Sampler
+from counterpoint.errors import CheckpointError
+from counterpoint.runtime.vote import Verdict
+from counterpoint.training import saving
+from counterpoint.training.evaluation import Measure, evaluate
+from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
+from counterpoint.training.feeds import DatasetFeed
+from counterpoint.training.team import Team
+from counterpoint.training.tracing import measured_step
+
+TRACED_STEP = 3
+"""Which step of a run is measured word by word: late enough to be warm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What a fit does beside its steps.
+
+    Args:
+        num_epochs: passes over the dataset.
+        max_steps: steps at most.
+        evaluation: held-out data.
+        measure: how it is measured.
+        evaluate_every: measure after so many steps, too.
+        save_to: folder of checkpoints.
+        save_every: save after so many steps, too.
+        keep: how many checkpoints stay.
+    """
+
+    num_epochs: int
+    max_steps: int | None
+    evaluation: MapDataset | None
+    measure: Measure
+    evaluate_every: int | None
+    save_to: Path | None
+    save_every: int | None
+    keep: int | None
+
+
+class Run:
+    """One fit of one team.
+
+    Args:
+        team: the ranks.
+        dataset: what is trained on.
+        sampler: which samples when.
+        goals: what is done beside.
+        schedule: the learning rate scheduler, if any.
+        listeners: who is told.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        dataset: MapDataset,
+        sampler: Sampler,
+        goals: Goals,
+        schedule: optim.lr_scheduler.LRScheduler | None,
+        listeners: Iterable[Callback],
+    ) -> None:
+        self.team = team
+        self.dataset = dataset
+        self.sampler = sampler
+        self.goals = goals
+        self.schedule = schedule
+        self.listeners = list(listeners)
+        self.progress = saving.Progress()
+        self.verdict: Verdict | None = None
+        self.evaluated_at = -1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        steps = self.goals.num_epochs * self.sampler.num_batches
+        return steps if self.goals.max_steps is None else min(steps, self.goals.max_steps)
+
+    def go(self) -> None:
+        """Take all steps that are left."""
+        assert self.team.compiled is not None, "built"
+        start = RunStart(self.team.compiled, self.progress.step, self.num_steps, self.sampler.batch_size)
+        for listener in self.listeners:
+            listener.on_start(start)
+        first = self.progress.step
+        while self.progress.step < self.num_steps:
+            self.step(traced=self.progress.step == min(first + TRACED_STEP, self.num_steps - 1))
+            if self.is_time_to_evaluate():
+                self.evaluate()
+            if self.goals.save_every is not None and self.progress.step % self.goals.save_every == 0:
+                self.save()
+        if self.goals.evaluation is not None and self.evaluated_at != self.progress.step:
+            self.evaluate()
+        self.team.give_back()
+        if self.goals.save_to is not None and (
+            self.goals.save_every is None or self.progress.step % self.goals.save_every or first == self.progress.step
+        ):
+            self.save()
+
+    def step(self, *, traced: bool) -> None:
+        """Take one step."""
+        began = time.perf_counter()
+        cursor, number = self.progress.cursor, self.progress.step
+        feed = DatasetFeed(self.dataset, self.sampler.batch(cursor.epoch, cursor.batch), self.team.num_micros)
+        if traced:
+            verdict, trace = measured_step(self.team, number, feed)
+        else:
+            verdict, trace = self.team.step(number, feed), None
+        self.team.face.stepped()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.progress = saving.Progress(number + 1, cursor.advance(self.sampler.num_batches))
+        end = StepEnd(
+            number,
+            cursor.epoch,
+            verdict.loss,
+            verdict.num_samples,
+            time.perf_counter() - began,
+            verdict.norm,
+            verdict.fault,
+            numbers(self.team.face.options(0)),
+        )
+        for listener in self.listeners:
+            listener.on_step(end)
+            if trace is not None:
+                listener.on_trace(Timed(number, trace))
+
+    def is_time_to_evaluate(self) -> bool:
+        """Tell whether held-out data is measured now."""
+        if self.goals.evaluation is None:
+            return False
+        every = self.goals.evaluate_every
+        return self.progress.cursor.batch == 0 or (every is not None and self.progress.step % every == 0)
+
+    def evaluate(self) -> None:
+        """Measure held-out data and tell the listeners."""
+        assert self.goals.evaluation is not None, "there is something to measure"
+        size = max(self.sampler.batch_size, self.team.num_micros)
+        metrics = evaluate(self.team, self.goals.evaluation, self.goals.measure, size)
+        self.evaluated_at = self.progress.step
+        for listener in self.listeners:
+            listener.on_evaluation(Evaluated(self.progress.step, metrics))
+
+    def save(self) -> None:
+        """Write a checkpoint and tell the listeners."""
+        assert self.goals.save_to is not None, "there is somewhere to save"
+        path = saving.save(self.team, self.goals.save_to, self.progress, self.extra(), keep=self.goals.keep)
+        for listener in self.listeners:
+            listener.on_saved(Saved(self.progress.step, path))
+
+    def extra(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside tensors and cursor."""
+        return {
+            "schedule": plain(self.schedule.state_dict()) if self.schedule is not None else None,
+            "dataset": fingerprint(self.dataset).to_dict(),
+            "batch_size": self.sampler.batch_size,
+            "seed": self.sampler.seed,
+            "options": plain(numbers(self.team.face.options(0))),
+        }
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it is of another model, dataset, batch size or seed.
+        """
+        checkpoint = saving.find(path)
+        self.progress, extra = saving.restore(self.team, checkpoint)
+        mine = self.extra()
+        for name in ("dataset", "batch_size", "seed"):
+            if name in extra and extra[name] != mine[name]:
+                raise CheckpointError(
+                    f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {mine[name]}; its "
+                    "place in the data would mean other samples: resume with the same, or start anew with the weights only"
+                )
+        if self.schedule is not None and extra.get("schedule") is not None:
+            self.schedule.load_state_dict(extra["schedule"])
+            for group, rate in zip(self.team.face.optimizer.param_groups, extra["schedule"]["_last_lr"], strict=False):
+                group["lr"] = rate
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell the listeners that it is over."""
+        for listener in self.listeners:
+            listener.on_end(RunEnd(self.progress.step, error))
+
+
+def numbers(options: dict[str, Any]) -> dict[str, float]:
+    """Return the options that are plain numbers, the learning rate for instance."""
+    return {
+        key: float(value)
+        for key, value in options.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a nest of values with tensors as numbers, so that JSON can hold it."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, int | float | str | bool) or value is None else str(value)

@@ -1,0 +1,200 @@
+"""Checkpoints of a run: every rank writes what it answers for, one rank commits, any layout reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from counterpoint.checkpoint import Checkpoint, Draft, Piece, ShardRecord, begin, commit, latest, write_shard
+from counterpoint.data.sampler import Cursor
+from counterpoint.errors import CheckpointError
+from counterpoint.fabric.fabric import Fabric, Json
+from counterpoint.runtime.build import slices_of
+from counterpoint.runtime.state import frozen_values, pieces_of, restore_optimizers, write_weights
+from counterpoint.training.team import Team
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come.
+
+    Args:
+        step: steps that are done.
+        cursor: the next batch.
+    """
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+
+
+def save(team: Team, root: Path, progress: Progress, extra: Mapping[str, Any], *, keep: int | None) -> Path:
+    """Write a checkpoint of the whole run; all ranks call it together.
+
+    Args:
+        team: the ranks.
+        root: the folder of all checkpoints.
+        progress: how far the run has come.
+        extra: more JSON, kept with it (a schedule's state, the dataset's fingerprint).
+        keep: how many checkpoints stay; None keeps all.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written; earlier checkpoints are untouched.
+    """
+    team.settle()
+    return team.world.run(lambda fabric: _save_rank(team, fabric, root, (progress, extra, keep)))[0]
+
+
+def _save_rank(team: Team, fabric: Fabric, root: Path, what: tuple[Progress, Mapping[str, Any], int | None]) -> Path:
+    progress, extra, keep = what
+    everyone = tuple(range(fabric.num_ranks))
+    rank = team.ranks[fabric.rank]
+    book = team.book()
+    pieces, scalars = pieces_of(book, rank)
+    if fabric.rank == 0:
+        pieces += [Piece(f"buffer:{name}", tensor, tuple(tensor.shape)) for name, tensor in buffers_of(team, rank)]
+        pieces += [
+            Piece(f"frozen:{name}", value, tuple(value.shape)) for name, value in frozen_values(team.model).items()
+        ]
+    draft, failure = None, ""
+    if fabric.rank == 0:
+        try:
+            draft = begin(root, progress.step)
+        except CheckpointError as error:
+            failure = str(error)
+    answers = fabric.gather_values("checkpoint folder", [str(draft.folder) if draft else "", failure], everyone)
+    folder, failure = cast("list[list[str]]", answers)[0]
+    if failure:
+        raise CheckpointError(failure)
+    record, failure = None, ""
+    try:
+        record = write_shard(Path(folder), fabric.rank, pieces)
+    except CheckpointError as error:
+        failure = str(error)
+    sent = fabric.gather_values(
+        "shards", [record.to_json() if record else "", cast("dict[str, Json]", scalars), failure], everyone
+    )
+    return _finish(team, fabric, draft, sent, (progress, extra, keep), Path(folder))
+
+
+def _finish(
+    team: Team,
+    fabric: Fabric,
+    draft: Draft | None,
+    sent: list[Any],
+    what: tuple[Progress, Mapping[str, Any], int | None],
+    folder: Path,
+) -> Path:
+    progress, extra, keep = what
+    failed = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(sent) if failure]
+    path, failure = folder.parent, "; ".join(failed)
+    if draft is not None and not failure:
+        merged: dict[str, dict[str, float]] = {}
+        for _, scalars, _ in sent:
+            merged.update(scalars)
+        state = {
+            "step": progress.step,
+            "cursor": progress.cursor.to_dict(),
+            "plan": str(team.plan),
+            "scalars": merged,
+            "slices": {name: list(how) for name, how in slices_of(team.parts.spec).items()} if team.parts else {},
+            "extra": dict(extra),
+        }
+        try:
+            records = [ShardRecord.from_json(text) for text, _, _ in sent]
+            path = commit(draft, records, state=state, model=model_print(team), keep=keep)
+        except CheckpointError as error:
+            failure = str(error)
+    if draft is not None and failure:
+        draft.discard()
+    everyone = tuple(range(fabric.num_ranks))
+    outcome: Any = fabric.gather_values("checkpoint", [str(path), failure], everyone)[0]
+    if outcome[1]:
+        raise CheckpointError(outcome[1])
+    return Path(outcome[0])
+
+
+def buffers_of(team: Team, rank: Any) -> list[tuple[str, Tensor]]:  # noqa: ANN401 - a runtime Rank
+    """Return the buffers that belong into a checkpoint."""
+    kept = set(team.model.state_dict().keys())
+    return [(name, tensor.detach()) for name, tensor in rank.interpreter.store.buffers.items() if name in kept]
+
+
+def model_print(team: Team) -> dict[str, str]:
+    """Return one line per parameter, by which another model is recognised."""
+    return {name: f"{param.dtype} {tuple(param.shape)}" for name, param in team.model.named_parameters()}
+
+
+def find(path: Path) -> Checkpoint:
+    """Return the checkpoint at a path, or the newest intact one in a folder of checkpoints.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if (path / "manifest.json").exists() or not path.is_dir():
+        return Checkpoint.open(path)
+    found = latest(path)
+    if found is None:
+        return Checkpoint.open(path)
+    return found
+
+
+def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any]]:
+    """Put a checkpoint's state into all ranks, whatever plan wrote it.
+
+    Returns:
+        How far the saved run had come, and what was kept with it.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    checkpoint.check_model(model_print(team))
+    state: Any = checkpoint.state
+    reader = _Reader(checkpoint, state["slices"])
+    book = team.book()
+    keys = sorted(
+        {name.split(":")[0].removeprefix("optimizer.") for name in checkpoint.names() if "optimizer." in name}
+    )
+    saved_scalars = {name.split("@")[0]: numbers for name, numbers in state["scalars"].items()}
+
+    def work(fabric: Fabric) -> None:
+        rank = team.ranks[fabric.rank]
+        write_weights(book, rank, lambda name: reader.read("model", name))
+        restore_optimizers(book, rank, keys, lambda key, name: reader.maybe(f"optimizer.{key}", name), saved_scalars)
+        with torch.no_grad():
+            for name, buffer in buffers_of(team, rank):
+                buffer.copy_(checkpoint.read(f"buffer:{name}"))
+
+    team.world.run(work)
+    with torch.no_grad():
+        for name, value in frozen_values(team.model).items():
+            value.copy_(checkpoint.read(f"frozen:{name}"))
+    return Progress(int(state["step"]), Cursor.from_dict(state["cursor"])), dict(state["extra"])
+
+
+class _Reader:
+    """Reads full parameters, putting slices together."""
+
+    def __init__(self, checkpoint: Checkpoint, slices: Mapping[str, tuple[int, int]]) -> None:
+        self.checkpoint = checkpoint
+        self.slices = slices
+        self.names = set(checkpoint.names())
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """Return a parameter's tensor of one kind in full."""
+        if name not in self.slices:
+            return self.checkpoint.read(f"{kind}:{name}")
+        dim, count = self.slices[name]
+        return torch.cat([self.checkpoint.read(f"{kind}:{name}@{index}/{count}") for index in range(count)], dim=dim)
+
+    def maybe(self, kind: str, name: str) -> Tensor | None:
+        """Return a parameter's tensor of one kind in full; None when it was not saved."""
+        first = f"{kind}:{name}" if name not in self.slices else f"{kind}:{name}@0/{self.slices[name][1]}"
+        return self.read(kind, name) if first in self.names else None

@@ -1,0 +1,213 @@
+"""The ranks that live in this process: all of them on the local transport, or one of many processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from counterpoint.compiler.compile import Compiled, compile  # noqa: A004 - read as cp.compile
+from counterpoint.cutting.choose import cut_model
+from counterpoint.cutting.cut import Cut
+from counterpoint.cutting.whole import WholeCut
+from counterpoint.errors import PlanError
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.model.spec import ModelSpec
+from counterpoint.plan import Plan
+from counterpoint.program.instruction import Serve
+from counterpoint.runtime.build import (
+    Parts,
+    Rank,
+    build_rank,
+    call_form,
+    copy_values,
+    first_difference,
+    structure,
+)
+from counterpoint.runtime.compute import Model
+from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.optimizers import Face
+from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights
+from counterpoint.runtime.vote import Guard, Verdict
+from counterpoint.training.options import Options
+from counterpoint.training.world import World
+
+
+class Team:
+    """The ranks of this process, built for one model and plan.
+
+    Args:
+        world: where they run.
+        plan: who does what.
+        model: the user's model; it gets the trained weights back from :meth:`give_back`.
+        loss: from the model's output and the targets to the mean loss.
+        face: the user's optimizer.
+        options: how the run trains.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor],
+        face: Face,
+        options: Options,
+    ) -> None:
+        plan.require_ranks(world.fabrics[0].num_ranks)
+        self.world = world
+        self.plan = plan
+        self.model = model
+        self.loss = loss
+        self.face = face
+        self.options = options
+        self.compiled: Compiled | None = None
+        self.parts: Parts | None = None
+        self.ranks: dict[int, Rank] = {}
+        self.evaluations: dict[int, Model] = {}
+
+    @property
+    def num_micros(self) -> int:
+        """Microbatches in one step of all ranks."""
+        assert self.compiled is not None, "built"
+        return len(self.compiled.program.micros)
+
+    def build(self, inputs: Any, num_samples: int) -> Compiled:  # noqa: ANN401 - whatever the model takes
+        """Cut the model, compile the plan for it, and make the ranks; once.
+
+        Args:
+            inputs: the model's inputs for one microbatch.
+            num_samples: how many samples these are.
+
+        Raises:
+            PlanError: the model and the plan do not fit together, or ranks hold different models.
+        """
+        if self.compiled is not None:
+            return self.compiled
+        self.compare_models()
+        cut = self.cut(self.model, inputs)
+        self.compiled = compile(self.plan, trainable(cut.spec, self.face), samples_per_micro=max(num_samples, 1))
+        self.parts = Parts(
+            self.compiled.program,
+            self.compiled.ledger,
+            self.compiled.model,
+            self.loss,
+            self.face,
+            Guard(self.options.clip_norm, self.options.watch, self.options.nonfinite),
+            self.options.seed,
+        )
+        first = self.world.fabrics[0].rank
+        for fabric in self.world.fabrics:
+            own_cut, model = cut, self.model
+            if isinstance(cut, WholeCut) and fabric.rank != first:
+                model = copy.deepcopy(self.model)
+                own_cut = self.cut(model, inputs)
+            rank = build_rank(self.parts, own_cut, model, fabric)
+            rank.interpreter.compute.unused = self.options.unused
+            self.ranks[fabric.rank] = rank
+        return self.compiled
+
+    def cut(self, model: nn.Module, inputs: Any) -> Cut:  # noqa: ANN401 - whatever the model takes
+        """Return the model cut as finely as the plan needs; a wish for a finer cut may stay one."""
+        need = self.plan.need
+        if need != "wish":
+            return cut_model(model, call_form(inputs), need=need, dims=self.options.dims)
+        try:
+            return cut_model(model, call_form(inputs), need="chain", dims=self.options.dims)
+        except PlanError:
+            return cut_model(model, call_form(inputs), need="none", dims=self.options.dims)
+
+    def compare_models(self) -> None:
+        """Check that all processes hold the same model and plan, and give all of them rank 0's values.
+
+        Raises:
+            PlanError: they differ; the message names two ranks and the first difference.
+        """
+        fabric = self.world.fabrics[0]
+        if len(self.world.fabrics) == fabric.num_ranks:
+            return
+        everyone = tuple(range(fabric.num_ranks))
+        mine = [f"plan {self.plan} with {self.plan.num_microbatches} microbatches", *structure(self.model)]
+        for rank, theirs in enumerate(fabric.gather_values("model", mine, everyone)):
+            assert isinstance(theirs, list), "what every rank sends"
+            if theirs != mine:
+                raise PlanError(
+                    f"rank {fabric.rank} and rank {rank} do not train the same model: "
+                    f"{first_difference(mine, [str(line) for line in theirs])}; every rank must build the same one"
+                )
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            values = tensor.detach().contiguous()
+            fabric.broadcast(f"first {name}", values, everyone, 0).wait()
+            tensor.detach().copy_(values)
+
+    def step(self, number: int, feed: Feed) -> Verdict:
+        """Run one training step on all ranks and return what the first of this process's ranks decided."""
+        verdicts = self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.step(number, feed))
+        found = [verdict for verdict in verdicts if verdict is not None]
+        return found[0] if found else Verdict(float("nan"), 0, float("nan"), 1.0, "")
+
+    def evaluate(self, feed: Feed, measure: Callable[[Any, Any], Any], number: int) -> None:
+        """Run the model forward in evaluation mode; ``measure`` gets outputs and targets where the last block is."""
+
+        def watch(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
+            measure(outputs, targets)
+            return torch.zeros(())
+
+        def work(fabric: Fabric) -> None:
+            interpreter = self.ranks[fabric.rank].interpreter
+            if fabric.rank not in self.evaluations:
+                self.evaluations[fabric.rank] = replace(self.ranks[fabric.rank].evaluation(), loss=watch)
+            interpreter.dice.step = number
+            interpreter.evaluate(feed, replace(self.evaluations[fabric.rank], loss=watch))
+
+        self.world.run(work)
+
+    def settle(self) -> None:
+        """Bring running statistics, and weights that live on servers, to the same state on all ranks."""
+        assert self.parts is not None, "built"
+        book = self.book()
+        has_servers = any(isinstance(word, Serve) for _, word in self.parts.program.words())
+        names = [name for name, _ in self.model.named_buffers()]
+
+        def work(fabric: Fabric) -> None:
+            rank = self.ranks[fabric.rank]
+            if has_servers:
+                spread_weights(book, rank, fabric)
+            if names and fabric.num_ranks > 1:
+                settle_buffers(rank, fabric, names, rank.interpreter.changed_buffers())
+
+        self.world.run(work)
+
+    def book(self) -> Book:
+        """Return who answers for what."""
+        assert self.parts is not None, "built"
+        return Book(self.parts, {name: param.dtype for name, param in self.model.named_parameters()})
+
+    def give_back(self) -> None:
+        """Put the trained weights and buffers into the user's model, on every rank."""
+        if self.compiled is None:
+            return
+        self.settle()
+        book = self.book()
+        first = self.world.fabrics[0].rank
+        full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
+        store = self.ranks[first].interpreter.store
+        for unit in store.units.values():
+            for arena in unit.arenas:
+                arena.restore_weights()
+        with torch.no_grad():
+            copy_values(self.model, full)
+            copy_values(self.model, store.buffers)
+
+    def close(self) -> None:
+        """Leave the world; nothing of it is left running."""
+        self.world.close()
+
+
+def trainable(spec: ModelSpec, face: Face) -> ModelSpec:
+    """Return the model without its frozen parameters, which no gradient and no update is about."""
+    return replace(spec, params=tuple(param for param in spec.params if param.name in face.group_of))

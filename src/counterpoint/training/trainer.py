@@ -1,0 +1,228 @@
+"""The trainer: a model, a loss, an optimizer and a word for the strategy; everything else follows from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn, optim
+
+from counterpoint.compiler.compile import Compiled
+from counterpoint.data.fetch import MapDataset
+from counterpoint.data.sampler import Sampler, split
+from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.launchers.environment import RankEnvironment, detect
+from counterpoint.plan import Plan
+from counterpoint.runtime.optimizers import Face, Factory
+from counterpoint.training import saving
+from counterpoint.training.choice import make_options, make_plan
+from counterpoint.training.evaluation import Measure, evaluate, measuring
+from counterpoint.training.events import Callback, History
+from counterpoint.training.feeds import DatasetFeed
+from counterpoint.training.run import Goals, Run
+from counterpoint.training.team import Team
+from counterpoint.training.world import open_world
+
+Schedule: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
+
+
+class Trainer:
+    """Trains a model under any strategy, with the same numbers.
+
+    Args:
+        model: any module; it has the trained weights after :meth:`fit`.
+        loss: from the model's output and the targets to the mean loss of the samples.
+        optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=3e-4)``.
+        strategy: a plan, or its text: ``"zero3"`` takes all ranks there are, ``"pipeline(4) * data(2)"`` needs 8.
+            Without a launcher, all ranks of the plan run in this process.
+        num_microbatches: microbatches of the innermost program; by default 1, or what a pipeline can use.
+        schedule: from the optimizer to a learning rate scheduler, stepped after every step.
+        passes: what is done to the program afterwards, ``("overlap",)`` for instance.
+        callbacks: listeners to what happens.
+        **options: fields of :class:`counterpoint.training.options.Options`.
+
+    Raises:
+        PlanError: the strategy, the model and the optimizer do not fit together.
+
+    Example:
+        >>> import torch, counterpoint as cp
+        >>> from functools import partial
+        >>> model = torch.nn.Linear(2, 1)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+        >>> trainer = cp.Trainer(
+        ...     model, loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), strategy="data(2)"
+        ... )
+        >>> len(trainer.fit(data, batch_size=4).losses)
+        2
+    """
+
+    def __init__(  # noqa: PLR0913 - the options of a run, all by keyword
+        self,
+        model: nn.Module,
+        *,
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: optim.Optimizer | Factory,
+        strategy: str | Plan = "data",
+        num_microbatches: int | None = None,
+        schedule: Schedule | None = None,
+        passes: Sequence[str] = (),
+        callbacks: Iterable[Callback] = (),
+        environment: RankEnvironment | None = None,
+        **options: Any,  # noqa: ANN401 - checked by Options
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.options = make_options(options)
+        self.environment = environment if environment is not None else detect()
+        self.plan = make_plan(strategy, self.environment, num_microbatches, passes)
+        self.has_fixed_micros = num_microbatches is not None or isinstance(strategy, Plan)
+        self.face = Face(optimizer, dict(model.named_parameters()))
+        self.schedule = schedule(self.face.optimizer) if schedule is not None else None
+        self.callbacks = list(callbacks)
+        self.progress = saving.Progress()
+        self.team: Team | None = None
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        """The optimizer whose options are used; change them, or put a scheduler on it."""
+        return self.face.optimizer
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 when all ranks are in this process."""
+        return self.environment.rank if self.environment is not None else 0
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """The plan's program and its proof; None before the first batch is known."""
+        return self.team.compiled if self.team is not None else None
+
+    def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
+        self,
+        dataset: MapDataset,
+        *,
+        batch_size: int,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        evaluation: MapDataset | None = None,
+        measure: Measure | None = None,
+        evaluate_every: int | None = None,
+        save_to: str | Path | None = None,
+        save_every: int | None = None,
+        keep: int | None = 3,
+        resume: str | Path | None = None,
+    ) -> History:
+        """Train on a dataset; afterwards the model has the trained weights on every rank.
+
+        Args:
+            dataset: map-style, samples ``(inputs..., target)``.
+            batch_size: samples of one *global* batch, over all ranks.
+            epochs: passes over the dataset.
+            max_steps: steps of the whole run at most, those before a resume included.
+            evaluation: held-out data, measured after every epoch and at the end.
+            measure: from outputs and targets to tallies; by default the loss.
+            evaluate_every: also measure after so many steps.
+            save_to: folder of checkpoints, written at the end.
+            save_every: also save after so many steps.
+            keep: how many checkpoints stay; None keeps all.
+            resume: a checkpoint, or a folder of them, to go on from, in mid-epoch too.
+
+        Returns:
+            Every step and evaluation of this call.
+
+        Raises:
+            PlanError: the batch does not divide into the plan's microbatches.
+            DataError: a loss is not finite, a parameter is unused, a sample is wrong.
+            CheckpointError: a checkpoint cannot be written or read.
+        """
+        if save_every is not None and save_to is None:
+            raise PlanError(f"save_every={save_every} says when, but not where; give save_to=FOLDER as well")
+        team = self.ready_team(dataset, batch_size)
+        self.plan.require_batch(batch_size)
+        goals = Goals(
+            epochs,
+            max_steps,
+            evaluation,
+            measure if measure is not None else measuring(self.loss),
+            evaluate_every,
+            Path(save_to) if save_to is not None else None,
+            save_every,
+            keep,
+        )
+        history = History()
+        callbacks = self.callbacks if self.rank == 0 else every_rank(self.callbacks)
+        sampler = Sampler(len(dataset), batch_size, self.options.seed)
+        run = Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
+        error: BaseException | None = None
+        try:
+            with torch.random.fork_rng(devices=[]):
+                if resume is not None:
+                    run.resume(Path(resume))
+                run.go()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.progress = run.progress
+            run.end(error)
+            if error is not None:
+                self.close()
+        return history
+
+    def evaluate(
+        self, dataset: MapDataset, *, measure: Measure | None = None, batch_size: int | None = None
+    ) -> dict[str, float]:
+        """Measure the model on a dataset in evaluation mode, with the plan's own ranks; the same on all of them.
+
+        Args:
+            dataset: map-style, samples ``(inputs..., target)``.
+            measure: from outputs and targets to tallies; by default the loss.
+            batch_size: samples at once; by default 64 per microbatch.
+        """
+        size = batch_size or 64 * self.plan.num_micros
+        team = self.ready_team(dataset, size)
+        return evaluate(team, dataset, measure if measure is not None else measuring(self.loss), size)
+
+    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
+        """Write a checkpoint of the whole run, durable and verified; all ranks call it together.
+
+        Returns:
+            The checkpoint's own folder.
+        """
+        if self.team is None or self.team.compiled is None:
+            raise CheckpointError("there is nothing to save before the first step; call fit(...) first")
+        return saving.save(self.team, Path(folder), self.progress, {}, keep=keep)
+
+    def ready_team(self, dataset: MapDataset, batch_size: int) -> Team:
+        """Return the ranks, made and built for microbatches of this dataset if they are not yet."""
+        if self.team is None:
+            if not self.has_fixed_micros:
+                self.plan = self.plan.with_microbatches_for(batch_size)
+            world = open_world(self.environment, self.plan.num_ranks, self.options.deadline_s)
+            self.team = Team(world, self.plan, self.model, self.loss, self.face, self.options)
+        if self.team.compiled is None:
+            first, stop = split(min(batch_size, len(dataset)), self.plan.num_micros)[0]
+            indices = Sampler(len(dataset), max(stop - first, 1), shuffle="sequential").batch(0, 0)
+            feed = DatasetFeed(dataset, indices, 1)
+            self.team.build(feed.inputs(0), len(indices))
+        return self.team
+
+    def close(self) -> None:
+        """End the connection to the other ranks; the model keeps its weights."""
+        if self.team is not None:
+            self.team.close()
+            self.team = None
+
+    def __enter__(self) -> Trainer:
+        """Use the trainer in a ``with`` block, which closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def every_rank(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the callbacks that want to listen on every rank."""
+    return [callback for callback in callbacks if callback.on_every_rank]

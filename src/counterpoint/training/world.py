@@ -1,0 +1,75 @@
+"""Where a run's ranks are: in this process, or one in each of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.local import LocalWorld
+from counterpoint.fabric.meeting import Address, connect
+from counterpoint.launchers.environment import RankEnvironment
+
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """Where ranks run: one fabric for each rank of this process."""
+
+    @property
+    def fabrics(self) -> Sequence[Fabric]:
+        """The fabrics of this process's ranks."""
+        ...
+
+    def run(self, work: Callable[[Fabric], T]) -> list[T]:
+        """Return what ``work`` returns on each rank of this process."""
+        ...
+
+    def close(self) -> None:
+        """Leave the world."""
+        ...
+
+
+class ProcessWorld:
+    """This process's one rank among many processes.
+
+    Args:
+        fabric: its way to the others.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabrics: Sequence[Fabric] = (fabric,)
+
+    def run(self, work: Callable[[Fabric], T]) -> list[T]:
+        """Return what ``work`` returns here; tell the other ranks if it fails."""
+        try:
+            return [work(self.fabrics[0])]
+        except BaseException as error:
+            self.fabrics[0].stop(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+
+    def close(self) -> None:
+        """Leave the world."""
+        self.fabrics[0].close()
+
+
+def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: float) -> World:
+    """Return the world a launcher made, or one with all ranks in this process.
+
+    Args:
+        environment: what a launcher told this process; None when none started it.
+        num_ranks: ranks of the plan, for a world in this process.
+        deadline_s: the longest that a rank waits for another.
+    """
+    if environment is None or environment.world_size == 1:
+        return LocalWorld(num_ranks, deadline_s)
+    patience = environment.deadline_s if environment.deadline_s is not None else deadline_s
+    address = Address(
+        environment.master_addr,
+        environment.master_port,
+        environment.store_fd,
+        kept_by="launcher" if environment.agent_keeps_store else "rank 0",
+    )
+    return ProcessWorld(
+        connect(environment.rank, environment.world_size, address, job=environment.job, deadline_s=patience)
+    )
