@@ -121,3 +121,26 @@ def test_slices_that_do_not_divide_the_heads_are_refused():
     cut = GraphCut(model, inputs)
     with pytest.raises(PlanError, match=r"has 4 heads, which 3 slices do not divide; .* use 2, 4 slices"):
         verify_split(cut, cut.spec.refine(("heads",), 3), dict(model.named_parameters()))
+
+
+class Scaled(nn.Module):
+    """A float32 model with a table computed without gradients between the layers, as rotary embeddings are."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.tensor([3.0]))
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = (self.table.to(torch.int64).to(torch.float32) * 2).to(x.dtype)
+        return self.second(self.first(x) * scale)
+
+
+def test_a_float32_model_is_checked_in_float64():
+    model = Scaled().float()
+    cut = GraphCut(model, (torch.randn(3, 4, dtype=torch.float32),), prefer="regions")
+    params = dict(model.named_parameters())
+    verify_split(cut, (refined := cut.spec.refine(("hidden",), 2)), params)
+    assert [block.num_slices for block in refined.blocks if block.num_slices > 1] == [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -138,9 +139,19 @@ class _Builder:
                 return self.dtype if value in _FLOATS else value
             case Tensor():
                 return value.to(self.dtype) if value.is_floating_point() else value
+            case fx.GraphModule():
+                return self._cast_body(value)
             case tuple() | list():
                 return type(value)(self._cast(entry) for entry in value)
             case dict():
                 return {key: self._cast(entry) for key, entry in value.items()}
             case _:
                 return value
+
+    def _cast_body(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Return the body of a no_grad or an autocast in the dtype asked for."""
+        body = copy.deepcopy(module)
+        for node in body.graph.nodes:
+            node.args, node.kwargs = self._cast(node.args), self._cast(node.kwargs)
+        body.recompile()
+        return body
