@@ -4,6 +4,7 @@ Two microbatches, or four where an order shows only then; as many blocks as show
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from counterpoint.strategies.table import STRATEGIES
 from tests.laws.compositions import compiled
 
 EARLY = {"passes": ("overlap",)}
-PROGRAMS = {
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "solo": ("solo", {"m": 2}),
     "data_2": ("data(2)", {"m": 2}),
     "data_2_overlap": ("data(2)", {"m": 2, **EARLY}),

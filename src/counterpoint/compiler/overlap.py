@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from counterpoint.program.instruction import Backward, Collective, Commit, Instruction
+from counterpoint.program.instruction import Backward, Collective, Commit, Group, Instruction
 from counterpoint.program.program import Program, Words
 from counterpoint.program.rewrite import map_row
 
@@ -13,27 +13,32 @@ from counterpoint.program.rewrite import map_row
 def overlap(program: Program) -> Program:
     """Split every sum or share of a gradient before the commit into a start and a wait, and move the start up.
 
-    The start comes right after the last backward of its unit on the rank; the wait stays where the collective
-    stood. Gradients that go through several collectives keep them as they are. Results cannot change, because
-    nothing reads or writes the gradient in between.
+    The start comes right after the last backward of its unit on the rank, but never before another collective
+    that the same group called first: members whose units are complete in another order still call alike. The wait
+    stays where the collective stood. Gradients that go through several collectives keep them as they are. Results
+    cannot change, because nothing reads or writes the gradient in between.
     """
     return Program(tuple(map_row(row, _overlap_words) for row in program.rows))
 
 
 def _overlap_words(words: Words) -> list[Instruction]:
     commit = next((i for i, word in enumerate(words) if isinstance(word, Commit)), 0)
-    gradients = [
-        word for word in words[:commit] if isinstance(word, Collective) and word.value.name == "grad"
-    ]
+    gradients = [word for word in words[:commit] if isinstance(word, Collective) and word.value.name == "grad"]
     times = Counter(word.value for word in gradients)
     starts: dict[int, list[Instruction]] = {}
     waits: dict[int, Instruction] = {}
+    called: dict[Group, int] = {}
     for index, word in enumerate(words[:commit]):
-        if isinstance(word, Collective) and word.value.name == "grad" and times[word.value] == 1:
+        if not isinstance(word, Collective):
+            continue
+        place = index
+        if word.value.name == "grad" and times[word.value] == 1:
             producer = _last_backward(words[:index], word.value.blocks)
             if producer is not None:
-                starts.setdefault(producer, []).append(replace(word, phase="+"))
+                place = max(producer, called.get(word.group, -1))
+                starts.setdefault(place, []).append(replace(word, phase="+"))
                 waits[index] = replace(word, phase="-")
+        called[word.group] = place
     moved: list[Instruction] = []
     for index, word in enumerate(words):
         moved.append(waits.get(index, word))

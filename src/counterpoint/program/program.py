@@ -61,10 +61,11 @@ class Program:
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """The microbatches that one repetition of the body starts, in order."""
-        return tuple(
-            sorted({word.micro for row in self.rows for word in row.body if isinstance(word, Forward)})
+        """The microbatches that one repetition of the body starts, in order: those that enter block 0."""
+        started = (
+            word.micro for row in self.rows for word in row.body if isinstance(word, Forward) and word.block == 0
         )
+        return tuple(sorted(set(started)))
 
     def unroll(self, times: int) -> tuple[Words, ...]:
         """Return one flat tuple of instructions per rank: the prologue, the body ``times`` times, the epilogue."""

@@ -1,12 +1,14 @@
 """The text form of a program. ``parse_program(format_program(p)) == p`` for every program ``p``.
 
-One line per rank, one word per instruction. ``0/2:`` before a row says which slice of sliced blocks it holds.
+One line per rank, one word per instruction. ``0/2:`` before a row says which slice of sliced blocks it holds; a row
+that does nothing is ``0/1:``.
 A stream has three parts, ``prologue | body | epilogue``, and writes microbatches of the last two as ``F0.+3``.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Literal, assert_never, cast
 
 from counterpoint.errors import ProgramError
@@ -36,21 +38,19 @@ _WORD = re.compile(
     rf"|U(?P<unit>{_UNIT})$"
     rf"|commit@(?P<all>{_GROUP})$"
     rf"|(?P<verb>sum|share|join|copy)\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
-    rf"|(?P<ask>push|pull)\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
+    rf"|(?P<ask>push(?=\S*>)|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
     rf"|serve\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|release\((?P<released>{_VALUE})\)$"
     rf"|(?P<value>{_VALUE})(?P<arrow>[<>])(?P<peer>\d+)$"
 )
 _VALUE_PARTS = re.compile(r"(grad|weight|dx|x|g|y)([\d+]+)(?:\.\+?(\d+))?$")
-_EXAMPLES = (
-    "F0.2, B0.2, U0, commit@0,1, x1.2>1, sum(grad0)@0,1, push(grad0)>2, serve(0)@0,1 or release(weight0)"
-)
+_EXAMPLES = "F0.2, B0.2, U0, commit@0,1, x1.2>1, sum(grad0)@0,1, push(grad0)>2, serve(0)@0,1 or release(weight0)"
 
 
 def format_group(group: Group) -> str:
     """Write a group: ``0,1``, or ``0-7`` and ``0-12/4`` for three and more evenly spaced ranks."""
     if len(group) > 2:
-        steps = {after - before for before, after in zip(group, group[1:], strict=False)}
+        steps = {after - before for before, after in pairwise(group)}
         if len(steps) == 1:
             step = steps.pop()
             return f"{group[0]}-{group[-1]}" + (f"/{step}" if step > 1 else "")
@@ -102,7 +102,11 @@ def parse_group(text: str) -> Group:
     for part in text.split(","):
         span, _, step = part.partition("/")
         first, _, last = span.partition("-")
-        ranks += range(int(first), int(last or first) + 1, int(step or 1))
+        end = int(last or first)
+        run = range(int(first), end + 1, int(step or 1) or end + 1)
+        if end not in run or (ranks and ranks[-1] >= run[0]):
+            raise ProgramError(f"{text!r} is not a group; write its ranks upwards, as 0,1 or 0-7 or 0-12/4")
+        ranks += run
     return tuple(ranks)
 
 
@@ -114,7 +118,7 @@ def parse_unit(text: str) -> tuple[int, ...]:
 def parse_value(text: str) -> Value:
     """Read a value; the inverse of :func:`format_value`."""
     found = _VALUE_PARTS.match(text)
-    if found is None:
+    if found is None or not re.fullmatch(_VALUE, text):
         raise ProgramError(f"{text!r} is not a value; expected one such as x1.2, g0.0, grad3 or weight0+4")
     name = cast("Literal['x', 'g', 'y', 'dx', 'grad', 'weight']", found[1])
     return Value(name, parse_unit(found[2]), None if found[3] is None else int(found[3]))
@@ -157,10 +161,10 @@ def _parse_message(found: re.Match[str]) -> Instruction:
 
 def format_row(row: Row, *, stream: bool = False) -> str:
     """Write one row; ``stream`` writes all three parts."""
-    head = f"{row.slice_index}/{row.num_slices}: " if row.num_slices > 1 else ""
+    head = f"{row.slice_index}/{row.num_slices}: " if row.num_slices > 1 or not row.body else ""
     body = " ".join(format_instruction(word, ahead=stream) for word in row.body)
     if not stream:
-        return head + body
+        return (head + body).rstrip()
     before = " ".join(map(format_instruction, row.prologue))
     after = " ".join(format_instruction(word, ahead=True) for word in row.epilogue)
     return head + " | ".join((before, body, after))
@@ -183,7 +187,8 @@ def parse_program(text: str) -> Program:
 def _parse_row(line: str, number: int) -> Row:
     head = re.match(r"(\d+)/(\d+): ?", line)
     rest = line[head.end() :] if head else line
-    parts = [_parse_words(part, line, number) for part in rest.split("|")]
+    texts = rest.split("|")
+    parts = [_parse_words(part, len(line) - len("|".join(texts[at:])), line, number) for at, part in enumerate(texts)]
     if len(parts) not in {1, 3}:
         raise ProgramError(
             f"line {number + 1} has {len(parts)} parts; a row is a body, or prologue | body | epilogue\n  {line}"
@@ -193,12 +198,12 @@ def _parse_row(line: str, number: int) -> Row:
     return Row(body, prologue, epilogue, index, count)
 
 
-def _parse_words(part: str, line: str, number: int) -> Words:
+def _parse_words(part: str, start: int, line: str, number: int) -> Words:
     words: list[Instruction] = []
-    for word in part.split():
+    for found in re.finditer(r"\S+", part):
         try:
-            words.append(parse_instruction(word))
+            words.append(parse_instruction(found[0]))
         except ProgramError as wrong:
-            caret = " " * line.index(word) + "^" * len(word)
+            caret = " " * (start + found.start()) + "^" * len(found[0])
             raise ProgramError(f"line {number + 1}: {wrong}\n  {line}\n  {caret}") from None
     return tuple(words)
