@@ -1,0 +1,219 @@
+"""One baton for many threads: exactly one rank runs, and who runs next is decided by rank number, never by the system.
+
+All state here is touched only by whoever has the baton, so it needs no locks of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from counterpoint.errors import PeerError, ProgramError
+
+
+class Mood(Enum):
+    """What a rank is about, where it does not wait."""
+
+    RESTING = 0
+    ABLE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a rank cannot go on: until ``over()``, and ``what()`` says for what and for whom."""
+
+    over: Callable[[], bool]
+    what: Callable[[], str]
+
+
+class Baton:
+    """Passes the right to run round among ``num_ranks`` threads.
+
+    The state of torch's CPU generator goes with the rank that has the baton, as if each had a process of its own; a
+    rank's begins as the caller's was when it first ran. Gradient mode is each thread's own and begins as the caller's.
+    """
+
+    def __init__(self, num_ranks: int, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._turns = [taken_lock() for _ in range(num_ranks)]
+        self._caller = taken_lock()
+        self._moods: list[Mood | Wait] = [Mood.RESTING] * num_ranks
+        self._begun = [False] * num_ranks
+        self._generators: list[Tensor | None] = [None] * num_ranks
+        self._work: Callable[[int], None] | None = None
+        self._failure: str | None = None
+        self._origin: tuple[int, BaseException] | None = None
+        self._threads = [
+            threading.Thread(target=self._live, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, work: Callable[[int], None]) -> None:
+        """Every rank has run ``work(rank)`` to its end.
+
+        Raises:
+            ProgramError: this is called by one of the ranks, or while they run.
+        """
+        if self._work is not None:
+            raise ProgramError("the ranks are running already; a world runs one piece of work at a time")
+        num_ranks = len(self._turns)
+        grad_mode = torch.is_grad_enabled()
+
+        def with_grad_mode(rank: int) -> None:
+            with torch.set_grad_enabled(grad_mode):
+                work(rank)
+
+        self._work = with_grad_mode
+        self._failure = self._origin = None
+        self._moods[:] = [Mood.ABLE] * num_ranks
+        self._begun[:] = [False] * num_ranks
+        own = torch.default_generator.get_state()
+        self._generators[:] = [own if state is None else state for state in self._generators]
+        try:
+            self._turns[0].release()
+            self._come_back()
+        finally:
+            torch.default_generator.set_state(own)
+        self._raise_origin()
+
+    def _raise_origin(self) -> None:
+        """No rank has ended in an error."""
+        if self._origin is not None:
+            rank, error = self._origin
+            self._origin = None
+            error.add_note(f"raised by rank {rank} of {len(self._turns)}; the others were stopped")
+            raise error
+
+    def _come_back(self) -> None:
+        """The ranks have all ended, also where the caller was interrupted while they ran.
+
+        This wait has no deadline of its own: ranks that wait for each other are found at once, and one that computes
+        may.
+        """
+        try:
+            self._caller.acquire()
+            self._work = None
+        except BaseException as error:
+            self._failure = f"stopped because the caller was interrupted by {type(error).__name__}"
+            if self._caller.acquire(timeout=self._deadline_s):
+                self._work = None
+            raise
+
+    def wait(self, rank: int, over: Callable[[], bool], what: Callable[[], str]) -> None:
+        """It is over, and the rank has the baton again; a PeerError where another rank has failed or all wait.
+
+        Args:
+            rank: who waits; it has the baton.
+            over: whether it can go on.
+            what: "x1.0 from rank 1", for the error when nobody can go on.
+        """
+        self.check()
+        if over():
+            return
+        self._moods[rank] = Wait(over, what)
+        self._pass_on(rank)
+        self._moods[rank] = Mood.ABLE
+        self.check()
+
+    def check(self) -> None:
+        """No rank has failed.
+
+        Raises:
+            PeerError: one has, with why.
+        """
+        if self._failure is not None:
+            raise PeerError(self._failure)
+
+    def fail(self, rank: int, reason: str) -> None:
+        """The other ranks will be stopped where they wait; those that have not begun will not."""
+        if self._failure is None:
+            self._failure = f"stopped because of rank {rank}: {reason}"
+        for other, begun in enumerate(self._begun):
+            if not begun:
+                self._moods[other] = Mood.RESTING
+
+    def close(self) -> None:
+        """The threads are gone."""
+        for turn, thread in zip(self._turns, self._threads, strict=True):
+            if thread.is_alive():
+                turn.release()
+                thread.join(self._deadline_s)
+
+    def _live(self, rank: int) -> None:
+        """Run whatever work there is whenever the baton comes; end when it comes without work."""
+        while True:
+            self._turns[rank].acquire()
+            work = self._work
+            if work is None:
+                return
+            self._begun[rank] = True
+            self._restore(rank)
+            try:
+                work(rank)
+            except BaseException as error:  # noqa: BLE001 - it is raised again by the caller's thread
+                self._end_in_error(rank, error)
+            work = None
+            self._moods[rank] = Mood.RESTING
+            self._generators[rank] = torch.default_generator.get_state()
+            follower = self._follower(rank)
+            (self._caller if follower is None else self._turns[follower]).release()
+
+    def _end_in_error(self, rank: int, error: BaseException) -> None:
+        if self._origin is None:
+            self._origin = (rank, error)
+        self.fail(rank, f"{type(error).__name__}: {error}")
+
+    def _pass_on(self, rank: int) -> None:
+        """Somebody else runs until it is this rank's turn again."""
+        follower = self._follower(rank)
+        if follower is None or follower == rank:
+            return
+        self._generators[rank] = torch.default_generator.get_state()
+        self._turns[follower].release()
+        self._turns[rank].acquire()
+        self._restore(rank)
+
+    def _restore(self, rank: int) -> None:
+        state = self._generators[rank]
+        if state is not None:
+            torch.default_generator.set_state(state)
+
+    def _follower(self, rank: int) -> int | None:
+        """Return the next rank that can go on, after this one in a circle; None where all have ended."""
+        num_ranks = len(self._turns)
+        circle = [(rank + step) % num_ranks for step in range(1, num_ranks + 1)]
+        for other in circle:
+            mood = self._moods[other]
+            if mood is Mood.ABLE or (isinstance(mood, Wait) and (self._failure is not None or mood.over())):
+                return other
+        waiting = [other for other in circle if isinstance(self._moods[other], Wait)]
+        if not waiting:
+            return None
+        self._failure = self._deadlock()
+        return waiting[0]
+
+    def _deadlock(self) -> str:
+        """Say who waits for what, of all ranks that have not ended."""
+        waits = [(rank, mood) for rank, mood in enumerate(self._moods) if isinstance(mood, Wait)]
+        ended = [str(rank) for rank, mood in enumerate(self._moods) if mood is Mood.RESTING]
+        return (
+            "deadlock: "
+            + "; ".join(f"rank {rank} waits for {wait.what()}" for rank, wait in waits)
+            + (f"; no more will come from rank {', '.join(ended)}" if ended else "")
+            + "; every wait needs another rank that can still end it: compare the order of sends, "
+            "receives and collectives"
+        )
+
+
+def taken_lock() -> threading.Lock:
+    """Return a lock that its next taker will wait for."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock

@@ -1,0 +1,137 @@
+"""The gloo connections of one rank: opened by name among some ranks, cut all at once when something has gone wrong."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from counterpoint.errors import PeerError
+from counterpoint.fabric.fingerprint import ranks
+from counterpoint.fabric.gloo import Gloo, PrefixStore, ProcessGroupGloo
+
+MAX_PAUSE_S = 0.02  # between two looks into the store
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the ranks share before they are connected: the store, where this rank listens, and which ranks they are."""
+
+    store: PrefixStore
+    device: ProcessGroupGloo.Device
+    job: int
+    generation: int
+
+
+class Connections:
+    """Opens connections, and cuts them."""
+
+    def __init__(self, rank: int, meeting: Meeting, deadline_s: float) -> None:
+        self._rank = rank
+        self._deadline_s = deadline_s
+        self._meeting: Meeting | None = meeting
+        self._open: list[Gloo] = []
+        # gloo waits for what is under way when it is freed, also at the end of the process: then it has to be cut first
+        self._at_exit = weakref.finalize(self, cut, self._open)
+
+    def open(self, name: str, group: Sequence[int]) -> Gloo:
+        """Return a new connection among the ranks of the group, all of which have come to open it.
+
+        Raises:
+            PeerError: some have not come when the deadline passes.
+            RuntimeError: it has been closed, or a member is gone.
+        """
+        meeting = self._meeting
+        if meeting is None:
+            raise RuntimeError("the fabric has been closed")
+        place = f"{name}/{'.'.join(map(str, group))}"
+        meeting.store.set(f"{place}/{self._rank}", "here")
+        began = time.monotonic()
+        missing = await_keys(meeting.store, [f"{place}/{member}" for member in group], self._deadline_s)
+        if missing:
+            late = ranks([group[index] for index in missing])
+            raise PeerError(
+                f"rank {self._rank} waited {time.monotonic() - began:.1f} s for {late} to join the group of "
+                f"{ranks(group)}; all "
+                f"members must start a collective of this group: look at what {late} did instead"
+            )
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
+        options._devices = [meeting.device]  # noqa: SLF001
+        options._timeout = timedelta(seconds=self._deadline_s)  # noqa: SLF001
+        options._threads = 2  # noqa: SLF001
+        store, place_in_group = PrefixStore(place, meeting.store), list(group).index(self._rank)
+        # torch's stubs know neither this way to make it nor most of its calls
+        gloo: Gloo = ProcessGroupGloo(store, place_in_group, len(group), options)  # type: ignore[assignment]
+        self._open.append(gloo)
+        return gloo
+
+    def post_reason(self, reason: str) -> None:
+        """The other ranks can read why this one stops, unless another was first or the store is gone."""
+        if self._meeting is not None:
+            attempt_to_post(self._meeting.store, f"{self._rank}: {reason}")
+
+    def reason(self) -> str | None:
+        """Return "rank 2: why it stopped" of the first rank that said so, if it was another; None otherwise."""
+        if self._meeting is None:
+            return None
+        posted = posted_reason(self._meeting.store)
+        return None if posted is None or posted.startswith(f"{self._rank}: ") else f"rank {posted}"
+
+    def cut(self) -> None:
+        """Nothing is under way any more: here it has failed, and the other sides see that the connection is gone."""
+        cut(self._open)
+
+    def close(self) -> None:
+        """The connections are forgotten."""
+        self._at_exit.detach()
+        self._open.clear()
+        self._meeting = None
+
+
+def cut(connections: Sequence[Gloo]) -> None:
+    """All pairs of these connections are closed.
+
+    gloo has no call for this; but a receive that expires closes every pair of its connection.
+    """
+    for gloo in connections:
+        nothing = torch.empty(1, dtype=torch.uint8)
+        try:
+            gloo.recv([nothing], (gloo.rank() + 1) % gloo.size(), 1 << 20).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            continue  # it has expired, or was closed before
+
+
+def await_keys(store: PrefixStore, keys: Sequence[str], deadline_s: float) -> list[int]:
+    """Return the places of the keys that are not in the store when all are, time is up or the store is lost."""
+    end = time.monotonic() + deadline_s
+    missing = list(range(len(keys)))
+    pause_s = 0.0005
+    while True:
+        try:  # not store.wait: it is deaf to signals, and writes to stderr when it expires
+            missing = [index for index in missing if not store.check([keys[index]])]
+        except RuntimeError:
+            return missing
+        if not missing or time.monotonic() > end:
+            return missing
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def attempt_to_post(store: PrefixStore, reason: str) -> None:
+    """The store has a reason: this one where it had none; nothing has happened where the store is gone."""
+    try:
+        store.compare_set("stopped", "", reason)
+    except RuntimeError:
+        return
+
+
+def posted_reason(store: PrefixStore) -> str | None:
+    """Return what was posted first; None where nothing was, or the store is gone."""
+    try:
+        return store.get("stopped").decode() if store.check(["stopped"]) else None
+    except RuntimeError:
+        return None

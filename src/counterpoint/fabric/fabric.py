@@ -1,0 +1,113 @@
+"""What a rank may ask of the world around it; every transport answers in the same words and with the same errors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
+Group: TypeAlias = tuple[int, ...]
+
+
+class Work(ABC):
+    """A collective that has been started; its tensors may be neither read nor written until it has been waited for."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """The collective is complete on this rank; a second call returns at once.
+
+        Raises:
+            PeerError: the members disagree, one of them is gone, or the deadline has passed.
+        """
+
+
+class Finished(Work):
+    """A collective of one rank, which is complete before it starts."""
+
+    def wait(self) -> None:
+        """Return at once."""
+        return
+
+
+class Fabric(ABC):
+    """One rank's connection to all others.
+
+    A group is the sorted tuple of its ranks, the own rank among them; its members start the same collectives in the
+    same order. Starting never waits for another member. A collective over one rank does nothing.
+
+    After a ``PeerError`` the fabric may only be closed: what the ranks still hold in common is unknown.
+    """
+
+    rank: int
+    num_ranks: int
+    deadline_s: float
+
+    @abstractmethod
+    def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
+        """The tensors, as they are now, are on their way; the caller may overwrite them at once.
+
+        Messages to one peer arrive in the order in which they were sent. A program may not rely on the fabric to hold
+        many of them: a sender that is far ahead of its peer waits for it.
+        """
+
+    @abstractmethod
+    def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
+        """Return the tensors of the peer's next message, in memory that nobody else has.
+
+        Raises:
+            PeerError: the next message has another label, the peer is gone, or the deadline has passed.
+        """
+
+    @abstractmethod
+    def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:
+        """Return who of the peers sent the next message, its label and its tensors: what a server waits for."""
+
+    @abstractmethod
+    def all_reduce(self, label: str, tensor: Tensor, group: Group) -> Work:
+        """Start to replace the tensor by its sum over the group, on every member."""
+
+    @abstractmethod
+    def reduce_scatter(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
+        """Start to replace ``whole[bounds[i]:bounds[i + 1]]`` by its sum over the group, on member ``i``.
+
+        Args:
+            label: what is added up, for errors and comparison.
+            whole: flat and contiguous; afterwards what lies outside of the own range is unspecified.
+            bounds: one more than there are members, rising from 0 to the length of ``whole``; a range may be empty.
+            group: the members.
+        """
+
+    @abstractmethod
+    def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
+        """Start to copy member ``i``'s ``whole[bounds[i]:bounds[i + 1]]`` to the same place on every member."""
+
+    @abstractmethod
+    def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
+        """Start to replace the tensor by the root's, on every member; ``root`` is a rank of the world."""
+
+    @abstractmethod
+    def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
+        """Return every member's value in the order of the group, as JSON reads it back (a tuple becomes a list)."""
+
+    @abstractmethod
+    def barrier(self, group: Group) -> None:
+        """All members have come to this point."""
+
+    @abstractmethod
+    def form(self, groups: Sequence[Group]) -> None:
+        """The connections of the groups exist, so that the first collective of each need not wait for its members.
+
+        Every rank gives the same groups; those it is not in are skipped. A group that was not formed is formed by its
+        first collective.
+        """
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """The other ranks learn that this rank cannot go on, and why; the fabric may only be closed afterwards."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """All that was sent has left this rank; its threads and connections are gone; a second call does nothing."""

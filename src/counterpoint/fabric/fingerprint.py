@@ -1,0 +1,154 @@
+"""What a collective is, small enough to travel: ranks that are about to do different things find out before they do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from counterpoint.errors import ProgramError
+from counterpoint.fabric.fabric import Group
+
+SUMMABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One collective as every member must see it; a tensor only by its looks.
+
+    Attributes:
+        kind: the collective, with how it reduces: ``all_reduce sum``.
+        root: the rank whose value counts, -1 where all do.
+    """
+
+    kind: str
+    label: str
+    group: Group
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
+    root: int = -1
+
+    def __str__(self) -> str:
+        """Read as in an error: ``all_reduce sum of grad0, float32 (4, 8), among ranks 0, 1``."""
+        looks = f", {self.dtype} {self.shape}" if self.dtype else ""
+        ranges = f", bounds {self.bounds}" if self.bounds else ""
+        root = f", root {self.root}" if self.root >= 0 else ""
+        return f"{self.kind} of {self.label}{looks}{ranges}{root}, among {ranks(self.group)}"
+
+
+def ranks(group: Sequence[int]) -> str:
+    """Name them: ``rank 1`` or ``ranks 0, 1``."""
+    return f"rank{'s' if len(group) != 1 else ''} {', '.join(map(str, group))}"
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(operation: Operation) -> bytes:
+    """Return 16 bytes that are equal for equal operations, and for others only by a miracle."""
+    return digest(
+        operation.kind, operation.label, operation.group, operation.dtype, operation.shape, operation.bounds,
+        operation.root,
+    )  # fmt: skip
+
+
+def digest(*facts: object) -> bytes:
+    """Return 16 bytes for strings, numbers and tuples of them."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+
+
+def message_fingerprint(label: str, tensors: Sequence[Tensor]) -> bytes:
+    """Return the fingerprint of a message: its label and its tensors' looks."""
+    return digest("send", label, tuple((dtype_name(t.dtype), tuple(t.shape)) for t in tensors))
+
+
+def disagreement(seen: Mapping[int, tuple[bytes, str]], turn: int) -> str | None:
+    """Say which two members are about to do different things; None where all that are seen agree.
+
+    Args:
+        seen: fingerprint and reading of the operation, by rank.
+        turn: the collectives that this group has started before.
+    """
+    first, *others = sorted(seen)
+    for other in others:
+        if seen[other][0] != seen[first][0]:
+            return (
+                f"ranks {first} and {other} disagree on collective {turn} of their group: "
+                f"rank {first} starts {seen[first][1]}; rank {other} starts {seen[other][1]}; "
+                "all members must start the same collectives in the same order; nothing was added up or overwritten: "
+                f"compare what ranks {first} and {other} ran before it"
+            )
+    return None
+
+
+def of_tensor(kind: str, label: str, tensor: Tensor, group: Group, *, root: int = -1) -> Operation:
+    """Return the collective over a whole tensor."""
+    return Operation(kind, label, group, dtype_name(tensor.dtype), tuple(tensor.shape), (), root)
+
+
+def of_ranges(kind: str, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Operation:
+    """Return the collective over one range per member of a flat tensor.
+
+    Raises:
+        ProgramError: the tensor is not flat, or the ranges do not cover it.
+    """
+    edges = tuple(bounds)
+    covers = len(edges) == len(group) + 1 and (edges[0], edges[-1]) == (0, whole.numel())
+    if whole.dim() != 1 or not whole.is_contiguous() or not covers or sorted(edges) != list(edges):
+        raise ProgramError(
+            f"{kind} of {label}: bounds {edges} do not cut a tensor of shape {tuple(whole.shape)} for {ranks(group)}; "
+            "a flat contiguous tensor needs one range per member, rising from 0 to its length"
+        )
+    return Operation(kind, label, group, dtype_name(whole.dtype), tuple(whole.shape), edges)
+
+
+@lru_cache(maxsize=4096)
+def check_group(operation: Operation, rank: int, num_ranks: int) -> None:
+    """The operation's group is one that this rank may act in.
+
+    Raises:
+        ProgramError: the group is not a sorted tuple of ranks of the world with this one among them, or the root is not
+            in it, or the dtype cannot be added up.
+    """
+    group = operation.group
+    if rank not in group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= num_ranks:
+        raise ProgramError(
+            f"rank {rank} starts {operation}: a group is a sorted tuple of ranks below {num_ranks}, "
+            f"rank {rank} included"
+        )
+    if operation.root != -1 and operation.root not in group:
+        raise ProgramError(f"rank {rank} starts {operation}: the root must be a member")
+    if operation.kind.endswith(" sum") and operation.dtype not in {dtype_name(dtype) for dtype in SUMMABLE}:
+        raise ProgramError(
+            f"rank {rank} starts {operation}: {operation.dtype} cannot be added up over ranks; convert it first"
+        )
+
+
+def check_peer(peer: int, rank: int, num_ranks: int, label: str) -> None:
+    """The peer is another rank of this world.
+
+    Raises:
+        ProgramError: it is not.
+    """
+    if not 0 <= peer < num_ranks or peer == rank:
+        raise ProgramError(
+            f"rank {rank} cannot exchange {label} with rank {peer}: a peer is another rank below {num_ranks}"
+        )
+
+
+def unexpected(rank: int, label: str, peer: int, found: str) -> str:
+    """Say that another message came than the one that was to come."""
+    return (
+        f"rank {rank} expects {label} from rank {peer}, but its next message is {found}; messages "
+        "arrive in the order in "
+        f"which they were sent: compare what rank {peer} sends with what rank {rank} receives"
+    )

@@ -1,0 +1,78 @@
+"""What this room asks of gloo, with types: torch's stubs leave most of it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceOptions",
+    "BroadcastOptions",
+    "Gloo",
+    "GlooWork",
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "TCPStore",
+]
+
+
+class GlooWork(Protocol):
+    """A torch ``Work``: its waits and its errors are RuntimeErrors."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """It is complete; expired waits leave a collective under way, but close all pairs of a message's connection."""
+
+    def is_completed(self) -> bool:
+        """Whether a collective has ended, well or not; always false for a message that nobody has waited for."""
+
+    def _source_rank(self) -> int: ...
+
+
+class Gloo(Protocol):
+    """A torch ``ProcessGroupGloo``; ranks here are places in the group.
+
+    Attributes:
+        alltoall_base: start to exchange ranges of elements: output, input, the output's sizes, the input's sizes.
+    """
+
+    alltoall_base: Callable[[Tensor, Tensor, list[int], list[int], AllToAllOptions], GlooWork]
+
+    def rank(self) -> int:
+        """Return the own place."""
+
+    def size(self) -> int:
+        """Return the number of members."""
+
+    def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int, /) -> GlooWork:
+        """Start to send."""
+
+    def recv(self, tensors: Sequence[Tensor], src_rank: int, tag: int, /) -> GlooWork:
+        """Start to receive."""
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> GlooWork:
+        """Start to receive from whoever sends first."""
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions, /) -> GlooWork:
+        """Start to add up."""
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions, /
+    ) -> GlooWork:
+        """Start to collect everybody's tensor."""
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions, /) -> GlooWork:
+        """Start to copy the root's tensor."""

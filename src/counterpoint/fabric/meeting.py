@@ -1,0 +1,148 @@
+"""How ranks of different processes find each other: a store that one of them or their launcher keeps.
+
+The store carries only who is here and why somebody stopped; nothing that a training run depends on passes through it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+import torch
+from torch.distributed import DistError
+
+from counterpoint.errors import LaunchError, PeerError
+from counterpoint.fabric.connections import Meeting, await_keys
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fingerprint import digest, ranks
+from counterpoint.fabric.gloo import PrefixStore, ProcessGroupGloo, TCPStore
+from counterpoint.fabric.torch_gloo import TorchFabric
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the ranks of a job meet.
+
+    Attributes:
+        host: the interface that this job uses is the one this name leads to; loopback for ranks of one machine.
+        port: where the store listens.
+        listen_fd: a socket that already listens there, for the rank that keeps the store; it is taken over.
+        kept_by: who keeps the store: rank 0, or the launcher (torchrun's agent does), and then all ranks are guests.
+    """
+
+    host: str
+    port: int
+    listen_fd: int | None = None
+    kept_by: Literal["rank 0", "launcher"] = "rank 0"
+
+
+def connect(
+    rank: int, num_ranks: int, address: Address, *, job: str = "job", generation: int = 0, deadline_s: float = 30.0
+) -> Fabric:
+    """Return this rank's fabric: all ranks have arrived and run the same versions; otherwise a PeerError names who.
+
+    Args:
+        rank: the own rank.
+        num_ranks: how many there are.
+        address: where they meet.
+        job: tells jobs apart that meet at one address.
+        generation: tells apart the ranks of one job before and after a restart.
+        deadline_s: the longest that any wait may last.
+    """
+    if num_ranks == 1:
+        return TorchFabric(rank, num_ranks, deadline_s, None)
+    store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
+    announce(store, rank, num_ranks, address, deadline_s)
+    device = ProcessGroupGloo.create_device(hostname=interface_towards(address))
+    number = int.from_bytes(digest(job)[:8], "little")
+    return TorchFabric(rank, num_ranks, deadline_s, Meeting(store, device, number, generation))
+
+
+def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
+    """Return the store, which this rank starts where it is the one to keep it; a PeerError where nobody does."""
+    timeout = timedelta(seconds=deadline_s)
+    if rank == 0 and address.kept_by == "rank 0":
+        listen_fd = listening(address) if address.listen_fd is None else address.listen_fd
+        return TCPStore(
+            address.host, address.port, None, True, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+        )
+    try:
+        return TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
+    except DistError as error:
+        raise PeerError(
+            f"rank {rank} found nobody at {address.host}:{address.port} within {deadline_s} s; "
+            f"{address.kept_by} keeps the "
+            "meeting place there: look at why it has not started, or give the address where it is"
+        ) from error
+
+
+def listening(address: Address) -> int:
+    """Return a socket that listens on the address and on no other interface.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+    try:
+        return socket.create_server((address.host, address.port), backlog=1024).detach()
+    except OSError as error:
+        raise LaunchError(
+            f"rank 0 cannot listen on {address.host}:{address.port}: "
+            f"{os.strerror(error.errno or 0).lower()}; every job needs "
+            "a port of its own: give another one, or end the program that has it"
+        ) from error
+
+
+def interface_towards(address: Address) -> str:
+    """Return this machine's own address on the way to the meeting place."""
+    family, kind, *_, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
+    with closing(socket.socket(family, kind)) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def announce(store: PrefixStore, rank: int, num_ranks: int, address: Address, deadline_s: float) -> None:
+    """All ranks are here, were told the same number of ranks and run the same versions.
+
+    Raises:
+        PeerError: some are not, when the deadline passes; this rank was here before; or the ranks run other versions.
+    """
+    place = f"{address.host}:{address.port}"
+    if store.add(f"count/{rank}", 1) != 1:
+        raise PeerError(
+            f"rank {rank} has come twice to {place}; a rank comes once per job and generation: give "
+            "this job a name of its "
+            "own, or raise its generation after a restart"
+        )
+    store.set(f"here/{rank}", json.dumps({"ranks": num_ranks, **versions()}))
+    began = time.monotonic()
+    missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], deadline_s)
+    if missing:
+        raise PeerError(
+            f"rank {rank} waited {time.monotonic() - began:.1f} s at {place} for {ranks(missing)} "
+            f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start"
+        )
+    facts = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
+    for other, theirs in enumerate(facts):
+        differing = [name for name, value in theirs.items() if value != facts[0][name]]
+        if differing:
+            told = "; ".join(f"{name} {facts[0][name]} on rank 0, {theirs[name]} on rank {other}" for name in differing)
+            raise PeerError(
+                f"the ranks at {place} differ: {told}; all ranks of a job must be started with one number of ranks and "
+                "one set of versions: install them from one constraints file"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all ranks."""
+    try:
+        own = version("counterpoint")
+    except PackageNotFoundError:  # run from its source, not installed
+        own = "of the source tree"
+    return {"counterpoint": own, "torch": torch.__version__}

@@ -1,0 +1,74 @@
+"""Run a scene, a function of one rank's fabric, on every rank of either transport, and see what each rank got."""
+
+import multiprocessing
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from counterpoint.errors import CounterpointError
+from counterpoint.fabric import Address, LocalWorld, connect
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.fabric.players"])
+
+
+def told(scene, fabric):
+    """What the scene returns, or the error it ends with, as text."""
+    try:
+        return scene(fabric)
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def on_local(scene, num_ranks, deadline_s=10.0):
+    with LocalWorld(num_ranks, deadline_s) as world:
+        return world.run(lambda fabric: told(scene, fabric))
+
+
+def on_torch(scene, num_ranks, deadline_s=10.0, present=None):
+    """Play it in processes; None for a rank that ended without an answer, or was not present."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        players = {}
+        for rank in range(num_ranks) if present is None else present:
+            ours, theirs = CONTEXT.Pipe()
+            listening = listener if rank == 0 else None
+            player = CONTEXT.Process(target=play, args=(theirs, scene, (rank, num_ranks, deadline_s), listening, port))
+            player.start()
+            theirs.close()
+            players[rank] = (player, ours)
+        return [heard(*players[rank], deadline_s) if rank in players else None for rank in range(num_ranks)]
+
+
+def heard(player, pipe, deadline_s):
+    try:
+        answer = pipe.recv() if pipe.poll(deadline_s + 20) else "silence"
+    except EOFError:
+        answer = None
+    player.join(10)
+    player.kill()
+    player.join(10)
+    return answer
+
+
+def play(pipe, scene, who, listener, port):
+    """Be one rank in a process of its own."""
+    torch.set_num_threads(1)
+    rank, num_ranks, deadline_s = who
+    address = Address("127.0.0.1", port, None if listener is None else listener.detach())
+
+    def entered(_):
+        fabric = connect(rank, num_ranks, address, job="test", deadline_s=deadline_s)
+        try:
+            return scene(fabric)
+        finally:
+            fabric.close()
+
+    pipe.send(told(entered, None))
+
+
+def resources():
+    """Threads and open files of this process."""
+    return [len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")]

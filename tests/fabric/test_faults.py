@@ -1,0 +1,189 @@
+"""Ranks that are late, gone or never came: the others learn who, within the deadline, and leave nothing behind."""
+
+import os
+import re
+import signal
+import socket
+import time
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+
+from counterpoint.errors import LaunchError, PeerError
+from counterpoint.fabric import Address, connect
+from counterpoint.fabric.gloo import TCPStore
+from tests.fabric.players import on_torch, resources
+
+pytestmark = pytest.mark.process
+TRIO = (0, 1, 2)
+
+
+def fail(how, fabric):
+    """Rank 1 waits in some way for rank 0, which dies, or does something else for longer than the deadline."""
+    fabric.form([(0, 1)])
+    fabric.barrier((0, 1))
+    if fabric.rank == 0:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.sigtimedwait([signal.SIGUSR1], 1.5)
+
+
+def in_recv(how, fabric):
+    fail(how, fabric)
+    return fabric.recv(0, "x1.0") if fabric.rank else None
+
+
+def in_any(how, fabric):
+    fail(how, fabric)
+    return fabric.recv_any([0])[1] if fabric.rank else None
+
+
+def in_sum(how, fabric):
+    fail(how, fabric)
+    return fabric.all_reduce("grad0", torch.ones(1000), (0, 1)).wait() if fabric.rank else None
+
+
+WAITS = {in_recv: "x1.0 with rank 0", in_any: "any message with rank 0", in_sum: "all_reduce sum of grad0 with rank 0"}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_late_peer_is_named_when_the_deadline_has_passed(wait):
+    began = time.monotonic()
+    text = on_torch(partial(wait, "is late"), 2, deadline_s=0.6)[1]
+    assert text.startswith(f"PeerError: rank 1 waited 0.6 s for {WAITS[wait]}: the deadline of 0.6 s has passed; ")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("wait", [in_recv, in_sum])
+def test_a_dead_peer_is_noticed_at_once(wait):
+    dead, text = on_torch(partial(wait, "dies"), 2, deadline_s=10.0)
+    assert dead is None
+    assert text.startswith(f"PeerError: rank 1 waited 0.0 s for {WAITS[wait]}: the connection was lost (")
+
+
+def cascade(fabric):
+    """Rank 2 gives a reason and stops; rank 1 waits for it, and rank 0 for rank 1."""
+    if fabric.rank == 2:
+        fabric.stop("the loss is nan in step 7")
+        return None
+    return fabric.recv(fabric.rank + 1, "x")
+
+
+def test_the_reason_of_the_first_that_stops_reaches_those_behind_it():
+    texts = on_torch(cascade, 3, deadline_s=10.0)
+    assert texts[0].startswith("PeerError: rank 0 waited ")
+    assert all("stopped because of rank 2: the loss is nan in step 7" in text for text in texts[:2])
+
+
+def test_a_rank_that_never_comes_is_named():
+    texts = on_torch(resources_of, 4, deadline_s=1.0, present=[0, 2])
+    assert texts[1] is texts[3] is None
+    for rank in (0, 2):
+        assert re.match(rf"PeerError: rank {rank} waited [01]\.\d s at 127.0.0.1:", texts[rank])
+        assert " for ranks 1, 3 of 4; all ranks must come within the deadline" in texts[rank]
+
+
+def resources_of(_):
+    return resources()
+
+
+def come_and_go(fabric):
+    """A second fabric in this process, opened and closed with messages and collectives under way."""
+    fabric.barrier(TRIO)
+    before = resources()
+    for generation in (1, 2):
+        port = fabric.gather_values("port", free_port(), TRIO)[0]
+        inner = connect(fabric.rank, 3, Address("127.0.0.1", port), job="inner", generation=generation, deadline_s=10.0)
+        inner.all_reduce("a", torch.ones(10), TRIO).wait()
+        fabric.barrier(TRIO)
+        if fabric.rank and generation == 2:
+            inner.all_reduce("never", torch.ones(10), (1, 2))
+            inner.all_reduce("never", torch.ones(10), TRIO)
+        inner.close()
+        inner.close()
+        after = resources()
+    return [late - early for late, early in zip(after, before, strict=True)]
+
+
+def free_port():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_closed_fabric_leaves_no_thread_and_no_file():
+    more = on_torch(come_and_go, 3)
+    assert all(num_threads <= 0 and num_files <= 0 for num_threads, num_files in more)
+
+
+def forgotten(fabric):
+    """The process ends with a collective under way and the fabric not closed: closing does nothing any more."""
+    fabric.all_reduce("never", torch.ones(10), (0, 1))
+    if fabric.rank == 0:
+        fabric.close = lambda: None
+        return "ended"
+    return fabric.recv(0, "x")
+
+
+def test_a_process_can_end_with_a_collective_under_way():
+    began = time.monotonic()
+    ended, text = on_torch(forgotten, 2, deadline_s=10.0)
+    assert ended == "ended"
+    assert "rank 1 waited " in text
+    assert time.monotonic() - began < 8
+
+
+def test_a_port_in_use_is_an_error_of_the_launch():
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"rank 0 cannot listen on 127.0.0.1:{port}: address already in use; "):
+            connect(0, 2, Address("127.0.0.1", port), deadline_s=1.0)
+
+
+def guests(store_port, fabric):
+    """All ranks are guests of a store that somebody else keeps."""
+    address = Address("127.0.0.1", store_port, kept_by="launcher")
+    inner = connect(fabric.rank, 2, address, job="guests", deadline_s=10.0)
+    try:
+        return inner.gather_values("rank", inner.rank, (0, 1))
+    finally:
+        inner.close()
+
+
+def test_ranks_can_meet_at_their_launchers_store():
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    assert on_torch(partial(guests, store.port), 2) == [[0, 1]] * 2
+
+
+def twice(fabric):
+    """Both ranks of the outer fabric say they are rank 1 of an inner one."""
+    port = fabric.gather_values("port", free_port(), (0, 1))[0]
+    if fabric.rank == 0:
+        return None
+    store = TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False)
+    address = Address("127.0.0.1", store.port, kept_by="launcher")
+    texts = []
+    for _ in range(2):
+        try:
+            connect(1, 2, address, job="inner", deadline_s=0.1)
+        except PeerError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_rank_that_comes_twice_is_refused():
+    late, second = on_torch(twice, 2)[1]
+    assert "for rank 0 of 2" in late
+    assert second.startswith("rank 1 has come twice to 127.0.0.1:")
+
+
+def nobody(fabric):
+    if fabric.rank:
+        connect(1, 2, Address("127.0.0.1", free_port()), deadline_s=0.5)
+
+
+def test_an_address_where_nobody_listens_is_named():
+    text = on_torch(nobody, 2)[1]
+    assert text.startswith("PeerError: rank 1 found nobody at 127.0.0.1:")
+    assert " within 0.5 s; rank 0 keeps the meeting place there" in text

@@ -1,0 +1,127 @@
+"""Ranks that are about to do different things all get one error that names both, and nothing is added up."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from counterpoint.errors import PeerError, ProgramError
+from counterpoint.fabric import LocalWorld
+
+PAIR = (0, 1)
+SORTED = "a group is a sorted tuple of ranks below 2, rank 0 included"
+
+
+def two(first, second):
+    """Rank 0 does the first, rank 1 the second."""
+    return {0: first, 1: second}
+
+
+def reduce(label="a", tensor=None):
+    return lambda fabric, own: fabric.all_reduce(label, own if tensor is None else tensor, PAIR)
+
+
+def cast(root):
+    return lambda fabric, own: fabric.broadcast("a", own, PAIR, root)
+
+
+def scatter(bounds):
+    return lambda fabric, own: fabric.reduce_scatter("a", own, bounds, PAIR)
+
+
+def join(bounds):
+    return lambda fabric, own: fabric.all_gather("a", own, bounds, PAIR)
+
+
+CASES = {
+    "kind": (0, two(reduce(), cast(0)), "all_reduce sum of a", "broadcast of a"),
+    "reduction": (0, two(scatter([0, 2, 4]), join([0, 2, 4])), "reduce_scatter sum of a", "all_gather of a"),
+    "order": (0, two(reduce("a"), reduce("b")), "sum of a, float32", "sum of b, float32"),
+    "shape": (0, two(reduce(), reduce(tensor=torch.ones(8))), "float32 (4,)", "float32 (8,)"),
+    "reshaped": (0, two(reduce(), reduce(tensor=torch.ones(2, 2))), "float32 (4,)", "float32 (2, 2)"),
+    "dtype": (0, two(reduce(), reduce(tensor=torch.ones(4, dtype=torch.int32))), "float32 (4,)", "int32 (4,)"),
+    "root": (0, two(cast(0), cast(1)), "root 0", "root 1"),
+    "ranges": (0, two(scatter([0, 2, 4]), scatter([0, 1, 4])), "bounds (0, 2, 4)", "bounds (0, 1, 4)"),
+    "later": (2, two(reduce(), reduce("b")), "sum of a, float32", "sum of b, float32"),
+}
+
+
+def differ(case, fabric):
+    """Do something in common some times, then what this rank alone does."""
+    turn, actions, *_ = CASES[case]
+    for index in range(turn):
+        fabric.all_reduce(f"common{index}", torch.ones(1), PAIR).wait()
+    own = torch.full((4,), float(fabric.rank))
+    try:
+        actions[fabric.rank](fabric, own).wait()
+    except PeerError as error:
+        return str(error), own.tolist()
+    return None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_members_get_one_error_and_keep_their_tensors(play, case):
+    turn, _, mine, theirs = CASES[case]
+    (text, own), (other_text, other_own) = play(partial(differ, case), 2)
+    assert (own, other_own) == ([0.0] * 4, [1.0] * 4)
+    assert text == other_text
+    assert text.startswith(f"ranks 0 and 1 disagree on collective {turn} of their group: rank 0 starts ")
+    assert text.index(mine) < text.index("; rank 1 starts ") < text.rindex(theirs)
+
+
+def third(fabric):
+    """Only rank 2 of three differs."""
+    return fabric.gather_values("loss" if fabric.rank < 2 else "norm", 1.0, (0, 1, 2))
+
+
+def test_the_two_that_are_named_are_those_that_differ(play):
+    texts = play(third, 3)
+    assert all("ranks 0 and 2 disagree" in text for text in texts)
+    assert all("gather_values of loss" in text and "gather_values of norm" in text for text in texts)
+
+
+def other_groups(fabric):
+    """Rank 0 adds up with rank 1, which adds up with all three."""
+    fabric.form([(0, 1), (0, 1, 2)])
+    fabric.all_reduce("a", torch.ones(1), (0, 1) if fabric.rank == 0 else (0, 1, 2)).wait()
+
+
+def test_members_of_different_groups_are_told_whom_they_wait_for(play):
+    texts = play(other_groups, 3, deadline_s=1.0)
+    assert all(text.startswith("PeerError: ") for text in texts)
+    assert all("all_reduce sum of a" in text for text in texts)
+
+
+def wrong_letter(fabric):
+    if fabric.rank == 0:
+        fabric.send(1, "x1.1", [torch.ones(1)])
+        return fabric.recv(1, "g0.0")
+    return fabric.recv(0, "x1.0")
+
+
+def test_a_message_with_another_label_is_refused(play):
+    sender, receiver = play(wrong_letter, 2, deadline_s=3.0)
+    story = "rank 1 expects x1.0 from rank 0, but its next message is x1.1; messages arrive in the order in which"
+    assert receiver.startswith(f"PeerError: {story}")
+    assert "stopped because of rank 1: " in sender
+    assert story in sender
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (lambda f: f.all_reduce("a", torch.ones(2), (1, 0)), SORTED),
+        (lambda f: f.all_reduce("a", torch.ones(2), (0, 2)), SORTED),
+        (lambda f: f.all_reduce("a", torch.ones(2) > 0, (0, 1)), "bool cannot be added up over ranks"),
+        (lambda f: f.broadcast("a", torch.ones(2), (0, 1), 5), "the root must be a member"),
+        (lambda f: f.all_gather("a", torch.ones(2), [0, 2], (0, 1)), "bounds (0, 2) do not cut a tensor of shape (2,)"),
+        (lambda f: f.all_gather("a", torch.ones(2), [0, 3, 2], (0, 1)), "bounds (0, 3, 2) do not cut"),
+        (lambda f: f.reduce_scatter("a", torch.ones(2, 2), [0, 2, 4], (0, 1)), "of shape (2, 2) for ranks 0, 1"),
+        (lambda f: f.send(0, "x", []), "rank 0 cannot exchange x with rank 0: a peer is another rank below 2"),
+        (lambda f: f.recv(2, "x"), "rank 0 cannot exchange x with rank 2: a peer is another rank below 2"),
+    ],
+)  # fmt: skip
+def test_what_no_rank_may_ask_is_refused_at_once(ask, text):
+    with LocalWorld(2) as world, pytest.raises(ProgramError, match=re.escape(text)):
+        world.run(lambda fabric: ask(fabric) if fabric.rank == 0 else None)

@@ -1,0 +1,180 @@
+"""Both transports move the same bytes and add up the same sums."""
+
+import torch
+
+DTYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+]  # fmt: skip
+TRIO = (0, 1, 2)
+
+
+def letters(fabric):
+    """Every dtype, an empty tensor, a scalar, a transposed one; rank 0 overwrites what it has sent."""
+    if fabric.rank == 0:
+        tensors = [torch.tensor([[0, 1, 1], [1, 0, 0]], dtype=dtype).T for dtype in DTYPES]
+        fabric.send(1, "all", [*tensors, torch.empty(0, 3), torch.tensor(7)])
+        for tensor in tensors:
+            tensor.zero_()
+        return None
+    *tensors, empty, scalar = fabric.recv(0, "all")
+    return [t.dtype for t in tensors], [t.tolist() for t in tensors], list(empty.shape), scalar.item()
+
+
+def test_a_message_arrives_as_it_was_sent(play):
+    dtypes, values, empty, scalar = play(letters, 2)[1]
+    assert dtypes == DTYPES
+    assert values == [[[0, 1], [1, 0], [1, 0]]] * len(DTYPES)
+    assert (empty, scalar) == ([0, 3], 7)
+
+
+def many_letters(fabric):
+    """More messages than may be under way, some longer than the first piece of one."""
+    if fabric.rank == 0:
+        for index in range(200):
+            fabric.send(1, f"x{index}", [torch.full((index * 7,), index)])
+        return None
+    return sum(fabric.recv(0, f"x{index}")[0].sum().item() for index in range(200))
+
+
+def test_two_hundred_messages_arrive_in_order(play):
+    assert play(many_letters, 2)[1] == sum(7 * index * index for index in range(200))
+
+
+def serve(fabric):
+    """Rank 0 answers whoever comes, then hears from one peer only while the other has written first."""
+    if fabric.rank:
+        fabric.send(0, f"push{fabric.rank}", [torch.tensor(fabric.rank)])
+        (answer,) = fabric.recv(0, "pull")
+        return answer.item()
+    seen = {}
+    for _ in range(2):
+        peer, label, (value,) = fabric.recv_any([1, 2])
+        seen[peer] = (label, value.item())
+        fabric.send(peer, "pull", [value * 10])
+    return seen
+
+
+def test_a_server_answers_whoever_comes(play):
+    assert play(serve, 3) == [{1: ("push1", 1), 2: ("push2", 2)}, 10, 20]
+
+
+def pick(fabric):
+    """Rank 2's message comes first, but rank 0 asks for rank 1's; nothing is lost."""
+    if fabric.rank == 1:
+        fabric.gather_values("rank 2 has sent", None, TRIO)
+        fabric.send(0, "late", [])
+        return None
+    if fabric.rank == 2:
+        fabric.send(0, "early", [torch.arange(1000)])
+    fabric.gather_values("rank 2 has sent", None, TRIO)
+    if fabric.rank == 2:
+        return None
+    return [fabric.recv_any([1])[:2], fabric.recv(2, "early")[0].sum().item()]
+
+
+def test_messages_of_others_are_kept_for_later(play):
+    assert play(pick, 3)[0] == [(1, "late"), 499500]
+
+
+def sums(fabric):
+    result = []
+    for dtype in DTYPES[:6]:
+        tensor = torch.full((2, 3), fabric.rank + 1, dtype=dtype).T
+        fabric.all_reduce(f"{dtype}", tensor, TRIO).wait()
+        result.append(tensor.unique().tolist())
+    parameter = torch.nn.Parameter(torch.ones(3))
+    fabric.all_reduce("parameter", parameter, TRIO).wait()
+    fabric.all_reduce("empty", torch.empty(0), TRIO).wait()
+    return [*result, parameter.tolist()]
+
+
+def test_a_sum_is_the_same_everywhere(play):
+    assert play(sums, 3) == [[[6]] * 6 + [[3.0, 3.0, 3.0]]] * 3
+
+
+def shares(fabric):
+    """Unequal ranges, one of them empty."""
+    whole, bounds = torch.arange(7.0) + 10 * fabric.rank, [0, 2, 2, 7]
+    fabric.reduce_scatter("grad", whole, bounds, TRIO).wait()
+    own = slice(bounds[fabric.rank], bounds[fabric.rank + 1])
+    shared = whole[own].tolist()
+    whole[own] += fabric.rank
+    fabric.all_gather("weight", whole, bounds, TRIO).wait()
+    return shared, whole.tolist()
+
+
+def test_shares_of_a_sum_join_to_the_whole(play):
+    summed = [30.0, 33.0, 36.0, 39.0, 42.0, 45.0, 48.0]
+    joined = [30.0, 33.0, 38.0, 41.0, 44.0, 47.0, 50.0]
+    assert play(shares, 3) == [(summed[:2], joined), ([], joined), (summed[2:], joined)]
+
+
+def casts(fabric):
+    tensor = torch.tensor([True, False, fabric.rank == 2])
+    fabric.broadcast("mask", tensor, TRIO, 2).wait()
+    column = torch.full((2, 2), float(fabric.rank))[:, 1]
+    fabric.broadcast("column", column, TRIO, 1).wait()
+    return tensor.tolist(), column.tolist()
+
+
+def test_everybody_gets_the_value_of_the_root(play):
+    assert play(casts, 3) == [([True, False, True], [1.0, 1.0])] * 3
+
+
+def values(fabric):
+    fabric.barrier(TRIO)
+    short = fabric.gather_values("short", {"rank": fabric.rank, "shape": (1, 2)}, TRIO)
+    long = fabric.gather_values("long", "x" * 1000 * fabric.rank, TRIO)
+    return short, [len(text) for text in long]
+
+
+def test_values_of_all_members_come_in_the_order_of_the_group(play):
+    assert play(values, 3) == [([{"rank": rank, "shape": [1, 2]} for rank in TRIO], [0, 1000, 2000])] * 3
+
+
+def groups(fabric):
+    """All are started before any is waited for, in orders that would block if starting did."""
+    fabric.form([(0, 1), (1, 2), (0, 2), (2,)])
+    order = {0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]}[fabric.rank]
+    tensors = {group: torch.tensor(float(fabric.rank)) for group in order}
+    works = [fabric.all_reduce(f"grad{group}", tensors[group], group) for group in order]
+    for work in works:
+        work.wait()
+        work.wait()
+    fabric.barrier((fabric.rank,))
+    return {group: tensor.item() for group, tensor in tensors.items()}
+
+
+def test_starting_never_waits_for_another_member(play):
+    assert play(groups, 3) == [{(0, 1): 1.0, (0, 2): 2.0}, {(1, 2): 3.0, (0, 1): 1.0}, {(0, 2): 2.0, (1, 2): 3.0}]
+
+
+def overlap(fabric):
+    """A message passes between a start and its wait."""
+    tensor, pair = torch.ones(1000), (0, 1)
+    if fabric.rank == 0:
+        work = fabric.all_reduce("grad", tensor, pair)
+        fabric.recv(1, "x")
+    else:
+        fabric.send(0, "x", [tensor])
+        work = fabric.all_reduce("grad", tensor, pair)
+    work.wait()
+    return tensor.sum().item()
+
+
+def test_a_message_may_pass_between_a_start_and_its_wait(play):
+    assert play(overlap, 2) == [2000.0, 2000.0]
+
+
+def alone(fabric):
+    tensor = torch.arange(3.0)
+    fabric.all_reduce("a", tensor, (0,)).wait()
+    fabric.reduce_scatter("b", tensor, [0, 3], (0,)).wait()
+    fabric.all_gather("c", tensor, [0, 3], (0,)).wait()
+    fabric.broadcast("d", tensor, (0,), 0).wait()
+    fabric.barrier((0,))
+    return tensor.tolist(), fabric.gather_values("e", (1, 2), (0,))
+
+
+def test_a_group_of_one_does_nothing(play):
+    assert play(alone, 1) == [([0.0, 1.0, 2.0], [[1, 2]])]
