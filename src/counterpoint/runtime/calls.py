@@ -86,19 +86,14 @@ def fuse(words: Sequence[Instruction]) -> tuple[tuple[Call, int, int], ...]:
 
 def _goes_on(before: Instruction, word: Instruction) -> bool:
     """Tell whether two adjacent words belong to the same call."""
-    match before, word:
-        case Forward(), Forward():
-            return word.block == before.block + 1 and (word.micro, word.version) == (before.micro, before.version)
-        case Backward(), Backward():
-            return word.block == before.block - 1 and (word.micro, word.version) == (before.micro, before.version)
-        case (Update(), Update()) | (Serve(), Serve()):
-            return True
-        case Collective(), Collective():
-            return (word.verb, word.group, word.phase) == (before.verb, before.group, before.phase) and (
-                word.value.name == before.value.name in {"grad", "weight"} and word.phase == ""
-            )
-        case _:
-            return False
+    if isinstance(before, Forward) and isinstance(word, Forward):
+        return word.block == before.block + 1 and (word.micro, word.version) == (before.micro, before.version)
+    if isinstance(before, Backward) and isinstance(word, Backward):
+        return word.block == before.block - 1 and (word.micro, word.version) == (before.micro, before.version)
+    if isinstance(before, Collective) and isinstance(word, Collective):
+        same = (word.verb, word.group, word.value.name) == (before.verb, before.group, before.value.name)
+        return same and word.phase == before.phase == "" and word.value.micro is None
+    return isinstance(word, Update | Serve) and type(word) is type(before)
 
 
 def _call(words: Sequence[Instruction]) -> Call:
@@ -147,24 +142,17 @@ def forward_only(words: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """Return what a row does when nothing is learned: forwards, and what brings them inputs and weights."""
     kept: list[Instruction] = []
     held: set[tuple[int, ...]] = set()
-    seen_forward = False
     for index, word in enumerate(words):
-        match word:
-            case Forward():
-                kept.append(word)
-                seen_forward = True
-            case Send(value) | Recv(value) if value.name == "x":
-                kept.append(word)
-            case Collective(_, value) if value.name == "y":
-                kept.append(word)
-            case Collective("join", value) if _feeds_forward(words, index):
-                kept.append(word)
-                held.add(value.blocks)
-            case Release(value) if value.name == "weight" and value.blocks in held and seen_forward:
-                kept.append(word)
-                held.discard(value.blocks)
-            case _:
-                pass
+        if isinstance(word, Forward) or (isinstance(word, Send | Recv) and word.value.name == "x"):
+            kept.append(word)
+        elif isinstance(word, Collective) and word.value.name == "y":
+            kept.append(word)
+        elif isinstance(word, Collective) and word.verb == "join" and _feeds_forward(words, index):
+            kept.append(word)
+            held.add(word.value.blocks)
+        elif isinstance(word, Release) and word.value.name == "weight" and word.value.blocks in held:
+            kept.append(word)
+            held.discard(word.value.blocks)
     return tuple(kept)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never, cast
+from typing import cast
 
 import torch
 
@@ -176,8 +176,6 @@ class Interpreter:
                 self.serve(
                     {(word_unit, worker) for word in words for word_unit in word.units for worker in word.workers}
                 )
-            case _:
-                assert_never(call)
 
     def collect(self, words: Sequence[Collective]) -> None:
         """Run collectives of one phase."""

@@ -7,6 +7,8 @@ from zlib import crc32
 
 import torch
 
+from counterpoint.cutting.seeds import silent
+
 _MASK = (1 << 63) - 1
 
 
@@ -40,10 +42,6 @@ class Dice:
         if name is None:
             name = self.names[path] = crc32(path.encode())
         torch.default_generator.manual_seed(mixed(self.seed, self.step, self.micro, name))
-
-
-def silent(_path: str) -> None:
-    """Leave the generator alone: nothing is drawn."""
 
 
 def seed_of(dice: Dice, *, draws: bool) -> Callable[[str], None]:

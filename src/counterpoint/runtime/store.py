@@ -10,7 +10,20 @@ import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.program.instruction import Collective, Forward, Instruction, Push, Recv, Send, Serve, Update
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+)
 from counterpoint.runtime.arena import WHOLE, Arena, Span, lay_out
 from counterpoint.runtime.optimizers import Face
 
@@ -68,13 +81,17 @@ class _Notes:
                 self.updates.update(units)
                 self.moved.update(units)
                 self.homes.update(dict.fromkeys(units, WHOLE))
-            case Collective(value=value) if value.name in {"grad", "weight"}:
-                self.moved.add(value.blocks)
-                self.divide(word)
-            case Send(value) | Recv(value) | Push(value) if value.name in {"grad", "weight"}:
-                self.moved.add(value.blocks)
-            case _:
+            case Collective() | Send() | Recv() | Push() | Pull():
+                self.move(word)
+            case Backward() | Commit() | Release():
                 pass
+
+    def move(self, word: Collective | Send | Recv | Push | Pull) -> None:
+        """Note that a gradient or weights travel."""
+        if word.value.name in {"grad", "weight"}:
+            self.moved.add(word.value.blocks)
+            if isinstance(word, Collective):
+                self.divide(word)
 
     def divide(self, word: Collective) -> None:
         """Note which part of a unit a share or a first join leaves to this rank."""

@@ -91,21 +91,27 @@ class Callback:
 
     def on_start(self, event: RunStart) -> None:
         """A run begins."""
+        return
 
     def on_step(self, event: StepEnd) -> None:
         """A step is done."""
+        return
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Held-out data was measured."""
+        return
 
     def on_trace(self, event: Timed) -> None:
         """A step was measured word by word."""
+        return
 
     def on_saved(self, event: Saved) -> None:
         """A checkpoint was written."""
+        return
 
     def on_end(self, event: RunEnd) -> None:
         """The run is over."""
+        return
 
 
 @dataclass(slots=True)

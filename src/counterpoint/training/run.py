@@ -183,7 +183,7 @@ class Run:
             if name in extra and extra[name] != mine[name]:
                 raise CheckpointError(
                     f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {mine[name]}; its "
-                    "place in the data would mean other samples: resume with the same, or start anew with the weights only"
+                    "place in the data would mean other samples; resume with the same, or start a new run"
                 )
         if self.schedule is not None and extra.get("schedule") is not None:
             self.schedule.load_state_dict(extra["schedule"])

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from counterpoint.compiler.compile import Compiled, compile  # noqa: A004 - read as cp.compile
 from counterpoint.cutting.choose import cut_model
 from counterpoint.cutting.cut import Cut
+from counterpoint.cutting.graph import GraphCut
+from counterpoint.cutting.slices import verify_split
 from counterpoint.cutting.whole import WholeCut
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
@@ -91,6 +93,8 @@ class Team:
         self.compare_models()
         cut = self.cut(self.model, inputs)
         self.compiled = compile(self.plan, trainable(cut.spec, self.face), samples_per_micro=max(num_samples, 1))
+        if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
+            verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
         self.parts = Parts(
             self.compiled.program,
             self.compiled.ledger,

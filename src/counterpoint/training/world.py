@@ -30,7 +30,7 @@ class World(Protocol):
         ...
 
 
-class ProcessWorld:
+class JoinedWorld:
     """This process's one rank among many processes.
 
     Args:
@@ -70,6 +70,6 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
         environment.store_fd,
         kept_by="launcher" if environment.agent_keeps_store else "rank 0",
     )
-    return ProcessWorld(
+    return JoinedWorld(
         connect(environment.rank, environment.world_size, address, job=environment.job, deadline_s=patience)
     )
