@@ -189,3 +189,62 @@ def test_a_plan_made_of_values_is_checked_like_one_made_of_text(make, said):
     with pytest.raises(PlanError) as caught:
         make()
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "micros"),
+    [
+        ("solo", 2),
+        ("data(3)", 6),
+        ("pipeline(2) * zero(2)", 4),
+        ("tensor(2) * data(2)", 4),
+        ("data(2) * server(3)", 12),
+        ("pipeline(2, replicas=(2,2))", 2),
+    ],
+)
+def test_replicas_and_workers_multiply_the_microbatches_and_nothing_else_does(text, micros):
+    assert Plan.parse(text, num_microbatches=2).num_micros == micros
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes():
+    plan = Plan.parse("data(4)", num_microbatches=2)
+    plan.require_batch(32)
+    with pytest.raises(PlanError, match=r"a batch of 30 samples does not divide into the 8 microbatches of data\(4\)"):
+        plan.require_batch(30)
+    with pytest.raises(PlanError, match="give batch_size=24 or 32, or another number"):
+        plan.require_batch(30)
+    with pytest.raises(PlanError, match="give batch_size=8, or another number"):
+        plan.require_batch(5)
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "micros"),
+    [
+        ("data(4)", 32, 1),
+        ("pipeline(2)", 32, 8),
+        ("pipeline(2)", 12, 6),
+        ("pipeline(2) * data(2)", 8, 4),
+        ("pipeline(2, replicas=(2,1))", 12, 6),
+        ("pipeline(2)", 7, 7),
+        ("pipeline(2)", 11, 1),
+        ("pipeline(2, replicas=(2,3))", 7, 6),
+    ],
+)
+def test_a_pipeline_takes_as_many_microbatches_as_it_can_use_and_the_batch_allows(text, batch, micros):
+    assert Plan.parse(text).with_microbatches_for(batch).num_microbatches == micros
+
+
+@pytest.mark.parametrize(
+    ("text", "need"),
+    [
+        *[("solo", "none"), ("data(2)", "none"), ("zero2(2)", "none"), ("server(2)", "none")],
+        *[("zero3(2)", "wish"), ("server(2, servers=2)", "wish"), ("zero3(2) * data(2)", "wish")],
+        *[("pipeline(2) * zero3(2)", "chain"), ("tensor(2) * pipeline(2)", "regions")],
+    ],
+)
+def test_a_plan_needs_the_model_cut_as_finely_as_its_most_demanding_strategy_does(text, need):
+    assert Plan.parse(text).need == need
+
+
+def test_overlap_wishes_for_blocks():
+    assert Plan(Plan.parse("data(2)").strategies, 1, ("overlap",)).need == "wish"

@@ -61,6 +61,13 @@ def test_sends_and_receives_that_stand_together_are_one_batch(text):
     assert len(list(walk(rows))) == sum(map(len, rows))
 
 
+@pytest.mark.parametrize("text", ["x1.0>1\nF0.0", "x1.0>1\nx1.0>0", "x1.0>1\nF0.0 x1.0<2\nU0"])
+def test_a_send_that_nobody_will_receive_blocks_for_ever(text):
+    with pytest.raises(ProgramError, match="deadlock") as caught:
+        rehearse_blocking_sends(parse_program(text).unroll(1))
+    assert caught.value.law == 2
+
+
 def test_places_are_shown_in_brackets_with_two_words_on_either_side():
     rows = parse_program("F0.0 F0.1 F0.2 F0.3 F0.4 F0.5").unroll(1)
     assert show_places(rows, {0: 3}, "here") == "  rank 0: F0.1 F0.2 [F0.3] F0.4 F0.5 <- here"
