@@ -1,0 +1,40 @@
+"""An asynchronous server gives up "equals solo"; instead it equals its own journal, played back one by one."""
+
+import pytest
+
+from counterpoint.data.sampler import split
+from counterpoint.testing import parity
+from counterpoint.testing.subjects import Recipe, plan_for, subject
+from tests.references.asp import asp
+
+
+def played_back(trained, recipe, run, num_workers):
+    """What the reference makes of the journals; a worker's part of a batch is what its microbatches hold."""
+    each = recipe.num_micros // num_workers
+    parts = {worker: [] for worker in range(num_workers)}
+    for inputs, targets in trained.batches:
+        places = split(len(inputs), recipe.num_micros)
+        for worker, part in parts.items():
+            start, stop = places[worker * each][0], places[(worker + 1) * each - 1][1]
+            part.append((inputs[start:stop], targets[start:stop]))
+    journals = [[(entry.unit, entry.worker) for entry in journal] for journal in run.journals]
+    model = asp(trained.build(), units=run.compiled.model.units, journals=journals, parts=parts,
+                loss=trained.loss, optimizer=recipe.optimizer)  # fmt: skip
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["asp(2)", "asp(2, servers=2)", "asp(3, servers=2)", "asp(4)"])
+def test_an_asynchronous_server_equals_its_journal_played_back(strategy):
+    num_workers = int(strategy[4])
+    trained, recipe = subject("mlp"), Recipe(num_micros=2 * num_workers)
+    run = parity.train(trained, plan_for(strategy, recipe.num_micros), recipe)
+    expected = played_back(trained, recipe, run, num_workers)
+    assert parity.largest(parity.difference(run.params[name], value) for name, value in expected.items()) <= parity.BAR
+
+
+@pytest.mark.parametrize(("strategy", "num_workers"), [("asp(2)", 2), ("asp(2, servers=2)", 2)])
+def test_every_push_is_one_update_with_a_version_of_its_own(strategy, num_workers):
+    run = parity.train(subject("mlp"), plan_for(strategy, 4), Recipe())
+    for unit in run.compiled.model.units:
+        versions = [entry.version for entry in sum(run.journals, ()) if entry.unit == unit]
+        assert versions == list(range(1, 5 * num_workers + 1))
