@@ -143,9 +143,7 @@ def forward_only(words: Sequence[Instruction]) -> tuple[Instruction, ...]:
     kept: list[Instruction] = []
     held: set[tuple[int, ...]] = set()
     for index, word in enumerate(words):
-        if isinstance(word, Forward) or (isinstance(word, Send | Recv) and word.value.name == "x"):
-            kept.append(word)
-        elif isinstance(word, Collective) and word.value.name == "y":
+        if _always_kept(word):
             kept.append(word)
         elif isinstance(word, Collective) and word.verb == "join" and _feeds_forward(words, index):
             kept.append(word)
@@ -154,6 +152,13 @@ def forward_only(words: Sequence[Instruction]) -> tuple[Instruction, ...]:
             kept.append(word)
             held.discard(word.value.blocks)
     return tuple(kept)
+
+
+def _always_kept(word: Instruction) -> bool:
+    """Tell whether a word is about the way forward: a forward, an activation, or the sum of partial outputs."""
+    if isinstance(word, Send | Recv | Collective):
+        return word.value.name in {"x", "y"}
+    return isinstance(word, Forward)
 
 
 def _feeds_forward(words: Sequence[Instruction], index: int) -> bool:

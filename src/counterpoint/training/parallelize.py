@@ -51,7 +51,7 @@ class Step:
         if self.team.compiled is None:
             self.build(inputs, count)
         feed = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[], enabled=self.team.draws):
             verdict = self.team.step(self.number, feed)
         self.team.face.stepped()
         self.number += 1

@@ -69,6 +69,7 @@ class Team:
         self.options = options
         self.compiled: Compiled | None = None
         self.parts: Parts | None = None
+        self.draws = True
         self.ranks: dict[int, Rank] = {}
         self.evaluations: dict[int, Model] = {}
 
@@ -92,6 +93,7 @@ class Team:
             return self.compiled
         self.compare_models()
         cut = self.cut(self.model, inputs)
+        self.draws = cut.draws
         self.compiled = compile(self.plan, trainable(cut.spec, self.face), samples_per_micro=max(num_samples, 1))
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
