@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from counterpoint.cutting.cost import Meter
 from counterpoint.cutting.cut import Cut, Seed, Segment, canonical_names, num_bytes, params_of
-from counterpoint.cutting.eager import Inputs, call_of, num_samples, unmarked
+from counterpoint.cutting.eager import Inputs, Modes, call_of, num_samples, unmarked
 from counterpoint.cutting.leaves import Nest, names_of, nest_of
 from counterpoint.cutting.seeds import Seeding, children_of, is_plain_sequential, silent
 from counterpoint.errors import PlanError
@@ -85,6 +85,7 @@ class ChainCut(Cut):
                 "forward and without hooks; use GraphCut, which traces the model"
             )
         self.model = model
+        self._modes = Modes(model)
         self._pieces = _pieces(model)
         self._example = inputs
         self._seams: dict[bool, tuple[Seam, ...]] = {}
@@ -135,13 +136,13 @@ class ChainCut(Cut):
         buffer_slots = tuple(slot for link in links for slot in link.buffers)
         recurrent = tuple(layer for link in links for layer in link.recurrent)
         modules = tuple(link.module for link in links)
-        model, seeding = self.model, self._seeding
+        model, seeding, modes = self.model, self._seeding, self._modes
 
         def run(
             values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
         ) -> tuple[Tensor, ...]:
             if model.training is not training:
-                model.train(training)
+                modes.set(training=training)
             if seeding is not None:
                 seeding.seed = seed
                 seeding.calls.num_calls = dict(before.num_calls)

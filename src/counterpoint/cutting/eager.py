@@ -48,15 +48,36 @@ def num_samples(values: Inputs) -> int:
     return max(1, shapes[0][0]) if shapes else 1
 
 
+class Modes:
+    """The training mode as its user left it: a module that was put into evaluation mode inside stays there.
+
+    Args:
+        model: a model in evaluation mode as a whole is taken to be wholly in training mode while it is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.flags = [(module, module.training or not model.training) for module in model.modules()]
+
+    def set(self, *, training: bool) -> None:
+        """Put the model into the user's training mode, or into evaluation mode."""
+        if not training:
+            self.model.eval()
+            return
+        for module, flag in self.flags:
+            module.training = flag
+
+
 @contextmanager
 def mode_of(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Have the model in training or evaluation mode inside, and every module as it was afterwards."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.train(training)
+    modes = Modes(model)
+    before = [(module, module.training) for module in model.modules()]
+    modes.set(training=training)
     try:
         yield
     finally:
-        for module, flag in flags:
+        for module, flag in before:
             module.training = flag
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from counterpoint.cutting.cost import Meter
 from counterpoint.cutting.cut import Cut, Seed, Segment, num_bytes, params_of
-from counterpoint.cutting.eager import Inputs, call_of, num_samples, unmarked
+from counterpoint.cutting.eager import Inputs, Modes, call_of, num_samples, unmarked
 from counterpoint.cutting.leaves import Nest, names_of, nest_of
 from counterpoint.cutting.seeds import Seeding, silent
 from counterpoint.errors import PlanError
@@ -40,6 +40,7 @@ class WholeCut(Cut):
         )
         super().__init__(ModelSpec((Block((piece,), 0),), params), draws=meter.draws)
         self.model = model
+        self._modes = Modes(model)
         self._seeding = Seeding(model, silent) if meter.draws else None
         self._call = nest_of((self._args, self._kwargs))
         self._is_plain = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
@@ -59,13 +60,14 @@ class WholeCut(Cut):
 
     def _make(self, *, training: bool) -> Segment:
         model, seeding, call, is_plain = self.model, self._seeding, self._call, self._is_plain
+        modes = self._modes
         nest, output_names = self._output(training=training)
 
         def run(
             values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
         ) -> tuple[Tensor, ...]:
             if model.training is not training:
-                model.train(training)
+                modes.set(training=training)
             if seeding is not None:
                 seeding.seed = seed
             if is_plain:

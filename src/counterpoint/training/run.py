@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor, optim
 
 from counterpoint.data.fetch import MapDataset, fingerprint
-from counterpoint.data.sampler import Sampler
+from counterpoint.data.sampler import Cursor, Sampler
 from counterpoint.errors import CheckpointError
-from counterpoint.runtime.vote import Verdict
 from counterpoint.training import saving
 from counterpoint.training.evaluation import Measure, evaluate
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
@@ -78,15 +77,19 @@ class Run:
         self.goals = goals
         self.schedule = schedule
         self.listeners = list(listeners)
-        self.progress = saving.Progress()
-        self.verdict: Verdict | None = None
+        self.progress = self.base = saving.Progress()
         self.evaluated_at = -1
 
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
         steps = self.goals.num_epochs * self.sampler.num_batches
-        return steps if self.goals.max_steps is None else min(steps, self.goals.max_steps)
+        return self.base.step + (steps if self.goals.max_steps is None else min(steps, self.goals.max_steps))
+
+    def go_on_after(self, done: saving.Progress) -> None:
+        """Count on from an earlier fit, at the beginning of the epoch after its last one."""
+        epoch = done.cursor.epoch + (done.cursor.batch > 0)
+        self.progress = self.base = saving.Progress(done.step, Cursor(epoch, 0))
 
     def go(self) -> None:
         """Take all steps that are left."""
@@ -126,7 +129,7 @@ class Run:
             number,
             cursor.epoch,
             verdict.loss,
-            verdict.num_samples,
+            min(verdict.num_samples, len(feed.indices)),
             time.perf_counter() - began,
             verdict.norm,
             verdict.fault,
@@ -167,28 +170,33 @@ class Run:
             "dataset": fingerprint(self.dataset).to_dict(),
             "batch_size": self.sampler.batch_size,
             "seed": self.sampler.seed,
-            "options": plain(numbers(self.team.face.options(0))),
+            "optimizer": self.team.face.kind.__name__,
+            "options": [settings(group) for group in self.team.face.optimizer.param_groups],
         }
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint.
 
         Raises:
-            CheckpointError: it is of another model, dataset, batch size or seed.
+            CheckpointError: it is of another model, dataset, batch size, seed or optimizer; nothing has changed.
         """
         checkpoint = saving.find(path)
-        self.progress, extra = saving.restore(self.team, checkpoint)
+        saving.require_same_model(self.team, checkpoint)
+        extra: Any = checkpoint.state["extra"]
         mine = self.extra()
-        for name in ("dataset", "batch_size", "seed"):
+        for name in ("dataset", "batch_size", "seed", "optimizer"):
             if name in extra and extra[name] != mine[name]:
                 raise CheckpointError(
-                    f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {mine[name]}; its "
-                    "place in the data would mean other samples; resume with the same, or start a new run"
+                    f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {mine[name]}; a run "
+                    "goes on only with the samples and the optimizer it had; resume with the same, or start a new run"
                 )
+        self.progress, _ = saving.restore(self.team, checkpoint)
         if self.schedule is not None and extra.get("schedule") is not None:
             self.schedule.load_state_dict(extra["schedule"])
-            for group, rate in zip(self.team.face.optimizer.param_groups, extra["schedule"]["_last_lr"], strict=False):
-                group["lr"] = rate
+        for group, options in zip(self.team.face.optimizer.param_groups, extra.get("options", ()), strict=False):
+            group.update(
+                {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+            )
 
     def end(self, error: BaseException | None) -> None:
         """Tell the listeners that it is over."""
@@ -202,6 +210,15 @@ def numbers(options: dict[str, Any]) -> dict[str, float]:
         key: float(value)
         for key, value in options.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that are numbers, switches or a few numbers, as a schedule may change them."""
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in group.items()
+        if all(isinstance(item, int | float) for item in (value if isinstance(value, tuple) else (value,)))
     }
 
 

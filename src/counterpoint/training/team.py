@@ -33,7 +33,7 @@ from counterpoint.runtime.build import (
 from counterpoint.runtime.compute import Model
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
-from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights
+from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.vote import Guard, Verdict
 from counterpoint.training.options import Options
 from counterpoint.training.world import World
@@ -208,6 +208,18 @@ class Team:
         with torch.no_grad():
             copy_values(self.model, full)
             copy_values(self.model, store.buffers)
+
+    def take(self) -> None:
+        """Bring the user's model, which may have been changed since :meth:`give_back`, to all ranks."""
+        book, params = self.book(), dict(self.model.named_parameters())
+        buffers = dict(self.model.named_buffers())
+
+        def work(fabric: Fabric) -> None:
+            write_weights(book, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
+            for name, buffer in self.ranks[fabric.rank].interpreter.store.buffers.items():
+                buffer.copy_(buffers[name].clone())
+
+        self.world.run(work)
 
     def close(self) -> None:
         """Leave the world; nothing of it is left running."""

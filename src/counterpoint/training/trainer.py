@@ -116,6 +116,8 @@ class Trainer:
     ) -> History:
         """Train on a dataset; afterwards the model has the trained weights on every rank.
 
+        A second call goes on from the model's weights as they are, with the optimizer's state and new epochs.
+
         Args:
             dataset: map-style, samples ``(inputs..., target)``.
             batch_size: samples of one *global* batch, over all ranks.
@@ -160,6 +162,9 @@ class Trainer:
             with torch.random.fork_rng(devices=[]):
                 if resume is not None:
                     run.resume(Path(resume))
+                elif self.progress.step:
+                    team.take()
+                    run.go_on_after(self.progress)
                 run.go()
         except BaseException as caught:
             error = caught
