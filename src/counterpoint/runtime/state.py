@@ -13,12 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.checkpoint import Piece
-from counterpoint.fabric.fabric import Fabric
+from counterpoint.checkpoint import Piece, whole
+from counterpoint.checkpoint.piece import dtype_name, torch_dtype
+from counterpoint.errors import CheckpointError
+from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.program.text import format_unit
 from counterpoint.runtime.arena import WHOLE, Layout, Slot, Span, lay_out
 from counterpoint.runtime.build import Holding, Parts, Rank, holdings, slice_of, slices_of
 from counterpoint.runtime.store import UnitStore
+
+ONE_FOR_ALL: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep as one number for a whole tensor, however small that tensor is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +186,12 @@ def target_ranges(store: UnitStore, layouts: Sequence[Layout], span: Span) -> li
     return [slots[name] for name in store.params]
 
 
-def pieces_of(book: Book, rank: Rank) -> tuple[list[Piece], dict[str, dict[str, float]]]:
+def pieces_of(book: Book, rank: Rank) -> tuple[list[Piece], dict[str, dict[str, Json]]]:
     """Return what this rank writes into a checkpoint, and the optimizer's plain numbers by parameter."""
     me = rank.interpreter.fabric.rank
     mine = [holding for holding in book.holdings() if holding.rank == me]
     pieces = [piece for holding in mine for piece in _weight_pieces(book, rank, holding)]
-    scalars: dict[str, dict[str, float]] = {}
+    scalars: dict[str, dict[str, Json]] = {}
     index = book.parts.program.rows[me].slice_index
     for target in targets_of(book, rank):
         if target.unit not in {holding.unit for holding in mine}:
@@ -194,17 +199,40 @@ def pieces_of(book: Book, rank: Rank) -> tuple[list[Piece], dict[str, dict[str, 
         for key, value in target.optimizer.state.get(target.tensor, {}).items():
             for slot, first, last in target.slots():
                 name = f"{slot.name}{book.suffix(slot.name, index)}"
-                if is_plain_number(key, value):
-                    scalars.setdefault(name, {})[key] = float(value)
-                else:
+                if is_plain_number(key, value, target.tensor):
+                    scalars.setdefault(name, {})[key] = write_number(key, value)
+                elif value.shape == target.tensor.shape:
                     part = value.reshape(-1)[first - target.start : last - target.start].contiguous()
                     pieces.append(Piece(f"optimizer.{key}:{name}", part, slot.shape, first - slot.start))
+                else:  # of an optimizer that looks at whole tensors, so that the target is the whole parameter
+                    pieces.append(whole(f"optimizer.{key}:{name}", value))
     return pieces, scalars
 
 
-def is_plain_number(key: str, value: object) -> bool:
+def is_plain_number(key: str, value: object, target: Tensor) -> bool:
     """Tell whether an entry of an optimizer's state is one number for all elements, as its step count is."""
-    return not isinstance(value, Tensor) or (key == "step" and value.numel() == 1)
+    return not isinstance(value, Tensor) or (value.numel() == 1 and (key in ONE_FOR_ALL or target.numel() > 1))
+
+
+def write_number(key: str, value: object) -> Json:
+    """Return a plain number as JSON, a tensor's with its dtype; :func:`read_number` is its opposite.
+
+    Raises:
+        CheckpointError: the optimizer keeps something that is no number.
+    """
+    if isinstance(value, Tensor):
+        return [value.item(), dtype_name(value.dtype)]
+    if value is None or isinstance(value, int | float):
+        return value
+    raise CheckpointError(
+        f"the optimizer keeps {key!r} as a {type(value).__name__}; a checkpoint holds tensors and numbers: "
+        "keep it in one of these, or train without checkpoints"
+    )
+
+
+def read_number(saved: Any) -> Any:  # noqa: ANN401 - JSON in, a number or a tensor of one out
+    """Return what :func:`write_number` was given."""
+    return torch.tensor(saved[0], dtype=torch_dtype(saved[1])) if isinstance(saved, list) else saved
 
 
 def _weight_pieces(book: Book, rank: Rank, holding: Holding) -> Iterator[Piece]:
@@ -222,7 +250,7 @@ def restore_optimizers(
     rank: Rank,
     keys: Sequence[str],
     read: Callable[[str, str], Tensor | None],
-    scalars: Mapping[str, Mapping[str, float]],
+    scalars: Mapping[str, Mapping[str, Json]],
 ) -> None:
     """Put saved optimizer state into this rank's optimizers.
 
@@ -237,23 +265,25 @@ def restore_optimizers(
         slots = target.slots()
         state: dict[str, Any] = {}
         for key in keys:
-            parts = [_saved_part(book, rank, read(key, slot.name), where) for where in slots for slot in where[:1]]
-            found = [part for part in parts if part is not None]
-            if found and len(found) == len(slots):
-                state[key] = torch.cat(found).view(target.tensor.shape).clone()
+            fulls = [full for slot, _, _ in slots if (full := read(key, slot.name)) is not None]
+            if fulls and len(fulls) == len(slots):
+                state[key] = _saved_state(book, rank, fulls, target)
         for key, number in scalars.get(slots[0][0].name, {}).items():
-            state[key] = torch.tensor(number, dtype=torch.float32)
-        if state:
-            target.optimizer.state[target.tensor] = state
+            state[key] = read_number(number)
+        target.optimizer.state[target.tensor] = state
 
 
-def _saved_part(book: Book, rank: Rank, full: Tensor | None, where: tuple[Slot, int, int]) -> Tensor | None:
-    if full is None:
-        return None
-    slot, first, last = where
+def _saved_state(book: Book, rank: Rank, fulls: Sequence[Tensor], target: Target) -> Tensor:
+    """Return a target's part of the state of the parameters that it covers; state of another shape is not cut."""
     row = book.parts.program.rows[rank.interpreter.fabric.rank]
-    local = slice_of(full, slices_of(book.parts.spec).get(slot.name), (row.slice_index, row.num_slices))
-    return local.reshape(-1)[first - slot.start : last - slot.start]
+    shapes = {param.name: param.shape for param in book.parts.spec.params}
+    parts = []
+    for full, (slot, first, last) in zip(fulls, target.slots(), strict=True):
+        if tuple(full.shape) != shapes[slot.name]:
+            return full
+        local = slice_of(full, slices_of(book.parts.spec).get(slot.name), (row.slice_index, row.num_slices))
+        parts.append(local.reshape(-1)[first - slot.start : last - slot.start])
+    return torch.cat(parts).view(target.tensor.shape)
 
 
 def frozen_values(model: nn.Module) -> dict[str, Tensor]:

@@ -194,9 +194,7 @@ class Run:
         if self.schedule is not None and extra.get("schedule") is not None:
             self.schedule.load_state_dict(extra["schedule"])
         for group, options in zip(self.team.face.optimizer.param_groups, extra.get("options", ()), strict=False):
-            group.update(
-                {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-            )
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
 
     def end(self, error: BaseException | None) -> None:
         """Tell the listeners that it is over."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from counterpoint.checkpoint import Checkpoint, Draft, Piece, ShardRecord, begin, commit, latest, write_shard
+from counterpoint.checkpoint import Checkpoint, Draft, Piece, ShardRecord, begin, commit, fingerprint, write_shard
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
@@ -96,7 +97,7 @@ def _finish(
     failed = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(sent) if failure]
     path, failure = folder.parent, "; ".join(failed)
     if draft is not None and not failure:
-        merged: dict[str, dict[str, float]] = {}
+        merged: dict[str, Json] = {}
         for _, scalars, _ in sent:
             merged.update(scalars)
         state = {
@@ -105,11 +106,12 @@ def _finish(
             "plan": str(team.plan),
             "scalars": merged,
             "slices": {name: list(how) for name, how in slices_of(team.parts.spec).items()} if team.parts else {},
+            "model": model_print(team),
             "extra": dict(extra),
         }
         try:
             records = [ShardRecord.from_json(text) for text, _, _ in sent]
-            path = commit(draft, records, state=state, model=model_print(team), keep=keep)
+            path = commit(draft, records, state=state, keep=keep)
         except CheckpointError as error:
             failure = str(error)
     if draft is not None and failure:
@@ -128,22 +130,38 @@ def buffers_of(team: Team, rank: Any) -> list[tuple[str, Tensor]]:  # noqa: ANN4
 
 
 def model_print(team: Team) -> dict[str, str]:
-    """Return one line per parameter, by which another model is recognised."""
-    return {name: f"{param.dtype} {tuple(param.shape)}" for name, param in team.model.named_parameters()}
+    """Return one line per parameter and saved buffer, by which another model is recognised."""
+    params = dict(team.model.named_parameters())
+    kept = team.model.state_dict().keys()
+    prints = fingerprint({**params, **{name: value for name, value in team.model.named_buffers() if name in kept}})
+    return {
+        name: kind if name not in params or params[name].requires_grad else f"{kind} frozen"
+        for name, kind in prints.items()
+    }
 
 
 def find(path: Path) -> Checkpoint:
-    """Return the checkpoint at a path, or the newest intact one in a folder of checkpoints.
+    """Return the checkpoint at a path, or the newest intact one in a folder of checkpoints; warn of damaged newer ones.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     if (path / "manifest.json").exists() or not path.is_dir():
         return Checkpoint.open(path)
-    found = latest(path)
-    if found is None:
-        return Checkpoint.open(path)
+    found = Checkpoint.open(path)
+    for skipped in found.skipped:
+        warnings.warn(f"{skipped.reason}; resumed from {found.folder.name} instead", RuntimeWarning, stacklevel=2)
     return found
+
+
+def require_same_model(team: Team, checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint is of this model, before anything is changed.
+
+    Raises:
+        CheckpointError: it is of another; the first differences are listed.
+    """
+    saved = cast("dict[str, str]", checkpoint.state["model"])  # by the names of the model, not of its slices
+    replace(checkpoint, manifest=replace(checkpoint.manifest, model=saved)).check_model(model_print(team))
 
 
 def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any]]:
@@ -151,11 +169,7 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
 
     Returns:
         How far the saved run had come, and what was kept with it.
-
-    Raises:
-        CheckpointError: it is of another model.
     """
-    checkpoint.check_model(model_print(team))
     state: Any = checkpoint.state
     reader = _Reader(checkpoint, state["slices"])
     book = team.book()
