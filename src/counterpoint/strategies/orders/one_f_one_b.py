@@ -10,7 +10,7 @@ from counterpoint.strategies.orders.order import Place, Turn
 def one_f_one_b(place: Place) -> Iterator[Turn]:
     """Warm up, then alternate one forward with one backward, then drain.
 
-    At most ``warmup + 1`` microbatches are in flight on a replica; the bubble is that of :func:`gpipe`.
+    At most ``warmup + 1`` microbatches are in flight on a replica; the bubble is that of ``gpipe``.
 
     Source:
         Narayanan et al., PipeDream, SOSP 2019, section 3.2; with a flush, Narayanan et al., ICML 2021.
