@@ -183,8 +183,8 @@ def test_damage_that_no_law_names_yet(damage):
 
 
 CROSSING = """\
-F0.0 x1.0>1 F0.1 release(x1.0) x1.1>1 release(x1.1) g0.0<1 B0.0 g0.1<1 B0.1 U0
-x1.0<0 F1.0 B1.0 release(x1.0) g0.0>0 release(g0.0) x1.1<0 F1.1 B1.1 g0.1>0 U1"""
+F0.0 x1.0>1 F0.1 release(x1.0) x1.1>1 release(x1.1) g0.0<1 B0.0 g0.1<1 B0.1 commit@0 U0
+x1.0<0 F1.0 B1.0 release(x1.0) g0.0>0 release(g0.0) x1.1<0 F1.1 B1.1 g0.1>0 commit@1 U1"""
 
 
 def test_sends_that_cross_deadlock_as_soon_as_nothing_buffers_them():

@@ -11,19 +11,28 @@ from counterpoint.program.walk import walk
 from tests.laws.compositions import compiled
 from tests.program.damage import edited, judge_text
 
-TWO = """\
-F0.0 x1.0>1 F0.1 x1.1>1 g0.0<1 B0.0 U0 | F0.+2 x1.+2>1 g0.+1<1 B0.+1:-1 U0 | g0.+1<1 B0.+1:-1 U0
-x1.0<0 F1.0 B1.0 g0.0>0 U1 | x1.+1<0 F1.+1 B1.+1 g0.+1>0 U1 | x1.+1<0 F1.+1 B1.+1 g0.+1>0 U1"""
+TWO = "\n".join(
+    [
+        "F0.0 x1.0>1 F0.1 x1.1>1 g0.0<1 B0.0 commit@0 U0"
+        " | F0.+2 x1.+2>1 g0.+1<1 B0.+1:-1 commit@0 U0"
+        " | g0.+1<1 B0.+1:-1 commit@0 U0",
+        "x1.0<0 F1.0 B1.0 g0.0>0 commit@1 U1"
+        " | x1.+1<0 F1.+1 B1.+1 g0.+1>0 commit@1 U1"
+        " | x1.+1<0 F1.+1 B1.+1 g0.+1>0 commit@1 U1",
+    ]
+)
 
 THREE = "\n".join(
     [
-        "F0.0 x1.0>1 F0.1 x1.1>1 F0.2 x1.2>1 g0.0<1 B0.0 U0 F0.3 x1.3>1 g0.1<1 B0.1:-1 U0"
-        " | F0.+4 x1.+4>1 g0.+2<1 B0.+2:-2 U0 | g0.+2<1 B0.+2:-2 U0 g0.+3<1 B0.+3:-2 U0",
-        "x1.0<0 F1.0 x2.0>2 x1.1<0 F1.1 x2.1>2 g1.0<2 B1.0 g0.0>0 U1 x1.2<0 F1.2 x2.2>2 g1.1<2 B1.1:-1 g0.1>0 U1"
-        " | x1.+3<0 F1.+3 x2.+3>2 g1.+2<2 B1.+2:-1 g0.+2>0 U1"
-        " | x1.+3<0 F1.+3 x2.+3>2 g1.+2<2 B1.+2:-1 g0.+2>0 U1 g1.+3<2 B1.+3:-1 g0.+3>0 U1",
-        "x2.0<1 F2.0 B2.0 g1.0>1 U2 x2.1<1 F2.1 B2.1 g1.1>1 U2 | x2.+2<1 F2.+2 B2.+2 g1.+2>1 U2"
-        " | x2.+2<1 F2.+2 B2.+2 g1.+2>1 U2 x2.+3<1 F2.+3 B2.+3 g1.+3>1 U2",
+        "F0.0 x1.0>1 F0.1 x1.1>1 F0.2 x1.2>1 g0.0<1 B0.0 commit@0 U0 F0.3 x1.3>1 g0.1<1 B0.1:-1 commit@0 U0"
+        " | F0.+4 x1.+4>1 g0.+2<1 B0.+2:-2 commit@0 U0 | g0.+2<1 B0.+2:-2 commit@0 U0 g0.+3<1 B0.+3:-2 commit@0 U0",
+        "x1.0<0 F1.0 x2.0>2 x1.1<0 F1.1 x2.1>2 g1.0<2 B1.0 g0.0>0 commit@1 U1"
+        " x1.2<0 F1.2 x2.2>2 g1.1<2 B1.1:-1 g0.1>0 commit@1 U1"
+        " | x1.+3<0 F1.+3 x2.+3>2 g1.+2<2 B1.+2:-1 g0.+2>0 commit@1 U1"
+        " | x1.+3<0 F1.+3 x2.+3>2 g1.+2<2 B1.+2:-1 g0.+2>0 commit@1 U1 g1.+3<2 B1.+3:-1 g0.+3>0 commit@1 U1",
+        "x2.0<1 F2.0 B2.0 g1.0>1 commit@2 U2 x2.1<1 F2.1 B2.1 g1.1>1 commit@2 U2"
+        " | x2.+2<1 F2.+2 B2.+2 g1.+2>1 commit@2 U2"
+        " | x2.+2<1 F2.+2 B2.+2 g1.+2>1 commit@2 U2 x2.+3<1 F2.+3 B2.+3 g1.+3>1 commit@2 U2",
     ]
 )
 STREAMS = pytest.mark.parametrize(("text", "stages"), [(TWO, 2), (THREE, 3)], ids=["two stages", "three stages"])
@@ -82,25 +91,25 @@ def test_a_repetition_starts_the_microbatches_that_enter_block_0():
 
 def test_a_stream_that_reads_the_wrong_version_breaks_law_5():
     with pytest.raises(ProgramError, match="forward used version 0 of weight0, backward 1") as caught:
-        judge_text(edited(TWO, ((0, "B0.+1:-1 U0 |", "B0.+1 U0 |"),)), staleness=1)
+        judge_text(edited(TWO, ((0, "B0.+1:-1 commit@0 U0 |", "B0.+1 commit@0 U0 |"),)), staleness=1)
     assert caught.value.law == 5
 
 
 def test_a_stream_whose_body_leaves_other_things_behind_than_it_found_cannot_go_on():
     """Twice it works out: microbatch 5 went forward in the prologue. A third time it would go forward again."""
-    text = "F0.0 F0.1 F0.5 | F0.+2 B0.+0 | B0.+0 B0.+1 F0.+2 B0.+2 B0.+3 U0"
+    text = "F0.0 F0.1 F0.5 | F0.+2 B0.+0 | B0.+0 B0.+1 F0.+2 B0.+2 B0.+3 commit@0 U0"
     with pytest.raises(ProgramError, match="the body does not leave behind what it found") as caught:
         judge_text(text)
     assert caught.value.law == 7
-    judge_text("F0.0 F0.1 | F0.+2 B0.+0 | B0.+0 B0.+1 U0")
+    judge_text("F0.0 F0.1 | F0.+2 B0.+0 | B0.+0 B0.+1 commit@0 U0")
 
 
 @pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="the induction does not look at versions")
 def test_a_stream_that_reads_the_right_version_twice_but_not_a_third_time_breaks_law_7():
     """Stage 0 of 4 as its last prologue forward comes one update late: only the third body would meet it."""
     text = (
-        "F0.0 F0.1 F0.2 F0.3 B0.0 U0 F0.4 B0.1:-1 U0 B0.2:-2 U0 F0.5"
-        " | F0.+6 B0.+3:-3 U0 | B0.+3:-2 U0 B0.+4:-3 U0 B0.+5:-3 U0"
+        "F0.0 F0.1 F0.2 F0.3 B0.0 commit@0 U0 F0.4 B0.1:-1 commit@0 U0 B0.2:-2 commit@0 U0 F0.5"
+        " | F0.+6 B0.+3:-3 commit@0 U0 | B0.+3:-2 commit@0 U0 B0.+4:-3 commit@0 U0 B0.+5:-3 commit@0 U0"
     )
     with pytest.raises(ProgramError) as caught:
         judge_text(text, staleness=3)
