@@ -49,16 +49,7 @@ class Connections:
         if meeting is None:
             raise RuntimeError("the fabric has been closed")
         place = f"{name}/{'.'.join(map(str, group))}"
-        meeting.store.set(f"{place}/{self._rank}", "here")
-        began = time.monotonic()
-        missing = await_keys(meeting.store, [f"{place}/{member}" for member in group], self._deadline_s)
-        if missing:
-            late = ranks([group[index] for index in missing])
-            raise PeerError(
-                f"rank {self._rank} waited {time.monotonic() - began:.1f} s for {late} to join the group of "
-                f"{ranks(group)}; all "
-                f"members must start a collective of this group: look at what {late} did instead"
-            )
+        self._gather_at(meeting.store, f"{place}/came", group)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
         options._devices = [meeting.device]  # noqa: SLF001
         options._timeout = timedelta(seconds=self._deadline_s)  # noqa: SLF001
@@ -67,7 +58,25 @@ class Connections:
         # torch's stubs know neither this way to make it nor most of its calls
         gloo: Gloo = ProcessGroupGloo(store, place_in_group, len(group), options)  # type: ignore[assignment]
         self._open.append(gloo)
+        self._gather_at(meeting.store, f"{place}/joined", group)  # one that leaves early must not cut off the others
         return gloo
+
+    def _gather_at(self, store: PrefixStore, place: str, group: Sequence[int]) -> None:
+        """All members are at this place.
+
+        Raises:
+            PeerError: some have not come when the deadline passes.
+        """
+        began = time.monotonic()
+        store.set(f"{place}/{self._rank}", "here")
+        missing = await_keys(store, [f"{place}/{member}" for member in group], self._deadline_s)
+        if missing:
+            late = ranks([group[index] for index in missing])
+            waited_s = time.monotonic() - began
+            raise PeerError(
+                f"rank {self._rank} waited {waited_s:.1f} s for {late} to join the group of {ranks(group)}; all "
+                f"members must start a collective of this group: look at what {late} did instead"
+            )
 
     def post_reason(self, reason: str) -> None:
         """The other ranks can read why this one stops, unless another was first or the store is gone."""

@@ -110,9 +110,9 @@ class Lane:
         """The collective is complete on this rank; a PeerError where the members disagree, otherwise as `wait_for`."""
         end = time.monotonic() + deadline_s
         while not start.launched and start.error is None:
-            oldest = next(iter(self._queue.copy()), None)  # the deputy may launch it in the meantime
-            if oldest is not None:
-                wait_for(oldest.announcement, end - time.monotonic())
+            with self._lock:  # where the deputy is just launching it, this waits until it has
+                oldest = self._queue[0] if self._queue else start
+            wait_for(oldest.announcement, end - time.monotonic())
             self.advance()
         if start.error is not None:
             raise start.error
