@@ -20,7 +20,7 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Serve
+from counterpoint.program.instruction import Release, Serve
 from counterpoint.runtime.build import (
     Parts,
     Rank,
@@ -94,7 +94,9 @@ class Team:
         self.compare_models()
         cut = self.cut(self.model, inputs)
         self.draws = cut.draws
-        self.compiled = compile(self.plan, trainable(cut.spec, self.face), samples_per_micro=max(num_samples, 1))
+        spec = with_unused(trainable(cut.spec, self.face))
+        self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
+        self.require_whole_parameters()
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
         self.parts = Parts(
@@ -107,10 +109,12 @@ class Team:
             self.options.seed,
         )
         first = self.world.fabrics[0].rank
+        words = (word for _, word in self.compiled.program.words())
+        frees_weights = any(isinstance(word, Release) and word.value.name == "weight" for word in words)
         for fabric in self.world.fabrics:
             own_cut, model = cut, self.model
-            if isinstance(cut, WholeCut) and fabric.rank != first:
-                model = copy.deepcopy(self.model)
+            if isinstance(cut, WholeCut) and (frees_weights or fabric.rank != first):
+                model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
                 own_cut = self.cut(model, inputs)
             rank = build_rank(self.parts, own_cut, model, fabric)
             rank.interpreter.compute.unused = self.options.unused
@@ -126,6 +130,21 @@ class Team:
             return cut_model(model, call_form(inputs), need="chain", dims=self.options.dims)
         except PlanError:
             return cut_model(model, call_form(inputs), need="none", dims=self.options.dims)
+
+    def require_whole_parameters(self) -> None:
+        """Check that nobody slices what the optimizer has to see in one piece.
+
+        Raises:
+            PlanError: the plan does.
+        """
+        assert self.compiled is not None, "compiled"
+        names = [name for block in self.compiled.model.blocks if block.split for name, _ in block.split.slices]
+        if names and not self.face.is_elementwise:
+            raise PlanError(
+                f"{self.face.kind.__name__} may look at whole tensors, but under {self.plan} a rank has only a slice "
+                f"of {names[0]} and {len(names) - 1} others; its updates would be others than without the plan: take "
+                "an optimizer that treats every number apart (AdamW, SGD), or data, zero or pipeline"
+            )
 
     def compare_models(self) -> None:
         """Check that all processes hold the same model and plan, and give all of them rank 0's values.
@@ -229,3 +248,21 @@ class Team:
 def trainable(spec: ModelSpec, face: Face) -> ModelSpec:
     """Return the model without its frozen parameters, which no gradient and no update is about."""
     return replace(spec, params=tuple(param for param in spec.params if param.name in face.group_of))
+
+
+def with_unused(spec: ModelSpec) -> ModelSpec:
+    """Return the model with the parameters that no piece reads given to one, so that they are trained or missed."""
+    read = {name for piece in spec.pieces for name in piece.params}
+    unused = tuple(param.name for param in spec.params if param.name not in read)
+    if not unused:
+        return spec
+    index, piece = next(((i, piece) for i, piece in enumerate(spec.pieces) if piece.split is None), (0, spec.pieces[0]))
+    adopted = replace(piece, params=(*piece.params, *unused))
+    blocks = tuple(
+        replace(
+            block,
+            pieces=tuple(adopted if at == index else piece for at, piece in enumerate(block.pieces, block.first_piece)),
+        )
+        for block in spec.blocks
+    )
+    return replace(spec, blocks=blocks)

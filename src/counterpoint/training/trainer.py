@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from counterpoint.compiler.compile import Compiled
 from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler, split
-from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.errors import CheckpointError, CounterpointError, DataError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Face, Factory
@@ -141,8 +141,10 @@ class Trainer:
         """
         if save_every is not None and save_to is None:
             raise PlanError(f"save_every={save_every} says when, but not where; give save_to=FOLDER as well")
-        team = self.ready_team(dataset, batch_size)
+        if self.team is None and not self.has_fixed_micros:
+            self.plan = self.plan.with_microbatches_for(batch_size)
         self.plan.require_batch(batch_size)
+        team = self.ready_team(dataset, batch_size)
         goals = Goals(
             epochs,
             max_steps,
@@ -173,8 +175,18 @@ class Trainer:
             self.progress = run.progress
             run.end(error)
             if error is not None:
-                self.close()
+                self.leave(team, error)
         return history
+
+    def leave(self, team: Team, error: BaseException) -> None:
+        """End the connection after an error; where all ranks are here, the model gets what was learned before it."""
+        try:
+            if len(team.world.fabrics) == team.plan.num_ranks:
+                team.give_back()
+        except CounterpointError as also:
+            error.add_note(f"the model has the weights it had before fit(), because giving them back failed: {also}")
+        finally:
+            self.close()
 
     def evaluate(
         self, dataset: MapDataset, *, measure: Measure | None = None, batch_size: int | None = None
@@ -202,17 +214,30 @@ class Trainer:
 
     def ready_team(self, dataset: MapDataset, batch_size: int) -> Team:
         """Return the ranks, made and built for microbatches of this dataset if they are not yet."""
+        if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch"))):
+            raise DataError(
+                f"a {type(dataset).__name__} is no map-style dataset: it has no length, or no sample for an index; pass "
+                "the dataset itself, not a loader: batches, order and sharding are the trainer's"
+            )
         if self.team is None:
             if not self.has_fixed_micros:
                 self.plan = self.plan.with_microbatches_for(batch_size)
             world = open_world(self.environment, self.plan.num_ranks, self.options.deadline_s)
             self.team = Team(world, self.plan, self.model, self.loss, self.face, self.options)
         if self.team.compiled is None:
+            self.build(self.team, dataset, batch_size)
+        return self.team
+
+    def build(self, team: Team, dataset: MapDataset, batch_size: int) -> None:
+        """Build the ranks for microbatches of this dataset; if that fails, nothing is left of them."""
+        try:
             first, stop = split(min(batch_size, len(dataset)), self.plan.num_micros)[0]
             indices = Sampler(len(dataset), max(stop - first, 1), shuffle="sequential").batch(0, 0)
             feed = DatasetFeed(dataset, indices, 1)
-            self.team.build(feed.inputs(0), len(indices))
-        return self.team
+            team.build(feed.inputs(0), len(indices))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the connection to the other ranks; the model keeps its weights."""
