@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,7 +91,8 @@ def bind(parts: Parts, cut: Cut, words: Sequence[Any], *, training: bool) -> Mod
     for first, stop in boundaries(fuse(words)):
         last = parts.spec.blocks[stop - 1]
         pieces = (parts.spec.blocks[first].first_piece, last.first_piece + len(last.pieces))
-        segments[first, stop] = cut.segment(*pieces, training=training)
+        read = tuple(dict.fromkeys(name for block in parts.spec.blocks[first:stop] for name in block.params))
+        segments[first, stop] = replace(cut.segment(*pieces, training=training), params=read)
     return Model(
         segments=segments,
         num_blocks=parts.spec.num_blocks,

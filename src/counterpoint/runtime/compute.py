@@ -144,14 +144,16 @@ class Compute:
     def lose(self, outputs: Sequence[Tensor], micro: int) -> Tensor:
         """Return the microbatch's part of the step's loss, and note its mean loss."""
         assert self.feed is not None, "a step has begun"
-        loss = self.model.loss(self.model.unflatten(outputs), self.feed.targets(micro))
-        if loss.dim() > 0:
+        loss: Any = self.model.loss(self.model.unflatten(outputs), self.feed.targets(micro))
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise DataError(
-                f"the loss of microbatch {micro} has the shape {tuple(loss.shape)}; it must be one number, the "
-                "mean over the samples: leave reduction='mean'"
+                f"the loss of microbatch {micro} {found}; it must be a tensor of one number, the mean over the "
+                "samples: leave reduction='mean', and return it before item() or float()"
             )
         self.losses[micro] = float(loss.detach())
-        return loss * self.weights[micro] if self.weights[micro] != 1.0 else loss
+        weighted: Tensor = loss * self.weights[micro] if self.weights[micro] != 1.0 else loss
+        return weighted
 
     def backward(self, first: int, last: int, micro: int) -> None:
         """Run blocks ``last`` down to ``first`` backward; gradients are added to the parameters'."""

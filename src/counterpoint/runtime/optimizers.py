@@ -115,8 +115,7 @@ def squared_norm(gradients: Iterable[Tensor]) -> float:
     """Return the sum of squares over all gradients, added up in float64."""
     total = 0.0
     for gradient in gradients:
-        norm = torch.linalg.vector_norm(
-            gradient.detach(), dtype=None if gradient.dtype == torch.float64 else torch.float32
-        )
+        dense = gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
+        norm = torch.linalg.vector_norm(dense, dtype=None if dense.dtype == torch.float64 else torch.float32)
         total += float(norm) ** 2
     return total

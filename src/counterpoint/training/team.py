@@ -20,7 +20,8 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Release, Serve
+from counterpoint.program.instruction import Collective, Commit, Release, Serve
+from counterpoint.program.program import Program
 from counterpoint.runtime.build import (
     Parts,
     Rank,
@@ -108,10 +109,11 @@ class Team:
             Guard(self.options.clip_norm, self.options.watch, self.options.nonfinite),
             self.options.seed,
         )
-        first = self.world.fabrics[0].rank
+        first, groups = self.world.fabrics[0].rank, groups_of(self.parts.program)
         words = (word for _, word in self.compiled.program.words())
         frees_weights = any(isinstance(word, Release) and word.value.name == "weight" for word in words)
         for fabric in self.world.fabrics:
+            fabric.form(groups)
             own_cut, model = cut, self.model
             if isinstance(cut, WholeCut) and (frees_weights or fabric.rank != first):
                 model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
@@ -243,6 +245,12 @@ class Team:
     def close(self) -> None:
         """Leave the world; nothing of it is left running."""
         self.world.close()
+
+
+def groups_of(program: Program) -> list[tuple[int, ...]]:
+    """Return every group that a program's words name, and that of all ranks, in the same order on every rank."""
+    words = (word for _, word in program.words() if isinstance(word, Collective | Commit))
+    return sorted({tuple(range(program.num_ranks)), *(word.group for word in words)})
 
 
 def trainable(spec: ModelSpec, face: Face) -> ModelSpec:

@@ -216,8 +216,8 @@ class Trainer:
         """Return the ranks, made and built for microbatches of this dataset if they are not yet."""
         if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch"))):
             raise DataError(
-                f"a {type(dataset).__name__} is no map-style dataset: it has no length, or no sample for an index; pass "
-                "the dataset itself, not a loader: batches, order and sharding are the trainer's"
+                f"a {type(dataset).__name__} is no map-style dataset: it has no length, or no sample for an index; "
+                "pass the dataset itself, not a loader: batches, order and sharding are the trainer's"
             )
         if self.team is None:
             if not self.has_fixed_micros:
