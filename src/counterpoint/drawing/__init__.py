@@ -1,0 +1,1 @@
+"""Programs and traces made visible: text grid, SVG, HTML report, Perfetto."""

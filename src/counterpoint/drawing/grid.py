@@ -1,0 +1,154 @@
+"""Traces and programs as plain text, for terminals and doctests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from counterpoint.drawing.kinds import short_name
+from counterpoint.drawing.scale import format_tick, round_step, ticks, time_unit
+from counterpoint.program.program import Program
+from counterpoint.program.text import format_row
+from counterpoint.program.trace import Event, Trace
+
+
+def draw_grid(trace: Trace, *, tick_s: float | None, width: int = 100, most_ranks: int = 32) -> str:
+    """Return what every rank computes, one line per rank, time from left to right.
+
+    A name such as ``F0`` is a forward of microbatch 0, ``=`` goes on with it, and ``.`` computes nothing. A cell shows
+    what took most of its time.
+
+    Args:
+        trace: what to draw.
+        tick_s: the seconds of one column; None for one character per equal part of the step.
+        width: characters of a line; ticks that do not fit are left out and counted below.
+        most_ranks: lines for ranks; further ranks are counted below.
+
+    Example:
+        >>> print(draw_grid(Trace((Event(0, 0, "F0.0", 0, 1, "compute"),), 1, "simulated"), tick_s=1))
+        tick   0
+        rank 0 F0
+
+    Raises:
+        ValueError: a tick that takes no time.
+    """
+    if tick_s is not None and not tick_s > 0:
+        raise ValueError(f"tick_s is {tick_s}; a column stands for some time; give seconds above 0, or None")
+    ranks = range(min(trace.num_ranks, max(1, most_ranks)))
+    heads = [f"rank {rank} " for rank in ranks]
+    indent = max((len(head) for head in heads), default=0)
+    computes = {rank: list(events) for rank, events in groupby(_computes(trace), lambda event: event.rank)}
+    rows = [computes.get(rank, []) for rank in ranks]
+    room = max(1, width - indent)
+    ruler, lines, notes = _by_tick(trace, rows, tick_s, room) if tick_s else _by_share(trace, rows, room)
+    if len(ranks) < trace.num_ranks:
+        notes = [*notes, f"and {trace.num_ranks - len(ranks)} more ranks"]
+    drawn = [ruler[0].ljust(indent) + ruler[1], *(a.ljust(indent) + b for a, b in zip(heads, lines, strict=True))]
+    return "\n".join(line.rstrip() for line in [*drawn, *notes])
+
+
+def _computes(trace: Trace) -> Iterator[Event]:
+    return (event for event in trace.events if event.lane == "compute" and event.seconds > 0)
+
+
+_Drawn = tuple[tuple[str, str], list[str], list[str]]
+"""The ruler and its name, one line per rank, notes."""
+
+
+def _by_tick(trace: Trace, rows: Sequence[Sequence[Event]], tick_s: float, room: int) -> _Drawn:
+    num_ticks = math.ceil(trace.step_s / tick_s - 1e-6)
+    longest = max((len(short_name(event.words)) for row in rows for event in row), default=1)
+    cell = longest + 1
+    shown = min(num_ticks, max(1, (room + 1) // cell))
+    every = math.ceil((len(str(max(0, shown - 1))) + 1) / cell)
+    ruler = ""
+    for at in range(0, shown, every):
+        ruler = f"{ruler.ljust(at * cell)}{at}"
+    lines = [" ".join(text.ljust(longest) for text in _cells(_fillers(row, tick_s, shown), longest)) for row in rows]
+    left_out = num_ticks - shown
+    return ("tick", ruler), lines, [f"and {left_out} more ticks of {num_ticks}"] if left_out else []
+
+
+def _cells(fillers: Sequence[Event | None], longest: int) -> Iterator[str]:
+    for event, run in groupby(fillers, lambda event: event):
+        for at, _ in enumerate(run):
+            yield "." if event is None else "=" * longest if at else short_name(event.words)
+
+
+def _by_share(trace: Trace, rows: Sequence[Sequence[Event]], room: int) -> _Drawn:
+    span_s = trace.step_s
+    if span_s == 0:
+        return ("time", "0"), ["" for _ in rows], []
+    lines = []
+    for row in rows:
+        runs = groupby(_fillers(row, span_s / room, room), lambda event: event)
+        lines.append("".join(_bar(event, sum(1 for _ in run)) for event, run in runs))
+    times, unit = time_unit(span_s)
+    most = max(1, min(8, room // 10))
+    step = round_step(span_s * times, most)
+    ruler = ""
+    for tick in ticks(0, span_s * times, most):
+        at = min(room - 1, round(tick / (span_s * times) * room))
+        ruler = f"{ruler.ljust(at)}{format_tick(tick, step)}"
+    return (unit, ruler[:room]), lines, []
+
+
+def _bar(event: Event | None, length: int) -> str:
+    return "." * length if event is None else short_name(event.words)[:length].ljust(length, "=")
+
+
+def _fillers(events: Sequence[Event], column_s: float, num_columns: int) -> list[Event | None]:
+    """Return what takes most of each column: one of the events, or None for idle time."""
+    best: list[Event | None] = [None] * num_columns
+    taken = [0.0] * num_columns
+    idle = [1.0] * num_columns
+    for event in events:
+        start, stop = event.start_s / column_s, event.stop_s / column_s
+        for at in range(max(0, math.floor(start)), min(num_columns, math.ceil(stop))):
+            part = min(stop, at + 1) - max(start, at)
+            idle[at] -= part
+            if part > taken[at]:
+                best[at], taken[at] = event, part
+    return [event if idle[at] <= 0.5 else None for at, event in enumerate(best)]
+
+
+def draw_rows(program: Program, *, most_ranks: int = 16, width: int = 100) -> str:
+    """Return the program's text with the rank before every row, long rows and many ranks abbreviated.
+
+    Args:
+        program: what to write.
+        most_ranks: lines for ranks: the first ones and the last one.
+        width: characters of a line; words in the middle of a longer row are counted instead.
+    """
+    last = program.num_ranks - 1
+    first = range(program.num_ranks if last < most_ranks else max(1, most_ranks - 1))
+    indent = len(f"rank {last} ")
+    lines = [_row_line(program, rank, indent, width) for rank in first]
+    if len(first) <= last:
+        hidden = last - len(first)
+        lines += [f"{hidden} more ranks"] if hidden else []
+        lines.append(_row_line(program, last, indent, width))
+    return "\n".join(lines)
+
+
+def _row_line(program: Program, rank: int, indent: int, width: int) -> str:
+    text = format_row(program.rows[rank], stream=program.is_stream)
+    return (f"rank {rank} ".ljust(indent) + _abbreviated(text, max(1, width - indent))).rstrip()
+
+
+def _abbreviated(text: str, room: int) -> str:
+    """Return text of at most ``room`` characters, or its first word, its last and the number between."""
+    if len(text) <= room:
+        return text
+    words = text.split()
+    front, back = words[:1], words[-1:] if len(words) > 1 else []
+    rest = words[1:-1]
+    room -= len(" ".join([*front, f"..{len(rest)}..", *back]))
+    while rest:
+        end, at = (back, -1) if len(front) >= 2 * len(back) else (front, 0)
+        room -= len(rest[at]) + 1
+        if room < 0:
+            break
+        end.insert(0 if at else len(end), rest.pop(at))
+    return " ".join([*front, *([f"..{len(rest)}.."] if rest else []), *back])

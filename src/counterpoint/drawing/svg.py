@@ -1,0 +1,226 @@
+"""Traces as inline SVG: one row per rank, time from left to right."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from counterpoint.drawing.kinds import COLOURS, Kind, kind_of, short_name
+from counterpoint.drawing.markup import escape, label, picture, tag
+from counterpoint.drawing.scale import format_number, format_seconds, format_tick, round_step, ticks, time_unit
+from counterpoint.program.trace import Event, Trace
+
+WIDTH, LEFT, RIGHT = 960.0, 62.0, 46.0
+ROW, LINK, GAP = 20.0, 5.0, 6.0
+LEGEND, HEADING, RULER = 28.0, 26.0, 26.0
+THIN, LETTER = 0.75, 6.6
+"""Widths, in units of the picture: below the first, events are drawn as one; a letter takes the second."""
+
+COMPUTING: frozenset[Kind] = frozenset({"forward", "backward", "update"})
+"""Kinds that are drawn as high as their row; all others are thin."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Where a time stands; ``span_s`` fills the picture."""
+
+    span_s: float
+
+    def x(self, seconds: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (seconds / self.span_s if self.span_s else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """One trace, drawn from the height ``top`` to ``bottom``."""
+
+    content: str
+    bottom: float
+
+
+def draw_timeline(trace: Trace, *, most_ranks: int = 32) -> str:
+    """Return a trace as a picture: what each rank computes and waits for, and below it what its link carries.
+
+    Args:
+        trace: what to draw.
+        most_ranks: rows; further ranks are counted below.
+    """
+    panel = _panel(trace, _Scale(trace.step_s), LEGEND, most_ranks)
+    return picture(
+        WIDTH, panel.bottom, f"{trace.source} timeline of one step", _describe(trace), _legend([trace]), panel.content
+    )
+
+
+def draw_beside(simulated: Trace, measured: Trace, *, most_ranks: int = 16) -> str:
+    """Return both traces on one time scale, the simulated one above.
+
+    Where one takes more than twenty times as long as the other, each has its own scale, and the picture says so.
+    """
+    spans = [trace.step_s for trace in (simulated, measured)]
+    alike = max(spans) <= 20 * min(spans)
+    content, bottom = [], LEGEND
+    for trace in (simulated, measured):
+        scale = _Scale(max(spans) if alike else trace.step_s)
+        panel = _panel(trace, scale, bottom, most_ranks, note="" if alike else ", on a scale of its own")
+        content.append(panel.content)
+        bottom = panel.bottom + GAP
+    return picture(
+        WIDTH,
+        bottom,
+        "one step, simulated and measured",
+        f"{_describe(simulated)} {_describe(measured)}",
+        _legend([simulated, measured]),
+        *content,
+    )
+
+
+def _describe(trace: Trace) -> str:
+    """Write what the picture shows, for those who do not see it."""
+    busy = _busy(trace)
+    shares = ", ".join(f"rank {rank} {busy[rank]:.0%}" for rank in range(min(trace.num_ranks, 32)))
+    return f"{_summary(trace)}. Part of the step in which a rank computes: {shares}."
+
+
+def _busy(trace: Trace) -> defaultdict[int, float]:
+    """Return the part of the step in which each rank computes."""
+    busy: defaultdict[int, float] = defaultdict(float)
+    step_s = trace.step_s or 1.0
+    for event in trace.events:
+        if event.lane == "compute":
+            busy[event.rank] += event.seconds / step_s
+    return busy
+
+
+def _summary(trace: Trace) -> str:
+    ranks = "1 rank" if trace.num_ranks == 1 else f"{trace.num_ranks} ranks"
+    return f"{trace.source}, {ranks}: {format_seconds(trace.step_s)} a step, {trace.bubble:.1%} of it idle"
+
+
+def _legend(traces: Sequence[Trace]) -> str:
+    shown = {kind_of(event) for trace in traces for event in trace.events if event.seconds > 0}
+    parts, x = [], LEFT
+    for kind, colour in COLOURS.items():
+        if kind in shown:
+            height = _height(kind)
+            parts.append(tag("rect", x=x, y=11 - height / 2, width=14, height=height, rx=2, fill=colour))
+            parts.append(label(kind, x=x + 19, y=15))
+            x += 34 + LETTER * len(kind)
+    return tag("g", *parts) if parts else ""
+
+
+def _height(kind: Kind) -> float:
+    return 12.0 if kind in COMPUTING else LINK
+
+
+def _panel(trace: Trace, scale: _Scale, top: float, most_ranks: int, note: str = "") -> _Panel:
+    ranks: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in trace.events:
+        ranks[event.rank].append(event)
+    shown = min(trace.num_ranks, max(1, most_ranks))
+    has_links = any(event.lane == "link" and event.seconds > 0 for event in trace.events)
+    pitch = ROW + GAP + (LINK + 2 if has_links else 0)
+    first = top + HEADING
+    last = first + shown * pitch
+    busy = _busy(trace)
+    rows = [_row(rank, ranks[rank], scale, first + rank * pitch, busy[rank]) for rank in range(shown)]
+    heading = label(f"{_summary(trace)}{note}", x=LEFT, y=top + 16, font_weight=600)
+    more = label(f"and {trace.num_ranks - shown} more ranks", x=LEFT, y=last + 12) if shown < trace.num_ranks else ""
+    end = last + (16 if more else 0)
+    return _Panel(heading + _ruler(scale, first, end) + "".join(rows) + more, end + RULER)
+
+
+def _ruler(scale: _Scale, top: float, bottom: float) -> str:
+    """Draw upright lines at round times, and the times below them."""
+    times, unit = time_unit(scale.span_s)
+    step = round_step(scale.span_s * times, 8) if scale.span_s else 1.0
+    marks = ticks(0, scale.span_s * times, 8) or (0.0,)
+    lines = [tag("line", x1=scale.x(at / times), x2=scale.x(at / times), y1=top - 4, y2=bottom + 2) for at in marks]
+    texts = [
+        label(format_tick(at, step) + (f" {unit}" if at == marks[-1] else ""), x=scale.x(at / times), y=bottom + 15)
+        for at in marks
+    ]
+    return tag("g", *lines, stroke="currentColor", stroke_opacity=0.2) + tag(
+        "g", *texts, text_anchor="middle", font_size=11
+    )
+
+
+def _row(rank: int, events: Sequence[Event], scale: _Scale, top: float, busy: float) -> str:
+    """Draw one rank: waiting and computing on one line, since a rank does one at a time, and its link below."""
+    own = [event for event in events if event.lane != "link"]
+    link = [event for event in events if event.lane == "link"]
+    bars = [_Bar.of(group, scale) for group in _groups(own, scale)]
+    transfers = [_Bar.of(group, scale) for group in _groups(link, scale)]
+    boxes: defaultdict[Kind, list[str]] = defaultdict(list)
+    for bar in bars:
+        height = ROW if bar.kind in COMPUTING else LINK
+        boxes[bar.kind].append(bar.box(top + (ROW - height) / 2, height))
+    names = [bar.name(top + ROW / 2 + 4) for bar in bars if bar.text]
+    return tag(
+        "g",
+        label(f"rank {rank}", x=LEFT - 8, y=top + ROW / 2 + 4, text_anchor="end"),
+        label(f"{busy:.0%}", x=WIDTH - RIGHT + 8, y=top + ROW / 2 + 4),
+        *(tag("g", *boxes[kind], fill=COLOURS[kind]) for kind in reversed(COLOURS) if kind in boxes),
+        *([tag("g", *(bar.box(top + ROW + 1, LINK) for bar in transfers), fill=COLOURS["communication"])]
+          if transfers else []),
+        *([tag("g", *names, fill="#ffffff", font_size=11, text_anchor="middle", pointer_events="none")]
+          if names else []),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A box for one event, or for several that are too thin to be told apart."""
+
+    kind: Kind
+    x: float
+    width: float
+    text: str
+    tip: str
+
+    @staticmethod
+    def of(group: Sequence[Event], scale: _Scale) -> _Bar:
+        spent: defaultdict[Kind, float] = defaultdict(float)
+        for event in group:
+            spent[kind_of(event)] += event.seconds
+        kind = max(spent, key=lambda kind: spent[kind])
+        start, stop = group[0].start_s, max(event.stop_s for event in group)
+        width = scale.x(stop) - scale.x(start)
+        words = group[0].words if len(group) == 1 else f"{len(group)} events, {group[0].words} to {group[-1].words}"
+        tip = f"{_cut(words)}: {format_number((stop - start) * 1e3)} ms"
+        return _Bar(kind, scale.x(start), width, _fitting(kind, group, width), tip)
+
+    def box(self, y: float, height: float) -> str:
+        slit = 0.6 if self.width > 3 else 0.0
+        shape = {"rx": 2.0} if self.width > 6 else {}
+        width = max(self.width - slit, 0.4)
+        return tag("rect", tag("title", escape(self.tip)), x=self.x, y=y, width=width, height=height, **shape)
+
+    def name(self, y: float) -> str:
+        return label(self.text, x=self.x + self.width / 2, y=y)
+
+
+def _fitting(kind: Kind, group: Sequence[Event], width: float) -> str:
+    """Return the longest name that fits into a box."""
+    if len(group) > 1 or kind not in COMPUTING:
+        return ""
+    names = (group[0].words, short_name(group[0].words))
+    return next((name for name in names if len(name) * LETTER <= width - 4), "")
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= 100 else f"{words[:70]} .. {words[-24:]}"
+
+
+def _groups(events: Sequence[Event], scale: _Scale) -> Iterator[tuple[Event, ...]]:
+    """Yield events that take time one by one, and neighbours together that are too thin to be told apart."""
+    group: list[Event] = []
+    for event in events:
+        if event.seconds <= 0:
+            continue
+        if group and scale.x(event.stop_s) - scale.x(group[0].start_s) > THIN:
+            yield tuple(group)
+            group = []
+        group.append(event)
+    if group:
+        yield tuple(group)
