@@ -32,7 +32,7 @@ pre { margin: 0; font-size: .8rem; line-height: 1.65; }
 .figures dd { margin: .1rem 0 0; font-size: 1.3rem; font-weight: 600; line-height: 1.3; overflow-wrap: anywhere;
   font-variant-numeric: tabular-nums; }
 .figures small { font-size: .85rem; font-weight: 400; color: var(--quiet); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: 1.5rem; }
 figure { margin: 0; min-width: 0; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 10px; padding: 1rem; }
 pre.wide { background: var(--card); }
@@ -48,7 +48,8 @@ tbody tr:last-child td { border-bottom: 0; }
 details { margin-top: .75rem; } summary { cursor: pointer; color: var(--quiet); margin-bottom: .5rem; }
 .forward { color: var(--forward); } .backward { color: var(--backward); } .update { color: var(--update); }
 .communication { color: var(--communication); } .commit { color: var(--commit); }
-@media print { body { font-size: 11pt; } main { max-width: none; padding: 0; } h2 { break-after: avoid; }
+@media print { body { font-size: 11pt; } details:not([open]) { display: none; } .charts { grid-template-columns: 1fr 1fr; }
+  main { max-width: none; padding: 0; } h2 { break-after: avoid; }
   figure, tr, .figures div { break-inside: avoid; } .wide { overflow: visible; border: 0; padding: 0; }
   pre.wide { white-space: pre-wrap; overflow-wrap: anywhere; background: none; } .timeline svg { min-width: 0; }
   svg, .figures div { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
