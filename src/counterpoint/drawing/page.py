@@ -48,7 +48,8 @@ tbody tr:last-child td { border-bottom: 0; }
 details { margin-top: .75rem; } summary { cursor: pointer; color: var(--quiet); margin-bottom: .5rem; }
 .forward { color: var(--forward); } .backward { color: var(--backward); } .update { color: var(--update); }
 .communication { color: var(--communication); } .commit { color: var(--commit); }
-@media print { body { font-size: 11pt; } details:not([open]) { display: none; } .charts { grid-template-columns: 1fr 1fr; }
+@media print { body { font-size: 11pt; } details:not([open]) { display: none; }
+  .charts { grid-template-columns: 1fr 1fr; }
   main { max-width: none; padding: 0; } h2 { break-after: avoid; }
   figure, tr, .figures div { break-inside: avoid; } .wide { overflow: visible; border: 0; padding: 0; }
   pre.wide { white-space: pre-wrap; overflow-wrap: anywhere; background: none; } .timeline svg { min-width: 0; }
