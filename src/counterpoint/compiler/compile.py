@@ -57,9 +57,7 @@ def compile(plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1) -> Comp
         forecast = strategy.forecast(forecast, refined)
     if "overlap" in plan.passes:
         program = overlap(program)
-    ledger = check(
-        program, promise_of(forecast), refined.units, count_bytes(program, refined, samples_per_micro)
-    )
+    ledger = check(program, promise_of(forecast), refined.units, count_bytes(program, refined, samples_per_micro))
     return Compiled(plan, refined, program, forecast, ledger)
 
 

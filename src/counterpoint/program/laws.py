@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.instruction import Backward, Forward, Instruction, Pull, Push, Recv, Send, Value
@@ -23,6 +24,9 @@ from counterpoint.program.ledger import Entry, Ledger, Mark, Unit, keep_ledger
 from counterpoint.program.program import Program, Words, moved
 from counterpoint.program.text import format_unit, format_value
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
+
+_Message: TypeAlias = tuple[str, Value, int, int]
+"""A send or a push: which, of what, from whom, to whom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +82,24 @@ def check(
 
 def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
     """Prove that sends and receives, pushes and pulls come in pairs."""
-    balance: Counter[tuple[str, Value, int, int]] = Counter()
-    places: dict[tuple[str, Value, int, int], tuple[int, int]] = {}
+    balance: defaultdict[_Message, int] = defaultdict(int)
     for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
+        for word in row:
             key, weight = _message(rank, word)
             if key is not None:
                 balance[key] += weight
-                places[key] = (rank, index)
     for key, count in balance.items():
         if count:
             kind, value, source, target = key
             excess = "is never received" if count > 0 else "is never sent"
             if kind == "push":
                 excess = "is never answered by a pull" if count > 0 else "is pulled without a push"
-            rank, index = places[key]
+            rank, index = max(
+                (at, index)
+                for at, row in enumerate(rows)
+                for index, word in enumerate(row)
+                if _message(at, word)[0] == key
+            )
             raise ProgramError(
                 f"{format_value(value)} from rank {source} to rank {target} {excess}; every {kind} has exactly one "
                 f"counterpart\n{show_places(rows, {rank: index}, 'here')}",
@@ -100,7 +107,7 @@ def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
             )
 
 
-def _message(rank: int, word: Instruction) -> tuple[tuple[str, Value, int, int] | None, int]:
+def _message(rank: int, word: Instruction) -> tuple[_Message | None, int]:
     match word:
         case Send(value, peer):
             return ("send", value, rank, peer), 1
@@ -116,14 +123,11 @@ def _message(rank: int, word: Instruction) -> tuple[tuple[str, Value, int, int] 
 
 def law_4_all_work_is_done_once(program: Program, rows: Sequence[Words]) -> None:
     """Prove that every block of every slice runs every microbatch forward and backward once."""
-    done: dict[type[Instruction], Counter[Mark]] = {Forward: Counter(), Backward: Counter()}
-    where: dict[Mark, tuple[int, int]] = {}
+    done: dict[type[Forward | Backward], Counter[Mark]] = {Forward: Counter(), Backward: Counter()}
     for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
-            if isinstance(word, Forward | Backward):
-                mark = (word.block, word.micro, program.rows[rank].slice_index)
-                done[type(word)][mark] += 1
-                where[mark] = (rank, index)
+        slice_index = program.rows[rank].slice_index
+        for kind, counted in done.items():
+            counted.update((word.block, word.micro, slice_index) for word in row if isinstance(word, kind))
     marks = done[Forward] + done[Backward]
     blocks = range(max((mark[0] for mark in marks), default=-1) + 1)
     micros = sorted({mark[1] for mark in marks})
@@ -133,10 +137,20 @@ def law_4_all_work_is_done_once(program: Program, rows: Sequence[Words]) -> None
             if counted[mark] != 1:
                 text = f"{direction.__name__.lower()} of block {mark[0]} on microbatch {mark[1]}"
                 of = f" of slice {mark[2]}" if len(slices) > 1 else ""
-                shown = (
-                    show_places(rows, dict([where[mark]]), "here") if mark in where else "  no rank does it"
-                )
+                place = _last_place(program, rows, mark)
+                shown = show_places(rows, dict([place]), "here") if place else "  no rank does it"
                 raise ProgramError(f"{text}{of} is done {counted[mark]} times, not once\n{shown}", law=4)
+
+
+def _last_place(program: Program, rows: Sequence[Words], mark: Mark) -> tuple[int, int] | None:
+    block, micro, slice_index = mark
+    places = [
+        (rank, index)
+        for rank, row in enumerate(rows)
+        for index, word in enumerate(row)
+        if isinstance(word, Forward | Backward) and (word.block, word.micro) == (block, micro)
+    ]
+    return max((place for place in places if program.rows[place[0]].slice_index == slice_index), default=None)
 
 
 def law_5_staleness(rows: Sequence[Words], ledger: Ledger, promise: Promise) -> None:
@@ -182,6 +196,7 @@ def _judge_unit(rows: Sequence[Words], unit: Unit, entries: Sequence[Entry], exp
     for entry in entries:
         by_rank[entry.rank].append(entry)
     histories: dict[tuple[Fraction, Fraction], tuple[int, list[Counter[Mark]]]] = {}
+    judged: set[tuple[int, ...]] = set()
     for rank, own in by_rank.items():
         history = [entry.marks for entry in own]
         first, known = histories.setdefault(own[0].span, (rank, history))
@@ -192,9 +207,10 @@ def _judge_unit(rows: Sequence[Words], unit: Unit, entries: Sequence[Entry], exp
                 f"parameters must see the same\n{show_places(rows, place, 'here')}",
                 law=6,
             )
-        if first != rank:
+        if first != rank or tuple(map(id, history)) in judged:
             continue
-        total: Counter[Mark] = sum(history, Counter())
+        judged.add(tuple(map(id, history)))  # ranks share the very objects where they share the gradient
+        total = history[0] if len(history) == 1 else sum(history, Counter())
         _judge_marks(rows, text, place, (total, expected))
     _judge_cover(text, sorted(histories))
 

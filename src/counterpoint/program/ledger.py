@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
@@ -31,7 +32,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_instruction, format_unit
-from counterpoint.program.walk import show_places, walk
+from counterpoint.program.walk import Groups, show_places, walk
 
 Mark: TypeAlias = tuple[int, int, int]
 """Block, microbatch and slice of one backward."""
@@ -41,6 +42,7 @@ Span: TypeAlias = tuple[Fraction, Fraction]
 Unit: TypeAlias = tuple[int, ...]
 
 WHOLE: Span = (Fraction(0), Fraction(1))
+NOTHING: Marks = Counter()
 
 
 @dataclass(slots=True)
@@ -107,8 +109,10 @@ class _Book:
         self.flight: list[Counter[int]] = [Counter() for _ in rows]
         self.peak = [0] * len(rows)
         self.mail: defaultdict[tuple[Value, int, int], list[tuple[Marks, int]]] = defaultdict(list)
-        self.waiting: defaultdict[tuple[object, Value], list[int]] = defaultdict(list)
+        self.groups = Groups()
+        self.waiting: defaultdict[tuple[int, Value], list[int]] = defaultdict(list)
         self.pushes: defaultdict[tuple[int, Unit], list[tuple[int, Marks]]] = defaultdict(list)
+        self.ages: dict[tuple[int, Unit], tuple[Marks, int]] = {}
         for rank, row in enumerate(rows):
             self.find_homes(rank, row)
 
@@ -129,9 +133,7 @@ class _Book:
 
     def wrong(self, law: int, rank: int, index: int, fact: str) -> ProgramError:
         text = format_instruction(self.rows[rank][index])
-        return ProgramError(
-            f"rank {rank}, {text}: {fact}\n{show_places(self.rows, {rank: index}, 'here')}", law
-        )
+        return ProgramError(f"rank {rank}, {text}: {fact}\n{show_places(self.rows, {rank: index}, 'here')}", law)
 
     def enter(self, rank: int, index: int) -> None:  # noqa: C901, PLR0912 - one case for each instruction
         word = self.rows[rank][index]
@@ -170,15 +172,11 @@ class _Book:
         counts[word.block] += 1
         self.peak[rank] = max(self.peak[rank], counts[word.block])
         for unit in self.units_of[word.block]:
-            self.used[(word.block, word.micro, self.slices[rank][0]), unit] = self.read(
-                rank, index, unit, word.version
-            )
+            self.used[(word.block, word.micro, self.slices[rank][0]), unit] = self.read(rank, index, unit, word.version)
 
     def backward(self, rank: int, index: int, word: Backward) -> None:
         if self.alive.pop((rank, word.block, word.micro), None) is None:
-            raise self.wrong(
-                4, rank, index, "this microbatch did not go forward through this block on this rank"
-            )
+            raise self.wrong(4, rank, index, "this microbatch did not go forward through this block on this rank")
         self.flight[rank][word.block] -= 1
         mark = (word.block, word.micro, self.slices[rank][0])
         for unit in self.units_of[word.block]:
@@ -187,15 +185,13 @@ class _Book:
                 fact = f"forward used version {self.used[mark, unit]} of weight{format_unit(unit)}, backward {version}"
                 raise self.wrong(5, rank, index, f"{fact}; both must use the same")
             state = self.states[rank, unit]
-            state.whole = state.whole + Counter([mark])
+            state.whole = with_mark(state.whole, mark)
 
     def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
         state = self.states[rank, unit]
         if state.span != WHOLE:
             low, high = state.span
-            raise self.wrong(
-                7, rank, index, f"weight{format_unit(unit)} is here only from {low} to {high} of it"
-            )
+            raise self.wrong(7, rank, index, f"weight{format_unit(unit)} is here only from {low} to {high} of it")
         if len(state.versions) < 1 - version:
             raise self.wrong(5, rank, index, f"no version {version} of weight{format_unit(unit)} was kept")
         return state.versions[version - 1]
@@ -212,8 +208,14 @@ class _Book:
 
     def record(self, rank: int, index: int, unit: Unit, span: Span, marks: Marks) -> None:
         now = self.states[rank, unit].versions[-1]
-        staleness = max((now - self.used[mark, unit] for mark in marks), default=0)
-        self.entries.append(Entry(rank, index, unit, span, marks, staleness))
+        self.entries.append(Entry(rank, index, unit, span, marks, now - self.oldest(marks, unit, now)))
+
+    def oldest(self, marks: Marks, unit: Unit, now: int) -> int:
+        """Return the oldest version that any mark was computed with; found once for marks that ranks share."""
+        key = (id(marks), unit)
+        if key not in self.ages:  # the marks are kept beside their age, so that no other object gets their id
+            self.ages[key] = (marks, min((self.used[mark, unit] for mark in marks), default=now))
+        return self.ages[key][1] if marks else now
 
     def taken(self, rank: int, unit: Unit) -> Marks:
         state = self.states[rank, unit]
@@ -223,47 +225,47 @@ class _Book:
     def gather(self, rank: int, index: int, word: Collective) -> None:
         if word.value.name in {"y", "dx"}:
             return
-        arrived = self.waiting[word.group, word.value]
+        key = (self.groups.number(word.group), word.value)
+        arrived = self.waiting[key]
         arrived.append(rank)
         if len(arrived) == len(word.group):
-            del self.waiting[word.group, word.value]
+            del self.waiting[key]
             if word.value.name == "weight":
-                self.combine_weights(index, word)
+                self.combine_weights(rank, index, word)
             elif word.verb == "share":
-                self.share(index, word)
+                self.share(rank, index, word)
             else:
                 self.sum(rank, index, word)
 
-    def combine_weights(self, index: int, word: Collective) -> None:
+    def combine_weights(self, rank: int, index: int, word: Collective) -> None:
         states = [self.states[member, word.value.blocks] for member in word.group]
         if word.verb == "copy":
             for state in states[1:]:
                 state.versions.append(states[0].versions[-1])
             return
         spans = sorted({state.span for state in states})
-        tiles = all(before[1] == after[0] for before, after in zip(spans, spans[1:], strict=False))
+        tiles = all(before[1] == after[0] for before, after in pairwise(spans))
         versions = {state.versions[-1] for state in states}
         if not tiles or len(versions) > 1 or len(spans) != len(states):
             held = ", ".join(f"{low} to {high}" for low, high in spans)
-            raise self.wrong(
-                6, word.group[0], index, f"the members hold {held} in versions {sorted(versions)}"
-            )
+            raise self.wrong(6, rank, index, f"the members hold {held} in versions {sorted(versions)}")
         for state in states:
             state.span = (spans[0][0], spans[-1][1])
 
-    def share(self, index: int, word: Collective) -> None:
+    def share(self, rank: int, index: int, word: Collective) -> None:
         states = [self.states[member, word.value.blocks] for member in word.group]
         total: Marks = Counter()
         for state in states:
             total.update(state.whole)
+        summed: dict[int, Marks] = {}  # members that hold the same marks already go on sharing them
         for at, state in enumerate(states):
             span = (Fraction(at, len(states)), Fraction(at + 1, len(states)))
             if state.part is not None and state.part[0] != span:
-                raise self.wrong(
-                    6, word.group[at], index, "this gradient was shared out in other parts before"
-                )
-            before: Marks = state.part[1] if state.part is not None else Counter()
-            state.part, state.whole = (span, before + total), Counter()
+                raise self.wrong(6, rank, index, "this gradient was shared out in other parts before")
+            before = state.part[1] if state.part is not None else NOTHING
+            if id(before) not in summed:
+                summed[id(before)] = before + total
+            state.part, state.whole = (span, summed[id(before)]), Counter()
 
     def sum(self, rank: int, index: int, word: Collective) -> None:
         states = [self.states[member, word.value.blocks] for member in word.group]
@@ -309,6 +311,14 @@ class _Book:
             if state.span == state.home:
                 raise self.wrong(7, rank, index, "nothing was gathered that could be released")
             state.span = state.home
+
+
+def with_mark(marks: Marks, mark: Mark) -> Marks:
+    """Return the marks and one more, leaving the given ones as they are: other ranks may share them."""
+    more: Marks = Counter()
+    dict.update(more, marks)  # a Counter counts one by one when it is copied
+    more[mark] += 1
+    return more
 
 
 def _units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:

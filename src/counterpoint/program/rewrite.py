@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +11,7 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Forward,
+    Group,
     Instruction,
     Pull,
     Push,
@@ -18,6 +19,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Value,
 )
 from counterpoint.program.program import Program, Row, Words, moved
 
@@ -48,15 +50,45 @@ def replicate(program: Program, times: int, *, same_samples: bool = False) -> Pr
     stride = 0 if same_samples else len(program.micros)
     return Program(
         tuple(
-            map_row(row, partial(_copied, ranks=copy * program.num_ranks, micros=copy * stride))
+            map_row(row, partial(_copied, by=(copy * program.num_ranks, copy * stride), seen={}))
             for copy in range(times)
             for row in program.rows
         )
     )
 
 
-def _copied(words: Words, ranks: int, micros: int) -> Words:
-    return tuple(moved(shifted(word, ranks), micros) for word in words)
+def _copied(words: Words, by: tuple[int, int], seen: dict[int, Group]) -> Iterator[Instruction]:
+    """Yield the words moved by so many ranks and microbatches; words of one group go on sharing it as an object."""
+    ranks, micros = by
+    if ranks == 0:
+        yield from (moved(word, micros) for word in words)
+        return
+    for word in words:
+        match word:
+            case Forward(block, micro, version):
+                yield Forward(block, micro + micros, version)
+            case Backward(block, micro, version):
+                yield Backward(block, micro + micros, version)
+            case Collective(verb, value, group, phase):
+                yield Collective(verb, _later(value, micros), _among(group, ranks, seen), phase)
+            case Commit(group):
+                yield Commit(_among(group, ranks, seen))
+            case Send(value, peer):
+                yield Send(_later(value, micros), peer + ranks)
+            case Recv(value, peer):
+                yield Recv(_later(value, micros), peer + ranks)
+            case _:
+                yield moved(shifted(word, ranks), micros)
+
+
+def _later(value: Value, micros: int) -> Value:
+    return value if value.micro is None or micros == 0 else Value(value.name, value.blocks, value.micro + micros)
+
+
+def _among(group: Group, ranks: int, seen: dict[int, Group]) -> Group:
+    if id(group) not in seen:
+        seen[id(group)] = tuple(member + ranks for member in group)
+    return seen[id(group)]
 
 
 def map_row(row: Row, change: Callable[[Words], Iterable[Instruction]]) -> Row:
@@ -71,6 +103,7 @@ def map_row(row: Row, change: Callable[[Words], Iterable[Instruction]]) -> Row:
 
 def expand(program: Program, rule: Callable[[int, Instruction], Iterable[Instruction]]) -> Program:
     """Replace every instruction by the ones that ``rule(rank, instruction)`` gives."""
+
     def spread(words: Words, rank: int) -> Iterable[Instruction]:
         return (new for old in words for new in rule(rank, old))
 
@@ -93,20 +126,22 @@ def before_commit(program: Program, extra: Callable[[int, Row], Sequence[Instruc
 def widen_commits(program: Program, times: int) -> Program:
     """Let the ``times`` copies of a replicated program commit together."""
     stride = program.num_ranks // times
-    widened: dict[tuple[int, ...], tuple[int, ...]] = {}
+    by_identity: dict[int, tuple[Group, Commit]] = {}
+    by_members: dict[Group, Commit] = {}
 
-    def rule(_rank: int, word: Instruction) -> Iterable[Instruction]:
-        match word:
-            case Commit(group):
-                if group not in widened:
-                    widened[group] = tuple(
-                        sorted(member % stride + copy * stride for copy in range(times) for member in group)
-                    )
-                return (Commit(widened[group]),)
-            case _:
-                return (word,)
+    def widened(word: Instruction) -> Instruction:
+        if not isinstance(word, Commit):
+            return word
+        if id(word.group) not in by_identity:
+            inner = tuple(sorted(member % stride for member in word.group))
+            if inner not in by_members:
+                by_members[inner] = Commit(
+                    tuple(sorted(member + copy * stride for copy in range(times) for member in inner))
+                )
+            by_identity[id(word.group)] = (word.group, by_members[inner])
+        return by_identity[id(word.group)][1]
 
-    return expand(program, rule)
+    return Program(tuple(map_row(row, partial(map, widened)) for row in program.rows))
 
 
 def last_backward_first(row: Row, units: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -20,35 +20,31 @@ def sent_bytes(program: Program, size_of: Callable[[Value], int]) -> tuple[Fract
         size_of: bytes of a whole value on one rank.
     """
     return tuple(
-        sum((bytes_ for _, bytes_ in row_traffic(rank, row.body, size_of)), Fraction(0))
+        Fraction(sum(moved for _, moved in row_traffic(rank, row.body, size_of)))
         for rank, row in enumerate(program.rows)
     )
 
 
 def row_traffic(
     rank: int, words: Words, size_of: Callable[[Value], int]
-) -> Iterator[tuple[Instruction, Fraction]]:
+) -> Iterator[tuple[Instruction, Fraction | int]]:
     """Yield every word with the bytes that the rank sends because of it."""
     parts: dict[tuple[int, ...], Fraction] = {}
     for word in words:
         match word:
             case Collective(phase="-"):
-                yield word, Fraction(0)
+                yield word, 0
             case Collective(verb, value, group):
-                held = (
-                    parts.get(value.blocks, Fraction(1))
-                    if value.name == "grad" and verb == "sum"
-                    else Fraction(1)
-                )
+                held = parts.get(value.blocks, Fraction(1)) if value.name == "grad" and verb == "sum" else Fraction(1)
                 if verb == "share":
                     parts[value.blocks] = Fraction(1, len(group))
                 yield word, _collective(verb, rank, group) * held * size_of(value)
             case Send(value) | Push(value):
-                yield word, Fraction(size_of(value))
+                yield word, size_of(value)
             case Serve(units, workers):
-                yield word, Fraction(len(workers) * sum(size_of(weight(unit)) for unit in units))
+                yield word, len(workers) * sum(size_of(weight(unit)) for unit in units)
             case _:
-                yield word, Fraction(0)
+                yield word, 0
 
 
 def _collective(verb: str, rank: int, group: Group) -> Fraction:

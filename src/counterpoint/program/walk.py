@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.instruction import (
+    Backward,
     Collective,
     Commit,
+    Forward,
     Group,
     Instruction,
     Pull,
     Push,
     Recv,
+    Release,
     Send,
     Serve,
+    Update,
     Value,
 )
 from counterpoint.program.program import Words
@@ -55,6 +59,32 @@ def rehearse_blocking_sends(rows: Sequence[Words]) -> None:
         pass
 
 
+_ALONE = (Forward, Backward, Update, Release)
+"""Instructions that wait for nobody and that nobody waits for."""
+
+
+class Groups:
+    """Numbers for groups: equal groups have equal numbers, and a group of a thousand ranks is hashed once.
+
+    Rows share their groups as objects, so that looking one up by identity is enough after the first time.
+    """
+
+    def __init__(self) -> None:
+        self.by_identity: dict[int, tuple[Group, int]] = {}
+        self.by_members: dict[Group, int] = {}
+        self.members: list[frozenset[int]] = []
+
+    def number(self, group: Group) -> int:
+        """Return the number of a group."""
+        found = self.by_identity.get(id(group))
+        if found is None:
+            number = self.by_members.setdefault(group, len(self.members))
+            if number == len(self.members):
+                self.members.append(frozenset(group))
+            self.by_identity[id(group)] = found = (group, number)  # kept, so that no other object gets its identity
+        return found[1]
+
+
 class _Walk:
     """How far each rank has come, and what is under way."""
 
@@ -64,11 +94,12 @@ class _Walk:
         self.posted: Counter[tuple[Value, int, int]] = Counter()
         self.pushed: Counter[tuple[Value, int, int]] = Counter()
         self.answered: Counter[tuple[Value, int, int]] = Counter()
-        self.order: defaultdict[Group, list[tuple[str, Value | None]]] = defaultdict(list)
-        self.called: Counter[tuple[Group, int]] = Counter()
-        self.calls: Counter[tuple[Group, int]] = Counter()
-        self.due: dict[tuple[int, Group, str, Value], int] = {}
-        self.arrived: defaultdict[Group, list[int]] = defaultdict(list)
+        self.groups = Groups()
+        self.order: defaultdict[int, list[tuple[str, Value | None]]] = defaultdict(list)
+        self.called: Counter[tuple[int, int]] = Counter()
+        self.calls: Counter[tuple[int, int]] = Counter()
+        self.due: dict[tuple[int, int, str, Value], int] = {}
+        self.arrived: defaultdict[int, list[int]] = defaultdict(list)
         self.queue = deque(range(len(rows)))
         self.asleep: defaultdict[object, list[int]] = defaultdict(list)
 
@@ -85,6 +116,9 @@ class _Walk:
         while self.cursor[rank] < len(row):
             word = row[self.cursor[rank]]
             match word:
+                case _ if type(word) in _ALONE:
+                    yield rank, self.cursor[rank]
+                    self.cursor[rank] += 1
                 case Collective(phase="") | Commit():
                     members = self.meet(rank, word)
                     if members is None:
@@ -148,50 +182,50 @@ class _Walk:
     def call(self, rank: int, word: Collective | Commit) -> int:
         """Note that a rank calls its group's next collective; return the number of the call."""
         name = ("commit", None) if isinstance(word, Commit) else (word.verb + word.phase, word.value)
-        number = self.called[word.group, rank]
-        calls = self.order[word.group]
-        if rank not in word.group:
+        group = self.groups.number(word.group)
+        number = self.called[group, rank]
+        calls = self.order[group]
+        if rank not in self.groups.members[group]:
             text = format_instruction(word)
-            raise ProgramError(
-                f"rank {rank} calls {text}, of which it is no member\n{self.show([rank])}", law=3
-            )
+            raise ProgramError(f"rank {rank} calls {text}, of which it is no member\n{self.show([rank])}", law=3)
         if number == len(calls):
             calls.append(name)
         elif calls[number] != name:
-            other = next(member for member in word.group if self.called[word.group, member] > number)
+            other = next(member for member in word.group if self.called[group, member] > number)
             raise ProgramError(self.describe_mismatch(rank, other, word, number), law=3)
-        self.called[word.group, rank] += 1
-        self.calls[word.group, number] += 1
+        self.called[group, rank] += 1
+        self.calls[group, number] += 1
         return number
 
     def meet(self, rank: int, word: Collective | Commit) -> Sequence[int] | None:
         number = self.call(rank, word)
-        self.arrived[word.group].append(rank)
-        if self.calls[word.group, number] < len(word.group):
+        group = self.groups.number(word.group)
+        self.arrived[group].append(rank)
+        if self.calls[group, number] < len(word.group):
             return None
-        self.wake((word.group, number))
-        return sorted(self.arrived.pop(word.group))
+        self.wake((group, number))
+        return sorted(self.arrived.pop(group))
 
     def start(self, rank: int, word: Collective) -> None:
         number = self.call(rank, word)
-        self.due[rank, word.group, word.verb, word.value] = number
-        if self.calls[word.group, number] == len(word.group):
-            self.wake((word.group, number))
+        group = self.groups.number(word.group)
+        self.due[rank, group, word.verb, word.value] = number
+        if self.calls[group, number] == len(word.group):
+            self.wake((group, number))
 
     def await_started(self, rank: int, word: Collective) -> object | None:
-        key = (rank, word.group, word.verb, word.value)
+        group = self.groups.number(word.group)
+        key = (rank, group, word.verb, word.value)
         if key not in self.due:
             text = format_instruction(word)
-            raise ProgramError(
-                f"rank {rank} waits with {text} for what it never started\n{self.show([rank])}", law=3
-            )
-        if self.calls[word.group, self.due[key]] < len(word.group):
-            return word.group, self.due[key]
+            raise ProgramError(f"rank {rank} waits with {text} for what it never started\n{self.show([rank])}", law=3)
+        if self.calls[group, self.due[key]] < len(word.group):
+            return group, self.due[key]
         del self.due[key]
         return None
 
     def describe_mismatch(self, rank: int, other: int, word: Collective | Commit, number: int) -> str:
-        verb, value = self.order[word.group][number]
+        verb, value = self.order[self.groups.number(word.group)][number]
         first = verb if value is None else f"{verb}({format_value(value)})"
         return (
             f"rank {rank} calls {format_instruction(word)} where rank {other} of the same group called {first}; all "
@@ -209,6 +243,10 @@ class _Walk:
 class _BlockingWalk(_Walk):
     """A walk in which a send waits until the peer has come to a batch that holds its receive."""
 
+    def __init__(self, rows: Sequence[Words]) -> None:
+        super().__init__(rows)
+        self.announced = [0] * len(rows)
+
     def obstacle(self, rank: int, word: Instruction) -> object | None:
         match word:
             case Send(value, peer) if not self.is_posted(value, rank, peer):
@@ -218,7 +256,9 @@ class _BlockingWalk(_Walk):
 
     def advance(self, rank: int) -> Iterator[tuple[int, int]]:
         yield from super().advance(rank)
-        self.wake(("batch", rank))
+        if self.announced[rank] != self.cursor[rank]:  # a rank that has not moved has no new batch: two would wake
+            self.announced[rank] = self.cursor[rank]  # each other for ever
+            self.wake(("batch", rank))
 
     def is_posted(self, value: Value, rank: int, peer: int) -> bool:
         row = self.rows[peer]
@@ -247,9 +287,7 @@ def show_places(rows: Sequence[Words], places: Mapping[int, int], note: str, mos
     return "\n".join(lines)
 
 
-def matching(
-    rows: Sequence[Words], wanted: Callable[[Instruction], bool]
-) -> Iterator[tuple[int, int, Instruction]]:
+def matching(rows: Sequence[Words], wanted: Callable[[Instruction], bool]) -> Iterator[tuple[int, int, Instruction]]:
     """Yield ``(rank, index, word)`` of every wanted word."""
     for rank, row in enumerate(rows):
         for index, word in enumerate(row):

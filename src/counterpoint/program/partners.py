@@ -1,0 +1,117 @@
+"""Which words of other ranks a word waits for: the same whatever the clock says.
+
+Messages of one value between two ranks arrive in the order in which they were sent, and the members of a group
+call its collectives in one order, so that who meets whom can be read off the rows without running them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from counterpoint.program.instruction import Collective, Commit, Instruction, Pull, Push, Recv, Send, Serve, Value
+from counterpoint.program.program import Words
+from counterpoint.program.walk import Groups
+
+Place: TypeAlias = tuple[int, int]
+"""A rank, and the index of a word in its row."""
+
+
+@dataclass(slots=True)
+class Partners:
+    """Who meets whom.
+
+    Args:
+        source: for each receive the send that it takes; for each push the serve that answers it, for each pull the
+            serve that it waits for; for each wait its own start.
+        seat: for each push and pull its place in the serve's order of workers and units.
+        call: for each collective, start and commit the number of the call; its members share it.
+        members: the places of each call.
+    """
+
+    source: dict[Place, Place] = field(default_factory=dict)
+    seat: dict[Place, int] = field(default_factory=dict)
+    call: dict[Place, int] = field(default_factory=dict)
+    members: list[list[Place]] = field(default_factory=list)
+
+
+def find_partners(rows: Sequence[Words]) -> Partners:
+    """Return who meets whom in rows that keep the laws 1 to 3."""
+    found = Partners()
+    _pair_messages(rows, found)
+    _join_calls(rows, found)
+    _seat_workers(rows, found)
+    return found
+
+
+def _pair_messages(rows: Sequence[Words], found: Partners) -> None:
+    sent: defaultdict[tuple[Value, int, int], deque[int]] = defaultdict(deque)
+    for rank, row in enumerate(rows):
+        for index, word in enumerate(row):
+            if type(word) is Send:
+                sent[word.value, rank, word.peer].append(index)
+    for rank, row in enumerate(rows):
+        for index, word in enumerate(row):
+            if type(word) is Recv:
+                found.source[rank, index] = (word.peer, sent[word.value, word.peer, rank].popleft())
+
+
+def _join_calls(rows: Sequence[Words], found: Partners) -> None:
+    groups = Groups()
+    calls: dict[tuple[int, int], int] = {}
+    for rank, row in enumerate(rows):
+        made: defaultdict[int, int] = defaultdict(int)
+        started: dict[tuple[int, str, Value], int] = {}
+        for index, word in enumerate(row):
+            if type(word) is not Collective and type(word) is not Commit:
+                continue
+            group = groups.number(word.group)
+            if isinstance(word, Collective) and word.phase == "-":
+                found.source[rank, index] = (rank, started[group, word.verb, word.value])
+                continue
+            if isinstance(word, Collective) and word.phase == "+":
+                started[group, word.verb, word.value] = index
+            number = calls.setdefault((group, made[group]), len(found.members))
+            made[group] += 1
+            if number == len(found.members):
+                found.members.append([])
+            found.members[number].append((rank, index))
+            found.call[rank, index] = number
+
+
+def _seat_workers(rows: Sequence[Words], found: Partners) -> None:
+    seats: defaultdict[tuple[int, int, tuple[int, ...]], deque[tuple[int, int]]] = defaultdict(deque)
+    for rank, row in enumerate(rows):
+        for index, word in enumerate(row):
+            if isinstance(word, Serve):
+                pairs = [(worker, unit) for worker in word.workers for unit in word.units]
+                for seat, (worker, unit) in enumerate(pairs):
+                    seats[rank, worker, unit].append((index, seat))
+    if not seats:
+        return
+    taken: defaultdict[tuple[int, int, tuple[int, ...], type[Instruction]], int] = defaultdict(int)
+    for rank, row in enumerate(rows):
+        for index, word in enumerate(row):
+            if isinstance(word, Push | Pull):
+                key = (word.peer, rank, word.value.blocks)
+                serve, seat = seats[key][taken[*key, type(word)]]
+                taken[*key, type(word)] += 1
+                found.source[rank, index] = (word.peer, serve)
+                found.seat[rank, index] = seat
+
+
+def edges(partners: Partners, num_ranks: int) -> list[list[tuple[int, Place | int, int]]]:
+    """Return for each rank its words that meet others: index, the place or the call's number, the seat."""
+    found: list[list[tuple[int, Place | int, int]]] = [[] for _ in range(num_ranks)]
+    for (rank, index), source in partners.source.items():
+        found[rank].append((index, source, partners.seat.get((rank, index), 0)))
+    for (rank, index), number in partners.call.items():
+        found[rank].append((index, number, 0))
+    return found
+
+
+def ranks_of(places: Iterable[Place]) -> set[int]:
+    """Return the ranks of some places."""
+    return {rank for rank, _ in places}

@@ -1,0 +1,142 @@
+"""How much a rank holds at most: weights, gradients, optimizer states, and what backward still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+    Value,
+    weight,
+)
+from counterpoint.program.ledger import units_named
+from counterpoint.program.program import Program, Words
+
+_Unit = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a rank holds of each unit, as parts of the whole, and of each block, in bytes."""
+
+    weights: dict[_Unit, Fraction] = field(default_factory=dict)
+    kept: dict[_Unit, Fraction] = field(default_factory=dict)
+    grads: dict[_Unit, Fraction] = field(default_factory=dict)
+    shares: dict[_Unit, Fraction] = field(default_factory=dict)
+    states: dict[_Unit, Fraction] = field(default_factory=dict)
+    alive: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def num_bytes(self, size_of: Callable[[Value], int], num_states: int) -> Fraction:
+        """Return the bytes of everything held."""
+        total = Fraction(sum(self.alive.values()))
+        for parts, times in ((self.weights, 1), (self.grads, 1), (self.shares, 1), (self.states, num_states)):
+            total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
+        return total
+
+
+def peak_bytes(program: Program, size_of: Callable[[Value], int], *, num_states: int = 2) -> tuple[int, ...]:
+    """Return the bytes that each rank holds at most in one step.
+
+    A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
+    backward to its update, in part once it has been shared out and released; an optimizer keeps ``num_states``
+    values per parameter (two for Adam) of what its rank updates. What an operator inside a block needs for its
+    backward is not in the program and not counted.
+
+    Args:
+        program: a program that keeps the laws.
+        size_of: bytes of a whole value on one rank.
+        num_states: how many values per parameter the optimizer keeps.
+    """
+    units = sorted({unit for _, word in program.words() for unit in units_named(word)})
+    known: dict[tuple[object, ...], int] = {}
+    peaks = []
+    for row in program.unroll(1):
+        outline = tuple(_outline(word) for word in row)
+        if outline not in known:  # equal but for ranks and microbatches, so equal in bytes
+            known[outline] = _row_peak(row, units, size_of, num_states)
+        peaks.append(known[outline])
+    return tuple(peaks)
+
+
+def _outline(word: Instruction) -> tuple[object, ...]:
+    match word:
+        case Forward(block) | Backward(block):
+            return type(word), block
+        case Collective(verb, value, group, phase):
+            return verb, value.name, value.blocks, len(group), phase
+        case Release(value):
+            return "release", value.name, value.blocks
+        case Update() | Serve():
+            return (word,)
+        case Send() | Recv() | Push() | Pull() | Commit():
+            return ()
+
+
+def _row_peak(row: Words, units: list[_Unit], size_of: Callable[[Value], int], num_states: int) -> int:
+    held = _begin(row, units)
+    peak = held.num_bytes(size_of, num_states)
+    for word in row:
+        _hold(held, word, units, size_of)
+        peak = max(peak, held.num_bytes(size_of, num_states))
+        if isinstance(word, Backward):  # it holds what it reads and what it writes at once
+            held.alive.pop((word.block, word.micro), None)
+    return -(-peak.numerator // peak.denominator)
+
+
+def _begin(row: Words, units: list[_Unit]) -> _Held:
+    """Return what a rank holds before its first word: a weight that it gathers first is kept in part."""
+    held = _Held()
+    parts: dict[_Unit, Fraction] = {}
+    for word in row:
+        match word:
+            case Collective("join", Value("weight", unit), group) if unit not in held.weights:
+                held.weights[unit] = Fraction(1, len(group))
+            case Collective("share", Value("grad", unit), group):
+                parts[unit] = Fraction(1, len(group))
+            case Forward(block):
+                held.weights.update({unit: Fraction(1) for unit in units if block in unit and unit not in held.weights})
+            case Update(unit):
+                held.weights.setdefault(unit, Fraction(1))
+                held.states[unit] = parts.get(unit, Fraction(1))
+            case Serve(served):
+                held.weights.update(dict.fromkeys(served, Fraction(1)))
+                held.states.update(dict.fromkeys(served, Fraction(1)))
+            case Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():
+                pass
+    held.kept = dict(held.weights)
+    return held
+
+
+def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Callable[[Value], int]) -> None:
+    match word:
+        case Forward(block, micro):  # what leaves a block is as large as its gradient
+            held.alive[block, micro] = size_of(Value("g", (block,), micro))
+        case Backward(block):
+            held.grads.update({unit: Fraction(1) for unit in units if block in unit})
+        case Collective("share", Value("grad", unit), group, phase) if phase != "+":
+            held.shares[unit] = Fraction(1, len(group))
+            held.grads.pop(unit, None)
+        case Collective("join", Value("weight", unit)):
+            held.weights[unit] = Fraction(1)
+        case Release(Value("weight", unit)):
+            held.weights[unit] = held.kept[unit]
+        case Release(value) if value.name == "grad":
+            held.grads.pop(value.blocks, None)
+        case Update(unit):
+            held.grads.pop(unit, None)
+            held.shares.pop(unit, None)
+        case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit():
+            pass

@@ -1,0 +1,140 @@
+"""Run a program on a virtual clock, one rank of each class for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from counterpoint.errors import ProgramError
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+)
+from counterpoint.program.partners import Partners, find_partners
+from counterpoint.program.program import Program, Words
+from counterpoint.program.symmetry import refine
+from counterpoint.program.text import format_instruction
+from counterpoint.program.trace import Event, Trace
+from counterpoint.program.walk import Groups, show_places, walk
+from counterpoint.simulator.clock import Clash, Clock, Score
+from counterpoint.simulator.costs import Costs
+
+
+def simulate(program: Program, costs: Costs) -> Trace:
+    """Return what one step would be like: one rank of each symmetry class is played, all ranks are in the trace.
+
+    Args:
+        program: a program that keeps the laws; a stream is played with one body.
+        costs: seconds of its instructions.
+
+    Raises:
+        ProgramError: the program comes to no end (law 2 or 3).
+    """
+    rows = program.unroll(1)
+    try:
+        partners = find_partners(rows)
+    except (IndexError, KeyError):
+        raise _reason(rows) from None
+    groups = refine(program, rows, partners)
+    speaker = [0] * len(rows)
+    for group in groups:
+        for rank in group:
+            speaker[rank] = group[0]
+    try:
+        clock = _play(rows, partners, speaker, costs)
+    except Clash:
+        speaker = list(range(len(rows)))
+        clock = _play(rows, partners, speaker, costs)
+    if clock.stuck:
+        raise _reason(rows)
+    return Trace.of(_events(rows, speaker, clock), len(rows), "simulated")
+
+
+def simulate_every_rank(program: Program, costs: Costs) -> Trace:
+    """Return what :func:`simulate` returns, without use of symmetry: the reference that it must equal."""
+    rows = program.unroll(1)
+    clock = _play(rows, find_partners(rows), range(len(rows)), costs)
+    return Trace.of(_events(rows, range(len(rows)), clock), len(rows), "simulated")
+
+
+def _play(rows: Sequence[Words], partners: Partners, speaker: Sequence[int], costs: Costs) -> Clock:
+    speakers = dict.fromkeys(speaker)
+    clock = Clock(Score(rows, partners, speaker, {rank: row_seconds(rows[rank], costs) for rank in speakers}, costs))
+    clock.run()
+    return clock
+
+
+def _reason(rows: Sequence[Words]) -> ProgramError:
+    """Return why a program comes to no end; the walk knows."""
+    try:
+        for _ in walk(rows):
+            pass
+    except ProgramError as error:
+        return error
+    places = dict.fromkeys(range(len(rows)), 0)
+    return ProgramError(f"the messages of the rows do not pair up\n{show_places(rows, places, 'row')}", law=1)
+
+
+def _events(rows: Sequence[Words], speaker: Sequence[int], clock: Clock) -> list[Event]:
+    write = _Writer()
+    return [
+        Event(rank, index, write.text(rows[rank][index]), start, stop, lane)
+        for rank in range(len(rows))
+        for index, start, stop, lane in clock.spans[speaker[rank]]
+    ]
+
+
+class _Writer:
+    """Writes words; what a thousand members call is written once."""
+
+    def __init__(self) -> None:
+        self.groups = Groups()
+        self.texts: dict[tuple[object, ...], str] = {}
+
+    def text(self, word: Instruction) -> str:
+        """Return the text of a word."""
+        if not isinstance(word, Collective | Commit):
+            return format_instruction(word)
+        group = self.groups.number(word.group)
+        key = (group, word.verb, word.value, word.phase) if isinstance(word, Collective) else (group,)
+        if key not in self.texts:
+            self.texts[key] = format_instruction(word)
+        return self.texts[key]
+
+
+def row_seconds(row: Words, costs: Costs) -> list[float]:
+    """Return the seconds of every word of a row, on its processor or its link.
+
+    A gradient that was shared out is summed and applied in part.
+    """
+    parts: dict[tuple[int, ...], Fraction] = {}
+    return [_word_s(word, parts, costs) for word in row]
+
+
+def _word_s(word: Instruction, parts: dict[tuple[int, ...], Fraction], costs: Costs) -> float:
+    match word:
+        case Forward() | Backward():
+            return costs.compute_s(word, Fraction(1))
+        case Update(unit):
+            return costs.compute_s(word, parts.get(unit, Fraction(1)))
+        case Collective(phase="-"):
+            return 0.0
+        case Collective(verb, value, group):
+            part = parts.get(value.blocks, Fraction(1)) if (verb, value.name) == ("sum", "grad") else Fraction(1)
+            if verb == "share":
+                parts[value.blocks] = Fraction(1, len(group))
+            return costs.link_s(word, part)
+        case Send() | Push() | Commit():
+            return costs.link_s(word, Fraction(1))
+        case Recv() | Pull() | Serve() | Release():
+            return 0.0

@@ -1,0 +1,94 @@
+"""Costs of a model on a cluster, and what a rank holds; by hand."""
+
+import pytest
+
+from counterpoint.program.instruction import Collective
+from counterpoint.program.text import parse_instruction
+from counterpoint.simulator.memory import peak_bytes
+from counterpoint.simulator.rings import collective_s, ring_all_reduce_s, ring_half_s, star_copy_s
+from counterpoint.simulator.simulate import row_seconds, simulate
+from counterpoint.world.cluster import Link
+from tests.simulator.played import Ticks, compiled, costs_of, program, size_of_in
+
+LINK = Link(latency_s=1.0, bytes_per_s=10.0)
+WEIGHT = 4 * 256 * 256
+OUTPUT = 4 * 256 * 2
+
+
+def test_a_ring_all_reduce_takes_two_rounds_of_its_other_members():
+    assert ring_all_reduce_s(400, 4, LINK) == 2 * 3 * (1 + 400 / 4 / 10)
+
+
+def test_a_group_of_one_has_nothing_to_do():
+    assert (ring_all_reduce_s(400, 1, LINK), ring_half_s(400, 1, LINK), star_copy_s(400, 1, LINK)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("word", "seconds"),
+    [("sum(grad0)@0-3", 66), ("share(grad0)@0-3", 33), ("join(weight0)@0-3", 33), ("copy(weight0)@0-3", 123)],
+)
+def test_a_collective_takes_as_long_as_its_algorithm(word, seconds):
+    called = parse_instruction(word)
+    assert isinstance(called, Collective)
+    assert collective_s(called, 400, LINK) == seconds
+
+
+def test_a_backward_costs_two_forwards_and_a_share_is_updated_in_part():
+    made = compiled("zero1(2)", blocks=1)
+    row = made.program.rows[0].body
+    seconds = dict(zip((type(word).__name__ for word in row), row_seconds(row, costs_of(made)), strict=True))
+    assert seconds["Forward"] == 2 / 1e4
+    assert seconds["Backward"] == 2 * seconds["Forward"]
+    assert seconds["Update"] == pytest.approx(7 * WEIGHT / 2 / 10e9)
+
+
+def test_a_gradient_that_was_shared_out_is_summed_in_part():
+    made = compiled("zero1(2) * data(3)", blocks=1)
+    row = made.program.rows[0].body
+    sums = [
+        s for word, s in zip(row, row_seconds(row, costs_of(made)), strict=True) if getattr(word, "verb", "") == "sum"
+    ]
+    assert sums == [pytest.approx(4 * (1e-4 + WEIGHT / 2 / 3 / 1e8))]
+
+
+def test_data_parallelism_takes_as_long_as_its_work_its_sums_and_its_commit():
+    made = compiled("data(2)", blocks=1)
+    work, commit, update = 3 * 2 / 1e4, 2 * 1e-4, 7 * WEIGHT / 10e9
+    assert simulate(made.program, costs_of(made)).step_s == pytest.approx(
+        work + 2 * (1e-4 + WEIGHT / 2 / 1e8) + commit + update
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "weights"),
+    [
+        ("solo", 1 + 1 + 2),
+        ("data(2)", 1 + 1 + 2),
+        ("zero1(2)", 1 + 1 + 1),
+        ("zero2(2)", 1 + 1.5 + 1),
+        ("zero3(2)", 3.5),
+    ],
+)
+def test_a_rank_holds_weights_gradients_states_and_what_backward_needs(plan, weights):
+    made = compiled(plan, m=2, blocks=1)
+    assert set(peak_bytes(made.program, size_of_in(made))) == {weights * WEIGHT + OUTPUT}
+
+
+def test_one_f_one_b_holds_fewer_activations_than_gpipe():
+    def first(order):
+        made = compiled(f"pipeline(4, order={order})", m=8)
+        return peak_bytes(made.program, size_of_in(made))[0]
+
+    assert first("gpipe") - first("one_f_one_b") == 4 * OUTPUT
+
+
+def test_a_forward_keeps_its_output_until_its_backward():
+    peaks = peak_bytes(program("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0"), lambda _: 10)
+    assert peaks == (30,)
+
+
+def test_two_ranks_that_do_the_same_hold_the_same():
+    made = compiled("pipeline(2) * data(2)", m=2)
+    peaks = peak_bytes(made.program, size_of_in(made))
+    assert peaks[:2] == peaks[2:]
+    assert simulate(made.program, Ticks()).num_ranks == 4
