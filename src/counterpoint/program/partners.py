@@ -7,7 +7,7 @@ call its collectives in one order, so that who meets whom can be read off the ro
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -110,8 +110,3 @@ def edges(partners: Partners, num_ranks: int) -> list[list[tuple[int, Place | in
     for (rank, index), number in partners.call.items():
         found[rank].append((index, number, 0))
     return found
-
-
-def ranks_of(places: Iterable[Place]) -> set[int]:
-    """Return the ranks of some places."""
-    return {rank for rank, _ in places}
