@@ -76,7 +76,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Apply the optimizer to the part of a unit whose gradient this rank holds, and clear it. Text: ``U3``, ``U0+4``."""
+    """Apply the optimizer to the part of a unit whose gradient this rank holds; clear it. Text: ``U3``, ``U0+4``."""
 
     unit: tuple[int, ...]
 
@@ -162,9 +162,7 @@ class Release:
 
 
 Compute: TypeAlias = Forward | Backward
-Instruction: TypeAlias = (
-    Forward | Backward | Commit | Update | Send | Recv | Collective | Push | Pull | Serve | Release
-)
+Instruction: TypeAlias = Forward | Backward | Commit | Update | Send | Recv | Collective | Push | Pull | Serve | Release
 
 
 def grad(unit: tuple[int, ...]) -> Value:

@@ -13,16 +13,23 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
-from counterpoint.program.instruction import Backward, Forward, Instruction, Pull, Push, Recv, Send, Value
-from counterpoint.program.ledger import Entry, Ledger, Mark, Unit, keep_ledger
+from counterpoint.program.counting import law_6_every_gradient_counts_once
+from counterpoint.program.flow import (
+    law_4_inputs_are_there,
+    law_6_updates_follow_a_commit,
+    laws_6_and_7_what_is_started_is_awaited,
+)
+from counterpoint.program.instruction import Backward, Forward, Instruction, Pull, Push, Recv, Send, Update, Value
+from counterpoint.program.ledger import Ledger, Mark, keep_ledger
 from counterpoint.program.program import Program, Words, moved
 from counterpoint.program.text import format_unit, format_value
+from counterpoint.program.units import Unit
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
 
 _Message: TypeAlias = tuple[str, Value, int, int]
@@ -72,8 +79,11 @@ def check(
     ledger = keep_ledger(program, rows)
     rehearse_blocking_sends(rows)
     law_4_all_work_is_done_once(program, rows)
+    law_4_inputs_are_there(rows)
     law_5_staleness(rows, ledger, promise)
     law_6_every_gradient_counts_once(program, rows, ledger, units)
+    laws_6_and_7_what_is_started_is_awaited(rows)
+    law_6_updates_follow_a_commit(rows)
     law_7_all_is_released(program, rows, ledger, promise)
     if promise.sent_bytes is not None and sent_bytes is not None:
         law_8_bytes(promise.sent_bytes, sent_bytes)
@@ -167,87 +177,6 @@ def law_5_staleness(rows: Sequence[Words], ledger: Ledger, promise: Promise) -> 
             )
 
 
-def law_6_every_gradient_counts_once(
-    program: Program, rows: Sequence[Words], ledger: Ledger, units: Iterable[Unit]
-) -> None:
-    """Prove that each mark enters exactly one update of each part of its unit, and that copies update alike."""
-    expected: defaultdict[int, set[Mark]] = defaultdict(set)
-    for rank, row in enumerate(rows):
-        for word in row:
-            if isinstance(word, Backward):
-                expected[word.block].add((word.block, word.micro, program.rows[rank].slice_index))
-    by_unit: defaultdict[Unit, list[Entry]] = defaultdict(list)
-    for entry in ledger.entries:
-        by_unit[entry.unit].append(entry)
-    for unit in units:
-        marks = {mark for block in unit for mark in expected[block]}
-        for at in sorted({mark[2] for mark in marks}):
-            mine = [entry for entry in by_unit[unit] if _slice_of(program, entry, ledger) == at]
-            _judge_unit(rows, unit, mine, {mark for mark in marks if mark[2] == at})
-
-
-def _slice_of(program: Program, entry: Entry, _ledger: Ledger) -> int:
-    return program.rows[entry.rank].slice_index
-
-
-def _judge_unit(rows: Sequence[Words], unit: Unit, entries: Sequence[Entry], expected: set[Mark]) -> None:
-    text = format_unit(unit)
-    by_rank: defaultdict[int, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        by_rank[entry.rank].append(entry)
-    histories: dict[tuple[Fraction, Fraction], tuple[int, list[Counter[Mark]]]] = {}
-    judged: set[tuple[int, ...]] = set()
-    for rank, own in by_rank.items():
-        history = [entry.marks for entry in own]
-        first, known = histories.setdefault(own[0].span, (rank, history))
-        place = {rank: own[-1].index}
-        if known is not history and known != history:
-            raise ProgramError(
-                f"ranks {first} and {rank} update unit {text} with different gradients; copies of the same "
-                f"parameters must see the same\n{show_places(rows, place, 'here')}",
-                law=6,
-            )
-        if first != rank or tuple(map(id, history)) in judged:
-            continue
-        judged.add(tuple(map(id, history)))  # ranks share the very objects where they share the gradient
-        total = history[0] if len(history) == 1 else sum(history, Counter())
-        _judge_marks(rows, text, place, (total, expected))
-    _judge_cover(text, sorted(histories))
-
-
-def _judge_marks(
-    rows: Sequence[Words], unit: str, place: Mapping[int, int], marks: tuple[Counter[Mark], set[Mark]]
-) -> None:
-    total, expected = marks
-    if total.keys() == expected and all(count == 1 for count in total.values()):
-        return
-    doubled = sorted(mark for mark, count in total.items() if count > 1)
-    missing = sorted(expected - total.keys())
-    foreign = sorted(total.keys() - expected)
-    parts = [
-        f"{word} {', '.join(f'B{b}.{m}' for b, m, _ in found[:4])}{' and others' if len(found) > 4 else ''}"
-        for word, found in (("twice", doubled), ("never", missing), ("wrongly", foreign))
-        if found
-    ]
-    rank = next(iter(place))
-    raise ProgramError(
-        f"rank {rank} updates unit {unit} with gradients counted {'; '.join(parts)}; every gradient enters every "
-        f"update exactly once\n{show_places(rows, place, 'here')}",
-        law=6,
-    )
-
-
-def _judge_cover(unit: str, spans: Sequence[tuple[Fraction, Fraction]]) -> None:
-    reached = Fraction(0)
-    for low, high in spans:
-        if low != reached:
-            break
-        reached = high
-    if reached != 1:
-        held = ", ".join(f"{low} to {high}" for low, high in spans) or "nothing"
-        raise ProgramError(f"unit {unit} is updated only in part: {held}; all of it must be updated", law=6)
-
-
 def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledger, promise: Promise) -> None:
     """Prove that nothing stays gathered or unused, and that the peak in flight is as promised."""
     for (rank, unit), state in ledger.states.items():
@@ -264,6 +193,8 @@ def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledge
                 f"{show_places(rows, end, 'end')}",
                 law=6,
             )
+    if promise.staleness is not None:
+        _judge_ends(rows, ledger)
     if promise.in_flight is not None:
         for rank, (peak, allowed) in enumerate(zip(ledger.peak_in_flight, promise.in_flight, strict=True)):
             if peak > allowed:
@@ -274,6 +205,19 @@ def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledge
                 )
     if program.is_stream:
         _law_7_induction(program)
+
+
+def _judge_ends(rows: Sequence[Words], ledger: Ledger) -> None:
+    newest: dict[Unit, tuple[int, int]] = {}
+    for (rank, unit), state in ledger.states.items():
+        first, version = newest.setdefault(unit, (rank, state.versions[-1]))
+        if version != state.versions[-1]:
+            raise ProgramError(
+                f"rank {first} ends with version {version} of weight{format_unit(unit)}, rank {rank} with version "
+                f"{state.versions[-1]}; all copies of the same parameters end alike\n"
+                f"{show_places(rows, {rank: len(rows[rank]) - 1}, 'end')}",
+                law=6,
+            )
 
 
 def _law_7_induction(program: Program) -> None:
@@ -292,17 +236,20 @@ def _law_7_induction(program: Program) -> None:
 
 
 def _left_behind(words: Words) -> Counter[Instruction]:
-    """Count what is alive after the words: forwards without backward, and messages in the row's own books."""
-    left: Counter[Instruction] = Counter()
+    """Return the forwards without backward, each with the version that its backward would have to read."""
+    live: dict[tuple[int, int], int] = {}
+    updates: Counter[int] = Counter()
     for word in words:
         match word:
-            case Forward(block, micro):
-                left[Forward(block, micro)] += 1
+            case Forward(block, micro, version):
+                live[block, micro] = updates[block] + version
             case Backward(block, micro):
-                left[Forward(block, micro)] -= 1
+                live.pop((block, micro), None)
+            case Update(unit):
+                updates.update(unit)
             case _:
                 pass
-    return Counter({word: count for word, count in left.items() if count})
+    return Counter(Forward(block, micro, read - updates[block]) for (block, micro), read in live.items())
 
 
 def law_8_bytes(promised: Sequence[Fraction], counted: Sequence[Fraction]) -> None:

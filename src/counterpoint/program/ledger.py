@@ -20,7 +20,6 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Forward,
-    Instruction,
     Pull,
     Push,
     Recv,
@@ -32,6 +31,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_instruction, format_unit
+from counterpoint.program.units import Unit, units_by_block
 from counterpoint.program.walk import Groups, show_places, walk
 
 Mark: TypeAlias = tuple[int, int, int]
@@ -39,7 +39,6 @@ Mark: TypeAlias = tuple[int, int, int]
 Marks: TypeAlias = "Counter[Mark]"
 Span: TypeAlias = tuple[Fraction, Fraction]
 """Which part of a unit: from, to, as fractions of the whole."""
-Unit: TypeAlias = tuple[int, ...]
 
 WHOLE: Span = (Fraction(0), Fraction(1))
 NOTHING: Marks = Counter()
@@ -101,7 +100,7 @@ class _Book:
     def __init__(self, program: Program, rows: Sequence[Words]) -> None:
         self.rows = rows
         self.slices = [(row.slice_index, row.num_slices) for row in program.rows]
-        self.units_of = _units_by_block(rows)
+        self.units_of = units_by_block(rows)
         self.states: defaultdict[tuple[int, Unit], UnitState] = defaultdict(UnitState)
         self.entries: list[Entry] = []
         self.used: dict[tuple[Mark, Unit], int] = {}
@@ -200,6 +199,8 @@ class _Book:
         state = self.states[rank, unit]
         if state.part is not None and state.whole:
             raise self.wrong(6, rank, index, "one gradient was shared out, another one was not")
+        if state.span != state.home:
+            raise self.wrong(7, rank, index, f"the gathered weight{format_unit(unit)} has not been released")
         span, marks = state.part if state.part is not None else (WHOLE, state.whole)
         self.record(rank, index, unit, span, marks)
         state.part, state.whole = None, Counter()
@@ -243,6 +244,10 @@ class _Book:
             for state in states[1:]:
                 state.versions.append(states[0].versions[-1])
             return
+        if word.verb == "share":
+            raise self.wrong(6, rank, index, "weights are gathered or copied, never shared out")
+        if any(state.span == WHOLE != state.home for state in states):
+            raise self.wrong(7, rank, index, "these weights are gathered already")
         spans = sorted({state.span for state in states})
         tiles = all(before[1] == after[0] for before, after in pairwise(spans))
         versions = {state.versions[-1] for state in states}
@@ -303,11 +308,12 @@ class _Book:
                 self.states[rank, unit].versions.append(self.states[rank, unit].versions[-1] + 1)
 
     def release(self, rank: int, index: int, value: Value) -> None:
+        if value.name not in {"grad", "weight"}:
+            return
         state = self.states[rank, value.blocks]
         if value.name == "grad":
             state.whole = Counter()
-            return
-        if value.name == "weight":
+        else:
             if state.span == state.home:
                 raise self.wrong(7, rank, index, "nothing was gathered that could be released")
             state.span = state.home
@@ -319,29 +325,3 @@ def with_mark(marks: Marks, mark: Mark) -> Marks:
     dict.update(more, marks)  # a Counter counts one by one when it is copied
     more[mark] += 1
     return more
-
-
-def _units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:
-    """Return for each block the units it uses, read off the words that name units."""
-    units: set[Unit] = set()
-    for row in rows:
-        for word in row:
-            units.update(units_named(word))
-    users: defaultdict[int, list[Unit]] = defaultdict(list)
-    for unit in sorted(units):
-        for block in unit:
-            users[block].append(unit)
-    return users
-
-
-def units_named(word: Instruction) -> tuple[Unit, ...]:
-    """Return the units that an instruction updates, moves or releases."""
-    match word:
-        case Update(unit):
-            return (unit,)
-        case Serve(units):
-            return units
-        case Push(value) | Pull(value) | Send(value) | Recv(value) | Release(value) | Collective(_, value):
-            return (value.blocks,) if value.name in {"grad", "weight"} else ()
-        case Forward() | Backward() | Commit():
-            return ()

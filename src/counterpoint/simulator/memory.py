@@ -22,8 +22,8 @@ from counterpoint.program.instruction import (
     Value,
     weight,
 )
-from counterpoint.program.ledger import units_named
 from counterpoint.program.program import Program, Words
+from counterpoint.program.units import units_named
 
 _Unit = tuple[int, ...]
 

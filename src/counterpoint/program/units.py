@@ -1,0 +1,52 @@
+"""Which units a program names, and which blocks use them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Update,
+)
+from counterpoint.program.program import Words
+
+Unit: TypeAlias = tuple[int, ...]
+"""The blocks that use a set of parameters."""
+
+
+def units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:
+    """Return for each block the units it uses, read off the words that name units."""
+    units: set[Unit] = set()
+    for row in rows:
+        for word in row:
+            units.update(units_named(word))
+    users: defaultdict[int, list[Unit]] = defaultdict(list)
+    for unit in sorted(units):
+        for block in unit:
+            users[block].append(unit)
+    return users
+
+
+def units_named(word: Instruction) -> tuple[Unit, ...]:
+    """Return the units that an instruction updates, moves or releases."""
+    match word:
+        case Update(unit):
+            return (unit,)
+        case Serve(units):
+            return units
+        case Push(value) | Pull(value) | Send(value) | Recv(value) | Release(value) | Collective(_, value):
+            return (value.blocks,) if value.name in {"grad", "weight"} else ()
+        case Forward() | Backward() | Commit():
+            return ()
