@@ -175,6 +175,7 @@ def targets_of(book: Book, rank: Rank) -> Iterator[Target]:
             for where in target_ranges(store.units[unit], book.layouts(unit), store.units[unit].role.span or WHOLE)
         ]
         for tensor, (unit, layout, start, stop) in zip(tensors, ranges, strict=True):
+            assert optimizer is not None, "it updates a tensor"
             yield Target(optimizer, tensor, unit, layout, start, stop)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.model.spec import ModelSpec, Unit
@@ -182,7 +181,7 @@ class Store:
         for store in self.units.values():
             if store.role.in_arena:
                 store.arenas = self._arenas(store)
-        self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer, list[Tensor]]] = {}
+        self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
 
     def _arenas(self, store: UnitStore) -> list[Arena]:
         described = [
@@ -191,27 +190,28 @@ class Store:
         layouts = lay_out(described, cut_anywhere=self.face.is_elementwise)
         return [Arena(layout, store.params, store.role.home) for layout in layouts]
 
-    def optimizer(self, units: tuple[Unit, ...]) -> tuple[optim.Optimizer, list[Tensor]]:
-        """Return the optimizer over some units and the tensors it updates, made when first asked for."""
+    def optimizer(self, units: tuple[Unit, ...]) -> tuple[optim.Optimizer | None, list[Tensor]]:
+        """Return the optimizer over some units and the tensors it updates, made when first asked for.
+
+        A rank whose shares of them are empty has none.
+        """
         if units not in self.optimizers:
             targets = [target for unit in units for target in self.units[unit].targets(self.face)]
             tensors = [tensor for _, tensor in targets]
-            made = self.face.build(targets) if targets else None
-            if made is None:
-                made = self.face.build([(0, nn.Parameter(torch.empty(0), requires_grad=False))])
-            self.optimizers[units] = (made, tensors)
+            self.optimizers[units] = (self.face.build(targets) if targets else None, tensors)
         return self.optimizers[units]
 
     def update(self, units: tuple[Unit, ...]) -> None:
         """Take one optimizer step on some units with the gradients that they hold, and clear them."""
         made, tensors = self.optimizer(units)
-        self.face.refresh(made)
         in_arenas = [unit for unit in units if self.units[unit].arenas]
         if in_arenas:
             gradients = [gradient for unit in units for gradient in self._aligned(unit)]
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 tensor.grad = gradient
-        made.step()
+        if made is not None:
+            self.face.refresh(made)
+            made.step()
         for unit in units:
             self.units[unit].clear()
         for tensor in tensors if in_arenas else ():

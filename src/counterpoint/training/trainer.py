@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -161,7 +162,7 @@ class Trainer:
         run = Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
         error: BaseException | None = None
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), kept_modes(self.model):
                 if resume is not None:
                     run.resume(Path(resume))
                 elif self.progress.step:
@@ -200,7 +201,8 @@ class Trainer:
         """
         size = batch_size or 64 * self.plan.num_micros
         team = self.ready_team(dataset, size)
-        return evaluate(team, dataset, measure if measure is not None else measuring(self.loss), size)
+        with kept_modes(self.model):
+            return evaluate(team, dataset, measure if measure is not None else measuring(self.loss), size)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
         """Write a checkpoint of the whole run, durable and verified; all ranks call it together.
@@ -251,6 +253,17 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Have every module in training or evaluation mode afterwards as it was before."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag
 
 
 def every_rank(callbacks: Iterable[Callback]) -> list[Callback]:
