@@ -1,0 +1,240 @@
+"""What a user may get wrong: each error says what, the rule and the remedy, and leaves nothing half-done."""
+
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.data import TensorDataset
+
+import counterpoint as cp
+from counterpoint.data.sampler import Sampler
+from tests.training.fits import (
+    ADAMW,
+    STRATEGIES,
+    dataset,
+    distance,
+    draw,
+    fit,
+    mlp,
+    rank_threads,
+    same_bits,
+    seeded,
+    state_of,
+    trainer,
+)
+
+FAMILIES = ["solo", *STRATEGIES, "server(2, consistency=asp)"]
+
+
+class Forgetful(nn.Module):
+    """One of its layers is never called; and no pair of them could be sliced."""
+
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class Moody(nn.Module):
+    """What it computes depends on the values, which no trace can follow."""
+
+    def forward(self, x):
+        return x * 2 if float(x.abs().sum()) > 0 else x * 3
+
+
+class Winding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(6, 8), Moody(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.branch(self.first(x)))
+
+
+def refused(error, model, strategy="data(2)", **options):
+    """Return the error's text; the model, torch's random state and the threads are as they were."""
+    before, random = state_of(model), torch.get_rng_state()
+    with pytest.raises(error) as caught:
+        cp.Trainer(model, **{"loss": F.cross_entropy, "optimizer": ADAMW, "strategy": strategy, **options}).fit(
+            dataset(), batch_size=12
+        )
+    assert same_bits(state_of(model), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert rank_threads() == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"strategy": "zro(2)"}, "there is no strategy 'zro'; did you mean zero? the strategies are solo, data, zero"),
+        ({"clip_nrm": 1.0}, "there is no option 'clip_nrm'; did you mean clip_norm? the options are seed, clip_norm"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 would leave no gradient; give a positive norm, or None"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore' is not one of error, skip"),
+        ({"strategy": "pipeline(8)"},
+         "the pipeline has 8 stages, but the model has only 3 blocks; every stage needs one: give at most 3 stages"),
+        ({"strategy": "data(2)", "num_microbatches": 5},
+         "a batch of 12 samples does not divide into the 10 microbatches of data(2) with num_microbatches=5; all "
+         "microbatches of a full batch have one size: give batch_size=10 or 20, or another number of microbatches"),
+        ({"optimizer": lambda params: optim.SGD(list(params)[2:], lr=0.1)},
+         "the optimizer does not hold 0.weight, 0.bias; give it all trainable parameters, or freeze these with "
+         "requires_grad_(False)"),
+        ({"optimizer": lambda _: optim.SGD(mlp().parameters(), lr=0.1)},
+         "the optimizer holds 6 tensors that are not trainable parameters of the model, so these would never be "
+         "trained; build it from this model's parameters(), or pass a factory such as partial(AdamW, lr=1e-3)"),
+        ({"optimizer": partial(optim.Adafactor, lr=0.1), "strategy": "tensor(2)"},
+         "Adafactor may look at whole tensors, but under tensor(2) a rank has only a slice of "),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_says_why_and_what_can(options, text):
+    assert refused(cp.PlanError, mlp(), **options).startswith(text)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_composition_for_another_number_of_ranks_says_which_axes_it_has(num_ranks):
+    found = cp.Plan.parse("pipeline(2) * data(2)")
+    with pytest.raises(cp.PlanError) as caught:
+        found.require_ranks(num_ranks)
+    there = "there is 1" if num_ranks == 1 else "there are 3"
+    assert str(caught.value) == (
+        f"{found} needs 4 ranks (stage=2, data=2), but {there}; start 4 ranks, or change the numbers in the plan"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (nn.Sequential(nn.Flatten()), "the model has 0 parameters, none of them trainable, so there is nothing to"),
+        (mlp().requires_grad_(False), "the model has 6 parameters, none of them trainable, so there is nothing to"),
+    ],
+)
+def test_a_model_with_nothing_to_train_is_refused(model, text):
+    assert refused(cp.PlanError, model).startswith(f"{text} train; pass a model with parameters that require")
+
+
+@pytest.mark.parametrize("strategy", [name for name in FAMILIES if name != "tensor(2)"])
+def test_unused_parameters_are_named_under_every_strategy(strategy):
+    text = refused(cp.DataError, seeded(Forgetful), strategy=strategy)
+    assert text.startswith("no gradient reached never.weight, never.bias: the loss does not depend on them; freeze")
+    assert text.endswith("or pass unused='zero' to train on with gradients of zeros")
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor(2)"])
+def test_unused_parameters_may_have_gradients_of_zeros_under_every_strategy(strategy):
+    """Weight decay still moves them, and by as much under every plan."""
+    mine, theirs = (fit(one, seeded(Forgetful), unused="zero")[0] for one in (strategy, "solo"))
+    assert distance(mine, theirs) <= 1e-12
+    assert not torch.equal(theirs["never.weight"], seeded(Forgetful).never.weight)
+
+
+def broken_at(step):
+    """Return the data with one sample that is not a number, in the batch of one step."""
+    inputs, targets = dataset().tensors
+    inputs[Sampler(46, 12).batch(0, step)[4]] = torch.nan
+    return TensorDataset(inputs, targets)
+
+
+@pytest.mark.parametrize("strategy", FAMILIES)
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(strategy):
+    model = mlp()
+    expected, _ = fit(strategy, fit_options={"max_steps": 2})
+    with pytest.raises(cp.DataError) as caught:
+        fit(strategy, model, broken_at(2))
+    assert re.match(
+        r"step 2 cannot be applied: the loss of microbatch \d on rank \d is nan; the parameters are as they were "
+        r"before the step; look at the samples .* or pass nonfinite='skip' to leave such steps out on all ranks$",
+        str(caught.value),
+    )
+    assert same_bits(state_of(model), expected)
+    assert rank_threads() == []
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_a_skipped_step_changes_nothing_on_any_rank(strategy):
+    skipped, history = fit(strategy, data=broken_at(1), nonfinite="skip", fit_options={"max_steps": 2})
+    assert same_bits(skipped, fit(strategy, fit_options={"max_steps": 1})[0])
+    assert [bool(step.fault) for step in history.steps] == [False, True]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run():
+    text = "21 steps in a row were skipped, the last one, step 20, because the loss of microbatch 0 on rank 0 is nan;"
+    with pytest.raises(cp.DataError, match=re.escape(text)):
+        fit("data(2)", loss=lambda x, y: F.cross_entropy(x, y) * float("nan"), nonfinite="skip", epochs=6)
+
+
+def exploding(outputs, _):
+    """A finite loss whose gradient is not."""
+    return torch.sqrt(outputs - outputs.detach()).mean()
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_a_gradient_that_is_not_finite_is_seen_when_gradients_are_watched(strategy):
+    text = refused(cp.DataError, mlp(), strategy=strategy, loss=exploding, watch="gradients")
+    assert re.match(r"step 0 cannot be applied: a gradient on rank \d is not finite; the parameters are as", text)
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (partial(F.cross_entropy, reduction="none"), r"has the shape \(3,\)"),
+        (lambda outputs, targets: F.cross_entropy(outputs, targets).item(), "is a float"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_of_torch_is_refused(loss, what):
+    text = refused(cp.DataError, mlp(), strategy="data(2)", num_microbatches=2, loss=loss)
+    assert re.match(f"the loss of microbatch 0 {what}; it must be a tensor of one number, the mean over the", text)
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(10, 6, sparse=True), nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+
+
+def test_sparse_gradients_train_where_nobody_adds_them_up_and_are_refused_elsewhere():
+    tokens = TensorDataset(torch.randint(0, 10, (24, 4), generator=draw()), dataset(24).tensors[1])
+    sgd = partial(optim.SGD, lr=0.1)
+    alone = fit("solo", seeded(Bag), tokens, optimizer=sgd, clip_norm=0.5)[0]
+    assert distance(fit("pipeline(2)", seeded(Bag), tokens, optimizer=sgd, clip_norm=0.5)[0], alone) <= 1e-12
+    with pytest.raises(cp.DataError, match=r"^the gradient of table.weight is sparse, but .* with sparse=False\n"):
+        fit("data(2)", seeded(Bag), tokens, optimizer=sgd)
+    assert rank_threads() == []
+
+
+@pytest.mark.parametrize("strategy", ["pipeline(2)", "tensor(2)"])
+def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_cut(strategy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = refused(cp.PlanError, seeded(Winding), strategy=strategy)
+    assert text.startswith("tracing the model stopped in module 'branch' (Moody) at ")
+    assert "train it with a strategy that needs no cut (data, zero of level 1 or 2, server)" in text
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in {"pipeline(2)", "tensor(2)"}])
+def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_cut(strategy):
+    """Under level 3 the second rank copied the model after the first had freed its weights, and torch crashed."""
+    mine, theirs = (fit(one, seeded(Winding))[0] for one in (strategy, "solo"))
+    assert distance(mine, theirs) <= 1e-12
+
+
+def test_a_loader_in_place_of_a_dataset_is_refused():
+    with pytest.raises(cp.DataError, match="^a DataLoader is no map-style dataset: .* pass the dataset itself"):
+        trainer("solo").fit(torch.utils.data.DataLoader(dataset()), batch_size=12)
+
+
+def test_a_time_to_save_without_a_place_is_refused():
+    with pytest.raises(cp.PlanError, match="^save_every=2 says when, but not where; give save_to=FOLDER as well$"):
+        trainer("solo").fit(dataset(), batch_size=12, save_every=2)

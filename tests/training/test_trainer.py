@@ -1,0 +1,268 @@
+"""What Trainer.fit promises: a strategy is a word, and the numbers are those of the loop one would write by hand."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.data import TensorDataset
+
+import counterpoint as cp
+from counterpoint.data.sampler import Sampler
+from counterpoint.program.text import format_instruction
+from tests.training.fits import (
+    ADAMW,
+    STRATEGIES,
+    dataset,
+    distance,
+    draw,
+    fit,
+    mlp,
+    noisy,
+    params_of,
+    rank_threads,
+    same_bits,
+    seeded,
+    state_of,
+    trainer,
+)
+
+UNSLICED = [name for name in STRATEGIES if name != "tensor(2)"]
+MORE = ["data(4)", "pipeline(2) * data(2)", "pipeline(2, replicas=(2,1))", "zero(4, level=3)", "tensor(2) * data(2)"]
+
+
+def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, schedule=None):
+    """Train on whole global batches, as anybody would; return the losses and the norms of the gradients."""
+    stepping = optimizer(model.parameters()) if callable(optimizer) else optimizer
+    turning = schedule(stepping) if schedule else None
+    sampler, losses, norms = Sampler(len(data), 12), [], []
+    for epoch in range(epochs):
+        for index in range(sampler.num_batches):
+            *inputs, targets = (field[sampler.batch(epoch, index)] for field in data.tensors)
+            stepping.zero_grad()
+            loss = F.cross_entropy(model(*inputs), targets)
+            loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))))
+            stepping.step()
+            losses.append(float(loss.detach()))
+            if turning is not None:
+                turning.step()
+    return losses, norms
+
+
+@pytest.mark.parametrize("num_samples", [46, 39], ids=["an uneven last batch", "a last batch with an empty microbatch"])
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, *MORE])
+def test_the_gradient_is_the_mean_over_the_whole_batch(strategy, num_samples):
+    model, data = mlp(), dataset(num_samples)
+    losses, _ = by_hand(model, data, epochs=2)
+    found, history = fit(strategy, data=data, epochs=2)
+    assert distance(found, params_of(model)) <= 1e-12
+    assert history.losses == pytest.approx(losses, rel=1e-12)
+    assert sum(step.num_samples for step in history.steps) == 2 * num_samples
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 12])
+def test_accumulated_microbatches_equal_one_large_batch(num_microbatches):
+    model = mlp()
+    by_hand(model, dataset())
+    found, _ = fit(cp.Plan((), num_microbatches))
+    assert distance(found, params_of(model)) <= 1e-12
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 100.0])
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, *MORE])
+def test_clipping_is_that_of_torch(strategy, clip_norm):
+    model = mlp()
+    _, norms = by_hand(model, dataset(), clip_norm=clip_norm)
+    found, history = fit(strategy, clip_norm=clip_norm)
+    assert [step.grad_norm for step in history.steps] == pytest.approx(norms, rel=1e-12)
+    assert distance(found, params_of(model)) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_groups_of_parameters_keep_their_own_options(strategy):
+    """The usual two groups: weights decay, biases do not, and theirs is another learning rate."""
+
+    def grouped(model):
+        weights = [param for param in model.parameters() if param.dim() > 1]
+        biases = [param for param in model.parameters() if param.dim() == 1]
+        groups = [{"params": weights, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0, "lr": 0.05}]
+        return optim.AdamW(groups, lr=0.01)
+
+    mine, theirs = mlp(), mlp()
+    cosine = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=8)
+    by_hand(theirs, dataset(), optimizer=grouped(theirs), schedule=cosine, epochs=2)
+    found, history = fit(strategy, mine, optimizer=grouped(mine), schedule=cosine, epochs=2)
+    assert distance(found, params_of(theirs)) <= 1e-12
+    assert history.steps[0].options["weight_decay"] == 0.5
+
+
+def frozen_in_the_middle():
+    model = mlp()
+    model[2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_frozen_parameters_stay_and_the_others_train(strategy):
+    model = frozen_in_the_middle()
+    by_hand(model, dataset())
+    found, _ = fit(strategy, frozen_in_the_middle())
+    assert distance(found, params_of(model)) <= 1e-12
+    assert torch.equal(found["2.weight"], mlp()[2].weight)
+    assert not torch.equal(found["0.weight"], mlp()[0].weight)
+
+
+class Lars(optim.Optimizer):
+    """Steps as long as the tensor's own norm says, so that a tensor may neither be joined with others nor cut."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moved = self.state[param].setdefault("moved", torch.zeros_like(param))
+                    length = group["lr"] * (param.norm() + 1e-3) / (param.grad.norm() + 1e-9)
+                    param.sub_(moved.mul_(group["momentum"]).add_(param.grad * length))
+
+
+def without_biases():
+    return seeded(
+        lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6, bias=False), nn.Tanh())))
+    )
+
+
+@pytest.mark.parametrize("optimizer", [Lars, partial(optim.Adafactor, lr=0.05), partial(optim.Muon, lr=0.05)],
+                         ids=["lars", "adafactor", "muon"])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy", ["solo", *UNSLICED, cp.Plan.parse("zero(3, level=1)"), "zero(4, level=3)"], ids=str
+)
+def test_an_optimizer_that_looks_at_whole_tensors_sees_whole_tensors(strategy, optimizer):
+    model = without_biases()
+    by_hand(model, dataset(), optimizer=optimizer)
+    found, _ = fit(strategy, without_biases(), optimizer=optimizer)
+    assert distance(found, params_of(model)) <= 1e-10  # Muon computes in bfloat16, which may round once otherwise
+
+
+class TwoPrecisions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(6, 8), nn.Parameter(torch.tensor(0.5)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x.float())).double() * self.scale)
+
+
+def two_precisions():
+    model = seeded(TwoPrecisions)
+    model.first.float()
+    return model
+
+
+@pytest.mark.parametrize("strategy", UNSLICED)
+def test_parameters_may_be_of_several_dtypes(strategy):
+    """The float32 half is equal up to its own rounding, and a parameter may have no dims."""
+    mine, theirs = (fit(name, two_precisions())[0] for name in (strategy, "solo"))
+    assert {name: value.dtype for name, value in mine.items()} == {n: v.dtype for n, v in theirs.items()}
+    assert distance(mine, theirs) <= 1e-5
+    assert mine["scale"].shape == ()
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "pipeline(2) * data(2)"])
+def test_what_is_drawn_depends_on_the_seed_and_not_on_the_plan(strategy):
+    names = params_of(noisy())
+    (mine, history), (theirs, expected) = fit(strategy, noisy(), seed=5), fit("solo", noisy(), seed=5)
+    assert distance(mine, theirs, names) <= 1e-12
+    assert history.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert fit(strategy, noisy(), seed=6)[1].losses[0] != pytest.approx(expected.losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_the_users_random_numbers_go_on_as_if_nothing_was_trained(strategy):
+    torch.manual_seed(77)
+    expected = torch.rand(3)
+    torch.manual_seed(77)
+    fit(strategy, noisy(), fit_options={"evaluation": dataset(9)})
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_two_calls_of_fit_train_as_one_longer_one(strategy):
+    with trainer(strategy) as one:
+        first = one.fit(dataset(), batch_size=12)
+        second = one.fit(dataset(), batch_size=12)
+        found = state_of(one.model)
+    whole, history = fit(strategy, epochs=2)
+    assert first.losses + second.losses == pytest.approx(history.losses, rel=1e-12)
+    assert distance(found, whole) <= 1e-12
+
+
+def test_the_modes_of_modules_are_as_the_user_set_them():
+    for strategy in ["solo", "data(2)", "pipeline(2)"]:
+        model = noisy()
+        model[3].eval()
+        fit(strategy, model, fit_options={"evaluation": dataset(9)})
+        assert [module.training for module in model] == [True, True, True, False, True, True, True], strategy
+
+
+def test_a_bare_name_trains_alone_where_no_launcher_gave_ranks():
+    with cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="zero3") as one:
+        one.fit(dataset(), batch_size=12)
+        assert str(one.plan) == "solo"
+        assert same_bits(state_of(one.model), fit(cp.Plan())[0])
+
+
+def test_a_pipeline_takes_as_many_microbatches_as_it_can_use():
+    with cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="pipeline(2)") as one:
+        one.fit(dataset(), batch_size=12)
+        assert one.plan.num_microbatches == 6
+        assert "F0.5" in cp.format_program(one.compiled.program)
+
+
+def test_steps_tell_their_number_epoch_samples_and_rate():
+    step = partial(optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    _, history = fit("data(2)", epochs=2, schedule=step)
+    told = [(step.step, step.epoch, step.num_samples, step.options["lr"]) for step in history.steps]
+    assert told == [(at, at // 4, 10 if at % 4 == 3 else 12, 0.01 * 0.5 ** (at + 1)) for at in range(8)]
+    assert all(step.seconds > 0 for step in history.steps)
+
+
+def test_a_measured_step_says_what_every_rank_did():
+    traces = []
+
+    class Listener(cp.Callback):
+        def on_trace(self, event):
+            traces.append(event)
+
+    with trainer("pipeline(2)", callbacks=[Listener()]) as one:
+        one.fit(dataset(), batch_size=12)
+        compiled = one.compiled
+    assert len(traces) == 1
+    told = [" ".join(event.words for event in traces[0].trace.events if event.rank == rank) for rank in (0, 1)]
+    assert told == [" ".join(map(format_instruction, row.body)) for row in compiled.program.rows]
+
+
+def test_integers_and_several_inputs_reach_the_model():
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 6), nn.Linear(6, 3)
+
+        def forward(self, tokens, x):
+            return self.head(self.table(tokens) + x)
+
+    tokens = torch.randint(0, 10, (46,), generator=draw())
+    data = TensorDataset(tokens, *dataset().tensors)
+    model = seeded(Looked)
+    by_hand(model, data)
+    for strategy in ["data(2)", "zero(2, level=3)", "pipeline(2)"]:
+        assert distance(fit(strategy, seeded(Looked), data)[0], params_of(model)) <= 1e-12, strategy
+
+
+def test_a_closed_trainer_leaves_no_threads():
+    fit("zero(4, level=3)")
+    assert rank_threads() == []
