@@ -9,7 +9,8 @@ def asp(model, *, units, journals, parts, loss, optimizer):
     ``units`` names the parameters of each unit, ``parts[worker]`` holds a worker's inputs and targets step by step.
     """
     updates, replicas = optimizer(model.parameters()), {worker: copy.deepcopy(model) for worker in parts}
-    batches, waiting = {worker: iter(part) for worker, part in parts.items()}, {worker: set() for worker in parts}
+    batches = {worker: iter(part) for worker, part in parts.items()}
+    waiting: dict = {worker: set() for worker in parts}
     left = [list(journal) for journal in journals]
     while any(left):
         journal = next(j for j in left if j and (not waiting[j[0][1]] or j[0][0] in waiting[j[0][1]]))

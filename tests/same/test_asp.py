@@ -11,7 +11,7 @@ from tests.references.asp import asp
 def played_back(trained, recipe, run, num_workers):
     """What the reference makes of the journals; a worker's part of a batch is what its microbatches hold."""
     each = recipe.num_micros // num_workers
-    parts = {worker: [] for worker in range(num_workers)}
+    parts: dict = {worker: [] for worker in range(num_workers)}
     for inputs, targets in trained.batches:
         places = split(len(inputs), recipe.num_micros)
         for worker, part in parts.items():

@@ -4,7 +4,8 @@ import pytest
 
 from counterpoint.plan import Plan
 from counterpoint.testing import parity
-from counterpoint.testing.subjects import STRATEGIES, plan_for
+from counterpoint.testing.plain import expected_buffers
+from counterpoint.testing.subjects import STRATEGIES, Recipe, plan_for, subject
 
 CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(4)", "server(2)", "tensor(2) * data(2)"]
 ISSUE = {
@@ -41,8 +42,8 @@ def test_a_plan_that_trains_otherwise_is_not_taken_for_the_same():
 def test_running_statistics_of_replicas_are_not_those_of_solo(strategy):
     """What the law for BatchNorm says beyond "equals solo" is needed: the replicas' mean is another number."""
     solo, plain = parity.solo("cnn")
-    run = parity.train(parity.subject("cnn"), plan_for(strategy, 4), parity.Recipe())
-    ours = parity.expected_buffers(plain, run.compiled)
+    run = parity.train(subject("cnn"), plan_for(strategy, 4), Recipe())
+    ours = expected_buffers(plain, run.compiled)
     assert max(parity.difference(ours[name], value) for name, value in solo.buffers.items()) > 1e-3
 
 

@@ -1,0 +1,51 @@
+"""``counterpoint bench``: what we claim of ourselves, measured here and now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from counterpoint.cli.faults import FAILED
+from counterpoint.cli.tables import Column, show_table
+from counterpoint.testing.claims import Claim, Options, find_benchmarks, find_claim, measure, read_claims, record
+
+
+def bench(
+    claim: Annotated[str | None, typer.Argument(help="A folder of benchmarks/; all are listed when left out.")] = None,
+    *,
+    processes: Annotated[bool, typer.Option("--processes", help="Also on real processes, where it has that.")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions; the claim's own number when left out.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Measure a claim side by side with its peers; ends with 1 where the stated bar is missed."""
+    folder = find_benchmarks()
+    if claim is None:
+        list_claims(read_claims(folder))
+        return
+    found = find_claim(folder, claim)
+    typer.echo(f"claim   {found.claim}\nbar     {found.bar}\nsource  {found.source}\n")
+    result = measure(folder, claim, Options(processes, rounds, lambda line: typer.echo(f"measuring {line}", err=True)))
+    show_table([Column(name) for name in result.columns], result.rows)
+    for key, text in result.notes.items():
+        typer.echo(f"{key} {text}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(record(claim, found, result), indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"figures are in {json_file}")
+    for line in result.missed:
+        typer.echo(f"missed: {line}")
+    if result.missed:
+        raise typer.Exit(FAILED)
+    typer.echo("the claim holds")
+
+
+def list_claims(claims: dict[str, Claim]) -> None:
+    """Show every claim with its bar."""
+    show_table(
+        [Column("claim"), Column("what it says", wraps=True), Column("bar", wraps=True)],
+        [(name, claim.claim, claim.bar) for name, claim in claims.items()],
+    )

@@ -1,0 +1,67 @@
+"""Tables of the command: columns that fit a terminal, plain lines for a pipe or a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Args:
+        title: its head.
+        side: where its cells stand.
+        wraps: whether a long cell may go on in the next line, on a terminal.
+    """
+
+    title: str
+    side: Literal["left", "right"] = "left"
+    wraps: bool = False
+
+
+def show_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    """The table is on standard output: with rules and wrapped cells on a terminal, else one plain line per row."""
+    if sys.stdout.isatty():
+        _show_rich(columns, rows)
+    else:
+        typer.echo(plain_table(columns, rows))
+
+
+def plain_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
+    """Return the table as lines with two spaces between columns.
+
+    Example:
+        >>> print(plain_table([Column("name"), Column("s", "right")], [("a", "1.5"), ("bcdef", "10.0")]))
+        name      s
+        a       1.5
+        bcdef  10.0
+    """
+    lines = [[column.title for column in columns], *map(list, rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
+    drawn = (
+        "  ".join(
+            cell.rjust(width) if column.side == "right" else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        )
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in drawn)
+
+
+def _show_rich(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column.title, justify=column.side, no_wrap=not column.wraps)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
