@@ -231,10 +231,10 @@ def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_cut(strategy)
 
 
 def test_a_loader_in_place_of_a_dataset_is_refused():
-    with pytest.raises(cp.DataError, match="^a DataLoader is no map-style dataset: .* pass the dataset itself"):
+    with pytest.raises(cp.DataError, match=r"^a DataLoader is no map-style dataset: .* pass the dataset itself"):
         trainer("solo").fit(torch.utils.data.DataLoader(dataset()), batch_size=12)
 
 
 def test_a_time_to_save_without_a_place_is_refused():
-    with pytest.raises(cp.PlanError, match="^save_every=2 says when, but not where; give save_to=FOLDER as well$"):
+    with pytest.raises(cp.PlanError, match=r"^save_every=2 says when, but not where; give save_to=FOLDER as well$"):
         trainer("solo").fit(dataset(), batch_size=12, save_every=2)

@@ -5,7 +5,6 @@ import shutil
 from functools import partial
 
 import pytest
-import torch
 from torch import optim
 
 import counterpoint as cp

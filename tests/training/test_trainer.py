@@ -220,6 +220,7 @@ def test_a_pipeline_takes_as_many_microbatches_as_it_can_use():
     with cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="pipeline(2)") as one:
         one.fit(dataset(), batch_size=12)
         assert one.plan.num_microbatches == 6
+        assert one.compiled is not None
         assert "F0.5" in cp.format_program(one.compiled.program)
 
 

@@ -1,0 +1,108 @@
+"""Held-out data is measured by the plan's own ranks: the same numbers everywhere, and no trace in the training."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import counterpoint as cp
+from counterpoint.training.tally import add_tallies
+from tests.training.fits import (
+    STRATEGIES,
+    dataset,
+    fit,
+    mlp,
+    noisy,
+    params_of,
+    same_bits,
+    seeded,
+    state_of,
+    trainer,
+)
+
+ALL = ["solo", *STRATEGIES, "data(4)", "pipeline(2) * data(2)", "zero(4, level=3)", "server(2, consistency=asp)"]
+
+
+def measure(outputs, targets):
+    right = (outputs.argmax(-1) == targets).sum()
+    loss = F.cross_entropy(outputs, targets, reduction="sum")
+    return {"accuracy": cp.Tally(float(right), len(targets)), "loss": cp.Tally(float(loss), len(targets))}
+
+
+def by_hand(model, data):
+    """Measure all samples at once."""
+    model.eval()
+    with torch.no_grad():
+        tallies = measure(model(data.tensors[0]), data.tensors[1])
+    return {name: tally.mean for name, tally in tallies.items()}
+
+
+@pytest.mark.parametrize("num_samples", [24, 31, 3], ids=["full", "uneven", "fewer than microbatches"])
+@pytest.mark.parametrize("strategy", ALL)
+def test_every_strategy_measures_what_the_model_alone_would(strategy, num_samples):
+    held_out = dataset(num_samples)
+    with trainer(strategy, noisy()) as one:
+        history = one.fit(dataset(), batch_size=12, evaluation=held_out, measure=measure)
+        again = one.evaluate(held_out, measure=measure, batch_size=8)
+        expected = by_hand(one.model, held_out)
+    assert history.evaluations[-1].metrics == pytest.approx(expected, rel=1e-12)
+    assert again == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_measuring_in_between_leaves_no_trace_in_the_training(strategy):
+    often = {"evaluation": dataset(9), "evaluate_every": 1}
+    measured, history = fit(strategy, noisy(), epochs=2, fit_options=often)
+    alone, expected = fit(strategy, noisy(), epochs=2)
+    assert [event.step for event in history.evaluations] == list(range(1, 9))
+    assert history.losses == expected.losses
+    assert same_bits(*({name: state[name] for name in params_of(noisy())} for state in (measured, alone)))
+
+
+def test_every_epoch_and_the_end_are_measured_once():
+    _, history = fit("data(2)", epochs=3, fit_options={"evaluation": dataset(9), "max_steps": 10})
+    assert [event.step for event in history.evaluations] == [4, 8, 10]
+
+
+def test_the_loss_is_measured_where_nothing_else_is_said():
+    held_out = dataset(31)
+    with trainer("pipeline(2)") as one:
+        found = one.evaluate(held_out)
+    assert found == pytest.approx({"loss": by_hand(mlp(), held_out)["loss"]}, rel=1e-12)
+
+
+def test_a_model_can_be_measured_before_it_is_trained_and_is_not_changed():
+    for strategy in ["solo", *STRATEGIES]:
+        model = noisy()
+        with trainer(strategy, model) as one:
+            before = one.evaluate(dataset(9), measure=measure)
+            assert same_bits(state_of(model), state_of(noisy())), strategy
+        assert before == pytest.approx(by_hand(noisy(), dataset(9)), rel=1e-12)
+
+
+def test_batches_with_other_metrics_are_refused():
+    def moody(outputs, targets):
+        return {"few" if len(targets) < 3 else "many": cp.Tally(0.0, len(targets))}
+
+    with trainer("data(2)") as one, pytest.raises(cp.DataError, match=r"^one batch has the metrics \['many'\], anot"):
+        one.evaluate(dataset(10), measure=moody, batch_size=12)
+
+
+def test_metrics_are_means_over_samples_not_over_batches():
+    added = add_tallies([{"a": cp.Tally(3.0, 4)}, {"a": cp.Tally(1.0, 1)}])
+    assert added["a"].mean == 0.8
+    assert math.isnan(cp.Tally().mean)
+
+
+def test_statistics_of_replicas_are_one_before_they_are_measured():
+    """Each replica has seen half the batches; all must answer with the mean of what they saw."""
+    held_out = dataset(8)
+    with trainer("data(2)", noisy()) as one:
+        one.fit(dataset(), batch_size=12)
+        team = one.team
+        one.evaluate(held_out)
+        buffers = [rank.interpreter.store.buffers["1.running_mean"] for rank in team.ranks.values()]
+        assert torch.equal(*buffers)
+        assert torch.equal(buffers[0], one.model[1].running_mean)
+    assert not torch.equal(buffers[0], seeded(lambda: torch.nn.BatchNorm1d(8)).running_mean)

@@ -1,0 +1,145 @@
+"""A step for an own loop: any inputs, any batch, the user's scheduler, and the same numbers under every strategy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from tests.training.fits import ADAMW, STRATEGIES, distance, draw, mlp, params_of, rank_threads, same_bits, seeded
+
+UNSLICED = [name for name in STRATEGIES if name != "tensor(2)"]
+
+
+class Pair(nn.Module):
+    """Takes two inputs, by place or by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(6, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, extra):
+        return self.head(torch.tanh(self.left(x) + self.right(extra)))
+
+
+def batches(lengths=(12, 12, 7, 3)):
+    random = draw(4)
+    for length in lengths:
+        x, extra = torch.randn(length, 6, generator=random), torch.randn(length, 4, generator=random)
+        yield x.double(), extra.double(), torch.randint(0, 3, (length,), generator=random)
+
+
+def by_hand(model, form):
+    optimizer = ADAMW(model.parameters())
+    turning = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    losses = []
+    for x, extra, targets in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(**form(x, extra)) if isinstance(form(x, extra), dict) else model(*form(x, extra)),
+                               targets)  # fmt: skip
+        loss.backward()
+        optimizer.step()
+        turning.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+FORMS = {"a tuple": lambda x, extra: (x, extra), "a dict": lambda x, extra: {"extra": extra, "x": x}}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("strategy", ["solo", *UNSLICED])
+def test_a_loop_of_ones_own_is_the_same_under_every_strategy(strategy, form):
+    """Its batches are uneven and smaller than the number of microbatches, its scheduler sits on the optimizer."""
+    mine, theirs = seeded(Pair), seeded(Pair)
+    expected = by_hand(theirs, form)
+    step = cp.parallelize(mine, ADAMW, F.cross_entropy, strategy=strategy, num_microbatches=2)
+    turning = optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
+    losses = []
+    with step:
+        for x, extra, targets in batches():
+            losses.append(step(form(x, extra), targets))
+            turning.step()
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert distance(params_of(mine), params_of(theirs)) <= 1e-12
+    assert rank_threads() == []
+
+
+class Named(nn.Module):
+    """Gives a dict, and its loss takes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        logits = self.body(x)
+        return {"logits": logits, "size": logits.pow(2).mean(-1)}
+
+
+def both(outputs, targets):
+    return F.cross_entropy(outputs["logits"], targets["label"]) + (targets["weight"] * outputs["size"]).mean()
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "data(4)"])
+def test_outputs_and_targets_may_be_dicts(strategy):
+    found = {}
+    for name in (strategy, "solo"):
+        model = seeded(Named)
+        with cp.parallelize(model, ADAMW, both, strategy=name) as step:
+            for x, extra, targets in batches((12, 8)):
+                step(x, {"label": targets, "weight": extra[:, 0]})
+        found[name] = params_of(model)
+    assert distance(found[strategy], found["solo"]) <= 1e-12
+
+
+def test_an_optimizer_of_the_users_is_the_one_whose_options_count():
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy="zero(2, level=2)") as step:
+        (x, _, targets), *_ = batches()
+        step(x, targets)
+        assert step.optimizer is optimizer
+        assert same_bits(params_of(step.give_back()), params_of(mlp()))
+        optimizer.param_groups[0]["lr"] = 0.5
+        step(x, targets)
+    assert not same_bits(params_of(model), params_of(mlp()))
+
+
+def test_weights_can_be_looked_at_in_between():
+    seen: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name in ("solo", "zero(2, level=3)"):
+        model = mlp()
+        with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=name) as step:
+            for x, _, targets in batches((12, 12)):
+                step(x, targets)
+                seen.setdefault(name, []).append(params_of(step.give_back()))
+    for mine, theirs in zip(*seen.values(), strict=True):
+        assert distance(mine, theirs) <= 1e-12
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_the_first_step():
+    model = mlp()
+    (x, _, targets), *_ = batches((7,))
+    with (
+        pytest.raises(cp.PlanError, match=r"^a batch of 7 samples does not divide into the 2 microbatches of data"),
+        cp.parallelize(model, ADAMW, F.cross_entropy, strategy="data(2)") as step,
+    ):
+        step(x, targets)
+    assert same_bits(params_of(model), params_of(mlp()))
+    assert rank_threads() == []
+
+
+def test_an_error_in_the_loop_leaves_no_threads():
+    with pytest.raises(ZeroDivisionError), cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)"):
+        raise ZeroDivisionError
+    assert rank_threads() == []
+
+
+def test_wrong_names_of_inputs_show_what_forward_takes():
+    (x, extra, targets), *_ = batches((12,))
+    with (
+        pytest.raises(cp.PlanError, match=r"^Pair.forward\(x, extra\) cannot be called with 0 positional and 2 named"),
+        cp.parallelize(seeded(Pair), ADAMW, F.cross_entropy, strategy="data(2)") as step,
+    ):
+        step({"x": x, "other": extra}, targets)
