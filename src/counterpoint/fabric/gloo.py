@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -76,3 +77,8 @@ class Gloo(Protocol):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions, /) -> GlooWork:
         """Start to copy the root's tensor."""
+
+
+def is_available() -> bool:
+    """Return whether this build of torch has gloo."""
+    return dist.is_available() and dist.is_gloo_available()

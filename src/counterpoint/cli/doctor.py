@@ -1,0 +1,183 @@
+"""``counterpoint doctor``: what on this machine will hurt, and the fix."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from counterpoint.cli.faults import FAILED
+from counterpoint.launchers.variables import threads_wanted
+
+Grade = Literal["good", "note", "hurts", "broken"]
+OLDEST_TORCH = (2, 11)
+TRIED_TORCH = "2.13.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found.
+
+    Args:
+        subject: what was looked at.
+        grade: how bad it is.
+        fact: what is so, with the values.
+        fix: what to do; empty where nothing has to be done.
+    """
+
+    subject: str
+    grade: Grade
+    fact: str
+    fix: str = ""
+
+
+def doctor(
+    *,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks you mean to run here.")] = 2,
+) -> None:
+    """Check what training needs on this machine; ends with 1 if something is broken."""
+    findings = [finding for check in CHECKS for finding in check(ranks)]
+    for finding in findings:
+        fix = f"; {finding.fix}" if finding.fix else ""
+        typer.echo(f"{finding.grade:<7} {finding.subject:<12} {finding.fact}{fix}")
+    broken = [finding.subject for finding in findings if finding.grade == "broken"]
+    if broken:
+        typer.echo(f"\nbroken: {', '.join(broken)}; training will not work before that is mended")
+        raise typer.Exit(FAILED)
+    hurting = sum(finding.grade == "hurts" for finding in findings)
+    typer.echo(f"\nnothing is broken, {hurting} of {len(findings)} checks hurt")
+
+
+def check_python(_ranks: int) -> Iterator[Finding]:
+    """Look at the interpreter."""
+    yield Finding("python", "good", f"Python {platform.python_version()}")
+
+
+def check_torch(_ranks: int) -> Iterator[Finding]:
+    """Look at torch and at its transport between processes."""
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("torch", "broken", "torch is not installed", f"pip install torch=={TRIED_TORCH}")
+        return
+    import torch
+
+    from counterpoint.fabric.gloo import is_available
+
+    version = torch.__version__
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if numbers < OLDEST_TORCH:
+        yield Finding("torch", "broken", f"torch {version}", f"install 2.11 or newer; {TRIED_TORCH} is what is tested")
+    elif "+cu" in version and not torch.cuda.is_available():
+        yield Finding(
+            "torch", "hurts", f"torch {version} brings CUDA, but there is no GPU", "a CPU build saves gigabytes"
+        )
+    else:
+        tried = "" if version.split("+")[0] == TRIED_TORCH else f" (tested with {TRIED_TORCH})"
+        yield Finding("torch", "good", f"torch {version}{tried}")
+    if not is_available():
+        yield Finding("gloo", "broken", "this torch has no gloo", "install a build with it: ranks cannot talk without")
+    else:
+        yield Finding("gloo", "good", "gloo is there; without a native part, ranks of one host talk through sockets")
+
+
+def check_cores(ranks: int) -> Iterator[Finding]:
+    """Look at cores against ranks and threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = threads_wanted()
+    threads = wanted or max(1, cores // ranks)
+    fact = f"{ranks} ranks x {threads} threads on {cores} cores"
+    if ranks * threads > cores:
+        fix = "use fewer ranks" if threads == 1 else f"set OMP_NUM_THREADS={max(1, cores // ranks)}, or unset it"
+        yield Finding("cores", "hurts", f"{fact}: they take turns", fix)
+    else:
+        yield Finding("cores", "good", fact)
+
+
+def check_memory(ranks: int) -> Iterator[Finding]:
+    """Look at free memory and at the shared-memory file system."""
+    available = _meminfo().get("MemAvailable")
+    if available is not None:
+        gib = available / 2**30
+        grade: Grade = "hurts" if gib < ranks else "good"
+        yield Finding(
+            "memory", grade, f"{gib:.1f} GiB free", "end other programs, or use fewer ranks" if grade == "hurts" else ""
+        )
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free / 2**20
+        small = free < 256
+        fix = "start the container with --shm-size=1g" if small else ""
+        yield Finding("/dev/shm", "hurts" if small else "good", f"{free:,.0f} MiB free", fix)
+
+
+def check_network(_ranks: int) -> Iterator[Finding]:
+    """Look at the loopback interface and at this machine's name."""
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+        yield Finding("loopback", "good", "a port on 127.0.0.1 can be bound")
+    except OSError as error:
+        yield Finding("loopback", "broken", f"no port on 127.0.0.1 can be bound: {error}", "bring the interface lo up")
+    name, began = socket.gethostname(), time.perf_counter()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        yield Finding("host name", "note", f"{name} has no address", "only runs over several hosts need one")
+        return
+    seconds = time.perf_counter() - began
+    slow = seconds > 1.0
+    fix = f"add {name} to /etc/hosts" if slow else ""
+    yield Finding(
+        "host name", "hurts" if slow else "good", f"{name} is {address}, found in {seconds * 1e3:.0f} ms", fix
+    )
+
+
+def check_folder(_ranks: int) -> Iterator[Finding]:
+    """Look at the folder that runs are written to."""
+    here = Path.cwd()
+    try:
+        with tempfile.TemporaryFile(dir=here):
+            free = shutil.disk_usage(here).free / 2**30
+        grade: Grade = "hurts" if free < 1 else "good"
+        yield Finding("run folder", grade, f"{here} can be written, {free:.1f} GiB free")
+    except OSError as error:
+        yield Finding("run folder", "hurts", f"{here} cannot be written: {error}", "give --folder to train")
+
+
+def check_data(_ranks: int) -> Iterator[Finding]:
+    """Look at what the built-in jobs need."""
+    if importlib.util.find_spec("sklearn") is None:
+        yield Finding(
+            "digits", "note", "scikit-learn is not installed", "pip install 'counterpoint[data]' for that job"
+        )
+    else:
+        yield Finding("digits", "good", "scikit-learn is there")
+
+
+CHECKS: tuple[Callable[[int], Iterator[Finding]], ...] = (
+    check_python,
+    check_torch,
+    check_cores,
+    check_memory,
+    check_network,
+    check_folder,
+    check_data,
+)
+
+
+def _meminfo() -> dict[str, int]:
+    """Return the kernel's memory figures in bytes; empty where there are none."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return {}
+    lines = (line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines())
+    return {name: int(rest.split()[0]) * 1024 for name, rest in lines}
