@@ -1,0 +1,100 @@
+"""The face: the user's optimizer as ranks see it."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+from counterpoint.errors import PlanError
+from counterpoint.runtime.optimizers import ELEMENTWISE, Face, squared_norm
+
+
+def params():
+    return {"weight": nn.Parameter(torch.ones(2, 2)), "bias": nn.Parameter(torch.zeros(2))}
+
+
+def grouped(found):
+    return optim.AdamW([{"params": [found["bias"]], "weight_decay": 0.0}, {"params": [found["weight"]], "lr": 0.5}])
+
+
+def test_groups_are_known_by_the_names_of_their_parameters():
+    found = params()
+    face = Face(grouped(found), found)
+    assert face.group_of == {"bias": 0, "weight": 1}
+    assert face.options(1)["lr"] == 0.5
+    assert "params" not in face.options(1)
+
+
+def test_an_optimizer_over_other_tensors_takes_the_options_of_their_groups():
+    found = params()
+    face = Face(grouped(found), found)
+    made = face.build([(1, torch.zeros(4)), (0, torch.zeros(1)), (1, torch.zeros(3))])
+    assert type(made) is optim.AdamW
+    assert [(group["lr"], group["weight_decay"], len(group["params"])) for group in made.param_groups] == [
+        (0.5, 0.01, 2),
+        (0.001, 0.0, 1),
+    ]
+
+
+def test_what_a_scheduler_does_to_the_face_reaches_every_optimizer_made_from_it():
+    found = params()
+    face = Face(grouped(found), found)
+    made = face.build([(1, torch.zeros(4)), (0, torch.zeros(1))])
+    optim.lr_scheduler.LambdaLR(face.optimizer, lambda _: 0.1)
+    face.refresh(made)
+    assert [group["lr"] for group in made.param_groups] == [0.05, 0.0001]
+
+
+def test_a_factory_gets_the_trainable_parameters_only():
+    found = params()
+    found["bias"].requires_grad_(False)
+    assert Face(partial(optim.SGD, lr=0.1), found).group_of == {"weight": 0}
+
+
+def test_only_optimizers_known_to_treat_numbers_apart_may_have_parameters_joined():
+    """A class of the user's own may look at anything, also where it descends from one that does not."""
+
+    class Own(optim.SGD):
+        pass
+
+    assert Face(partial(optim.AdamW), params()).is_elementwise
+    assert not Face(partial(Own, lr=0.1), params()).is_elementwise
+    assert not Face(partial(optim.Adafactor), params()).is_elementwise
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=str), ids=str)
+def test_every_optimizer_said_to_treat_numbers_apart_does(kind):
+    """Two parameters updated as one tensor, or one as two, come out bit for bit as apart."""
+    draw = torch.Generator().manual_seed(0)
+    values, gradients = (torch.randn(3, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    joined = [nn.Parameter(values[0].clone())]
+    apart = [nn.Parameter(values[0][:3].clone()), nn.Parameter(values[0][3:].clone())]
+    one, two = kind(joined, lr=0.1), kind(apart, lr=0.1)
+    for gradient in gradients:
+        joined[0].grad, apart[0].grad, apart[1].grad = gradient.clone(), gradient[:3].clone(), gradient[3:].clone()
+        one.step()
+        two.step()
+    assert torch.allclose(joined[0], torch.cat([*apart]), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda found: optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "^the optimizer holds 1 tensors that are not"),
+        (
+            lambda found: optim.SGD([found["bias"]], lr=0.1),
+            "^the optimizer does not hold weight; give it all trainable",
+        ),
+    ],
+)
+def test_an_optimizer_of_other_parameters_is_refused(make, text):
+    found = params()
+    with pytest.raises(PlanError, match=text):
+        Face(make(found), found)
+
+
+def test_the_norm_is_added_up_without_overflow_and_over_sparse_gradients():
+    dense = torch.tensor([3.0, 4.0])
+    assert squared_norm([dense, dense.to_sparse()]) == 50.0
+    assert squared_norm([torch.full((4,), 300.0, dtype=torch.float16)]) == pytest.approx(360_000)
