@@ -8,9 +8,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--golden", action="store_true", help="rewrite tests/golden instead of comparing with it"
-    )
+    parser.addoption("--golden", action="store_true", help="rewrite tests/golden instead of comparing with it")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -13,8 +13,7 @@ from tests.house.source import FILES, ROOT, SOURCE, imports
 
 PURE = ["world", "program", "model", "strategies", "plan", "compiler", "simulator", "drawing", "planner"]
 MODULES = {
-    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in FILES
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
 }
 LIGHT = [name for name in MODULES if name.split(".")[1:2] and name.split(".")[1] in PURE]
 DOOR = pytest.mark.skipif("counterpoint" not in MODULES, reason="there is no front door yet")
@@ -46,9 +45,7 @@ def sort_key(name):
 
 
 def test_importing_the_pure_rooms_never_loads_torch():
-    entrances = [
-        name for name in ("counterpoint", "counterpoint.cli", "counterpoint.cli.main") if name in MODULES
-    ]
+    entrances = [name for name in ("counterpoint", "counterpoint.cli", "counterpoint.cli.main") if name in MODULES]
     assert json.loads(python(WHO_LOADS_TORCH, json.dumps([*entrances, *LIGHT]))) == []
 
 

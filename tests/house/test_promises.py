@@ -21,9 +21,7 @@ def plain(requirement):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_make_command_in_a_page_is_a_target(page):
-    commands = set(
-        re.findall(r"(?:`|^ *\$? *)make ([a-z-]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    )
+    commands = set(re.findall(r"(?:`|^ *\$? *)make ([a-z-]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert commands <= TARGETS
 
 
@@ -39,9 +37,7 @@ def test_what_the_readme_calls_the_tests_is_what_ci_runs():
 
 def test_every_requirement_is_pinned():
     extras = PROJECT["optional-dependencies"].values()
-    required = {
-        plain(entry) for entry in [*PROJECT["dependencies"], *(entry for extra in extras for entry in extra)]
-    }
+    required = {plain(entry) for entry in [*PROJECT["dependencies"], *(entry for extra in extras for entry in extra)]}
     assert required <= {plain(pin) for pin in PINS}
 
 

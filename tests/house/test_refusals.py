@@ -19,9 +19,7 @@ def swallows(handler):
     """It catches everything, by no name at all or by naming the root and doing nothing."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     broad = any(kind is not None and dotted(kind) in {"Exception", "BaseException"} for kind in kinds)
-    return handler.type is None or (
-        broad and all(isinstance(node, ast.Pass | ast.Continue) for node in handler.body)
-    )
+    return handler.type is None or (broad and all(isinstance(node, ast.Pass | ast.Continue) for node in handler.body))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -8,9 +8,7 @@ from tests.house.source import FILES, SOURCE, dotted, name_of, parsed
 
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")
 FOLDERS = sorted({path.parent for path in FILES})
-INTERPRETERS = [
-    path for path in FILES if path.relative_to(SOURCE).parts[0] in {"runtime", "simulator", "drawing"}
-]
+INTERPRETERS = [path for path in FILES if path.relative_to(SOURCE).parts[0] in {"runtime", "simulator", "drawing"}]
 STRATEGIES = [path for path in FILES if path.relative_to(SOURCE).parts[0] == "strategies"]
 
 
@@ -47,11 +45,7 @@ def test_a_strategy_states_its_cost_and_its_source(path):
 @pytest.mark.parametrize("path", INTERPRETERS, ids=name_of)
 def test_an_interpreter_names_every_instruction(path):
     cases = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.match_case) and not node.guard]
-    wild = [
-        f"line {c.pattern.lineno}"
-        for c in cases
-        if isinstance(c.pattern, ast.MatchAs) and not c.pattern.pattern
-    ]
+    wild = [f"line {c.pattern.lineno}" for c in cases if isinstance(c.pattern, ast.MatchAs) and not c.pattern.pattern]
     assert not wild, "`case _` would hide the next instruction from the type checker"
 
 
@@ -59,9 +53,7 @@ def only_declares(node):
     """Protocols and abstract classes say what others write; so does an overload."""
     match node:
         case ast.ClassDef():
-            return {"Protocol", "ABC"} & {
-                ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases
-            }
+            return {"Protocol", "ABC"} & {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
         case ast.FunctionDef():
             return "overload" in [dotted(mark) for mark in node.decorator_list]
         case _:
