@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol, TypeVar
 
 from counterpoint.fabric.fabric import Fabric
@@ -34,23 +36,32 @@ class JoinedWorld:
     """This process's one rank among many processes.
 
     Args:
-        fabric: its way to the others.
+        fabric: its way to the others; it stays open for the next world of this process, unless something failed.
     """
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabrics: Sequence[Fabric] = (fabric,)
+        self.has_failed = False
 
     def run(self, work: Callable[[Fabric], T]) -> list[T]:
         """Return what ``work`` returns here; tell the other ranks if it fails."""
         try:
             return [work(self.fabrics[0])]
         except BaseException as error:
+            self.has_failed = True
             self.fabrics[0].stop(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
 
     def close(self) -> None:
         """Leave the world."""
-        self.fabrics[0].close()
+        if self.has_failed:
+            self.fabrics[0].close()
+
+
+@cache
+def met(environment: RankEnvironment) -> list[Fabric]:
+    """Return this process's connection, if it has one: ranks meet once per job, but may train several models."""
+    return []
 
 
 def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: float) -> World:
@@ -63,6 +74,9 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
     """
     if environment is None or environment.world_size == 1:
         return LocalWorld(num_ranks, deadline_s)
+    known = met(environment)
+    if known:
+        return JoinedWorld(known[0])
     patience = environment.deadline_s if environment.deadline_s is not None else deadline_s
     address = Address(
         environment.master_addr,
@@ -70,6 +84,7 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
         environment.store_fd,
         kept_by="launcher" if environment.agent_keeps_store else "rank 0",
     )
-    return JoinedWorld(
-        connect(environment.rank, environment.world_size, address, job=environment.job, deadline_s=patience)
-    )
+    fabric = connect(environment.rank, environment.world_size, address, job=environment.job, deadline_s=patience)
+    atexit.register(fabric.close)
+    known.append(fabric)
+    return JoinedWorld(fabric)
