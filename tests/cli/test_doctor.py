@@ -1,0 +1,37 @@
+import pytest
+from typer.testing import CliRunner
+
+from counterpoint.cli import doctor
+from counterpoint.cli.main import build
+from counterpoint.launchers.variables import threads_wanted
+
+
+def run(*words):
+    return CliRunner().invoke(build(words), list(words))
+
+
+def test_a_machine_that_can_train_gets_a_list_and_no_error():
+    seen = run("doctor", "-n", "1")
+    assert seen.exit_code == 0
+    assert "nothing is broken" in seen.output
+    assert "torch" in seen.output
+
+
+def test_more_ranks_than_cores_hurt_and_the_fix_is_said():
+    (finding,) = doctor.check_cores(10_000)
+    assert finding.grade == "hurts"
+    assert "10000 ranks x" in finding.fact
+    assert finding.fix
+
+
+def test_what_is_broken_ends_with_1(monkeypatch):
+    broken = doctor.Finding("gloo", "broken", "this torch has no gloo", "install another")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda _ranks: iter([broken]),))
+    seen = run("doctor")
+    assert seen.exit_code == 1
+    assert "broken: gloo" in seen.output
+
+
+@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
+def test_only_a_positive_number_of_threads_is_a_wish(text, threads):
+    assert threads_wanted({"OMP_NUM_THREADS": text}) == threads
