@@ -24,7 +24,7 @@ from counterpoint.training.events import Callback, History
 from counterpoint.training.feeds import DatasetFeed
 from counterpoint.training.run import Goals, Run
 from counterpoint.training.team import Team
-from counterpoint.training.world import open_world
+from counterpoint.training.world import JoinedWorld, open_world
 
 Schedule: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
 
@@ -182,7 +182,9 @@ class Trainer:
     def leave(self, team: Team, error: BaseException) -> None:
         """End the connection after an error; where all ranks are here, the model gets what was learned before it."""
         try:
-            if len(team.world.fabrics) == team.plan.num_ranks:
+            if isinstance(team.world, JoinedWorld):
+                team.world.stop(error)
+            else:
                 team.give_back()
         except CounterpointError as also:
             error.add_note(f"the model has the weights it had before fit(), because giving them back failed: {also}")

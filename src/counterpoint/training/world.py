@@ -48,9 +48,14 @@ class JoinedWorld:
         try:
             return [work(self.fabrics[0])]
         except BaseException as error:
+            self.stop(error)
+            raise
+
+    def stop(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on."""
+        if not self.has_failed:
             self.has_failed = True
             self.fabrics[0].stop(f"{type(error).__name__}: {error}".splitlines()[0])
-            raise
 
     def close(self) -> None:
         """Leave the world."""
