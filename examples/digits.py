@@ -1,0 +1,80 @@
+"""Handwritten digits on two ranks; the same script under every launcher, and the same losses.
+
+python examples/digits.py                              # both ranks in this process
+counterpoint run -n 2 examples/digits.py               # one process each
+torchrun --nproc-per-node 2 examples/digits.py         # likewise
+"""
+
+import argparse
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import counterpoint as cp
+from counterpoint.training.progress import ShowProgress
+
+
+def build_model() -> nn.Module:
+    """Return a small convolutional network; the same seed on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 10),
+    )
+
+
+def read_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Return 1437 images for training and 360 that are held out."""
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    labels = torch.tensor(digits)
+    return TensorDataset(images[:1437], labels[:1437]), TensorDataset(images[1437:], labels[1437:])
+
+
+def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, cp.Tally]:
+    """Return how many of how many digits were recognised."""
+    return {"accuracy": cp.Tally(float((outputs.argmax(1) == labels).sum()), len(labels))}
+
+
+def main() -> None:
+    """Train, and print what the first rank sees."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="data(2)")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--print-losses", action="store_true", help="the loss of every step with 9 digits")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # a launcher would do so; with more threads the same sums are added in another order
+
+    train, held_out = read_digits()
+    trainer = cp.Trainer(
+        build_model(),
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.Adam, lr=2e-3),
+        strategy=options.strategy,
+        callbacks=[ShowProgress("off" if options.print_losses else "auto", name="digits")],
+    )
+    with trainer:
+        history = trainer.fit(
+            train,
+            batch_size=64,
+            epochs=options.epochs,
+            max_steps=options.steps,
+            evaluation=held_out,
+            measure=accuracy,
+        )
+        if options.print_losses and trainer.rank == 0:
+            print(*(f"{loss:.9g}" for loss in history.losses), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

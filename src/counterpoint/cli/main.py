@@ -1,0 +1,72 @@
+"""The command's front door: it knows what each command is for, and loads only the one that is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from counterpoint.cli.faults import guarded
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command before it is loaded.
+
+    Args:
+        summary: one line for the list of commands.
+        settings: of its parser.
+    """
+
+    summary: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+COMMANDS = {
+    "train": Entry("Train a built-in job on real data and write a report."),
+    "run": Entry("Start a script on several ranks, as torchrun would.", {"allow_interspersed_args": False}),
+    "plan": Entry("List the plans that fit so many ranks, with predicted figures."),
+    "show": Entry("Show the program of a plan: its text, its drawing, its cost."),
+    "strategies": Entry("List the strategies: what each does, what it costs, where it was published."),
+    "bench": Entry("Run a benchmark side by side with the peers that are installed."),
+    "doctor": Entry("Say what on this machine will hurt, and the fix."),
+}
+"""The command NAME is the function NAME of ``counterpoint.cli.NAME``."""
+
+
+def app(arguments: Sequence[str] | None = None) -> None:
+    """The command has run; this only returns by ending the process, with 0, 1, 2 (wrong usage) or 130 (Ctrl-C)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    build(words)(args=words, prog_name="counterpoint")
+
+
+def build(words: Sequence[str]) -> typer.Typer:
+    """Return the command line with the one command loaded that the words ask for."""
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    typed = typer.Typer(
+        help="Train any PyTorch model under every parallelization strategy.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name, entry in COMMANDS.items():
+        run = guarded(load(name)) if name == wanted else unloaded
+        typed.command(name, short_help=entry.summary, context_settings=dict(entry.settings))(run)
+    return typed
+
+
+def load(name: str) -> Callable[..., object]:
+    """Return the function of a command."""
+    function: Callable[..., object] = getattr(importlib.import_module(f"counterpoint.cli.{name}"), name)
+    return function
+
+
+def unloaded() -> None:
+    """Stand in the list of commands for one that was not asked for."""
+    raise LookupError("only the command that was asked for is ever called")

@@ -1,0 +1,134 @@
+"""What one rank of ``counterpoint train`` does; with ``python -m`` it is the process that the command starts."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, NoReturn
+
+import typer
+
+from counterpoint.cli.config import RunConfig
+from counterpoint.cli.faults import FAILED, INTERRUPTED, TERMINATED
+from counterpoint.cli.layers import Given, filled, leaves, validated
+from counterpoint.cli.order import Order
+from counterpoint.errors import CounterpointError
+from counterpoint.jobs.job import BuildOptimizer, Job
+from counterpoint.jobs.table import find
+from counterpoint.launchers.worker import report_error
+from counterpoint.training.events import History
+from counterpoint.training.progress import ShowProgress
+from counterpoint.training.run_folder import RunFolder
+from counterpoint.training.trainer import Trainer
+
+
+def carry_out(order: Order) -> None:
+    """The job is trained and measured, and its folder is complete; the first rank has said so."""
+    config = filled_by_job(order.config)
+    training, output = config.training, config.output
+    job = find(config.job)
+    assert training.batch_size is not None, "the job has one"
+    data, held_out = job.build_data()
+    folder = RunFolder(order.folder, title=f"counterpoint train {config.job}", config=config.to_yaml())
+    trainer = Trainer(
+        job.build_model(training.seed),
+        loss=job.loss,
+        optimizer=with_lr(job.optimizer, training.lr),
+        strategy=order.strategy,
+        num_microbatches=config.plan.num_microbatches,
+        passes=config.plan.passes,
+        callbacks=[ShowProgress(order.progress, name=config.job, interval_s=output.interval_s), folder],
+        seed=training.seed,
+        clip_norm=training.clip_norm,
+        nonfinite=training.nonfinite,
+        deadline_s=config.launch.deadline_s,
+    )
+    with trainer:
+        history = trainer.fit(
+            data,
+            batch_size=training.batch_size,
+            epochs=epochs_for(config, len(data)),
+            max_steps=training.max_steps,
+            evaluation=held_out,
+            measure=job.measure,
+            evaluate_every=output.evaluate_every,
+            save_to=order.folder / "checkpoints",
+            save_every=output.save_every,
+            keep=output.keep,
+            resume=order.resume,
+        )
+        if trainer.rank == 0 and order.progress != "json":
+            typer.echo(verdict(job, history))
+            typer.echo(f"report: {folder.report}")
+
+
+def own_values(job: Job) -> dict[str, Any]:
+    """Return how a job is trained unless somebody says otherwise."""
+    lr = job.optimizer.keywords["lr"] if isinstance(job.optimizer, partial) else None
+    values = {"batch_size": job.batch_size, "epochs": job.epochs, "max_steps": job.max_steps, "lr": lr}
+    return {f"training.{key}": value for key, value in values.items()}
+
+
+def with_lr(build: BuildOptimizer, lr: float | None) -> BuildOptimizer:
+    """Return the optimizer with another learning rate; its own where it is not one that takes a rate."""
+    return partial(build.func, *build.args, **{**build.keywords, "lr": lr}) if isinstance(build, partial) else build
+
+
+def filled_by_job(config: RunConfig) -> RunConfig:
+    """Return the values with the job's own where none was given."""
+    layer = {path: Given(value, "") for path, value in leaves(config.model_dump())}
+    return validated(filled(layer, own_values(find(config.job)), ""))
+
+
+def epochs_for(config: RunConfig, num_samples: int) -> int:
+    """Return the epochs that were asked for, or those that the steps need."""
+    training = config.training
+    if training.epochs is not None:
+        return training.epochs
+    assert training.max_steps is not None, "one of both was given"
+    assert training.batch_size is not None, "the job has one"
+    return math.ceil(training.max_steps / math.ceil(num_samples / training.batch_size))
+
+
+def verdict(job: Job, history: History) -> str:
+    """Return the figure by which the job is judged, beside its bar."""
+    target = job.target
+    value = history.evaluations[-1].metrics[target.metric]
+    side = "at least" if target.better == "higher" else "at most"
+    reached = "reached" if target.reached(value) else "not reached"
+    return f"held-out {target.metric.replace('_', ' ')} {value:.4f}, target {side} {target.bar}: {reached}"
+
+
+def stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End this rank as an error would, so that its folder is closed and says why."""
+    raise SystemExit(f"stopped by {signal.Signals(number).name}")
+
+
+def main(path: str, errors: Literal["told", "thrown"] = "told") -> int:
+    """The order at the path is carried out; return the exit code. What went wrong is left to who started this rank."""
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        carry_out(Order.from_json(Path(path).read_text(encoding="utf-8")))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit:
+        return TERMINATED
+    except CounterpointError as error:
+        report_error(error)
+        if errors == "thrown":
+            traceback.print_exc()
+        return FAILED
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends this rank and is told
+        report_error(error)
+        traceback.print_exc()
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], "thrown" if "--traceback" in sys.argv[2:] else "told"))

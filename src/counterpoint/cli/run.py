@@ -1,0 +1,44 @@
+"""``counterpoint run``: a user's script on several ranks of this machine, as torchrun would start it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.environment import detect
+from counterpoint.launchers.local import run_command, script_command
+
+
+def run(
+    script: Annotated[Path, typer.Argument(help="A Python file; what stands behind it is passed to it unchanged.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own.")] = None,
+    *,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes.")] = 1,
+    port: Annotated[int | None, typer.Option(help="Where the ranks meet; a free port when left out.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks when left out.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
+) -> None:
+    """Start a script on several ranks, as torchrun would.
+
+    Every line that a rank writes stands behind [rank N]. When one rank fails, the others are stopped, the first line
+    of the report names the rank and what happened to it, and the exit code is that rank's own.
+    """
+    inside = detect()
+    if inside is not None:
+        raise LaunchError(
+            f"this is already rank {inside.rank} of {inside.world_size}; ranks do not start ranks: "
+            f"start the script itself, {script}, with the launcher that started this rank"
+        )
+    result = run_command(
+        script_command(script, arguments or []),
+        ranks,
+        port=port,
+        threads_per_rank=threads,
+        deadline_s=deadline,
+    )
+    if result.exit_code != 0:
+        typer.echo(result.report, err=True)
+        raise typer.Exit(result.exit_code)

@@ -1,0 +1,134 @@
+"""From settled values to ranks that run: where they are, what they are told, and how their end is told."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import typer
+
+from counterpoint.cli.config import RunConfig
+from counterpoint.cli.faults import WANTS_TRACEBACK
+from counterpoint.cli.order import Order
+from counterpoint.errors import CheckpointError, CounterpointError, LaunchError
+from counterpoint.launchers.environment import detect
+from counterpoint.launchers.lines import Line, write_prefixed
+from counterpoint.launchers.local import run_command
+from counterpoint.plan import Plan
+from counterpoint.training.run_folder import require_free
+from counterpoint.training.views import Bar, View, can_redraw, make_view, relayed
+
+
+def start(config: RunConfig, resume: Path | None) -> None:
+    """The run has ended: in this process, or in one process for each rank.
+
+    Raises:
+        PlanError: the plan does not fit the ranks, or the folder holds another run.
+        typer.Exit: a rank failed, and that was told.
+    """
+    environment = detect()
+    ranks = environment.world_size if environment is not None else config.launch.ranks
+    if environment is not None and (config.launch.local or config.launch.ranks not in {None, ranks}):
+        raise LaunchError(
+            f"a launcher has started {ranks} ranks, and this one is asked for {config.launch.ranks or 'all of them'} "
+            "itself; leave --ranks and --local away, or start the command without a launcher"
+        )
+    plan = Plan.parse(config.plan.strategy, num_ranks=ranks or 1)
+    if ranks is not None:
+        plan.require_ranks(ranks)
+    run_folder = Path(config.output.folder) if config.output.folder is not None else run_of(resume)
+    if run_folder is None or run_folder != run_of(resume):
+        run_folder = run_folder or new_folder(config.job)
+        require_free(run_folder)
+    order = Order(config, str(plan), run_folder, checkpoints_of(resume), config.output.progress)
+    if environment is None and plan.num_ranks > 1 and not config.launch.local:
+        start_ranks(order, plan.num_ranks)
+    else:
+        start_here(order)
+
+
+def start_here(order: Order) -> None:
+    """The run has ended in this process; an error that ended it knows where the report is."""
+    from counterpoint.cli.rank import carry_out
+
+    try:
+        carry_out(order)
+    except (CounterpointError, KeyboardInterrupt) as error:
+        for line in report_line(order):
+            error.add_note(line)
+        raise
+
+
+def report_line(order: Order) -> list[str]:
+    """Return where the report is, if there is one."""
+    report = order.folder / "report.html"
+    return [f"report: {report}"] if report.exists() else []
+
+
+def start_ranks(order: Order, num_ranks: int) -> None:
+    """Every rank has run in a process of its own, and the first one was shown as if it were this process."""
+    launch, output = order.config.launch, order.config.output
+    draws = output.progress == "rich" or (output.progress == "auto" and can_redraw(sys.stdout))
+    view: View = Bar(sys.stdout, time.monotonic) if draws else make_view("plain", sys.stdout, time.monotonic)
+    if draws:
+        order = replace(order, progress="relay")
+
+    def show(line: Line) -> None:
+        if line.rank != 0 or line.stream == "err":
+            write_prefixed(line)
+        elif (record := relayed(line.text)) is not None:
+            view.show(record)
+        else:
+            view.note(line.text)
+
+    with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
+        path = Path(name) / "order.json"
+        path.write_text(order.to_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "counterpoint.cli.rank", str(path)]
+        command += ["--traceback"] if WANTS_TRACEBACK.get() else []
+        try:
+            result = run_command(
+                command, num_ranks, threads_per_rank=launch.threads, deadline_s=launch.deadline_s, on_line=show
+            )
+        finally:
+            view.close()
+    if result.exit_code != 0:
+        typer.echo("\n".join([result.report, *report_line(order)]), err=True)
+        raise typer.Exit(result.exit_code)
+
+
+def new_folder(name: str) -> Path:
+    """Return the folder of a run that starts now."""
+    return Path("runs") / f"{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
+def run_of(resume: Path | None) -> Path | None:
+    """Return the folder of the run that goes on; None for a single checkpoint, from which another run starts."""
+    if resume is None:
+        return None
+    if resume.name == "checkpoints":
+        return resume.parent
+    return resume if (resume / "checkpoints").is_dir() else None
+
+
+def checkpoints_of(resume: Path | None) -> Path | None:
+    """Return where the state to go on from is.
+
+    Raises:
+        CheckpointError: there is nothing.
+    """
+    if resume is not None and not resume.exists():
+        raise CheckpointError(f"there is nothing at {resume} to resume from; give a run's folder or a checkpoint")
+    return resume / "checkpoints" if resume is not None and (resume / "checkpoints").is_dir() else resume
+
+
+def config_of(resume: Path | None) -> Path | None:
+    """Return the values of the run that goes on or was saved, if they were kept."""
+    for folder in () if resume is None else (resume, resume.parent, resume.parent.parent):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    return None

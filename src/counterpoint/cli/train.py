@@ -1,0 +1,96 @@
+"""``counterpoint train``: settle all values, start the ranks, show how they do, and say where the report is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from counterpoint.cli.config import schema
+from counterpoint.cli.layers import Given, Layer, default_layer, file_layer, filled, merged, set_layer, shown, validated
+from counterpoint.cli.start import config_of, start
+
+FLAGS = {
+    "job": "NAME",
+    "launch.ranks": "--ranks",
+    "plan.strategy": "--strategy",
+    "plan.num_microbatches": "--microbatches",
+    "training.epochs": "--epochs",
+    "training.max_steps": "--steps",
+    "training.batch_size": "--batch-size",
+    "training.lr": "--lr",
+    "training.seed": "--seed",
+    "training.clip_norm": "--clip-norm",
+    "output.folder": "--folder",
+    "output.save_every": "--save-every",
+    "output.progress": "--progress",
+    "launch.local": "--local",
+}
+
+
+def train(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A built-in job: text, digits, lines.")] = None,
+    *,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", help="How many; what the plan needs if left out.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="The plan, as 'zero3' or 'pipeline(2) * data(2)'.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches of the innermost program.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps at most.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of one global batch, over all ranks.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order of samples and dropout.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Global norm to which gradients are scaled down.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME-DATE-TIME if left out.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on from a run's folder, or from a checkpoint.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps from one checkpoint to the next.")] = None,
+    progress: Annotated[str | None, typer.Option(help="auto, rich, plain, json or off.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Values for all of this, and more.")] = None,
+    assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One value.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Keep all ranks in this process.")] = False,
+    show_config: Annotated[bool, typer.Option("--show-config", help="Print every value and who gave it.")] = False,
+    config_schema: Annotated[bool, typer.Option("--config-schema", help="Print the file's JSON schema.")] = False,
+) -> None:
+    """Train a built-in job on real data and write a report.
+
+    Values come from the job, then FILE.yaml, then --set, then the other options; later ones win.
+    """
+    if config_schema:
+        typer.echo(schema())
+        return
+    given = (
+        *(name, ranks, strategy, microbatches, epochs, steps, batch_size, lr, seed, clip_norm),
+        *(None if folder is None else str(folder), save_every, progress, local or None),
+    )
+    flags = {path: Given(value, flag) for (path, flag), value in zip(FLAGS.items(), given, strict=True)}
+    layer = merged(
+        [
+            default_layer(),
+            file_layer(config) if config is not None else kept_layer(resume),
+            set_layer(assignments or []),
+            {path: value for path, value in flags.items() if value.value is not None},
+        ]
+    )
+    if show_config:
+        typer.echo(explained_config(layer))
+    else:
+        start(validated(layer), resume)
+
+
+def kept_layer(resume: Path | None) -> Layer:
+    """Return the values of the run that goes on, all but its folder: it may have been moved since."""
+    file = config_of(resume)
+    layer = file_layer(file) if file is not None else {}
+    return {path: given for path, given in layer.items() if path != "output.folder"}
+
+
+def explained_config(layer: Layer) -> str:
+    """Return every value and who gave it, the job's own among them."""
+    from counterpoint.cli.rank import own_values
+    from counterpoint.jobs.table import find
+
+    job = validated(layer).job
+    complete = filled(layer, own_values(find(job)), f"job {job}")
+    return shown(complete, validated(complete))

@@ -1,0 +1,136 @@
+"""Costs read off a measured step, so that the simulator tells what the same program should have taken.
+
+What then differs between the two timelines is not how fast the machine is but how ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean, median
+from typing import TypeAlias
+
+from counterpoint.compiler.compile import Compiled
+from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Update,
+    Value,
+    weight,
+)
+from counterpoint.program.text import format_instruction, parse_instruction
+from counterpoint.program.trace import Event, Trace
+from counterpoint.simulator.simulate import simulate
+
+Key: TypeAlias = tuple[str, tuple[int, ...]]
+"""What a cost is about: its kind, and the blocks or ranks it concerns; the same for all microbatches."""
+
+
+def simulated_beside(compiled: Compiled, measured: Trace) -> Trace:
+    """Return what the simulator makes of the program with the costs of a measured step of it."""
+    return simulate(compiled.program, fit(compiled.model, measured))
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """Seconds by what an instruction is about; a word that was not measured costs what its like cost on average.
+
+    Args:
+        seconds: of computing and of links.
+    """
+
+    seconds: Mapping[Key, float]
+
+    def compute_s(self, word: Forward | Backward | Update, part: Fraction) -> float:
+        """Return the median of what was measured."""
+        return self.like(key_of(word))
+
+    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
+        """Return the least that was measured: what took longer was waiting."""
+        return self.like(key_of(word))
+
+    def serve_s(self, unit: Unit) -> tuple[float, float]:
+        """Return an answer's time; a server's own work cannot be told from its waiting, and counts as none."""
+        return 0.0, self.like(("pull", weight(unit).blocks))
+
+    def like(self, key: Key) -> float:
+        """Return the seconds of a key, or the mean of its kind; 0 where nothing of the kind was measured."""
+        if key in self.seconds:
+            return self.seconds[key]
+        return fmean([s for (kind, _), s in self.seconds.items() if kind == key[0]] or [0.0])
+
+
+def fit(model: ModelSpec, measured: Trace) -> FittedCosts:
+    """Return costs: medians for computing, the fastest rank's time for what ranks do together."""
+    computing: defaultdict[Key, list[float]] = defaultdict(list)
+    together: defaultdict[Key, list[float]] = defaultdict(list)
+    split: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for event in measured.events:
+        words = [parse_instruction(word) for word in event.words.split()]
+        for key, seconds in computed(words, event, model):
+            computing[key].append(seconds)
+        first = words[0]
+        if isinstance(first, Collective) and first.phase:
+            split[event.rank, format_instruction(first).rstrip("+-")] += event.seconds
+        elif isinstance(first, Send | Recv | Push | Pull | Commit | Collective):
+            together[key_of(first)].append(event.seconds)
+    for (_, text), seconds in split.items():
+        together[key_of(parse_instruction(text))].append(seconds)
+    found = {key: median(times) for key, times in computing.items()}
+    return FittedCosts(found | {key: min(times) for key, times in together.items()})
+
+
+def computed(words: Iterable[Instruction], event: Event, model: ModelSpec) -> Iterator[tuple[Key, float]]:
+    """Yield the parts of an event's time that its blocks and updates took, each by its share of the work."""
+    computes = [word for word in words if isinstance(word, Forward | Backward | Update)]
+    work = [work_of(word, model) for word in computes]
+    total = sum(work)
+    for word, share in zip(computes, work, strict=True):
+        yield key_of(word), event.seconds * (share / total if total else 1 / len(work))
+
+
+def work_of(word: Forward | Backward | Update, model: ModelSpec) -> float:
+    """Return how much of a call's time is a word's, in any unit that all words of one kind share."""
+    match word:
+        case Forward(block) | Backward(block):
+            return float(model.blocks[block].cost)
+        case Update(unit):
+            return float(model.unit_bytes(unit))
+
+
+def key_of(word: Instruction) -> Key:  # noqa: PLR0911 - one case each
+    """Return what the cost of an instruction depends on."""
+    match word:
+        case Forward(block):
+            return "forward", (block,)
+        case Backward(block):
+            return "backward", (block,)
+        case Update(unit):
+            return "update", unit
+        case Send(value) | Recv(value):
+            return message(value)
+        case Push(value):
+            return "push", value.blocks
+        case Pull(value):
+            return "pull", value.blocks
+        case Commit(group):
+            return "commit", group
+        case Collective(verb, value):
+            return f"{verb} {value.name}", value.blocks
+        case _:
+            return "", ()
+
+
+def message(value: Value) -> Key:
+    """Return the key of a message: sending and receiving it are one transfer."""
+    return f"message {value.name}", value.blocks

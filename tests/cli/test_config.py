@@ -1,0 +1,143 @@
+"""What a run can be told: nothing is ignored, and every value says who gave it."""
+
+import json
+
+import pytest
+
+from counterpoint.cli.config import PlanSection, RunConfig, TrainingSection, schema
+from counterpoint.cli.layers import (
+    Given,
+    default_layer,
+    file_layer,
+    filled,
+    merged,
+    set_layer,
+    shown,
+    validated,
+)
+from counterpoint.cli.rank import epochs_for, filled_by_job, own_values
+from counterpoint.errors import PlanError
+from counterpoint.jobs.table import JOBS, find
+
+
+def written(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(layers):
+    with pytest.raises(PlanError) as caught:
+        validated(merged([default_layer(), *layers]))
+    return str(caught.value)
+
+
+def test_a_file_says_the_same_as_python(tmp_path):
+    path = written(tmp_path, "job: digits\nplan:\n  strategy: zero3\n  passes: [overlap]\ntraining:\n  epochs: 3\n")
+    expected = RunConfig(
+        job="digits", plan=PlanSection(strategy="zero3", passes=("overlap",)), training=TrainingSection(epochs=3)
+    )
+    assert validated(merged([default_layer(), file_layer(path)])) == expected
+
+
+def test_a_configuration_survives_its_file(tmp_path):
+    config = RunConfig(job="lines", training=TrainingSection(lr=0.5, clip_norm=1.0))
+    path = written(tmp_path, config.to_yaml())
+    assert validated(merged([default_layer(), file_layer(path)])) == config
+
+
+def test_the_jobs_that_a_file_may_name_are_those_of_the_table():
+    assert set(json.loads(schema())["properties"]["job"]["enum"]) == set(JOBS)
+
+
+def test_the_schema_refuses_what_the_command_refuses():
+    found = json.loads(schema())
+    assert found["additionalProperties"] is False
+    assert all(section["additionalProperties"] is False for section in found["$defs"].values())
+    assert "Learning rate" in found["$defs"]["TrainingSection"]["properties"]["lr"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("training:\n  batchsize: 3\n", "run.yaml:2: training.batchsize is no key of a run; did you mean"),
+        ("batch_size: 3\n", "run.yaml:1: batch_size is no key of a run; did you mean training.batch_size?"),
+        ("job: text\njob: digits\n", "run.yaml:2: job stands there twice; give it once"),
+        ("training: 3\n", "run.yaml:1: training must be keys with values below it"),
+        ("a: [1\n", "run.yaml is not YAML"),
+    ],
+)  # fmt: skip
+def test_a_file_with_a_mistake_is_refused_at_its_line(tmp_path, text, told):
+    with pytest.raises(PlanError) as caught:
+        file_layer(written(tmp_path, text))
+    assert told in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_told_by_its_name(tmp_path):
+    with pytest.raises(PlanError, match=r"nowhere\.yaml cannot be read: No such file"):
+        file_layer(tmp_path / "nowhere.yaml")
+
+
+def test_a_section_whose_keys_are_all_commented_out_is_empty(tmp_path):
+    assert file_layer(written(tmp_path, "training:\n  # epochs: 3\n")) == {}
+
+
+def test_a_value_of_the_wrong_kind_is_told_with_who_gave_it(tmp_path):
+    path = written(tmp_path, "training:\n  epochs: many\n")
+    assert "run.yaml:2: training.epochs is 'many'; it must be a valid integer" in refused([file_layer(path)])
+
+
+def test_a_word_that_is_not_allowed_is_told_with_the_nearest():
+    told = refused([set_layer(["output.progress=plian"])])
+    assert told.startswith("--set: output.progress is 'plian'; it must be 'auto', 'rich', 'plain'")
+    assert told.endswith("did you mean plain?")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "told"),
+    [
+        ("training.epochs", "is no assignment; write --set KEY=VALUE"),
+        ("training.epoch=3", "did you mean training.epochs?"),
+        ("training=3", "training is no key of a run"),
+    ],
+)
+def test_an_assignment_that_means_nothing_is_refused(assignment, told):
+    with pytest.raises(PlanError) as caught:
+        set_layer([assignment])
+    assert told in str(caught.value)
+
+
+def test_later_layers_win_and_each_value_says_who_gave_it(tmp_path):
+    path = written(tmp_path, "training:\n  seed: 1\n  clip_norm: 1.0\n  batch_size: 8\n")
+    flags = {"training.batch_size": Given(32, "--batch-size")}
+    layer = merged([default_layer(), file_layer(path), set_layer(["training.clip_norm=2.0"]), flags])
+    lines = shown(layer, validated(layer)).splitlines()
+    assert lines[0] == "# default < job < file < --set < flags"
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:]}
+    assert table["training.batch_size"] == ["32", "--batch-size"]
+    assert table["training.clip_norm"] == ["2.0", "--set"]
+    assert table["training.seed"] == ["1", f"{path}:2"]
+    assert table["training.nonfinite"] == ["error", "default"]
+
+
+def test_every_value_there_is_has_a_line_of_its_own():
+    layer = default_layer()
+    assert len(shown(layer, validated(layer)).splitlines()) == 1 + len(layer)
+
+
+def test_a_job_fills_in_what_nobody_said():
+    layer = filled(merged([default_layer(), set_layer(["training.lr=0.5"])]), own_values(find("digits")), "job digits")
+    assert layer["training.batch_size"] == Given(64, "job digits")
+    assert layer["training.lr"] == Given(0.5, "--set")
+
+
+def test_steps_that_were_asked_for_are_not_cut_off_by_the_jobs_epochs():
+    config = filled_by_job(RunConfig(job="digits", training=TrainingSection(max_steps=1000)))
+    assert config.training.epochs is None
+    assert epochs_for(config, 1438) == 44, "44 epochs of 23 batches are the first with 1000"
+
+
+def test_who_says_how_long_lifts_what_an_earlier_layer_said(tmp_path):
+    path = written(tmp_path, "training:\n  epochs: 3\n")
+    layer = merged([default_layer(), file_layer(path), set_layer(["training.max_steps=7"])])
+    assert (layer["training.epochs"].value, layer["training.max_steps"].value) == (None, 7)

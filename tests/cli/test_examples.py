@@ -1,0 +1,69 @@
+"""The examples are run as they stand: what a newcomer copies must work."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIGITS = ("examples/digits.py", "--print-losses", "--steps", "6")
+
+
+def example(name):
+    """The example as a module; its main part does not run."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(*command):
+    """What the command writes to standard output, from the root of the tree, without the launcher's prefix."""
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return [line.removeprefix("[rank 0] ") for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_fits_a_screen_and_runs_only_when_it_is_asked_to(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 80
+    assert 'if __name__ == "__main__":\n    main(' in text
+
+
+def test_a_loop_of_ones_own_learns():
+    losses = example("own_loop").main("zero3(2)", 20)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_every_strategy_of_the_comparison_trains_what_one_rank_trains():
+    assert max(example("strategies").main().values()) < 1e-12
+
+
+def test_a_lost_message_is_named_by_the_law_it_breaks():
+    assert "law 2 is broken: deadlock" in example("read_a_program").main()
+
+
+@pytest.mark.process
+def test_the_digits_have_the_same_losses_under_every_launcher():
+    alone = lines(*DIGITS)
+    assert len(alone) == 6
+    assert alone == lines("-m", "counterpoint.cli", "run", "-n", "2", *DIGITS)
+    assert alone == lines("-m", "torch.distributed.run", "--nproc-per-node", "2", *DIGITS)
+
+
+@pytest.mark.process
+def test_launched_ranks_return_the_same_losses():
+    first, second = lines("examples/launch.py")
+    assert first.removeprefix("rank 0") == second.removeprefix("rank 1")

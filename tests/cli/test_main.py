@@ -1,0 +1,95 @@
+"""The front door of the command: quick, lazy, and readable when something goes wrong."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from counterpoint.cli.faults import guarded
+from counterpoint.cli.main import COMMANDS, build
+from counterpoint.errors import PlanError
+
+LOADED = """
+import sys
+from counterpoint.cli.main import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, *(name for name in ("torch", "numpy", "pydantic", "rich") if name in sys.modules))
+"""
+HOW_LONG = """
+import sys, time
+from counterpoint.cli.main import app
+try:
+    app(["--help"])
+except SystemExit:
+    print(time.process_time())
+"""
+
+
+def python(code, *arguments):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def call(command, *words):
+    """The result of a command line whose command is the given function."""
+    typed = build(["nothing"])
+    typed.command("call")(guarded(command))
+    return CliRunner().invoke(typed, ["call", *words])
+
+
+def failing():
+    raise PlanError("data(2) needs 2 ranks, but there are 3\ngive another number")
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_help_lists_every_command_and_loads_nothing_heavy():
+    lines = python(LOADED, "--help").splitlines()
+    assert lines[-1] == "0", "neither torch nor anything of ours that takes time"
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in COMMANDS)
+
+
+def test_help_answers_in_three_tenths_of_a_second():
+    """In seconds of its process from its first, not of the clock: a busy machine cannot fail it."""
+    assert min(float(python(HOW_LONG).splitlines()[-1]) for _ in range(2)) < 0.3
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_in_the_list_exists_and_its_help_does_not_load_torch(name):
+    assert "torch" not in python(LOADED, name, "--help").splitlines()[-1].split()
+
+
+def test_bare_words_show_the_list():
+    result = CliRunner().invoke(build([]), [])
+    assert "Commands:" in result.output
+
+
+def test_an_unknown_command_is_wrong_usage_and_the_nearest_is_named():
+    result = CliRunner().invoke(build(["trian"]), ["trian"])
+    assert result.exit_code == 2
+    assert "train" in result.output
+
+
+def test_an_error_is_one_block_without_traceback():
+    result = call(failing)
+    assert result.exit_code == 1
+    assert result.output == "PlanError: data(2) needs 2 ranks, but there are 3\n  give another number\n"
+
+
+def test_an_error_shows_its_traceback_when_asked():
+    result = call(failing, "--traceback")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, PlanError)
+
+
+def test_ctrl_c_ends_with_130():
+    result = call(interrupted)
+    assert (result.exit_code, result.output) == (130, "stopped by Ctrl-C\n")
+
+
+def test_a_wrong_option_is_wrong_usage():
+    assert CliRunner().invoke(build(["run"]), ["run", "--rnaks", "2", "x.py"]).exit_code == 2
