@@ -2,12 +2,12 @@
 
 import copy
 import ctypes
-import itertools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, cycle
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ def by_hand(case, model, data):
     inputs, targets = data.tensors
     optimizer = case.optimizer(model.parameters())
     order = torch.randperm(len(inputs))
-    starts = itertools.cycle(range(0, len(inputs), case.batch_size))
+    starts = cycle(range(0, len(inputs), case.batch_size))
     losses = []
 
     def step():
@@ -172,7 +172,7 @@ def measure(options: Options) -> Result:
         rounds, num_params = compare(case, max(3, options.rounds or ROUNDS))
         ratios = [ours.ratio(theirs, "wall") for ours, theirs in rounds]
         ratio, cpu = statistics.median(ratios), statistics.median(a.ratio(b, "cpu") for a, b in rounds)
-        ours, theirs = (1e3 * statistics.median(sum((t.wall for t in column), [])) for column in zip(*rounds, strict=True))
+        ours, theirs = (1e3 * statistics.median(chain(*(t.wall for t in side))) for side in zip(*rounds, strict=True))
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         shown = (f"{num_params / 1e6:.1f} M", f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.3f}", spread, f"{cpu:.3f}")
         rows.append((name, *shown, f"{case.bar:.2f}"))

@@ -10,7 +10,7 @@ def asp(model, *, units, journals, parts, loss, optimizer):
     """
     updates, replicas = optimizer(model.parameters()), {worker: copy.deepcopy(model) for worker in parts}
     batches = {worker: iter(part) for worker, part in parts.items()}
-    waiting: dict = {worker: set() for worker in parts}
+    waiting: dict[int, set[tuple[int, ...]]] = {worker: set() for worker in parts}
     left = [list(journal) for journal in journals]
     while any(left):
         journal = next(j for j in left if j and (not waiting[j[0][1]] or j[0][0] in waiting[j[0][1]]))

@@ -1,6 +1,7 @@
 """An asynchronous server gives up "equals solo"; instead it equals its own journal, played back one by one."""
 
 import pytest
+from torch import Tensor
 
 from counterpoint.data.sampler import split
 from counterpoint.testing import parity
@@ -11,7 +12,7 @@ from tests.references.asp import asp
 def played_back(trained, recipe, run, num_workers):
     """What the reference makes of the journals; a worker's part of a batch is what its microbatches hold."""
     each = recipe.num_micros // num_workers
-    parts: dict = {worker: [] for worker in range(num_workers)}
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = {worker: [] for worker in range(num_workers)}
     for inputs, targets in trained.batches:
         places = split(len(inputs), recipe.num_micros)
         for worker, part in parts.items():

@@ -1,0 +1,87 @@
+"""A claim is a folder: what it says is shown, what it measures is printed and kept, a missed bar is exit code 1."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from counterpoint.cli import bench as command
+from counterpoint.cli.main import build
+from counterpoint.cli.tables import Column, plain_table
+from counterpoint.errors import DataError, LaunchError
+from counterpoint.testing.claims import find_benchmarks, find_claim, read_claim, read_claims
+
+CLAIM = "claim: one and one are two\ncommand: counterpoint bench sum\nbar: exactly 2\nsource: Peano, 1889\n"
+RUN = """
+from counterpoint.testing.claims import Result
+
+def measure(options):
+    found = 1 + (options.rounds or 1)
+    missed = () if found == 2 else (f"the sum is {found}, not 2",)
+    return Result(("what", "sum"), (("1 + 1", str(found)),), missed, {"sum": found})
+"""
+
+
+def run(*words):
+    return CliRunner().invoke(build(words), list(words))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "sum").mkdir()
+    (tmp_path / "sum" / "claim.yaml").write_text(CLAIM)
+    (tmp_path / "sum" / "run.py").write_text(RUN)
+    monkeypatch.setattr(command, "find_benchmarks", lambda: tmp_path)
+    return tmp_path
+
+
+def test_without_a_claim_all_are_listed_with_their_bars(folder):
+    seen = run("bench")
+    assert seen.exit_code == 0
+    assert seen.output.splitlines()[1] == "sum    one and one are two  exactly 2"
+
+
+def test_a_claim_that_holds_ends_with_0_and_its_figures_are_kept(folder):
+    seen = run("bench", "sum", "--json", str(folder / "sum.json"))
+    kept = json.loads((folder / "sum.json").read_text())
+    assert seen.exit_code == 0
+    assert "1 + 1  2" in seen.output
+    assert (kept["holds"], kept["figures"], kept["source"]) == (True, {"sum": 2}, "Peano, 1889")
+    assert {"cores", "torch", "load"} <= set(kept["machine"])
+
+
+def test_a_missed_bar_is_told_and_ends_with_1(folder):
+    seen = run("bench", "sum", "--rounds", "2", "--json", str(folder / "sum.json"))
+    assert seen.exit_code == 1
+    assert "missed: the sum is 3, not 2" in seen.output
+    assert json.loads((folder / "sum.json").read_text())["holds"] is False
+
+
+def test_an_unknown_claim_suggests_the_nearest(folder):
+    with pytest.raises(LaunchError, match=r"no claim 'sun'; did you mean sum\? the claims of .* are sum"):
+        find_claim(folder, "sun")
+    assert run("bench", "sun").exit_code == 1
+
+
+def test_a_claim_with_an_unknown_field_names_it(folder):
+    (folder / "sum" / "claim.yaml").write_text(CLAIM + "colour: blue\n")
+    with pytest.raises(DataError, match=r"claim.yaml is no claim[\s\S]*colour"):
+        read_claim(folder / "sum" / "claim.yaml")
+
+
+def test_a_claim_that_nothing_measures_says_what_is_missing(folder):
+    (folder / "sum" / "run.py").unlink()
+    assert "has no run.py with measure(options)" in run("bench", "sum").stderr
+
+
+def test_what_this_repository_claims_can_be_read_and_measured():
+    folder = find_benchmarks()
+    claims = read_claims(folder)
+    assert {"parity", "overhead"} <= set(claims)
+    assert all(f"bench {name}" in claim.command for name, claim in claims.items())
+    assert not [name for name in claims for file in ("run.py", "README.md") if not (folder / name / file).is_file()]
+
+
+def test_a_plain_table_keeps_its_columns_apart():
+    table = plain_table([Column("name"), Column("s", "right")], [("a", "1.5"), ("bcdef", "10.0")])
+    assert table.splitlines() == ["name      s", "a       1.5", "bcdef  10.0"]
