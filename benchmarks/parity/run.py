@@ -3,7 +3,7 @@
 import torch
 
 from counterpoint.testing.claims import Options, Result
-from counterpoint.testing.parity import BAR, cell, process_cells
+from counterpoint.testing.parity import BAR, cell, cells_on_processes
 from counterpoint.testing.subjects import STRATEGIES
 
 MODELS = ("mlp", "cnn", "gpt")
@@ -18,7 +18,7 @@ def measure(options: Options) -> Result:
     columns = {name: {found.strategy: found for found in cells if found.subject == name} for name in MODELS}
     for num_ranks in (2, 3) if options.processes else ():
         options.tell(f"{num_ranks} processes")
-        found = process_cells(num_ranks)
+        found = cells_on_processes(num_ranks)
         columns[f"mlp, {num_ranks} processes"] = {one.strategy: one for one in found}
         cells += found
     rows = list(dict.fromkeys(one.strategy for one in cells))

@@ -56,6 +56,6 @@ def test_rows_say_how_many_microbatches_and_passes_they_mean():
 @pytest.mark.process
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_real_processes_end_where_solo_ends(num_ranks):
-    cells = parity.process_cells(num_ranks)
-    assert {cell.strategy for cell in cells} == set(parity.process_strategies(num_ranks))
+    cells = parity.cells_on_processes(num_ranks)
+    assert {cell.strategy for cell in cells} == set(parity.rows_for_processes(num_ranks))
     assert not [(cell.strategy, cell.worst) for cell in cells if not cell.worst <= parity.BAR]

@@ -163,19 +163,19 @@ def local_cells(names: Sequence[str], strategies: Sequence[str] = STRATEGIES) ->
     return [cell(name, strategy) for name in names for strategy in ("solo", *strategies)]
 
 
-def process_strategies(num_ranks: int) -> tuple[str, ...]:
+def rows_for_processes(num_ranks: int) -> tuple[str, ...]:
     """Return the rows that are tried on so many processes."""
     if num_ranks == 3:
         return THREE_RANKS
     return tuple(row for row in STRATEGIES if plan_for(row, 12).num_ranks == num_ranks)
 
 
-def process_cells(num_ranks: int, name: str = "mlp") -> list[Cell]:
+def cells_on_processes(num_ranks: int, name: str = "mlp") -> list[Cell]:
     """Return the rows for so many real processes joined by gloo: what the worst of them came to.
 
     All rows are run by one start of the processes, each of which compares its own model with its own solo run.
     """
-    rows = process_strategies(num_ranks)
+    rows = rows_for_processes(num_ranks)
     found = launch(compare_as_rank, ranks=num_ranks, args=[name, list(rows)], threads_per_rank=1)
     cells = []
     for index, row in enumerate(rows):
