@@ -1,0 +1,98 @@
+"""What ranks do in the tests of real processes: functions that run in every one of them."""
+
+import os
+import sys
+
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.testing.parity import difference
+from tests.training.fits import dataset, mlp, params_of, same_bits, seeded, state_of, trainer
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def plan_of(text, num_microbatches):
+    return cp.Plan.parse(text, num_microbatches=num_microbatches)
+
+
+def train(rows, expected, folder, served, saved):
+    """Return what came of all plans of one start of the processes."""
+    return {"compared": compare(rows, expected), "served": serve(served), "saved": go_on(folder, saved)}
+
+
+def compare(rows, expected):
+    """Return for each plan how far its parameters, losses and metric are from what solo came to."""
+    params, losses, metric = expected
+    found = []
+    for text, num_microbatches in rows:
+        with trainer(plan_of(text, num_microbatches)) as one:
+            history = one.fit(dataset(), batch_size=12, epochs=2, evaluation=dataset(7))
+            mine = params_of(one.model)
+        worst = max(difference(mine[name], value) for name, value in params.items())
+        off = max(abs(own / other - 1) for own, other in zip(history.losses, losses, strict=True))
+        found.append([worst, off, abs(history.evaluations[-1].metrics["loss"] / metric - 1)])
+    return found
+
+
+def serve(rows):
+    """Return for each plan with an asynchronous server the first and the last loss, and the weights."""
+    found = []
+    for text in rows:
+        with trainer(plan_of(text, 2)) as one:
+            history = one.fit(dataset(48), batch_size=12, epochs=8, evaluation=dataset(48))
+            losses = [event.metrics["loss"] for event in history.evaluations]
+            found.append((losses[0], losses[-1], params_of(one.model)))
+    return found
+
+
+def go_on(folder, rows):
+    """Return for each plan whether a run that was saved in mid-epoch goes on bit for bit."""
+    found = []
+    for at, (text, num_microbatches) in enumerate(rows):
+        states = []
+        for name, resume, steps in [("a", None, 8), ("b", None, 2), ("b", f"{folder}/{at}b", 8)]:
+            with trainer(plan_of(text, num_microbatches)) as one:
+                one.fit(dataset(), batch_size=12, epochs=2, max_steps=steps, save_to=f"{folder}/{at}{name}",
+                        save_every=2, resume=resume)  # fmt: skip
+                states.append(state_of(one.model))
+        found.append([same_bits(states[0], states[2]), same_bits(states[0], states[1])])
+    return found
+
+
+def text_of(run):
+    """Return the error that a run ends with, as text."""
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def tell(text):
+    """Write one line where the launcher reads it."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+class ListensBadly(cp.Callback):
+    """Fails on rank 1 between two steps, where no other rank can see it."""
+
+    on_every_rank = True
+
+    def on_step(self, event):
+        if rank() == 1 and event.step == 1:
+            raise OSError("the disk is full")
+
+
+def fail():
+    """Tell what this rank is told when rank 1 has another model; then train until rank 1 fails."""
+    deeper = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    model = mlp() if rank() == 0 else deeper
+    tell(text_of(lambda: trainer("data(2)", model).fit(dataset(), batch_size=12)))
+    failing = trainer("data(2)", callbacks=[ListensBadly()])
+    told = text_of(lambda: failing.fit(dataset(), batch_size=12))
+    tell(told)
+    raise cp.PeerError("rank 1 has failed") if rank() == 0 else OSError(told)

@@ -1,0 +1,62 @@
+"""Real processes joined by gloo end where one process ends; one start of the processes runs all plans."""
+
+import pytest
+import torch
+
+import counterpoint as cp
+from tests.process import ranks
+from tests.training.fits import dataset, distance, fit
+
+pytestmark = pytest.mark.process
+ROWS = {
+    2: [("data(2)", 2), ("zero(2, level=1)", 2), ("zero(2, level=2)", 2), ("zero(2, level=3)", 2),
+        ("pipeline(2, order=gpipe)", 4), ("pipeline(2)", 4), ("tensor(2)", 4), ("server(1)", 4)],
+    3: [("data(3)", 2), ("zero(3, level=1)", 1), ("zero(3, level=2)", 2), ("zero(3, level=3)", 2), ("pipeline(3)", 4),
+        ("pipeline(3, order=gpipe)", 4), ("pipeline(2, replicas=(2,1))", 4), ("pipeline(2, replicas=(1,2))", 4),
+        ("server(2)", 2), ("server(1, servers=2)", 4), ("data(2) * server(1)", 2), ("pipeline(2) * server(1)", 2)],
+}  # fmt: skip
+
+
+SERVED = {2: [], 3: ["asp(2)", "asp(1, servers=2)"]}
+SAVED = {2: [ROWS[2][index] for index in (3, 5)], 3: [ROWS[3][8]]}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What solo comes to: its parameters, losses and metric."""
+    torch.set_num_threads(1)
+    params, history = fit("solo", epochs=2, fit_options={"evaluation": dataset(7)})
+    return [params, history.losses, history.evaluations[-1].metrics["loss"]]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def came(request, expected, tmp_path_factory):
+    """The number of ranks, and what each of them has found."""
+    num_ranks = request.param
+    folder = str(tmp_path_factory.mktemp("saved"))
+    arguments = [ROWS[num_ranks], expected, folder, SERVED[num_ranks], SAVED[num_ranks]]
+    return num_ranks, cp.launch(ranks.train, ranks=num_ranks, args=arguments)
+
+
+def test_every_strategy_trains_and_measures_as_solo_does(came):
+    num_ranks, found = came
+    assert len(found) == num_ranks
+    for one in found:
+        assert [row for row, offs in zip(ROWS[num_ranks], one["compared"], strict=True) if not max(offs) <= 1e-12] == []
+
+
+def test_a_run_goes_on_bit_for_bit_from_what_every_rank_has_saved(came):
+    """And it has come further than where it was saved."""
+    num_ranks, found = came
+    assert [one["saved"] for one in found] == [[[True, False]] * len(SAVED[num_ranks])] * num_ranks
+
+
+def test_an_asynchronous_server_learns_and_gives_every_rank_its_weights(came):
+    """With one worker nothing can be stale, so that it equals solo; with two, the order in which they come is open."""
+    num_ranks, (first, *others) = came
+    assert len(first["served"]) == len(SERVED[num_ranks])
+    for at, (begin, end, params) in enumerate(first["served"]):
+        assert end < begin
+        assert all(distance(other["served"][at][2], params) == 0 for other in others)
+    if num_ranks == 3:
+        assert distance(first["served"][1][2], fit("solo", data=dataset(48), epochs=8)[0]) <= 1e-12
