@@ -130,3 +130,10 @@ def test_what_cannot_be_sampled_is_refused_with_the_values_and_the_remedy(make, 
 def test_sampling_needs_no_torch():
     code = "import sys, counterpoint.data.sampler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("shuffle", ["feistel", "sequential"])
+def test_many_batches_at_once_are_the_batches_one_by_one(shuffle):
+    sampler = Sampler(num_samples=23, batch_size=5, seed=2, shuffle=shuffle)
+    at_once = sampler.batches(epoch=3, first=1, count=99)
+    assert [batch.tolist() for batch in at_once] == [sampler.batch(3, index).tolist() for index in range(1, 5)]

@@ -7,16 +7,9 @@ import torch.nn.functional as F
 from counterpoint.data.fetch import fetch
 from counterpoint.data.sampler import Sampler
 from counterpoint.errors import CounterpointError, DataError, PlanError
-from counterpoint.jobs.job import (
-    Tally,
-    Target,
-    add_tallies,
-    batches,
-    measure_accuracy,
-    measure_bits,
-    sequence_loss,
-)
+from counterpoint.jobs.job import Target, batches, measure_accuracy, measure_bits, sequence_loss
 from counterpoint.jobs.table import JOBS, find
+from counterpoint.training.tally import Tally, add_tallies
 
 
 def evaluate(job, model, dataset, batch_size=512):

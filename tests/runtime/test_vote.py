@@ -6,14 +6,18 @@ import math
 import pytest
 
 from counterpoint.errors import DataError
-from counterpoint.runtime.vote import Guard, ballot_of, decide, require_finite, to_text
+from counterpoint.runtime.vote import Guard, ballot_of, decide, from_text, require_finite, to_text
 
 CLIP, WATCH = Guard(clip_norm=1.0), Guard(watch="gradients")
 
 
+def sent(ballot):
+    return from_text(json.loads(json.dumps(to_text(ballot))))
+
+
 def verdict(*ballots, guard=CLIP):
     """Decide from ballots that have travelled as JSON."""
-    return decide(json.loads(json.dumps([to_text(ballot) for ballot in ballots])), range(len(ballots)), guard)
+    return decide([sent(ballot) for ballot in ballots], range(len(ballots)), guard)
 
 
 def test_the_loss_is_the_mean_over_all_samples_of_the_group():
@@ -59,8 +63,8 @@ def test_norms_that_add_up_to_infinity_are_a_fault():
 
 
 def test_what_is_decided_does_not_depend_on_who_reads_the_ballots():
-    ballots = [to_text(ballot_of({0: 1 / 3}, {0: 3}, 0.1)), to_text(ballot_of({1: 2 / 7}, {1: 2}, 0.2))]
-    assert decide(ballots, (0, 1), CLIP) == decide(json.loads(json.dumps(ballots)), (0, 1), CLIP)
+    ballots = [ballot_of({0: 1 / 3}, {0: 3}, 0.1), ballot_of({1: 2 / 7}, {1: 2}, 0.2)]
+    assert decide(ballots, (0, 1), CLIP) == decide([sent(ballot) for ballot in ballots], (0, 1), CLIP)
 
 
 def test_a_fault_ends_the_run_or_is_skipped_until_there_are_too_many():

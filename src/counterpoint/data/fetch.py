@@ -67,9 +67,10 @@ def fetch(dataset: MapDataset, indices: Iterable[int]) -> Fields:
     Returns:
         ``(inputs..., target)``, each ``(sample, ...)``.
     """
-    wanted = [int(index) for index in indices]
+    wanted = indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices]
     if isinstance(dataset, TensorDataset):
-        return _with_target(tuple(tensor[wanted] for tensor in dataset.tensors), "the TensorDataset")
+        rows = torch.as_tensor(np.asarray(wanted, dtype=np.int64))
+        return _with_target(tuple(tensor[rows] for tensor in dataset.tensors), "the TensorDataset")
     if hasattr(dataset, "fetch"):
         return _fetch_at_once(dataset, wanted)
     if not wanted:

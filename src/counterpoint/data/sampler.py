@@ -167,6 +167,22 @@ class Sampler:
             return positions
         return permute(positions, num_samples=self.num_samples, seed=self.seed, epoch=epoch)
 
+    def batches(self, epoch: int, first: int, count: int) -> list[Indices]:
+        """Return up to ``count`` batches of an epoch from batch ``first`` on, as `batch` gives them, but at once.
+
+        Args:
+            epoch: counts from 0.
+            first: the first batch.
+            count: batches wanted; fewer where the epoch ends before.
+        """
+        stop = min(first + count, self.num_batches)
+        lens = [self.batch_len(index) for index in range(first, stop)]
+        start = first * self.batch_size
+        positions = np.arange(start, start + sum(lens), dtype=np.int64)
+        if self.shuffle != "sequential":
+            positions = permute(positions, num_samples=self.num_samples, seed=self.seed, epoch=epoch)
+        return np.split(positions, np.cumsum(lens)[:-1])
+
     def _check_index(self, index: int) -> None:
         if not 0 <= index < self.num_batches:
             raise DataError(

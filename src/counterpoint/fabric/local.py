@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -267,6 +268,8 @@ class LocalWorld:
     def __init__(self, num_ranks: int, deadline_s: float = 30.0) -> None:
         self._square = Square()
         self._baton = Baton(num_ranks, deadline_s) if num_ranks > 1 else None
+        if self._baton is not None:
+            weakref.finalize(self, self._baton.close)  # a world that nobody holds leaves no threads
         self.fabrics: tuple[Fabric, ...] = tuple(
             LocalFabric(rank, num_ranks, deadline_s, self._square, self._baton) for rank in range(num_ranks)
         )

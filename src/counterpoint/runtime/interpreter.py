@@ -31,7 +31,7 @@ from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import squared_norm
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
-from counterpoint.runtime.vote import Guard, Verdict, ballot_of, decide, require_finite, to_text
+from counterpoint.runtime.vote import Ballot, Guard, Verdict, ballot_of, decide, from_text, require_finite, to_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +194,9 @@ class Interpreter:
                 gradient for unit in self.answers_for for gradient in self.store.units[unit].gradients()
             )
         feed = self.compute.feed
-        ballot = to_text(ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared))
-        ballots = [ballot] if len(group) == 1 else self.fabric.gather_values("commit", dict(ballot), group)
-        verdict = decide(cast("list[dict[str, str]]", ballots), group, self.guard)
+        ballot = ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared)
+        ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
+        verdict = decide(ballots, group, self.guard)
         self.state.verdict = verdict
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
@@ -204,6 +204,11 @@ class Interpreter:
             for unit in self.store.units.values():
                 for gradient in unit.gradients():
                     gradient.mul_(verdict.scale)
+
+    def gather_ballots(self, ballot: Ballot, group: tuple[int, ...]) -> list[Ballot]:
+        """Return the ballots of all members, in their order."""
+        sent = self.fabric.gather_values("commit", dict(to_text(ballot)), group)
+        return [from_text(text) for text in cast("list[dict[str, str]]", sent)]
 
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
         """Apply the optimizer to some units, unless the step is left out."""

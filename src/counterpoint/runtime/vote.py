@@ -80,13 +80,17 @@ def to_text(ballot: Ballot) -> dict[str, str]:
     return {key: repr(value) for key, value in asdict(ballot).items()}
 
 
-def decide(ballots: Sequence[Mapping[str, str]], group: Sequence[int], guard: Guard) -> Verdict:
+def from_text(text: Mapping[str, str]) -> Ballot:
+    """Return the ballot that :func:`to_text` wrote."""
+    return Ballot(float(text["loss_sum"]), int(text["num_samples"]), float(text["squared_norm"]), int(text["worst"]))
+
+
+def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard) -> Verdict:
     """Return the verdict of a group; the same on all its members."""
-    read = [{key: float(value) for key, value in ballot.items()} for ballot in ballots]
-    count = int(sum(ballot["num_samples"] for ballot in read))
-    loss = sum(ballot["loss_sum"] for ballot in read) / count if count else math.nan
-    squared = sum(ballot["squared_norm"] for ballot in read)
-    fault = _fault(read, group, squared)
+    count = sum(ballot.num_samples for ballot in ballots)
+    loss = sum(ballot.loss_sum for ballot in ballots) / count if count else math.nan
+    squared = sum(ballot.squared_norm for ballot in ballots)
+    fault = _fault(ballots, group, squared)
     norm = math.sqrt(squared) if guard.needs_norm and math.isfinite(squared) else math.nan
     scale = 1.0
     if guard.clip_norm is not None and not fault:
@@ -94,12 +98,12 @@ def decide(ballots: Sequence[Mapping[str, str]], group: Sequence[int], guard: Gu
     return Verdict(loss, count, norm, scale, fault)
 
 
-def _fault(ballots: Sequence[Mapping[str, float]], group: Sequence[int], squared_norm: float) -> str:
+def _fault(ballots: Sequence[Ballot], group: Sequence[int], squared_norm: float) -> str:
     for rank, ballot in zip(group, ballots, strict=True):
-        if ballot["worst"] >= 0:
-            return f"the loss of microbatch {int(ballot['worst'])} on rank {rank} is {ballot['loss_sum']}"
+        if ballot.worst >= 0:
+            return f"the loss of microbatch {ballot.worst} on rank {rank} is {ballot.loss_sum}"
     for rank, ballot in zip(group, ballots, strict=True):
-        if not math.isfinite(ballot["squared_norm"]):
+        if not math.isfinite(ballot.squared_norm):
             return f"a gradient on rank {rank} is not finite"
     return "" if math.isfinite(squared_norm) else "the gradients' norm is too large to be a number"
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
+from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
+from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
+from counterpoint.planner.choose import choose_from
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.runtime.build import call_form
+from counterpoint.runtime.optimizers import Face
+from counterpoint.strategies.tensor import Tensor
 from counterpoint.training.options import Options
+from counterpoint.training.team import trainable, with_unused
+from counterpoint.world.cluster import Cluster
+
+FEW_SAMPLES = 8
+"""A model is traced on so many samples at most, to see what it costs."""
+
+_AUTO = re.compile(r"\s*auto\s*(?:\(\s*([1-9]\d*)\s*\)\s*)?")
 
 
 def make_options(options: dict[str, Any]) -> Options:
@@ -36,7 +53,7 @@ def make_plan(
     if isinstance(strategy, Plan):
         plan = strategy
     else:
-        plan = Plan.parse(strategy, num_ranks=num_ranks)
+        plan = Plan.parse(_AUTO.sub(r"data", strategy), num_ranks=num_ranks)
     if num_microbatches is not None:
         plan = replace(plan, num_microbatches=num_microbatches)
     if num_ranks > 1:

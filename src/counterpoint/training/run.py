@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, optim
 
 from counterpoint.data.fetch import MapDataset, fingerprint
-from counterpoint.data.sampler import Cursor, Sampler
+from counterpoint.data.sampler import Cursor, Indices, Sampler
 from counterpoint.errors import CheckpointError
 from counterpoint.training import saving
 from counterpoint.training.evaluation import Measure, evaluate
@@ -23,6 +23,9 @@ from counterpoint.training.tracing import measured_step
 
 TRACED_STEP = 3
 """Which step of a run is measured word by word: late enough to be warm."""
+
+BATCHES_AHEAD = 16
+"""How many batches' samples are looked up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Run:
         self.listeners = list(listeners)
         self.progress = self.base = saving.Progress()
         self.evaluated_at = -1
+        self.ahead: dict[tuple[int, int], Indices] = {}
 
     @property
     def num_steps(self) -> int:
@@ -116,7 +120,7 @@ class Run:
         """Take one step."""
         began = time.perf_counter()
         cursor, number = self.progress.cursor, self.progress.step
-        feed = DatasetFeed(self.dataset, self.sampler.batch(cursor.epoch, cursor.batch), self.team.num_micros)
+        feed = DatasetFeed(self.dataset, self.indices(cursor), self.team.num_micros)
         if traced:
             verdict, trace = measured_step(self.team, number, feed)
         else:
@@ -139,6 +143,13 @@ class Run:
             listener.on_step(end)
             if trace is not None:
                 listener.on_trace(Timed(number, trace))
+
+    def indices(self, cursor: Cursor) -> Indices:
+        """Return the samples of a batch; those of a few batches are looked up at once."""
+        if (cursor.epoch, cursor.batch) not in self.ahead:
+            found = self.sampler.batches(cursor.epoch, cursor.batch, BATCHES_AHEAD)
+            self.ahead = {(cursor.epoch, index): batch for index, batch in enumerate(found, cursor.batch)}
+        return self.ahead[cursor.epoch, cursor.batch]
 
     def is_time_to_evaluate(self) -> bool:
         """Tell whether held-out data is measured now."""
