@@ -94,6 +94,8 @@ class WholeCut(Cut):
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
         """Return the tensors among the inputs."""
+        if self._is_plain and type(inputs) is tuple:
+            return inputs
         return self._call.flatten(call_of(inputs))
 
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -255,7 +256,7 @@ class TorchFabric(Fabric):
                 "others did instead, or raise the deadline where they are only slow"
             )
         return (
-            f"the connection was lost ({str(error).splitlines()[0]}); a rank that ends takes its "
+            f"the connection was lost ({first_words(error)}); a rank that ends takes its "
             "connections with it: look "
             "at the output of the rank that ended first"
         )
@@ -300,3 +301,9 @@ def spread(gloo: Gloo, part: Tensor, root: int) -> GlooWork:
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = root, 0, GLOO_TIMEOUT
     return gloo.broadcast([part], options)
+
+
+def first_words(error: Exception) -> str:
+    """Return what an error of gloo says first, without its source file and its good wishes."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"^\[[^\]]*\]\s*", "", line.split("GLHF")[0]).strip(" .;,")

@@ -29,6 +29,10 @@ POLL_S = 0.02
 LEASH = Path(__file__).with_name("leash.py")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+#: What a rank's environment has where the user has set nothing else. torch's own remarks on lost connections would come
+#: before the report, which says who was lost first.
+DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
@@ -218,7 +222,7 @@ class _Watch:
 def _variables(found: RankEnvironment, folder: Path, threads_per_rank: int | None) -> dict[str, str]:
     """Return a rank's whole environment: ours, the contract, one thread budget, lines that arrive at once."""
     threads = max(1, len(os.sched_getaffinity(0)) // found.world_size)
-    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ}
+    variables = {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ}
     if threads_per_rank is not None:
         variables["OMP_NUM_THREADS"] = str(threads_per_rank)
     for stale in ("TORCHELASTIC_USE_AGENT_STORE", STORE_FD, DEADLINE_S):
