@@ -1,0 +1,178 @@
+"""``counterpoint show``: the program of a plan, its drawing on a clock of equal ticks, and what it costs."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from counterpoint.cli.tables import Column, format_bytes, plain_table
+from counterpoint.compiler.compile import Compiled, compile, value_bytes
+from counterpoint.drawing.grid import draw_grid, draw_rows
+from counterpoint.drawing.svg import draw_timeline
+from counterpoint.model.spec import chain
+from counterpoint.plan import Plan
+from counterpoint.program.instruction import Backward, Forward
+from counterpoint.program.program import Row
+from counterpoint.program.symmetry import classes
+from counterpoint.program.text import format_group, format_row
+from counterpoint.program.trace import Trace
+from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.memory import peak_bytes
+from counterpoint.simulator.simulate import simulate
+from counterpoint.strategies.pipeline import Pipeline
+
+FEW_RANKS = 8
+MOST_CLASSES = 16
+LAWS = """laws 1 to 8 hold: messages pair up, nothing waits for ever, collectives in one order, all work done once,
+                  versions and staleness, every gradient counted once, all released, bytes as promised"""
+
+
+def show(
+    plan: Annotated[str, typer.Argument(help='Strategies joined by *, for instance "pipeline(4) * data(2)".')],
+    *,
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks there are.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Of the innermost program.")] = None,
+    blocks: Annotated[int | None, typer.Option(min=1, help="Equal blocks of the model.")] = None,
+    width: Annotated[int, typer.Option(min=1, help="A block is one linear layer, width x width.")] = 256,
+    passes: Annotated[list[str] | None, typer.Option("--pass", help="Run on the program, overlap for one.")] = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="Only print the plan as a run's plan.yaml has it.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this file.")] = None,
+) -> None:
+    """Show the program of a plan: its rows, a drawing in which every forward and backward takes one tick, its cost."""
+    parsed = read_plan(plan, ranks, microbatches, tuple(passes or ()))
+    if yaml:
+        typer.echo(parsed.to_yaml(), nl=False)
+        return
+    compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
+    trace = simulate(compiled.program, unit_costs())
+    columns = shutil.get_terminal_size((100, 24)).columns
+    typer.echo(
+        "\n\n".join([heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)])
+    )
+    if svg is not None:
+        svg.write_text(draw_timeline(trace), encoding="utf-8")
+        typer.echo(f"drawing  {svg}")
+
+
+def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tuple[str, ...]) -> Plan:
+    """Return the plan for the ranks there are; by default a pipeline gets two microbatches per stage.
+
+    Raises:
+        PlanError: the text is no plan, or needs another number of ranks.
+    """
+    plan = Plan.parse(text, num_ranks=ranks, num_microbatches=microbatches or 1)
+    if ranks is not None:
+        plan.require_ranks(ranks)
+    stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
+    if stages and microbatches is None:
+        multiple = lcm(*stages[0].stage_ranks)
+        plan = replace(plan, num_microbatches=-(-2 * stages[0].degree // multiple) * multiple)
+    return replace(plan, passes=passes)
+
+
+def default_blocks(plan: Plan) -> int:
+    """Return one block per stage, or as many as a given balance adds up to; two without a pipeline."""
+    for strategy in plan.strategies:
+        if isinstance(strategy, Pipeline):
+            return sum(strategy.balance) or strategy.degree
+    return 2
+
+
+def heading(compiled: Compiled) -> str:
+    """Return the plan, its ranks and its microbatches."""
+    plan = compiled.plan
+    size = format_bytes(sum(param.num_bytes for param in compiled.model.params))
+    lines = [
+        f"plan          {plan}" + "".join(f" + {name}" for name in plan.passes),
+        f"ranks         {plan.num_ranks} ({plan.mesh.describe()})",
+        f"microbatches  {plan.num_microbatches}, {plan.num_micros} in the global batch",
+        f"model         {compiled.model.num_blocks} blocks with {size} of parameters",
+    ]
+    return "\n".join(lines)
+
+
+def rows(compiled: Compiled, columns: int) -> str:
+    """Return the rows, or where there are many ranks one row for all that do the same."""
+    program = compiled.program
+    if program.num_ranks <= FEW_RANKS:
+        return draw_rows(program, width=10_000, most_ranks=FEW_RANKS)
+    groups = classes(program)
+    lines = []
+    for ranks in groups[:MOST_CLASSES]:
+        text = format_row(program.rows[ranks[0]], stream=program.is_stream)
+        lines += [f"ranks {named(ranks)} ({len(ranks)} alike)", f"  {shortened(text, 3 * columns)}"]
+    if len(groups) > MOST_CLASSES:
+        lines.append(f"and {len(groups) - MOST_CLASSES} more kinds of rows")
+    return "\n".join(lines)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as in a group, or the first few and the last one.
+
+    Example:
+        >>> named((0, 4, 8)), named((0, 1, 4, 5, 8, 9))
+        ('0-8/4', '0,1,4,..,9')
+    """
+    text = format_group(tuple(ranks))
+    if text.count(",") < 4:
+        return text
+    return f"{ranks[0]},{ranks[1]},{ranks[2]},..,{ranks[-1]}"
+
+
+def shortened(text: str, room: int) -> str:
+    """Return a row of at most about so many characters, the words in its middle counted instead."""
+    words = text.split()
+    kept = room * len(words) // len(text) // 2
+    if len(words) <= 2 * kept + 1:
+        return text
+    return " ".join([*words[:kept], f"..{len(words) - 2 * kept}..", *words[-kept:]])
+
+
+def drawing(trace: Trace, columns: int) -> str:
+    """Return the drawing, one column per tick."""
+    return draw_grid(trace, tick_s=1.0, width=columns, most_ranks=MOST_CLASSES)
+
+
+def figures(compiled: Compiled, trace: Trace) -> str:
+    """Return bubble, bytes and microbatches in flight, for each kind of rank."""
+    sent = compiled.forecast.sent_bytes()
+    memory = peak_bytes(compiled.program, lambda value: value_bytes(value, compiled.model, 1))
+    busy: Counter[int] = Counter()
+    for event in trace.events:
+        if event.lane == "compute":
+            busy[event.rank] += round(event.seconds)
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for rank, row in enumerate(compiled.program.rows):
+        shown = (
+            f"{busy[rank]} of {trace.step_s:g}",
+            format_bytes(sent[rank]),
+            format_bytes(memory[rank]),
+            str(peak_in_flight(row)),
+        )
+        kinds.setdefault(shown, []).append(rank)
+    titles = ("ranks", "busy ticks", "sent per step", "memory", "peak in flight")
+    table = plain_table(
+        [Column(titles[0]), *(Column(title, "right") for title in titles[1:])],
+        [(named(ranks), *shown) for shown, ranks in kinds.items()],
+    )
+    return f"{table}\n\nbubble {trace.bubble:.4f}\n{LAWS}"
+
+
+def peak_in_flight(row: Row) -> int:
+    """Return how many microbatches are between forward and backward in one block at most."""
+    return max(_in_flight(row), default=0)
+
+
+def _in_flight(row: Row) -> Iterator[int]:
+    alive: Counter[int] = Counter()
+    for word in row.prologue + row.body + row.epilogue:
+        if isinstance(word, Forward | Backward):
+            alive[word.block] += 1 if isinstance(word, Forward) else -1
+            yield alive[word.block]

@@ -1,0 +1,84 @@
+"""``counterpoint strategies``: the catalogue, read off the table of names and the docstrings behind it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Annotated
+
+import typer
+
+from counterpoint.cli.tables import Column, show_table
+from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
+from counterpoint.drawing.grid import draw_grid, draw_rows
+from counterpoint.model.spec import chain
+from counterpoint.plan import Plan
+from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.simulate import simulate
+from counterpoint.strategies.orders.table import ORDERS
+from counterpoint.strategies.table import STRATEGIES, Named, find
+
+SECTIONS = ("Promise", "Cost", "Source")
+_SECTION = re.compile(r"^(\w+):$")
+
+
+def strategies(
+    name: Annotated[
+        str | None, typer.Argument(help="A strategy to tell all about; all are listed when left out.")
+    ] = None,
+) -> None:
+    """List the strategies; with a NAME: what it promises, what it costs, where it was published, and an example."""
+    if name is None:
+        columns = [Column("name"), Column("what it does", wraps=True), Column("options")]
+        show_table(columns, [(key, named.summary, ", ".join(named.options)) for key, named in STRATEGIES.items()])
+        typer.echo("\norders of a pipeline: " + ", ".join(sorted(ORDERS)))
+        typer.echo('strategies are joined by *, from the inside out: "pipeline(4) * data(2)" needs 8 ranks')
+        return
+    typer.echo(describe(name, find(name)))
+
+
+def describe(name: str, named: Named) -> str:
+    """Return all there is to know of a strategy."""
+    text = sections(named.parent)
+    parts = [f"{name}: {named.summary}", text[""]]
+    options = {key: line for key, line in arguments(text.get("Args", "")).items() if key in {"degree", *named.options}}
+    if options:
+        parts.append("\n".join(["options", *(f"  {key}: {line}" for key, line in options.items())]))
+    promise = text.get("Promise", "the same numbers as on one rank, to rounding")
+    parts += [f"{title.lower()}\n{indented(text.get(title, promise))}" for title in SECTIONS]
+    plan = Plan((named.make(2),), num_microbatches=4 if named.make(2).axis == "stage" else 1)
+    compiled = compile(plan, chain(2))
+    parts.append(f"example: {plan}, a model of 2 blocks\n{indented(draw_rows(compiled.program, width=100))}")
+    parts.append(indented(draw_grid(simulate(compiled.program, unit_costs()), tick_s=1.0, width=98)))
+    return "\n\n".join(parts)
+
+
+def sections(documented: type) -> dict[str, str]:
+    """Return the parts of a docstring by their title; what stands before the first one under no title."""
+    found: dict[str, list[str]] = {"": []}
+    title = ""
+    for line in (inspect.getdoc(documented) or "").splitlines():
+        head = _SECTION.match(line)
+        if head is None:
+            found[title].append(line)
+        else:
+            title = head[1]
+            found[title] = []
+    return {key: inspect.cleandoc("\n".join(["", *lines])).replace("``", "") for key, lines in found.items()}
+
+
+def arguments(text: str) -> dict[str, str]:
+    """Return what a docstring says of each argument."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, rest = line.partition(": ")
+        if colon and name.isidentifier():
+            found[name] = rest
+        elif found:
+            found[list(found)[-1]] += f" {line.strip()}"
+    return found
+
+
+def indented(text: str) -> str:
+    """Return a text two columns to the right."""
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())

@@ -1,0 +1,55 @@
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from counterpoint.cli.main import build
+
+
+def run(*words):
+    return CliRunner().invoke(build(words), list(words))
+
+
+def test_a_pipeline_of_four_stages_and_eight_microbatches_has_the_published_bubble():
+    shown = run("show", "pipeline(4, order=gpipe)", "-n", "4", "--microbatches", "8")
+    assert shown.exit_code == 0
+    assert "bubble 0.2727" in shown.output
+    assert "rank 3 .  .  .  F0 F1" in shown.output
+    assert "laws 1 to 8 hold" in shown.output
+
+
+def test_rows_are_shown_as_the_program_writes_them():
+    shown = run("show", "data(2)", "--blocks", "1")
+    assert "rank 0 F0.0 B0.0 sum(grad0)@0,1 commit@0,1 U0\n" in shown.output
+    assert "rank 1 F0.1 B0.1 sum(grad0)@0,1 commit@0,1 U0\n" in shown.output
+
+
+def test_the_plan_is_shown_as_yaml():
+    shown = run("show", "pipeline(2) * data(2)", "--microbatches", "4", "--yaml")
+    assert "strategy: pipeline(2) * data(2)\n" in shown.output
+    assert "num_ranks: 4" in shown.output
+
+
+def test_the_drawing_is_written_as_svg(tmp_path):
+    run("show", "pipeline(2)", "--microbatches", "2", "--svg", str(tmp_path / "drawing.svg"))
+    assert "<svg" in (tmp_path / "drawing.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gpip(4)"], "did you mean gpipe?"),
+        (["pipeline(4)", "-n", "3"], "pipeline(4) needs 4 ranks (stage=4), but there are 3"),
+        (["data(2) * pipeline(2)"], "write pipeline(2) * data(...)"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_in_words(words, said):
+    shown = run("show", *words)
+    assert shown.exit_code == 1
+    assert said in " ".join(shown.output.split())
+
+
+def test_showing_a_program_never_loads_torch():
+    code = "import sys; from counterpoint.cli.show import show; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
