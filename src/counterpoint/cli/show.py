@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.tables import Column, format_bytes, plain_table
-from counterpoint.compiler.compile import Compiled, compile, value_bytes
+from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
 from counterpoint.model.spec import chain

@@ -17,6 +17,9 @@ from counterpoint.strategies.strategy import Forecast, Need, ring_share
 class Data:
     """Copy the program ``degree`` times and sum the gradients of the copies before every update.
 
+    Args:
+        degree: ranks along the new axis.
+
     Cost:
         Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates.
         Memory per rank: as without it.

@@ -41,6 +41,10 @@ class Zero:
     after it. Level 2 also shares the gradients: they are reduce-scattered after each backward. Level 3 also
     shares the weights: they are gathered before each use and released after it.
 
+    Args:
+        degree: ranks along the new axis.
+        level: 1, 2 or 3, as above.
+
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
         ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each).
