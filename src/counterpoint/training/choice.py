@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from counterpoint.cutting.choose import Need, cut_model
+from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
@@ -27,7 +28,7 @@ from counterpoint.world.cluster import Cluster
 FEW_SAMPLES = 8
 """A model is traced on so many samples at most, to see what it costs."""
 
-_AUTO = re.compile(r"\s*auto\s*(?:\(\s*([1-9]\d*)\s*\)\s*)?")
+_AUTO = re.compile(r"^\s*auto\s*(\(\s*\d+\s*\))?\s*$")
 
 
 def make_options(options: dict[str, Any]) -> Options:
@@ -48,14 +49,75 @@ def make_options(options: dict[str, Any]) -> Options:
 def make_plan(
     strategy: str | Plan, environment: RankEnvironment | None, num_microbatches: int | None, passes: Sequence[str]
 ) -> Plan:
-    """Return the plan for the ranks that were started, or for this process alone."""
+    """Return the plan for the ranks that were started, or for this process alone; data where a choice is left open."""
     num_ranks = environment.world_size if environment is not None else 1
     if isinstance(strategy, Plan):
         plan = strategy
     else:
-        plan = Plan.parse(_AUTO.sub(r"data", strategy), num_ranks=num_ranks)
+        plan = Plan.parse(_AUTO.sub(r"data\1", strategy), num_ranks=num_ranks)
     if num_microbatches is not None:
         plan = replace(plan, num_microbatches=num_microbatches)
     if num_ranks > 1:
         plan.require_ranks(num_ranks)
     return replace(plan, passes=tuple(passes) or plan.passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """The choice that ``auto`` leaves open until the first batch is known.
+
+    Args:
+        num_ranks: ranks there are.
+        num_microbatches: of the innermost program; None when these are to be chosen, too.
+        passes: what is done to the program afterwards.
+    """
+
+    num_ranks: int
+    num_microbatches: int | None
+    passes: tuple[str, ...]
+
+    def choose(self, model: nn.Module, face: Face, inputs: Inputs, options: Options, batch_size: int) -> Plan:
+        """Return the plan that the planner would take, the same on every rank.
+
+        Args:
+            model: it stays as it is.
+            face: the user's optimizer; one that looks at whole tensors rules out slices.
+            inputs: of a few samples.
+            options: how the run trains.
+            batch_size: samples of a global batch.
+
+        Raises:
+            PlanError: the model does not take the inputs, or there is no plan for this batch.
+        """
+        if self.num_ranks == 1:
+            return Plan((), self.num_microbatches or 1, self.passes)
+        spec = trace_spec(model, face, inputs, options.dims)
+        plans = (
+            replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
+            for plan in enumerate_plans(self.num_ranks, spec)
+            if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
+        )
+        return choose_from(plans, spec, Cluster(), batch_size=batch_size)
+
+
+def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None) -> Auto | None:
+    """Return the choice that is left open for the ranks of a plan; None when there is none."""
+    if isinstance(strategy, Plan) or _AUTO.fullmatch(strategy) is None:
+        return None
+    return Auto(plan.num_ranks, num_microbatches, plan.passes)
+
+
+def trace_spec(model: nn.Module, face: Face, inputs: Inputs, dims: Mapping[str, tuple[str, str]] | None) -> ModelSpec:
+    """Return a model as the planner sees it: cut as finely as it can be, without its frozen parameters.
+
+    Raises:
+        PlanError: it cannot even be called with these inputs.
+    """
+    needs: tuple[Need, ...] = ("regions", "chain")
+    for need in needs:
+        try:
+            spec = cut_model(model, call_form(inputs), need=need, dims=dims).spec
+        except PlanError:
+            continue
+        return with_unused(trainable(spec, face))
+    return with_unused(trainable(cut_model(model, call_form(inputs), need="none", dims=dims).spec, face))

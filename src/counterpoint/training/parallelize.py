@@ -15,7 +15,7 @@ from counterpoint.plan import Plan
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.feed import BatchFeed, cut
 from counterpoint.runtime.optimizers import Face, Factory
-from counterpoint.training.choice import make_options, make_plan
+from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan
 from counterpoint.training.team import Team
 from counterpoint.training.world import open_world
 
@@ -29,10 +29,12 @@ class Step:
     Args:
         team: the ranks.
         has_fixed_micros: whether the number of microbatches was given.
+        auto: the choice of the plan, where it is left open until the first batch.
     """
 
-    def __init__(self, team: Team, *, has_fixed_micros: bool) -> None:
+    def __init__(self, team: Team, *, has_fixed_micros: bool, auto: Auto | None = None) -> None:
         self.team = team
+        self.auto = auto
         self.number = 0
         self.has_fixed_micros = has_fixed_micros
         self.batch_size = 0
@@ -59,11 +61,15 @@ class Step:
 
     def build(self, inputs: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
-        if not self.has_fixed_micros:
-            self.team.plan = self.team.plan.with_microbatches_for(count)
-        self.team.plan.require_batch(count)
-        start, stop = split(count, self.team.plan.num_micros)[0]
-        self.team.build(cut(inputs, start, stop), stop - start)
+        team = self.team
+        if self.auto is not None:
+            few = cut(inputs, 0, min(count, FEW_SAMPLES))
+            team.plan = self.auto.choose(team.model, team.face, few, team.options, count)
+        elif not self.has_fixed_micros:
+            team.plan = team.plan.with_microbatches_for(count)
+        team.plan.require_batch(count)
+        start, stop = split(count, team.plan.num_micros)[0]
+        team.build(cut(inputs, start, stop), stop - start)
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -131,4 +137,5 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     face = Face(optimizer, dict(model.named_parameters()))
     world = open_world(found, plan.num_ranks, chosen.deadline_s)
     team = Team(world, plan, model, loss, face, chosen)
-    return Step(team, has_fixed_micros=num_microbatches is not None or isinstance(strategy, Plan))
+    fixed = num_microbatches is not None or isinstance(strategy, Plan)
+    return Step(team, has_fixed_micros=fixed, auto=make_auto(strategy, plan, num_microbatches))

@@ -18,7 +18,7 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Face, Factory
 from counterpoint.training import saving
-from counterpoint.training.choice import make_options, make_plan
+from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
 from counterpoint.training.feeds import DatasetFeed
@@ -37,7 +37,8 @@ class Trainer:
         loss: from the model's output and the targets to the mean loss of the samples.
         optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=3e-4)``.
         strategy: a plan, or its text: ``"zero3"`` takes all ranks there are, ``"pipeline(4) * data(2)"`` needs 8.
-            Without a launcher, all ranks of the plan run in this process.
+            Without a launcher, all ranks of the plan run in this process. Under ``"auto"`` the planner chooses when
+            the first batch is known; ``plan`` is what it chose.
         num_microbatches: microbatches of the innermost program; by default 1, or what a pipeline can use.
         schedule: from the optimizer to a learning rate scheduler, stepped after every step.
         passes: what is done to the program afterwards, ``("overlap",)`` for instance.
@@ -78,6 +79,7 @@ class Trainer:
         self.options = make_options(options)
         self.environment = environment if environment is not None else detect()
         self.plan = make_plan(strategy, self.environment, num_microbatches, passes)
+        self.auto = make_auto(strategy, self.plan, num_microbatches)
         self.has_fixed_micros = num_microbatches is not None or isinstance(strategy, Plan)
         self.face = Face(optimizer, dict(model.named_parameters()))
         self.schedule = schedule(self.face.optimizer) if schedule is not None else None
@@ -142,8 +144,8 @@ class Trainer:
         """
         if save_every is not None and save_to is None:
             raise PlanError(f"save_every={save_every} says when, but not where; give save_to=FOLDER as well")
-        if self.team is None and not self.has_fixed_micros:
-            self.plan = self.plan.with_microbatches_for(batch_size)
+        require_map_style(dataset)
+        self.settle_plan(dataset, batch_size)
         self.plan.require_batch(batch_size)
         team = self.ready_team(dataset, batch_size)
         goals = Goals(
@@ -218,27 +220,30 @@ class Trainer:
 
     def ready_team(self, dataset: MapDataset, batch_size: int) -> Team:
         """Return the ranks, made and built for microbatches of this dataset if they are not yet."""
-        if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch"))):
-            raise DataError(
-                f"a {type(dataset).__name__} is no map-style dataset: it has no length, or no sample for an index; "
-                "pass the dataset itself, not a loader: batches, order and sharding are the trainer's"
-            )
+        require_map_style(dataset)
         if self.team is None:
-            if not self.has_fixed_micros:
-                self.plan = self.plan.with_microbatches_for(batch_size)
+            self.settle_plan(dataset, batch_size)
             world = open_world(self.environment, self.plan.num_ranks, self.options.deadline_s)
             self.team = Team(world, self.plan, self.model, self.loss, self.face, self.options)
         if self.team.compiled is None:
             self.build(self.team, dataset, batch_size)
         return self.team
 
+    def settle_plan(self, dataset: MapDataset, batch_size: int) -> None:
+        """The plan is chosen, where that was left open, and has microbatches for this batch size."""
+        if self.auto is not None:
+            feed = first_samples(dataset, min(batch_size, len(dataset), FEW_SAMPLES))
+            self.plan = self.auto.choose(self.model, self.face, feed.inputs(0), self.options, batch_size)
+            self.auto, self.has_fixed_micros = None, True
+        elif self.team is None and not self.has_fixed_micros:
+            self.plan = self.plan.with_microbatches_for(batch_size)
+
     def build(self, team: Team, dataset: MapDataset, batch_size: int) -> None:
         """Build the ranks for microbatches of this dataset; if that fails, nothing is left of them."""
         try:
             first, stop = split(min(batch_size, len(dataset)), self.plan.num_micros)[0]
-            indices = Sampler(len(dataset), max(stop - first, 1), shuffle="sequential").batch(0, 0)
-            feed = DatasetFeed(dataset, indices, 1)
-            team.build(feed.inputs(0), len(indices))
+            feed = first_samples(dataset, stop - first)
+            team.build(feed.inputs(0), len(feed.indices))
         except BaseException:
             self.close()
             raise
@@ -266,6 +271,24 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in before:
             module.training = flag
+
+
+def require_map_style(dataset: MapDataset) -> None:
+    """Check that samples can be asked for by their index.
+
+    Raises:
+        DataError: they cannot.
+    """
+    if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch"))):
+        raise DataError(
+            f"a {type(dataset).__name__} is no map-style dataset: it has no length, or no sample for an index; "
+            "pass the dataset itself, not a loader: batches, order and sharding are the trainer's"
+        )
+
+
+def first_samples(dataset: MapDataset, count: int) -> DatasetFeed:
+    """Return at least one of a dataset's first samples as one microbatch."""
+    return DatasetFeed(dataset, Sampler(len(dataset), max(count, 1), shuffle="sequential").batch(0, 0), 1)
 
 
 def every_rank(callbacks: Iterable[Callback]) -> list[Callback]:

@@ -1,0 +1,64 @@
+"""The plan one would take without thinking further: with solo's numbers, fast, and no fancier than that needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import ModelSpec
+from counterpoint.plan import Plan
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.rank import Ranking, rank_plans
+from counterpoint.world.cluster import Cluster
+
+NEARLY_AS_FAST = 1.02
+"""A simpler plan may take so many times as long as the fastest one."""
+
+
+def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) -> Plan:
+    """Return the best synchronous plan for so many ranks; the same wherever it is asked for.
+
+    Example:
+        >>> from counterpoint.model.spec import chain
+        >>> print(choose(1, chain(4), Cluster(), 32))
+        solo
+
+    Raises:
+        PlanError: there is none; the message says what stands in the way.
+    """
+    return choose_from(enumerate_plans(num_ranks, model), model, cluster, batch_size=batch_size)
+
+
+def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Plan:
+    """Return the first of the plans that is at most 2 % slower than the fastest that keeps the numbers and fits.
+
+    Args:
+        plans: what to choose from, the simplest first.
+        model: the model in its finest blocks.
+        cluster: where it runs.
+        batch_size: samples of one global batch.
+
+    Raises:
+        PlanError: there is none; the message says what stands in the way.
+    """
+    candidates = list(dict.fromkeys(plans))
+    ranking = rank_plans(candidates, model, cluster, batch_size=batch_size)
+    kept = [found for found in ranking.predictions if found.is_synchronous and found.fits]
+    if not kept:
+        raise PlanError(_obstacle(ranking))
+    near = [found.plan for found in kept if found.step_s <= NEARLY_AS_FAST * kept[0].step_s]
+    return min(near, key=candidates.index)
+
+
+def _obstacle(ranking: Ranking) -> str:
+    exact = [found for found in ranking.predictions if found.is_synchronous]
+    if exact:
+        least = min(exact, key=lambda found: found.memory_bytes)
+        return (
+            f"no plan fits: {least.plan} holds least, {least.memory_bytes} of {least.room_bytes} bytes on its fullest "
+            "rank; take more ranks, or a smaller batch"
+        )
+    if ranking.refusals:
+        refused = ranking.refusals[0]
+        return f"no plan can be carried out; {refused.plan}, for one: {refused.reason}"
+    return "there is no synchronous plan among those to choose from; give one, for instance data"

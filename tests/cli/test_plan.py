@@ -1,0 +1,89 @@
+"""``counterpoint plan``: a table that a person reads, or figures that a program reads."""
+
+import json
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+from counterpoint.cli.main import build
+
+HEAVY = """
+import sys
+from counterpoint.cli.main import app
+try:
+    app(["plan", "-n", "2", "--blocks", "2"])
+except SystemExit as end:
+    print(end.code, "torch" in sys.modules)
+"""
+
+
+def plan(*words):
+    return CliRunner().invoke(build(["plan"]), ["plan", *words])
+
+
+def rows_of(result):
+    """The lines of the table, without its head."""
+    lines = result.output.splitlines()
+    return lines[3 : [*lines, ""].index("", 3)]
+
+
+def test_without_a_job_the_plans_are_listed_without_torch():
+    done = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
+    assert "data(2)" in done.stdout
+
+
+def test_the_table_says_what_a_step_is_made_of_and_why_the_second_loses():
+    result = plan("-n", "4", "--batch-size", "16", "--blocks", "4")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].endswith("for -n 4 that can take 16 samples in a step; predicted, not measured")
+    assert " ".join(lines[2].split()) == "plan micros step ms compute comm idle update sent memory why not"
+    assert any(" comes second to " in line and " more of " in line for line in lines)
+    assert len(rows_of(result)) == int(lines[0].split()[0])
+
+
+def test_asynchronous_plans_are_marked():
+    marked = [row for row in rows_of(plan("-n", "3", "--blocks", "2", "--batch-size", "12")) if " * " in row]
+    assert marked
+    assert all("consistency=asp) *" in row for row in marked)
+
+
+def test_top_shows_the_first_and_counts_the_rest():
+    result = plan("-n", "2", "--blocks", "2", "--top", "3")
+    assert len(rows_of(result)) == 3
+    assert f"{int(result.output.split()[0]) - 3} plans more after these" in result.output
+
+
+def test_one_rank_has_one_plan():
+    result = plan("-n", "1")
+    assert result.output.startswith("1 plan for -n 1 ")
+    assert [row.split()[0] for row in rows_of(result)] == ["solo"]
+
+
+def test_a_job_is_traced_and_its_microbatches_divide_its_batch():
+    found = json.loads(plan("digits", "-n", "2", "--json").output)
+    assert all(64 % one["num_microbatches"] == 0 for one in found["plans"])
+    assert {"data(2)", "pipeline(2)", "zero(2, level=3)"} <= {one["plan"] for one in found["plans"]}
+    times = [one["step_s"] for one in found["plans"]]
+    assert times == sorted(times)
+
+
+def test_what_cannot_be_carried_out_is_listed_with_its_reason():
+    result = plan("-n", "2", "--blocks", "2", "--width", "5")
+    assert "1 plan cannot be carried out:" in result.output
+    assert "  tensor(2): tensor(2) cannot slice hidden of block0: 5 does not divide by 2" in result.output
+
+
+def test_a_job_and_blocks_exclude_each_other():
+    result = plan("digits", "-n", "2", "--blocks", "3")
+    assert (result.exit_code, result.output) == (
+        1, "PlanError: digits has blocks of its own, and --blocks is 3; give either a job or --blocks\n"
+    )  # fmt: skip
+
+
+def test_an_unknown_job_is_refused_with_the_nearest_name():
+    result = plan("digit", "-n", "2")
+    assert result.exit_code == 1
+    assert "did you mean digits?" in result.output

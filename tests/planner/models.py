@@ -1,0 +1,30 @@
+"""Models for planning: equal linear layers whose work and size are chosen apart."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from counterpoint.model.spec import Block, ModelSpec, chain
+from counterpoint.plan import Plan
+from counterpoint.world.cluster import Cluster, Device
+
+
+def layers(num_blocks: int, *, width: int = 64, cost: float = 1.0) -> ModelSpec:
+    """Equal layers; ``cost`` is the forward work of one of them for a sample."""
+    model = chain(num_blocks, width=width)
+    return replace(
+        model,
+        blocks=tuple(
+            Block(tuple(replace(piece, cost=cost) for piece in block.pieces), block.first_piece)
+            for block in model.blocks
+        ),
+    )
+
+
+def named(plans: Iterable[Plan]) -> list[str]:
+    """Plans as text, with their microbatches."""
+    return [f"{plan}, {plan.num_microbatches}" for plan in plans]
+
+
+def memory(num_bytes: int) -> Cluster:
+    """A cluster whose ranks hold so much."""
+    return Cluster(Device(memory_bytes=num_bytes))

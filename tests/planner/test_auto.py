@@ -1,0 +1,123 @@
+"""``auto``: the planner chooses when the first batch is known, and the numbers stay those of solo."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from counterpoint.runtime.optimizers import Face
+from counterpoint.training.choice import Auto, trace_spec
+from counterpoint.training.options import Options
+from tests.training.fits import ADAMW, dataset, distance, fit, mlp, params_of, seeded
+
+
+class Odd(nn.Module):
+    """Cannot be traced: what it does depends on its numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x) if float(x.sum()) > -1e9 else x
+
+
+def face_of(model, optimizer=ADAMW):
+    return Face(optimizer, dict(model.named_parameters()))
+
+
+def trained(strategy, num_samples=48, **options):
+    """One epoch of batches that any plan for four ranks can cut."""
+    model = mlp()
+    with cp.Trainer(model, loss=F.cross_entropy, optimizer=ADAMW, strategy=strategy, **options) as trainer:
+        history = trainer.fit(dataset(num_samples), batch_size=12)
+    return trainer, params_of(model), history.losses
+
+
+def test_auto_on_four_ranks_equals_solo():
+    trainer, weights, losses = trained("auto(4)")
+    _, expected, solo_losses = trained("solo")
+    assert trainer.plan.num_ranks == 4
+    assert distance(weights, expected) < 1e-12
+    assert losses == pytest.approx(solo_losses, rel=1e-12)
+
+
+def test_auto_without_a_launcher_is_solo():
+    trainer, weights, losses = trained("auto")
+    _, expected, solo_losses = trained("solo")
+    assert str(trainer.plan) == "solo"
+    assert losses == solo_losses
+    assert distance(weights, expected) == 0
+
+
+def test_auto_keeps_given_microbatches_and_passes():
+    trainer, _, losses = trained("auto(2)", num_microbatches=2, passes=("overlap",))
+    assert (trainer.plan.num_ranks, trainer.plan.num_microbatches, trainer.plan.passes) == (2, 2, ("overlap",))
+    assert losses == pytest.approx(trained("solo")[2], rel=1e-12)
+
+
+def test_a_step_of_ones_own_loop_is_chosen_with_its_first_batch():
+    inputs, targets = dataset(24)[:]
+    losses = {}
+    for strategy in ("auto(2)", "solo"):
+        model = mlp()
+        with cp.parallelize(model, ADAMW(model.parameters()), F.cross_entropy, strategy=strategy) as step:
+            losses[strategy] = [step(inputs, targets) for _ in range(3)]
+    assert losses["auto(2)"] == pytest.approx(losses["solo"], rel=1e-12)
+
+
+def test_the_choice_does_not_depend_on_the_weights_nor_touch_them():
+    one, two = mlp(), mlp()
+    with torch.no_grad():
+        next(two.parameters()).normal_()
+    before = params_of(one)
+    plans = {
+        Auto(4, None, ()).choose(model, face_of(model), torch.randn(8, 6).double(), Options(), 48)
+        for model in (one, two)
+    }
+    assert len(plans) == 1
+    assert distance(params_of(one), before) == 0
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_never_given_slices():
+    sliced = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
+    inputs = torch.randn(4, 64)
+    plans = {
+        kind: Auto(2, None, ()).choose(sliced, face_of(sliced, partial(kind, lr=0.1)), inputs, Options(), 4)
+        for kind in (optim.SGD, optim.Adafactor)
+    }
+    assert "tensor" in str(plans[optim.SGD]), "small batches, large weights"
+    assert "tensor" not in str(plans[optim.Adafactor])
+
+
+def test_a_model_that_cannot_be_traced_still_gets_a_plan():
+    model = seeded(Odd)
+    spec = trace_spec(model, face_of(model), torch.randn(8, 6).double(), None)
+    assert spec.num_blocks == 1
+    _, history = fit(cp.Plan.parse("solo"), seeded(Odd))
+    with cp.Trainer(seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(2)") as trainer:
+        losses = trainer.fit(dataset(), batch_size=12).losses
+    assert losses == pytest.approx(history.losses, rel=1e-12)
+
+
+def test_frozen_parameters_are_not_planned_with():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    names = [param.name for param in trace_spec(model, face_of(model), torch.randn(8, 6).double(), None).params]
+    assert "0.weight" not in names
+    assert "2.weight" in names
+
+
+def test_auto_is_refused_where_it_is_no_plan_by_itself():
+    with pytest.raises(cp.PlanError, match="no strategy 'auto'"):
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(2) * data(2)")
+
+
+def test_a_batch_that_no_plan_can_cut_is_refused_before_anything_starts():
+    trainer = cp.Trainer(seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(5)")
+    with pytest.raises(cp.PlanError, match="batch_size=10 or 15"):
+        trainer.fit(dataset(), batch_size=11)
+    assert trainer.team is None
