@@ -37,14 +37,16 @@ def start(config: RunConfig, resume: Path | None) -> None:
             f"a launcher has started {ranks} ranks, and this one is asked for {config.launch.ranks or 'all of them'} "
             "itself; leave --ranks and --local away, or start the command without a launcher"
         )
-    plan = Plan.parse(config.plan.strategy, num_ranks=ranks or 1)
+    text = config.plan.strategy.strip()
+    is_open = text.startswith("auto")
+    plan = Plan.parse(text.replace("auto", "data", 1) if is_open else text, num_ranks=ranks or 1)
     if ranks is not None:
         plan.require_ranks(ranks)
     run_folder = Path(config.output.folder) if config.output.folder is not None else run_of(resume)
     if run_folder is None or run_folder != run_of(resume):
         run_folder = run_folder or new_folder(config.job)
         require_free(run_folder)
-    order = Order(config, str(plan), run_folder, checkpoints_of(resume), config.output.progress)
+    order = Order(config, text if is_open else str(plan), run_folder, checkpoints_of(resume), config.output.progress)
     if environment is None and plan.num_ranks > 1 and not config.launch.local:
         start_ranks(order, plan.num_ranks)
     else:
