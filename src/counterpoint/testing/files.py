@@ -88,10 +88,11 @@ class FailingFiles(Disk):
         self._step("rename", target)
         super().rename(source, target)
         self._unsynced_files = {target / path.name if path.parent == source else path for path in self._unsynced_files}
-        self._unsynced_names = [
-            (kind, *(target / path.name if path.parent == source else path for path in paths))
-            for kind, *paths in self._unsynced_names
-        ]
+
+        def moved(path: Path) -> Path:
+            return target / path.name if path.parent == source else path
+
+        self._unsynced_names = [(kind, moved(first), moved(second)) for kind, first, second in self._unsynced_names]
         self._unsynced_names.append(("rename", source, target))
 
     def unlink(self, path: Path) -> None:

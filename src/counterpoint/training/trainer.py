@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, m
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
 from counterpoint.training.feeds import DatasetFeed
+from counterpoint.training.progress import Mode, ShowProgress
 from counterpoint.training.run import Goals, Run
 from counterpoint.training.team import Team
 from counterpoint.training.world import JoinedWorld, open_world
@@ -43,6 +45,8 @@ class Trainer:
         schedule: from the optimizer to a learning rate scheduler, stepped after every step.
         passes: what is done to the program afterwards, ``("overlap",)`` for instance.
         callbacks: listeners to what happens.
+        progress: how the run is shown on standard error: a bar on a terminal and plain lines elsewhere (``auto``),
+            one of the two, ``json``, or ``off``.
         **options: fields of :class:`counterpoint.training.options.Options`.
 
     Raises:
@@ -71,6 +75,7 @@ class Trainer:
         schedule: Schedule | None = None,
         passes: Sequence[str] = (),
         callbacks: Iterable[Callback] = (),
+        progress: Mode = "auto",
         environment: RankEnvironment | None = None,
         **options: Any,  # noqa: ANN401 - checked by Options
     ) -> None:
@@ -84,6 +89,8 @@ class Trainer:
         self.face = Face(optimizer, dict(model.named_parameters()))
         self.schedule = schedule(self.face.optimizer) if schedule is not None else None
         self.callbacks = list(callbacks)
+        if progress != "off" and not any(isinstance(callback, ShowProgress) for callback in self.callbacks):
+            self.callbacks.append(ShowProgress(progress, name=type(model).__name__, stream=sys.stderr))
         self.progress = saving.Progress()
         self.team: Team | None = None
 
