@@ -58,8 +58,11 @@ def test_attention_split_by_columns_is_the_sum_of_its_halves():
     for rows in (slice(0, 8), slice(8, 16)):
         half = Attention(width=16, head_dim=4).double()
         for name in ("q", "k", "v"):
-            layer, column = getattr(whole, name), nn.Linear(16, 8, dtype=torch.float64)
-            column.weight, column.bias = nn.Parameter(layer.weight[rows]), nn.Parameter(layer.bias[rows])
+            layer = getattr(whole, name)
+            column = nn.Linear(16, 8, bias=layer.bias is not None, dtype=torch.float64)
+            column.weight = nn.Parameter(layer.weight[rows])
+            if layer.bias is not None:
+                column.bias = nn.Parameter(layer.bias[rows])
             setattr(half, name, column)
         half.proj = nn.Linear(8, 16, bias=False, dtype=torch.float64)
         half.proj.weight = nn.Parameter(whole.proj.weight[:, rows])
