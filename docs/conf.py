@@ -18,3 +18,6 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = "Counterpoint"
+
+# examples in docstrings are run by tests/house, in the names of their module; here only those of the pages are
+doctest_test_doctest_blocks = ""
