@@ -59,7 +59,7 @@ def test_a_lost_message_is_named_by_the_law_it_breaks():
 def test_the_digits_have_the_same_losses_under_every_launcher():
     alone = lines(*DIGITS)
     assert len(alone) == 6
-    assert alone == lines("-m", "counterpoint.cli", "run", "-n", "2", *DIGITS)
+    assert alone == lines("-m", "counterpoint", "run", "-n", "2", *DIGITS)
     assert alone == lines("-m", "torch.distributed.run", "--nproc-per-node", "2", *DIGITS)
 
 

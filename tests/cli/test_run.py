@@ -11,7 +11,7 @@ pytestmark = pytest.mark.process
 
 def command(*words, environment=()):
     return subprocess.run(
-        [sys.executable, "-m", "counterpoint.cli", *map(str, words)],
+        [sys.executable, "-m", "counterpoint", *map(str, words)],
         capture_output=True,
         text=True,
         env={**os.environ, **dict(environment)},

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 
 def words(*more):
-    return [sys.executable, "-m", "counterpoint.cli", "train", "digits", "-n", "2", "--folder", "run", *map(str, more)]
+    return [sys.executable, "-m", "counterpoint", "train", "digits", "-n", "2", "--folder", "run", *map(str, more)]
 
 
 @contextlib.contextmanager

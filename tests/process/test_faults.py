@@ -46,7 +46,7 @@ def running(folder, plan, num_ranks):
     """Yield `counterpoint run` of a training that never ends, and the process of each rank, all past step 2."""
     script = folder / "endless.py"
     script.write_text(ENDLESS.format(plan=plan))
-    command = [sys.executable, "-m", "counterpoint.cli", "run", "-n", str(num_ranks), str(script)]
+    command = [sys.executable, "-m", "counterpoint", "run", "-n", str(num_ranks), str(script)]
     process = subprocess.Popen(command, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pids: dict[int, int] = {}
     assert process.stdout is not None
@@ -113,7 +113,7 @@ def test_a_port_in_use_is_refused_before_any_rank_starts(tmp_path):
     script.write_text("print('a rank has started')")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "counterpoint.cli", "run", "-n", "2", "--port", str(port), str(script)]
+        command = [sys.executable, "-m", "counterpoint", "run", "-n", "2", "--port", str(port), str(script)]
         done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert str(port) in done.stderr

@@ -34,7 +34,7 @@ def test_one_script_under_three_launchers(tmp_path, monkeypatch):
     script.write_text(SCRIPT)
     torchrun = Path(sys.executable).with_name("torchrun")
     commands = {
-        "ours": [sys.executable, "-m", "counterpoint.cli", "run", "-n", "2", script],
+        "ours": [sys.executable, "-m", "counterpoint", "run", "-n", "2", script],
         "torchrun": [torchrun, "--nproc-per-node", "2", script],
     }
     started = {name: start([*command, tmp_path / name]) for name, command in commands.items()}

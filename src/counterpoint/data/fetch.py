@@ -67,10 +67,11 @@ def fetch(dataset: MapDataset, indices: Iterable[int]) -> Fields:
     Returns:
         ``(inputs..., target)``, each ``(sample, ...)``.
     """
-    wanted = indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices]
     if isinstance(dataset, TensorDataset):
-        rows = torch.as_tensor(np.asarray(wanted, dtype=np.int64))
+        numbers = indices if isinstance(indices, np.ndarray) else [int(index) for index in indices]
+        rows = torch.from_numpy(np.asarray(numbers, dtype=np.int64))
         return _with_target(tuple(tensor[rows] for tensor in dataset.tensors), "the TensorDataset")
+    wanted = indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices]
     if hasattr(dataset, "fetch"):
         return _fetch_at_once(dataset, wanted)
     if not wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from counterpoint.errors import DataError
@@ -40,7 +41,7 @@ class Event:
         return self.stop_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     """All events of one step.
 
@@ -60,7 +61,7 @@ class Trace:
         ordered = sorted(events, key=lambda event: (event.rank, event.start_s, event.stop_s, event.index))
         return Trace(tuple(ordered), num_ranks, source)
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Seconds from the beginning of the step to its last event's end."""
         return max((event.stop_s for event in self.events), default=0.0)

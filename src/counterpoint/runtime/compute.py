@@ -77,6 +77,7 @@ class Compute:
         self.grads: dict[tuple[int, int], Grads] = {}
         self.passing: dict[tuple[int, int], Grads] = {}
         self.losses: dict[int, float] = {}
+        self.spent: Sequence[Tensor] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
         self.unused = "error"
         self.checked = False
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
@@ -126,7 +127,7 @@ class Compute:
             seed = seed_of(self.dice, draws=self.model.draws)
             outputs = segment(leaves, self.store.params, self.store.buffers, seed)
             if stop == self.model.num_blocks:
-                outputs = (self.lose(outputs, micro),)
+                outputs = self.spent = (self.lose(outputs, micro),)
             else:
                 carried = tuple(output.requires_grad for output in outputs)
                 self.bundles[stop, micro] = Bundle(tuple(output.detach() for output in outputs), carried)

@@ -24,12 +24,8 @@ class DatasetFeed:
         self.dataset = dataset
         self.indices = indices
         self.places = split(len(indices), num_micros)
+        self.sizes: Mapping[int, int] = {micro: stop - start for micro, (start, stop) in enumerate(self.places)}
         self.read: dict[int, tuple[Tensor, ...]] = {}
-
-    @property
-    def sizes(self) -> Mapping[int, int]:
-        """How many samples each microbatch has."""
-        return {micro: stop - start for micro, (start, stop) in enumerate(self.places)}
 
     def fields(self, micro: int) -> Sequence[Tensor]:
         """Return the fields of a microbatch's samples, stacked."""

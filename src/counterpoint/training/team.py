@@ -69,16 +69,11 @@ class Team:
         self.face = face
         self.options = options
         self.compiled: Compiled | None = None
+        self.num_micros = 0  # microbatches in one step of all ranks, once built
         self.parts: Parts | None = None
         self.draws = True
         self.ranks: dict[int, Rank] = {}
         self.evaluations: dict[int, Model] = {}
-
-    @property
-    def num_micros(self) -> int:
-        """Microbatches in one step of all ranks."""
-        assert self.compiled is not None, "built"
-        return len(self.compiled.program.micros)
 
     def build(self, inputs: Any, num_samples: int) -> Compiled:  # noqa: ANN401 - whatever the model takes
         """Cut the model, compile the plan for it, and make the ranks; once.
@@ -97,6 +92,7 @@ class Team:
         self.draws = cut.draws
         spec = with_unused(trainable(cut.spec, self.face))
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
+        self.num_micros = len(self.compiled.program.micros)
         self.require_whole_parameters()
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
