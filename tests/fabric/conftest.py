@@ -1,9 +1,17 @@
 import pytest
 
-from tests.fabric.players import on_local, on_torch
+from tests.fabric.players import on_gloo, on_local, on_shm
+
+PROCESSES = [pytest.param(on_gloo, id="gloo", marks=pytest.mark.process), pytest.param(on_shm, id="shm", marks=pytest.mark.process)]
 
 
-@pytest.fixture(params=["local", pytest.param("torch", marks=pytest.mark.process)])
+@pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES])
 def play(request):
     """Return ``play(scene, num_ranks)``: what each rank got, on this transport."""
-    return {"local": on_local, "torch": on_torch}[request.param]
+    return request.param
+
+
+@pytest.fixture(params=PROCESSES)
+def processes(request):
+    """Return ``processes(scene, num_ranks, deadline_s, present)`` on a transport between processes."""
+    return request.param

@@ -27,7 +27,15 @@ def on_local(scene, num_ranks, deadline_s=10.0):
         return world.run(lambda fabric: told(scene, fabric))
 
 
-def on_torch(scene, num_ranks, deadline_s=10.0, present=None):
+def on_gloo(scene, num_ranks, deadline_s=10.0, present=None):
+    return on_processes("gloo", scene, num_ranks, deadline_s, present)
+
+
+def on_shm(scene, num_ranks, deadline_s=10.0, present=None):
+    return on_processes("shm", scene, num_ranks, deadline_s, present)
+
+
+def on_processes(transport, scene, num_ranks, deadline_s, present):
     """Play it in processes; None for a rank that ended without an answer, or was not present."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
@@ -35,7 +43,7 @@ def on_torch(scene, num_ranks, deadline_s=10.0, present=None):
         for rank in range(num_ranks) if present is None else present:
             ours, theirs = CONTEXT.Pipe()
             listening = listener if rank == 0 else None
-            player = CONTEXT.Process(target=play, args=(theirs, scene, (rank, num_ranks, deadline_s), listening, port))
+            player = CONTEXT.Process(target=play, args=(theirs, scene, (rank, num_ranks, deadline_s, transport), listening, port))
             player.start()
             theirs.close()
             players[rank] = (player, ours)
@@ -56,11 +64,11 @@ def heard(player, pipe, deadline_s):
 def play(pipe, scene, who, listener, port):
     """Be one rank in a process of its own."""
     torch.set_num_threads(1)
-    rank, num_ranks, deadline_s = who
+    rank, num_ranks, deadline_s, transport = who
     address = Address("127.0.0.1", port, None if listener is None else listener.detach())
 
     def entered(_):
-        fabric = connect(rank, num_ranks, address, job="test", deadline_s=deadline_s)
+        fabric = connect(rank, num_ranks, address, job="test", deadline_s=deadline_s, transport=transport)
         try:
             return scene(fabric)
         finally:

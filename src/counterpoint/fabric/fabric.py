@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
@@ -44,6 +45,10 @@ class Fabric(ABC):
     rank: int
     num_ranks: int
     deadline_s: float
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor, its numbers unspecified, that collectives of this fabric need not copy if they can."""
+        return torch.empty(num_elements, dtype=dtype)
 
     @abstractmethod
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:

@@ -9,11 +9,13 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 from torch.distributed import DistError
@@ -23,7 +25,12 @@ from counterpoint.fabric.connections import Meeting, await_keys
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import digest, ranks
 from counterpoint.fabric.gloo import PrefixStore, ProcessGroupGloo, TCPStore
+from counterpoint.fabric.shm.memory import Site
+from counterpoint.fabric.shm.native import native
+from counterpoint.fabric.shm.transport import ShmFabric
 from counterpoint.fabric.torch_gloo import TorchFabric
+
+Transport: TypeAlias = Literal["auto", "shm", "gloo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,15 @@ class Address:
     kept_by: Literal["rank 0", "launcher"] = "rank 0"
 
 
-def connect(
-    rank: int, num_ranks: int, address: Address, *, job: str = "job", generation: int = 0, deadline_s: float = 30.0
+def connect(  # noqa: PLR0913 - what a rank is told
+    rank: int,
+    num_ranks: int,
+    address: Address,
+    *,
+    job: str = "job",
+    generation: int = 0,
+    deadline_s: float = 30.0,
+    transport: Transport = "auto",
 ) -> Fabric:
     """Return this rank's fabric: all ranks have arrived and run the same versions; otherwise a PeerError names who.
 
@@ -55,11 +69,18 @@ def connect(
         job: tells jobs apart that meet at one address.
         generation: tells apart the ranks of one job before and after a restart.
         deadline_s: the longest that any wait may last.
+        transport: ``shm`` for shared memory, ``gloo`` for sockets; ``auto`` takes shared memory where all ranks can.
+
+    Raises:
+        LaunchError: shared memory was asked for, and some rank has none or is on another host.
     """
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
     store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
-    announce(store, rank, num_ranks, address, deadline_s)
+    places = announce(store, rank, num_ranks, address, deadline_s)
+    if shares_memory(places, transport):
+        number = int.from_bytes(digest(job)[:8], "little")
+        return ShmFabric(Site(store, rank, num_ranks, deadline_s), number, generation)
     device = ProcessGroupGloo.create_device(hostname=interface_towards(address))
     number = int.from_bytes(digest(job)[:8], "little")
     return TorchFabric(rank, num_ranks, deadline_s, Meeting(store, device, number, generation))
@@ -107,8 +128,42 @@ def interface_towards(address: Address) -> str:
         return str(probe.getsockname()[0])
 
 
-def announce(store: PrefixStore, rank: int, num_ranks: int, address: Address, deadline_s: float) -> None:
-    """All ranks are here, were told the same number of ranks and run the same versions.
+def shares_memory(places: Sequence[tuple[str, str]], transport: Transport) -> bool:
+    """Tell whether the ranks are joined by shared memory.
+
+    Args:
+        places: each rank's host, and why it cannot share memory; empty where it can.
+        transport: what was asked for.
+
+    Raises:
+        LaunchError: shared memory was asked for, and cannot be had.
+    """
+    if transport == "gloo":
+        return False
+    unable = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(places) if why]
+    elsewhere = [rank for rank, (host, _) in enumerate(places) if host != places[0][0]]
+    if elsewhere and not unable:
+        unable = [f"{ranks(elsewhere)}: on another host, or in another container, than rank 0"]
+    if unable and transport == "shm":
+        raise LaunchError(
+            f"the ranks cannot share memory: {'; '.join(unable)}; transport='shm' is for ranks of one host with the "
+            "native part of this package: take transport='auto', or look at what counterpoint doctor says"
+        )
+    return not unable
+
+
+def host_key() -> str:
+    """Return what is equal for processes that can open each other's memory: same kernel, host name, container, user."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    container = Path("/proc/self/ns/pid")
+    kernel = boot.read_text(encoding="ascii").strip() if boot.exists() else ""
+    return f"{kernel} {socket.gethostname()} {os.readlink(container) if container.exists() else ''} {os.getuid()}"
+
+
+def announce(
+    store: PrefixStore, rank: int, num_ranks: int, address: Address, deadline_s: float
+) -> list[tuple[str, str]]:
+    """Return each rank's host, and why it cannot share memory: all are here, and run the same versions.
 
     Raises:
         PeerError: some are not, when the deadline passes; this rank was here before; or the ranks run other versions.
@@ -120,7 +175,8 @@ def announce(store: PrefixStore, rank: int, num_ranks: int, address: Address, de
             "this job a name of its "
             "own, or raise its generation after a restart"
         )
-    store.set(f"here/{rank}", json.dumps({"ranks": num_ranks, **versions()}))
+    told = {"facts": {"ranks": num_ranks, **versions()}, "place": [host_key(), native().reason]}
+    store.set(f"here/{rank}", json.dumps(told))
     began = time.monotonic()
     missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], deadline_s)
     if missing:
@@ -128,15 +184,17 @@ def announce(store: PrefixStore, rank: int, num_ranks: int, address: Address, de
             f"rank {rank} waited {time.monotonic() - began:.1f} s at {place} for {ranks(missing)} "
             f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start"
         )
-    facts = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
+    heard = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
+    facts = [each["facts"] for each in heard]
     for other, theirs in enumerate(facts):
         differing = [name for name, value in theirs.items() if value != facts[0][name]]
         if differing:
-            told = "; ".join(f"{name} {facts[0][name]} on rank 0, {theirs[name]} on rank {other}" for name in differing)
+            which = "; ".join(f"{name} {facts[0][name]} on rank 0, {theirs[name]} on rank {other}" for name in differing)
             raise PeerError(
-                f"the ranks at {place} differ: {told}; all ranks of a job must be started with one number of ranks and "
+                f"the ranks at {place} differ: {which}; all ranks of a job must be started with one number of ranks and "
                 "one set of versions: install them from one constraints file"
             )
+    return [(str(host), str(why)) for host, why in (each["place"] for each in heard)]
 
 
 def versions() -> dict[str, str]:

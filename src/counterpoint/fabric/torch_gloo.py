@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Final
@@ -17,24 +15,24 @@ from torch import Tensor
 from counterpoint.errors import PeerError
 from counterpoint.fabric.connections import Connections, Meeting
 from counterpoint.fabric.deputy import Deputy
-from counterpoint.fabric.fabric import Fabric, Finished, Group, Json, Work
+from counterpoint.fabric.fabric import Finished, Group, Json, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
     check_peer,
     of_ranges,
     of_tensor,
-    ranks,
     unexpected,
 )  # fmt: skip
 from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, BroadcastOptions, Gloo, GlooWork
+from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.lanes import GLOO_TIMEOUT, Lane, Launch, Launched, Member, Start
 from counterpoint.fabric.mail import Mail
 
 NOTHING: Final = Finished()
 
 
-class TorchFabric(Fabric):
+class TorchFabric(JoinedFabric):
     """One rank among processes; :func:`~counterpoint.fabric.meeting.connect` makes it.
 
     Cost:
@@ -43,19 +41,16 @@ class TorchFabric(Fabric):
     """
 
     def __init__(self, rank: int, num_ranks: int, deadline_s: float, meeting: Meeting | None) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.deadline_s = deadline_s
+        super().__init__(rank, num_ranks, deadline_s)
         self._meeting = meeting
         self._lanes: dict[Group, Lane] = {}
-        self._failure: str | None = None
         self._connections: Connections | None = None
         self._mail: Mail | None = None
         self._deputy: Deputy | None = None
         if meeting is not None:
             self._connections = Connections(rank, meeting, deadline_s)
             everybody = tuple(range(num_ranks))
-            with self._waiting("the first connection", everybody):
+            with self.waiting("the first connection", everybody):
                 gloo = self._connections.open("mail", everybody)
                 self._mail = Mail(rank, meeting.job, meeting.generation, gloo)
                 self._lane(everybody)
@@ -63,13 +58,13 @@ class TorchFabric(Fabric):
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into a frame and hand it to gloo."""
         check_peer(peer, self.rank, self.num_ranks, label)
-        with self._waiting(f"room to send {label}", (peer,)):
+        with self.waiting(f"room to send {label}", (peer,)):
             self._living_mail().send(peer, label, tensors, self.deadline_s)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
         """Wait for the peer's next frame and verify it."""
         check_peer(peer, self.rank, self.num_ranks, label)
-        with self._waiting(label, (peer,)):
+        with self.waiting(label, (peer,)):
             frame = self._living_mail().recv(peer, self.deadline_s)
             if frame.label != label:
                 raise PeerError(unexpected(self.rank, label, peer, frame.label))
@@ -79,7 +74,7 @@ class TorchFabric(Fabric):
         """Wait for a frame of any of the peers; gloo sees a lost peer here only by the deadline."""
         for peer in peers:
             check_peer(peer, self.rank, self.num_ranks, "any message")
-        with self._waiting("any message", peers):
+        with self.waiting("any message", peers):
             sender, frame = self._living_mail().recv_any(peers, self.deadline_s)
         return sender, frame.label, frame.tensors
 
@@ -159,13 +154,13 @@ class TorchFabric(Fabric):
             if self.rank in group and len(group) > 1:
                 operation = Operation("form", "group", group)
                 check_group(operation, self.rank, self.num_ranks)
-                with self._waiting("form of group", group):
+                with self.waiting("form of group", group):
                     self._lane(group)
 
     def stop(self, reason: str) -> None:
         """Post the reason in the store and cut all connections."""
         if self._connections is not None:
-            self._fail(reason)
+            self.fail(reason)
 
     def close(self) -> None:
         """Wait for what was sent, then let go of everything; cut it where something is still under way."""
@@ -173,13 +168,13 @@ class TorchFabric(Fabric):
         if connections is None:
             return
         try:
-            if self._failure is None and mail is not None:
-                with self._waiting("the arrival of what was sent", self._others(range(self.num_ranks))):
+            if self.failure is None and mail is not None:
+                with self.waiting("the arrival of what was sent", self.others(range(self.num_ranks))):
                     mail.flush(self.deadline_s)
         finally:
-            if self._failure is not None or not all(lane.is_quiet for lane in self._lanes.values()):
+            if self.failure is not None or not all(lane.is_quiet for lane in self._lanes.values()):
                 connections.cut()
-            self._failure = self._failure or "the fabric has been closed"
+            self.failure = self.failure or "the fabric has been closed"
             if self._deputy is not None:
                 self._deputy.close()
             for lane in self._lanes.values():
@@ -191,14 +186,14 @@ class TorchFabric(Fabric):
     def finish(self, start: Start, lane: Lane) -> None:
         """The collective is complete on this rank; a PeerError where it cannot be."""
         operation = start.operation
-        with self._waiting(f"{operation.kind} of {operation.label}", self._others(operation.group)):
+        with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             lane.finish(start, self.deadline_s)
 
     def _start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Work:
         check_group(operation, self.rank, self.num_ranks)
         if len(operation.group) == 1:
             return NOTHING
-        with self._waiting(f"the start of {operation.kind} of {operation.label}", self._others(operation.group)):
+        with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
             lane = self._lane(operation.group)
             start = lane.start(operation, launch, value)
             self._deputy = self._deputy or Deputy(partial(advance, self._lanes))
@@ -222,52 +217,22 @@ class TorchFabric(Fabric):
             raise RuntimeError("the fabric has been closed")
         return self._mail
 
-    def _others(self, group: Sequence[int]) -> list[int]:
-        return [member for member in group if member != self.rank]
+    def stopped(self) -> str | None:
+        """Look into the store."""
+        return self._connections.reason() if self._connections is not None else None
 
-    @contextmanager
-    def _waiting(self, what: str, peers: Sequence[int]) -> Iterator[None]:
-        """Whatever goes wrong inside is a PeerError that says who waited for what, and for whom.
-
-        Raises:
-            PeerError: it has gone wrong, or had before.
-        """
-        if self._failure is not None:
-            raise PeerError(self._failure)
-        began = time.monotonic()
-        try:
-            yield
-        except PeerError as error:
-            raise self._fail(str(error)) from error
-        except (TimeoutError, RuntimeError) as error:
-            waited_s = time.monotonic() - began
-            story = f"rank {self.rank} waited {waited_s:.1f} s for {what} with {ranks(peers)}"
-            raise self._fail(f"{story}: {self._cause(error, waited_s)}") from error
-
-    def _cause(self, error: Exception, waited_s: float) -> str:
-        """Say why a wait has failed: another rank gave a reason, the deadline has passed, or a connection is lost."""
-        stopped = self._connections.reason() if self._connections is not None else None
-        if stopped is not None:
-            return f"stopped because of {stopped}"
-        if isinstance(error, TimeoutError) or waited_s >= 0.99 * self.deadline_s:
-            return (
-                f"the deadline of {self.deadline_s:.1f} s has passed; every member must come within "
-                "it: look at what the "
-                "others did instead, or raise the deadline where they are only slow"
-            )
+    def cause_of(self, error: Exception) -> str:
+        """Gloo has lost a connection."""
         return (
-            f"the connection was lost ({first_words(error)}); a rank that ends takes its "
-            "connections with it: look "
-            "at the output of the rank that ended first"
+            f"the connection was lost ({first_words(error)}); a rank that ends takes its connections with it: look at "
+            "the output of the rank that ended first"
         )
 
-    def _fail(self, text: str) -> PeerError:
-        """Return the error; the other ranks can read it, and their connections to this one are cut."""
-        self._failure = text
+    def tell_others(self, reason: str) -> None:
+        """Post the reason, and cut this rank's connections."""
         if self._connections is not None:
-            self._connections.post_reason(text)
+            self._connections.post_reason(reason)
             self._connections.cut()
-        return PeerError(text)
 
 
 class TorchWork(Work):

@@ -1,0 +1,42 @@
+"""The native part: one plain C library, the same for every Python and every torch; without a compiler it is left out."""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+
+class PlainLibrary(build_ext):
+    """A library without a Python module's name and entrance: it is loaded by ctypes."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return a name without the Python's ABI in it."""
+        return fullname.replace(".", "/") + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        """Return nothing: no PyInit function is looked for."""
+        return []
+
+
+class AnyPythonWheel(bdist_wheel):
+    """One wheel per platform for all Pythons."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return a tag that binds the wheel to the platform alone."""
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "counterpoint.fabric.shm._native",
+            sorted(str(path) for path in Path("native").glob("*.cpp")),
+            depends=sorted(str(path) for path in Path("native").glob("*.[hi]*")),
+            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": PlainLibrary, "bdist_wheel": AnyPythonWheel},
+)

@@ -1,0 +1,80 @@
+"""What transports between processes have in common: a wait ends well, or with an error that says who waited for what."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from counterpoint.errors import PeerError
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fingerprint import ranks
+
+
+class JoinedFabric(Fabric):
+    """One rank among processes.
+
+    Args:
+        rank: the own rank.
+        num_ranks: how many there are.
+        deadline_s: the longest that any wait may last.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, deadline_s: float) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.deadline_s = deadline_s
+        self.failure: str | None = None
+
+    @abstractmethod
+    def tell_others(self, reason: str) -> None:
+        """The other ranks learn why this one cannot go on."""
+
+    @abstractmethod
+    def cause_of(self, error: Exception) -> str:
+        """Say why a wait has failed, other than that its deadline has passed."""
+
+    @contextmanager
+    def waiting(self, what: str, peers: Sequence[int]) -> Iterator[None]:
+        """Whatever goes wrong inside is a PeerError that says who waited for what, and for whom.
+
+        Raises:
+            PeerError: it has gone wrong, or had before.
+        """
+        if self.failure is not None:
+            raise PeerError(self.failure)
+        began = time.monotonic()
+        try:
+            yield
+        except PeerError as error:
+            raise self.fail(str(error)) from error
+        except (TimeoutError, RuntimeError) as error:
+            waited_s = time.monotonic() - began
+            story = f"rank {self.rank} waited {waited_s:.1f} s for {what} with {ranks(peers)}"
+            raise self.fail(f"{story}: {self._cause(error, waited_s)}") from error
+
+    def _cause(self, error: Exception, waited_s: float) -> str:
+        stopped = self.stopped()
+        if stopped is not None:
+            return f"stopped because of {stopped}"
+        if isinstance(error, TimeoutError) or waited_s >= 0.99 * self.deadline_s:
+            return (
+                f"the deadline of {self.deadline_s:.1f} s has passed; every member must come within it: look at what "
+                "the others did instead, or raise the deadline where they are only slow"
+            )
+        return self.cause_of(error)
+
+    @abstractmethod
+    def stopped(self) -> str | None:
+        """Return "rank 2: why it stopped" of the first rank that said so, if it was another; None otherwise."""
+
+    def fail(self, text: str) -> PeerError:
+        """Return the error; the other ranks can read it."""
+        self.failure = text
+        self.tell_others(text)
+        return PeerError(text)
+
+    def others(self, group: Sequence[int]) -> list[int]:
+        """Return the members but for this rank."""
+        return [member for member in group if member != self.rank]

@@ -1,0 +1,182 @@
+"""What a rank has in shared memory: the world with all ranks of the host, its own tensors, and one region per group."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import time
+from bisect import bisect_right
+from ctypes import CDLL, c_int32
+from dataclasses import dataclass
+from secrets import token_bytes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.errors import PeerError
+from counterpoint.fabric.connections import await_keys
+from counterpoint.fabric.fabric import Group
+from counterpoint.fabric.fingerprint import ranks
+from counterpoint.fabric.gloo import PrefixStore
+from counterpoint.fabric.shm.segments import COOKIE_BYTES, Mapping, create, open_of
+
+PIECE_BYTES = 256 << 10
+TENSORS = 0  # the tag of segments that are not for a group
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a rank meets the others of its host.
+
+    Args:
+        store: what they tell each other where to find memory.
+        rank: the own rank.
+        num_ranks: how many there are, all of them here.
+        deadline_s: the longest that it waits for another.
+    """
+
+    store: PrefixStore
+    rank: int
+    num_ranks: int
+    deadline_s: float
+
+    def open_world(self, library: CDLL) -> Mapping:
+        """Return memory that all ranks have: rank 0 makes it, the others open it; all have come.
+
+        Raises:
+            PeerError: some have not come when the deadline passes, or memory is short.
+        """
+        everybody, size = tuple(range(self.num_ranks)), library.cp_world_bytes(self.num_ranks)
+        if self.rank == 0:
+            mapping, cookie = create("counterpoint world", size, fill=False), token_bytes(COOKIE_BYTES)
+            library.cp_format_world(mapping.address, self.num_ranks, cookie)
+            self.store.set("world/0", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
+        else:
+            self._await("world", (0,))
+            address = json.loads(self.store.get("world/0"))
+            mapping = self._open(address, size)
+            if not library.cp_is_world(mapping.address, self.num_ranks, bytes.fromhex(address["cookie"])):
+                raise PeerError(f"rank {self.rank} found other memory than rank 0 shares; start the job again")
+            self.store.set(f"world/{self.rank}", "opened")
+        self._await("world", everybody)
+        mapping.forget_file()
+        return mapping
+
+    def open_processes(self) -> tuple[int, ...]:
+        """Return for every rank a file that can be read when its process has ended; -1 for the own rank.
+
+        Raises:
+            PeerError: one has ended already.
+        """
+        everybody = tuple(range(self.num_ranks))
+        self.store.set(f"process/{self.rank}", str(os.getpid()))
+        self._await("process", everybody)
+        found: list[int] = []
+        for other in everybody:
+            pid = int(self.store.get(f"process/{other}"))
+            try:
+                found.append(-1 if other == self.rank else os.pidfd_open(pid))
+            except OSError as error:
+                for fd in found:
+                    if fd >= 0:
+                        os.close(fd)
+                raise PeerError(
+                    f"rank {other} has ended before all ranks were connected; look at the output of rank {other}"
+                ) from error
+        return tuple(found)
+
+    def _open(self, address: dict[str, Any], num_bytes: int) -> Mapping:
+        try:
+            return open_of(address["pid"], address["fd"], num_bytes)
+        except OSError as error:
+            raise PeerError(
+                f"rank {self.rank} cannot open the shared memory of process {address['pid']}: "
+                f"{os.strerror(error.errno or 0).lower()}; ranks that share memory run as one user in one container: "
+                "look at the output of the rank that ended first, or take transport='gloo'"
+            ) from error
+
+    def _await(self, place: str, members: Group) -> None:
+        began = time.monotonic()
+        missing = await_keys(self.store, [f"{place}/{member}" for member in members], self.deadline_s)
+        if missing:
+            late = ranks([members[index] for index in missing])
+            raise PeerError(
+                f"rank {self.rank} waited {time.monotonic() - began:.1f} s for {late} to share memory; all ranks must "
+                f"come within the deadline: look at the output of {late}"
+            )
+
+
+class SharedTensors:
+    """Tensors of one rank in memory that the other ranks of the host see; freed ones are used again.
+
+    Args:
+        library: the native part.
+        world: its handle.
+    """
+
+    def __init__(self, library: CDLL, world: int) -> None:
+        self._library = library
+        self._world = world
+        self._segments: dict[int, Mapping] = {}
+        self._starts: list[int] = []
+        self._spans: list[tuple[int, int]] = []  # end, segment; in the order of `_starts`
+        self._free: dict[int, list[tuple[int, Mapping]]] = {}
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor that collectives need not copy; what is in it is unspecified.
+
+        Raises:
+            PeerError: there is not enough memory.
+        """
+        num_bytes = max(num_elements * dtype.itemsize, 1)
+        room = -(-num_bytes // mmap_page()) * mmap_page()
+        free = self._free.setdefault(room, [])
+        address, mapping = free.pop() if free else self._new(room)
+        loan = loan_of(address, num_bytes, mapping, free)
+        return torch.frombuffer(loan, dtype=torch.uint8)[: num_elements * dtype.itemsize].view(dtype)
+
+    def _new(self, num_bytes: int) -> tuple[int, Mapping]:
+        mapping = create("counterpoint tensors", num_bytes, fill=True)
+        number = int(self._library.cp_register_segment(self._world, mapping.fd, num_bytes, TENSORS))
+        if number < 0:
+            raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
+        self._segments[number] = mapping
+        start = mapping.address
+        at = bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._spans.insert(at, (start + num_bytes, number))
+        return start, mapping
+
+    def find(self, address: int, num_bytes: int) -> tuple[int, int]:
+        """Return the segment that holds these bytes, and where in it; -1 where none does."""
+        at = bisect_right(self._starts, address) - 1
+        if at < 0 or address + num_bytes > self._spans[at][0]:
+            return -1, 0
+        return self._spans[at][1], address - self._starts[at]
+
+    def close(self) -> None:
+        """Their files are closed; the memory lives as long as tensors use it."""
+        for mapping in self._segments.values():
+            mapping.forget_file()
+
+
+def mmap_page() -> int:
+    """Return the size of a page."""
+    return os.sysconf("SC_PAGE_SIZE")
+
+
+def loan_of(address: int, num_bytes: int, mapping: Mapping, free: list[tuple[int, Mapping]]) -> Any:  # noqa: ANN401
+    """Return the bytes as a buffer that keeps its mapping, and gives it back when no tensor uses it any more."""
+
+    class Loan(ctypes.c_uint8 * num_bytes):  # type: ignore[misc]
+        def __del__(self) -> None:
+            free.append((address, mapping))
+
+    return Loan.from_address(address)
+
+
+def int_array(values: tuple[int, ...]) -> Any:  # noqa: ANN401 - a ctypes array
+    """Return the numbers as C sees them."""
+    return (c_int32 * len(values))(*values)
