@@ -1,4 +1,4 @@
-"""The native part: one plain C library, the same for every Python and every torch; without a compiler it is left out."""
+"""The native part: one plain C library for every Python and every torch; without a compiler it is left out."""
 
 from pathlib import Path
 

@@ -2,7 +2,10 @@ import pytest
 
 from tests.fabric.players import on_gloo, on_local, on_shm
 
-PROCESSES = [pytest.param(on_gloo, id="gloo", marks=pytest.mark.process), pytest.param(on_shm, id="shm", marks=pytest.mark.process)]
+PROCESSES = [
+    pytest.param(on_gloo, id="gloo", marks=pytest.mark.process),
+    pytest.param(on_shm, id="shm", marks=pytest.mark.process),
+]
 
 
 @pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES])

@@ -43,7 +43,9 @@ def on_processes(transport, scene, num_ranks, deadline_s, present):
         for rank in range(num_ranks) if present is None else present:
             ours, theirs = CONTEXT.Pipe()
             listening = listener if rank == 0 else None
-            player = CONTEXT.Process(target=play, args=(theirs, scene, (rank, num_ranks, deadline_s, transport), listening, port))
+            player = CONTEXT.Process(
+                target=play, args=(theirs, scene, (rank, num_ranks, deadline_s, transport), listening, port)
+            )
             player.start()
             theirs.close()
             players[rank] = (player, ours)

@@ -60,7 +60,9 @@ def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
 def test_a_dead_peer_is_noticed_at_once(processes, wait):
     dead, text = processes(partial(wait, "dies"), 2, deadline_s=10.0)
     assert dead is None
-    assert re.match(rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: (the connection was lost \(|rank 0 has ended)", text)
+    assert re.match(
+        rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: (the connection was lost \(|rank 0 has ended)", text
+    )
 
 
 def cascade(fabric):
@@ -95,7 +97,9 @@ def come_and_go(transport, fabric):
     before = resources()
     for generation in (1, 2):
         port = fabric.gather_values("port", free_port(), TRIO)[0]
-        inner = connect(fabric.rank, 3, Address("127.0.0.1", port), job="inner", generation=generation, transport=transport)
+        inner = connect(
+            fabric.rank, 3, Address("127.0.0.1", port), job="inner", generation=generation, transport=transport
+        )
         inner.all_reduce("a", torch.ones(10), TRIO).wait()
         fabric.barrier(TRIO)
         if fabric.rank and generation == 2:

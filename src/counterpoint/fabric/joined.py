@@ -1,4 +1,4 @@
-"""What transports between processes have in common: a wait ends well, or with an error that says who waited for what."""
+"""What transports between processes have in common: a wait ends well, or as an error that says who waits for whom."""
 
 from __future__ import annotations
 

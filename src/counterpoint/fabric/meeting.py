@@ -157,7 +157,7 @@ def host_key() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     container = Path("/proc/self/ns/pid")
     kernel = boot.read_text(encoding="ascii").strip() if boot.exists() else ""
-    return f"{kernel} {socket.gethostname()} {os.readlink(container) if container.exists() else ''} {os.getuid()}"
+    return f"{kernel} {socket.gethostname()} {Path(container).readlink() if container.exists() else ''} {os.getuid()}"
 
 
 def announce(
@@ -189,7 +189,9 @@ def announce(
     for other, theirs in enumerate(facts):
         differing = [name for name, value in theirs.items() if value != facts[0][name]]
         if differing:
-            which = "; ".join(f"{name} {facts[0][name]} on rank 0, {theirs[name]} on rank {other}" for name in differing)
+            which = "; ".join(
+                f"{name} {facts[0][name]} on rank 0, {theirs[name]} on rank {other}" for name in differing
+            )
             raise PeerError(
                 f"the ranks at {place} differ: {which}; all ranks of a job must be started with one number of ranks and "
                 "one set of versions: install them from one constraints file"

@@ -110,7 +110,7 @@ def require_memory(name: str, num_bytes: int) -> None:
 def shortage(name: str, num_bytes: int, free: int, cause: str) -> str:
     """Say that memory is short, with the free and the needed bytes."""
     return (
-        f"no shared memory for {name}: {num_bytes} bytes are needed and {free} are free ({cause}); shared memory counts "
+        f"no shared memory for {name}: {num_bytes} bytes are needed and {free} are free ({cause}); it counts "
         "as memory of this host and of this container: give it more, run fewer ranks here, or take transport='gloo'"
     )
 

@@ -1,0 +1,136 @@
+"""Shared memory has no name, is there for one user, and is gone with its last process."""
+
+import os
+import re
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from counterpoint.errors import LaunchError, PeerError
+from counterpoint.fabric import meeting
+from counterpoint.fabric.shm import segments
+from counterpoint.fabric.shm.native import native
+from tests.fabric.players import on_shm
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}"),
+]
+PAIR = (0, 1)
+
+
+def test_a_segment_is_for_its_user_alone_and_cannot_shrink():
+    made = segments.create("test", 8192, fill=True)
+    assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
+    with pytest.raises(PermissionError):
+        os.ftruncate(made.fd, 4096)
+    made.close()
+
+
+def test_too_little_memory_is_named_with_what_is_free_and_needed(monkeypatch):
+    monkeypatch.setattr(segments, "available_bytes", lambda: 1000)
+    with pytest.raises(PeerError, match=r"no shared memory for big: 5000 bytes are needed and 1000 are free"):
+        segments.create("big", 5000, fill=True)
+
+
+def borrow(fabric):
+    """A freed tensor's memory is used again; a tensor outlives its fabric."""
+    first = fabric.empty(100_000, torch.float32)
+    address = first.data_ptr()
+    del first
+    again = fabric.empty(100_000, torch.float32)
+    is_same = again.data_ptr() == address
+    again.fill_(fabric.rank + 1.0)
+    view = again[10:20]
+    fabric.all_reduce("grad", again, PAIR).wait()
+    fabric.barrier(PAIR)
+    del again
+    fabric.close()
+    return is_same, view.tolist()
+
+
+def test_freed_memory_is_used_again_and_tensors_outlive_the_fabric():
+    assert on_shm(borrow, 2) == [(True, [3.0] * 10)] * 2
+
+
+def die(fabric):
+    """Rank 0 is killed while both work on large tensors."""
+    shared = fabric.empty(1_000_000, torch.float32)
+    for index in range(100):
+        if fabric.rank == 0 and index == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fabric.all_reduce("grad", shared, PAIR).wait()
+
+
+def test_a_killed_rank_is_named_and_leaves_nothing():
+    before = set(Path("/dev/shm").iterdir())
+    dead, text = on_shm(die, 2)
+    assert dead is None
+    assert re.search(r"rank 1 waited 0\.\d s for all_reduce sum of grad with rank 0: rank 0 has ended", text)
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def inherit(fabric):
+    return [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:counterpoint" in line and "rw-s" not in line
+    ]
+
+
+def test_memory_is_shared_between_ranks_and_with_nobody_else():
+    assert on_shm(inherit, 2) == [[], []]
+
+
+def mixed(fabric):
+    """One member's tensor is in shared memory, the other's is not."""
+    tensor = fabric.empty(300_001, torch.float64) if fabric.rank else torch.empty(300_001, dtype=torch.float64)
+    tensor.copy_(torch.arange(300_001))
+    fabric.all_reduce("grad", tensor, PAIR).wait()
+    return bool(torch.equal(tensor, 2.0 * torch.arange(300_001)))
+
+
+def test_tensors_inside_and_outside_of_shared_memory_go_together():
+    assert on_shm(mixed, 2) == [True, True]
+
+
+def crossed(fabric):
+    """The ranks wait for two collectives of different groups in different orders."""
+    both = (
+        [
+            fabric.all_reduce("pair", torch.ones(3_000_000), PAIR),
+            fabric.all_reduce("all", torch.ones(3_000_000), (0, 1, 2)),
+        ]
+        if fabric.rank < 2
+        else [fabric.all_reduce("all", torch.ones(3_000_000), (0, 1, 2))]
+    )
+    for work in both if fabric.rank else reversed(both):
+        work.wait()
+    return True
+
+
+def test_waits_may_come_in_any_order():
+    assert on_shm(crossed, 3) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("places", "wish", "expected"),
+    [
+        ([("a", ""), ("a", "")], "auto", True),
+        ([("a", ""), ("b", "")], "auto", False),
+        ([("a", ""), ("a", "it was not built")], "auto", False),
+        ([("a", ""), ("a", "")], "gloo", False),
+    ],
+)
+def test_memory_is_shared_where_all_ranks_can(places, wish, expected):
+    assert meeting.shares_memory(places, wish) is expected
+
+
+def test_a_wish_that_cannot_be_met_names_the_ranks():
+    with pytest.raises(LaunchError, match=r"rank 1: on another host.*take transport='auto'"):
+        meeting.shares_memory([("a", ""), ("b", "")], "shm")
+    with pytest.raises(LaunchError, match=r"rank 1: it was not built"):
+        meeting.shares_memory([("a", ""), ("a", "it was not built")], "shm")
