@@ -1,5 +1,7 @@
 """Both transports move the same bytes and add up the same sums."""
 
+import math
+
 import torch
 
 DTYPES = [
@@ -178,3 +180,35 @@ def alone(fabric):
 
 def test_a_group_of_one_does_nothing(play):
     assert play(alone, 1) == [([0.0, 1.0, 2.0], [[1, 2]])]
+
+
+def verbs(fabric):
+    """Three ranks with 1, 2 and 6, NaN on rank 1 in the last place."""
+    found = {}
+    for verb in ("sum", "mean", "max", "min"):
+        own = torch.tensor([[1.0, 2.0, 6.0][fabric.rank]] * 3 + [math.nan if fabric.rank == 1 else 0.0])
+        fabric.all_reduce("loss", own, TRIO, verb).wait()
+        whole = torch.full((3,), [1.0, 2.0, 6.0][fabric.rank], dtype=torch.float16)
+        fabric.reduce_scatter("grad", whole, [0, 1, 2, 3], TRIO, verb).wait()
+        found[verb] = (own[0].item(), own[3].isnan().item(), whole[fabric.rank].item())
+    return found
+
+
+def test_numbers_become_one_in_four_ways(play):
+    expected = {"sum": (9.0, True, 9.0), "mean": (3.0, True, 3.0), "max": (6.0, True, 6.0), "min": (1.0, True, 1.0)}
+    assert play(verbs, 3) == [expected] * 3
+
+
+COUNTS = [[1, 2, 0], [0, 1, 3], [70000, 0, 1]]
+
+
+def swap(fabric):
+    """Rank i sends rank j so many numbers ij."""
+    whole = torch.cat([torch.full((COUNTS[fabric.rank][other],), 10 * fabric.rank + other) for other in TRIO])
+    received, work = fabric.all_to_all("tokens", whole, COUNTS, TRIO)
+    work.wait()
+    return received.unique_consecutive(return_counts=True)[0].tolist(), len(received)
+
+
+def test_everyone_gets_from_everyone_in_their_order(play):
+    assert play(swap, 3) == [([0, 20], 70001), ([1, 11], 3), ([12, 22], 4)]

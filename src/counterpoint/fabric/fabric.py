@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
 Group: TypeAlias = tuple[int, ...]
+Verb: TypeAlias = Literal["sum", "mean", "max", "min"]
+"""How numbers of several ranks become one; a mean is a sum, scaled, and rounded once. NaN wins over every number."""
 
 
 class Work(ABC):
@@ -71,17 +73,33 @@ class Fabric(ABC):
         """Return who of the peers sent the next message, its label and its tensors: what a server waits for."""
 
     @abstractmethod
-    def all_reduce(self, label: str, tensor: Tensor, group: Group) -> Work:
-        """Start to replace the tensor by its sum over the group, on every member."""
+    def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
+        """Start to replace the tensor by its sum (or mean, largest, smallest) over the group, on every member."""
 
     @abstractmethod
-    def reduce_scatter(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
+    def reduce_scatter(
+        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
+    ) -> Work:
         """Start to replace ``whole[bounds[i]:bounds[i + 1]]`` by its sum over the group, on member ``i``.
 
         Args:
             label: what is added up, for errors and comparison.
             whole: flat and contiguous; afterwards what lies outside of the own range is unspecified.
             bounds: one more than there are members, rising from 0 to the length of ``whole``; a range may be empty.
+            group: the members.
+            verb: how the members' numbers become one.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
+    ) -> tuple[Tensor, Work]:
+        """Start to send every member its range of ``whole``; return where what they send is put, in their order.
+
+        Args:
+            label: what is exchanged.
+            whole: flat and contiguous, the members' ranges back to back in their order.
+            counts: the same on all members: ``counts[i][j]`` numbers go from member ``i`` to member ``j``.
             group: the members.
         """
 

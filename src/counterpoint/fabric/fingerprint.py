@@ -33,6 +33,11 @@ class Operation:
     bounds: tuple[int, ...] = ()
     root: int = -1
 
+    @property
+    def reduces(self) -> bool:
+        """Whether numbers of several members become one."""
+        return " " in self.kind
+
     def __str__(self) -> str:
         """Read as in an error: ``all_reduce sum of grad0, float32 (4, 8), among ranks 0, 1``."""
         looks = f", {self.dtype} {self.shape}" if self.dtype else ""
@@ -127,10 +132,31 @@ def check_group(operation: Operation, rank: int, num_ranks: int) -> None:
         )
     if operation.root != -1 and operation.root not in group:
         raise ProgramError(f"rank {rank} starts {operation}: the root must be a member")
-    if operation.kind.endswith(" sum") and operation.dtype not in {dtype_name(dtype) for dtype in SUMMABLE}:
+    if operation.reduces and operation.dtype not in {dtype_name(dtype) for dtype in SUMMABLE}:
         raise ProgramError(
             f"rank {rank} starts {operation}: {operation.dtype} cannot be added up over ranks; convert it first"
         )
+    if operation.kind.endswith(" mean") and operation.dtype.startswith("int"):
+        raise ProgramError(
+            f"rank {rank} starts {operation}: the mean of whole numbers is none; add them up, or convert them first"
+        )
+
+
+def of_exchange(label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group, rank: int) -> Operation:
+    """Return the exchange of ranges between all members.
+
+    Raises:
+        ProgramError: the tensor is not flat, or the counts are not those of this rank.
+    """
+    place = group.index(rank) if rank in group else 0
+    fits = len(counts) == len(group) and all(len(row) == len(group) and min(row) >= 0 for row in counts)
+    if not fits or whole.dim() != 1 or not whole.is_contiguous() or sum(counts[place]) != whole.numel():
+        raise ProgramError(
+            f"all_to_all of {label}: counts {counts} do not cut a tensor of shape {tuple(whole.shape)} of rank {rank} "
+            f"for {ranks(group)}; a flat contiguous tensor needs a square of counts whose own row adds up to its length"
+        )
+    flat = tuple(count for row in counts for count in row)
+    return Operation("all_to_all", label, group, dtype_name(whole.dtype), (), flat)
 
 
 def check_peer(peer: int, rank: int, num_ranks: int, label: str) -> None:

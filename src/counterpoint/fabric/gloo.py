@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
+    ReduceOp,
     TCPStore,
 )
 
@@ -27,6 +28,7 @@ __all__ = [
     "GlooWork",
     "PrefixStore",
     "ProcessGroupGloo",
+    "ReduceOp",
     "TCPStore",
 ]
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.baton import Baton
-from counterpoint.fabric.fabric import Fabric, Finished, Group, Json, Work
+from counterpoint.fabric.fabric import Fabric, Finished, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
     check_peer,
     disagreement,
     fingerprint,
+    of_exchange,
     of_ranges,
     of_tensor,
     ranks,
@@ -28,7 +29,7 @@ from counterpoint.fabric.fingerprint import (
 from counterpoint.fabric.frames import described
 
 T = TypeVar("T")
-Part = Tensor | bytes | None
+Part = Tensor | tuple[Tensor, Tensor] | bytes | None
 NOTHING: Final = Finished()
 
 
@@ -72,34 +73,53 @@ class Encounter:
 @torch.no_grad()
 def carry_out(operation: Operation, parts: dict[int, Part]) -> None:
     """Every part is what the operation makes of all of them; sums are added in the order of the group."""
+    what, _, verb = operation.kind.partition(" ")
+    if what == "all_to_all":
+        exchange(operation, parts)
+        return
     tensors = {rank: part.detach() for rank, part in parts.items() if isinstance(part, Tensor)}
     owners = list(zip(tensors, operation.bounds, operation.bounds[1:], strict=False))
-    match operation.kind:
-        case "all_reduce sum":
-            total = sum_in_order(list(tensors.values()))
-            for tensor in tensors.values():
-                tensor.copy_(total)
-        case "reduce_scatter sum":
-            for rank, start, end in owners:
-                total = sum_in_order([tensor[start:end] for tensor in tensors.values()])
-                tensors[rank][start:end] = total
-        case "all_gather":
-            for rank, start, end in owners:
-                for other in tensors.keys() - {rank}:
-                    tensors[other][start:end] = tensors[rank][start:end]
-        case "broadcast":
-            for rank in tensors.keys() - {operation.root}:
-                tensors[rank].copy_(tensors[operation.root])
-        case _:
-            return  # a barrier, or values, which are taken from the encounter
+    if what == "all_reduce":
+        total = reduce_in_order(list(tensors.values()), verb)
+        for tensor in tensors.values():
+            tensor.copy_(total)
+    elif what == "reduce_scatter":
+        for rank, start, end in owners:
+            tensors[rank][start:end] = reduce_in_order([tensor[start:end] for tensor in tensors.values()], verb)
+    else:  # a barrier has no tensors, and values are taken from the encounter
+        spread(operation, tensors, owners)
 
 
-def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
-    """Return ``((t0 + t1) + t2) + …`` in new memory."""
-    total = tensors[0] + tensors[1]
+def spread(operation: Operation, tensors: dict[int, Tensor], owners: Sequence[tuple[int, int, int]]) -> None:
+    """Every tensor is the root's, or every range that of its owner."""
+    if operation.kind == "broadcast":
+        for rank in tensors.keys() - {operation.root}:
+            tensors[rank].copy_(tensors[operation.root])
+    for rank, start, end in owners:
+        for other in tensors.keys() - {rank}:
+            tensors[other][start:end] = tensors[rank][start:end]
+
+
+def exchange(operation: Operation, parts: dict[int, Part]) -> None:
+    """Every member's second tensor is what the others' first ones have for it."""
+    count = len(parts)
+    pairs = [part for part in parts.values() if isinstance(part, tuple)]
+    counts = [operation.bounds[at * count : (at + 1) * count] for at in range(count)]
+    sent = [torch.split(whole, list(row)) for (whole, _), row in zip(pairs, counts, strict=True)]
+    for place, (_, received) in enumerate(pairs):
+        torch.cat([pieces[place] for pieces in sent], out=received)
+
+
+def reduce_in_order(tensors: Sequence[Tensor], verb: str) -> Tensor:
+    """Return ``((t0 + t1) + t2) + …`` in new memory, or their mean, or the largest or smallest."""
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(verb, torch.add)
+    is_narrow = verb == "mean" and tensors[0].dtype in {torch.bfloat16, torch.float16}  # rounded once, at the end
+    total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])
     for tensor in tensors[2:]:
-        total += tensor
-    return total
+        combine(total, tensor, out=total)
+    if verb == "mean":
+        total *= 1 / len(tensors)
+    return total.to(tensors[0].dtype)
 
 
 class Square:
@@ -193,13 +213,26 @@ class LocalFabric(Fabric):
         peer = next(peer for peer in peers if boxes[peer])
         return (peer, *boxes[peer].popleft())
 
-    def all_reduce(self, label: str, tensor: Tensor, group: Group) -> Work:
+    def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Arrive; the last member adds up, in the order of the group."""
-        return self._start(of_tensor("all_reduce sum", label, tensor, group), tensor)
+        return self._start(of_tensor(f"all_reduce {verb}", label, tensor, group), tensor)
 
-    def reduce_scatter(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
+    def reduce_scatter(
+        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
+    ) -> Work:
         """Arrive; the last member adds up each range for its owner, in the order of the group."""
-        return self._start(of_ranges("reduce_scatter sum", label, whole, bounds, group), whole)
+        return self._start(of_ranges(f"reduce_scatter {verb}", label, whole, bounds, group), whole)
+
+    def all_to_all(
+        self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
+    ) -> tuple[Tensor, Work]:
+        """Arrive; the last member puts every range where it belongs."""
+        operation = of_exchange(label, whole, counts, group, self.rank)
+        if len(group) == 1:
+            return whole.clone(), self._start(operation, None)
+        place = group.index(self.rank)
+        received = whole.new_empty(sum(row[place] for row in counts))
+        return received, self._start(operation, (whole, received))
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
         """Arrive; the last member copies every range to all."""

@@ -193,8 +193,8 @@ def announce(
                 f"{name} {facts[0][name]} on rank 0, {theirs[name]} on rank {other}" for name in differing
             )
             raise PeerError(
-                f"the ranks at {place} differ: {which}; all ranks of a job must be started with one number of ranks and "
-                "one set of versions: install them from one constraints file"
+                f"the ranks at {place} differ: {which}; all ranks of a job must be started with one number of ranks "
+                "and one set of versions: install them from one constraints file"
             )
     return [(str(host), str(why)) for host, why in (each["place"] for each in heard)]
 

@@ -15,21 +15,24 @@ from torch import Tensor
 from counterpoint.errors import PeerError
 from counterpoint.fabric.connections import Connections, Meeting
 from counterpoint.fabric.deputy import Deputy
-from counterpoint.fabric.fabric import Finished, Group, Json, Work
+from counterpoint.fabric.fabric import Finished, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
     check_peer,
+    of_exchange,
     of_ranges,
     of_tensor,
     unexpected,
 )  # fmt: skip
-from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, BroadcastOptions, Gloo, GlooWork
+from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, BroadcastOptions, Gloo, GlooWork, ReduceOp
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.lanes import GLOO_TIMEOUT, Lane, Launch, Launched, Member, Start
+from counterpoint.fabric.local import reduce_in_order
 from counterpoint.fabric.mail import Mail
 
 NOTHING: Final = Finished()
+REDUCE_OPS: Final = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 class TorchFabric(JoinedFabric):
@@ -78,7 +81,7 @@ class TorchFabric(JoinedFabric):
             sender, frame = self._living_mail().recv_any(peers, self.deadline_s)
         return sender, frame.label, frame.tensors
 
-    def all_reduce(self, label: str, tensor: Tensor, group: Group) -> Work:
+    def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start gloo's own all-reduce; its order of addition is fixed, but depends on the number of ranks."""
 
         def launch(gloo: Gloo) -> Launched:
@@ -86,14 +89,24 @@ class TorchFabric(JoinedFabric):
             whole = target.contiguous()
             options = AllreduceOptions()
             options.timeout = GLOO_TIMEOUT
+            options.reduceOp = REDUCE_OPS[verb]  # type: ignore[assignment]  # the stub knows only the class around it
             works = [gloo.allreduce([whole], options)] if whole.numel() else []
-            return works, None if whole is target else lambda: target.copy_(whole)
 
-        return self._start(of_tensor("all_reduce sum", label, tensor, group), launch)
+            def finish() -> None:
+                if verb == "mean":
+                    whole.mul_(1 / len(group))
+                if whole is not target:
+                    target.copy_(whole)
 
-    def reduce_scatter(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
+            return works, finish
+
+        return self._start(of_tensor(f"all_reduce {verb}", label, tensor, group), launch)
+
+    def reduce_scatter(
+        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
+    ) -> Work:
         """Start to exchange ranges; the sum is made here, in the order of the group, as on the local transport."""
-        operation = of_ranges("reduce_scatter sum", label, whole, bounds, group)
+        operation = of_ranges(f"reduce_scatter {verb}", label, whole, bounds, group)
 
         def launch(gloo: Gloo) -> Launched:
             index = group.index(self.rank)
@@ -106,14 +119,28 @@ class TorchFabric(JoinedFabric):
                 raw(parts), raw(whole), [sizes[index]] * len(group), sizes, options
             )  # sums are added here, in the order of the group: the same bits as on the local transport
 
-            def add() -> None:
-                torch.add(parts[0], parts[1], out=own)
-                for part in parts[2:]:
-                    own.add_(part)
-
-            return [work], add
+            return [work], lambda: own.copy_(reduce_in_order(list(parts), verb))
 
         return self._start(operation, launch)
+
+    def all_to_all(
+        self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
+    ) -> tuple[Tensor, Work]:
+        """Start gloo's own exchange, on bytes."""
+        operation = of_exchange(label, whole, counts, group, self.rank)
+        if len(group) == 1:
+            return whole.clone(), NOTHING
+        place, size = group.index(self.rank), whole.element_size()
+        theirs = [row[place] for row in counts]
+        received = whole.new_empty(sum(theirs))
+
+        def launch(gloo: Gloo) -> Launched:
+            options = AllToAllOptions()
+            options.timeout = GLOO_TIMEOUT
+            incoming, outgoing = [count * size for count in theirs], [count * size for count in counts[place]]
+            return [gloo.alltoall_base(raw(received), raw(whole), incoming, outgoing, options)], None
+
+        return received, self._start(operation, launch)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
         """Start one broadcast per range, into its place."""

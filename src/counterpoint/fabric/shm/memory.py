@@ -151,7 +151,7 @@ class SharedTensors:
 
     def find(self, address: int, num_bytes: int) -> tuple[int, int]:
         """Return the segment that holds these bytes, and where in it; -1 where none does."""
-        at = bisect_right(self._starts, address) - 1
+        at = bisect_right(self._starts, address) - 1 if self._starts else -1
         if at < 0 or address + num_bytes > self._spans[at][0]:
             return -1, 0
         return self._spans[at][1], address - self._starts[at]

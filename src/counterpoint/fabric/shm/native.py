@@ -24,7 +24,7 @@ DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
 }  # fmt: skip
 BYTES = 6
-VERBS = {"sum": 0, "max": 1, "min": 2}
+VERBS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
 
 
 class Kind(IntEnum):
@@ -91,7 +91,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_await_members": (c_int64, (c_void_p, c_void_p, c_int64)),
     "cp_open_group": (c_void_p, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "cp_close_group": (None, (c_void_p,)),
-    "cp_start": (c_int64, (c_void_p, POINTER(Request))),
+    "cp_start": (c_int64, (c_void_p, c_void_p)),
     "cp_wait": (c_int64, (c_void_p, c_void_p, c_int64, c_int64)),
     "cp_num_done": (c_int64, (c_void_p,)),
     "cp_advance": (c_int32, (c_void_p,)),

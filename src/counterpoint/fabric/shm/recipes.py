@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import c_uint64
+from ctypes import addressof, c_uint64
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ class Recipe:
         group: the group's handle; 0 for a rank alone.
         num_bytes: of the tensor.
         kept: what the request points to.
+        address: of the request.
     """
 
     operation: Operation
@@ -34,6 +35,15 @@ class Recipe:
     group: int
     num_bytes: int
     kept: tuple[Any, ...]
+    address: int
+
+    def exchange(self, bounds: Sequence[int], received: Tensor, longest: int) -> None:
+        """Ask for an exchange: what comes, and how long the longest range between any two members is, in numbers."""
+        size = received.element_size()
+        edges = (c_uint64 * len(bounds))(*(bound * size for bound in bounds))
+        self.request.out, self.request.out_bounds = received.data_ptr(), edges
+        self.request.longest = longest * size
+        self.kept = (*self.kept, edges, received)
 
 
 class Recipes:
@@ -56,7 +66,7 @@ class Recipes:
         return self._known.get(key)
 
     def make(self, key: Key, kind: Kind, operation: Operation, tensor: Tensor, bounds: Sequence[int] = ()) -> Recipe:
-        """Return a new recipe and remember it.
+        """Return a new recipe and remember it; bounds, where there are any, are those of all members' ranges.
 
         Args:
             key: what it is remembered by; None where it is not.
@@ -69,16 +79,16 @@ class Recipes:
             ProgramError: the group is none, or the dtype cannot be added up.
         """
         check_group(operation, self._rank, self._num_ranks)
-        adds_up = operation.kind.endswith(" sum")
-        unit = 1 if adds_up else tensor.element_size()
+        unit = 1 if operation.reduces else tensor.element_size()
+        verb = operation.kind.partition(" ")[2] or "sum"
         edges = (c_uint64 * len(bounds))(*(bound * unit for bound in bounds)) if bounds else None
         print_, words = fingerprint(operation), reading(operation).encode()[:READING_BYTES]
         request = Request(
             kind=kind,
-            dtype=DTYPES[tensor.dtype] if adds_up else BYTES,
-            verb=VERBS["sum"],
+            dtype=DTYPES[tensor.dtype] if operation.reduces else BYTES,
+            verb=VERBS[verb],
             root=operation.group.index(operation.root) if operation.root >= 0 else 0,
-            scale=1.0,
+            scale=1 / len(operation.group) if verb == "mean" else 1.0,
             count=tensor.numel() * unit,
             bounds=edges,
             segment=-1,
@@ -88,7 +98,7 @@ class Recipes:
         )
         handle = self._handle_of(operation) if len(operation.group) > 1 else 0
         num_bytes = tensor.numel() * tensor.element_size()
-        recipe = Recipe(operation, request, handle, num_bytes, (print_, words, edges))
+        recipe = Recipe(operation, request, handle, num_bytes, (print_, words, edges), addressof(request))
         if key:
             self._known[key] = recipe
         return recipe

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Final
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
-from counterpoint.fabric.fabric import Finished, Group, Json, Work
+from counterpoint.fabric.fabric import Finished, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
     check_peer,
     digest,
     disagreement,
+    of_exchange,
     of_ranges,
     of_tensor,
     unexpected,
@@ -56,6 +57,7 @@ class ShmFabric(JoinedFabric):
         library = native().library
         assert library is not None, "whoever chose this transport has looked"
         self._library = library
+        self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
         self._lock = Lock()
         self._groups: dict[Group, tuple[int, Mapping | None]] = {}
         self._recipes = Recipes(self.rank, self.num_ranks, self._handle_of)
@@ -97,21 +99,23 @@ class ShmFabric(JoinedFabric):
             sender, frame = self._mail.recv_any(peers, self._pump)
         return sender, frame.label, frame.tensors
 
-    def all_reduce(self, label: str, tensor: Tensor, group: Group) -> Work:
+    def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
-        key = key_of("all_reduce", label, tensor, group)
+        key = key_of(verb, label, tensor, group)
         recipe = self._recipes.get(key)
         if recipe is None:
-            operation = of_tensor("all_reduce sum", label, tensor, group)
+            operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
             recipe = self._recipes.make(key, Kind.ALL_REDUCE, operation, tensor)
         return self._start(recipe, tensor)
 
-    def reduce_scatter(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
+    def reduce_scatter(
+        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
+    ) -> Work:
         """Start to add up ranges; sums are made in the order of the group."""
-        key = key_of("reduce_scatter", label, whole, group, *bounds)
+        key = key_of(f"reduce_scatter {verb}", label, whole, group, *bounds)
         recipe = self._recipes.get(key)
         if recipe is None:
-            operation = of_ranges("reduce_scatter sum", label, whole, bounds, group)
+            operation = of_ranges(f"reduce_scatter {verb}", label, whole, bounds, group)
             recipe = self._recipes.make(key, Kind.REDUCE_SCATTER, operation, whole, bounds)
         return self._start(recipe, whole)
 
@@ -123,6 +127,20 @@ class ShmFabric(JoinedFabric):
             operation = of_ranges("all_gather", label, whole, bounds, group)
             recipe = self._recipes.make(key, Kind.ALL_GATHER, operation, whole, bounds)
         return self._start(recipe, whole)
+
+    def all_to_all(
+        self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
+    ) -> tuple[Tensor, Work]:
+        """Start to exchange ranges, through shared memory."""
+        operation = of_exchange(label, whole, counts, group, self.rank)
+        if len(group) == 1:
+            return whole.clone(), NOTHING
+        place = group.index(self.rank)
+        theirs = [row[place] for row in counts]
+        received = whole.new_empty(sum(theirs))
+        recipe = self._recipes.make((), Kind.ALL_TO_ALL, operation, whole, [0, *accumulate(counts[place])])
+        recipe.exchange([0, *accumulate(theirs)], received, max(map(max, counts)))
+        return received, self._start(recipe, whole)
 
     def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
         """Start to copy the root's tensor."""
@@ -199,7 +217,7 @@ class ShmFabric(JoinedFabric):
         Raises:
             PeerError: the members disagree, one is gone, or the deadline has passed.
         """
-        if self.failure is None and self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS) == Status.DONE:
+        if self.failure is None and self._cp_wait(self._world, recipe.group, turn, SLICE_NS) == 0:
             return
         operation = recipe.operation
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
@@ -215,7 +233,7 @@ class ShmFabric(JoinedFabric):
         with self._lock:
             request.data = address
             request.segment, request.offset = self._tensors.find(address, recipe.num_bytes)
-            turn = self._library.cp_start(recipe.group, request)
+            turn = self._cp_start(recipe.group, recipe.address)
         return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
 
     def _handle_of(self, operation: Operation) -> int:

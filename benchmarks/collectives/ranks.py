@@ -1,0 +1,107 @@
+"""One rank of the measurement: every size with every contender in turns; rank 0 prints what it has seen as JSON."""
+
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.fabric.meeting import Address, connect
+from counterpoint.launchers.environment import detect
+
+KB, MB = 1 << 10, 1 << 20
+SIZES = [4 * KB, 64 * KB, 256 * KB, MB, 8 * MB, 32 * MB, 100 * MB]
+SMALL_GRADIENTS, SMALL_BYTES = 400, 4 * KB
+
+
+def repeats(num_bytes):
+    return max(3, min(300, 32 * MB // num_bytes))
+
+
+def timed(call, times):
+    """Return the median seconds of a call."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def deepspeed_all_reduce(rank, ranks):
+    """Return DeepSpeed's all-reduce in shared memory, or None where it is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    os.environ["LOCAL_SIZE"] = str(ranks)  # without it, it does not take shared memory
+    from deepspeed.ops.op_builder import ShareMemCommBuilder  # noqa: PLC0415 - a peer that may not be there
+
+    if rank:
+        dist.barrier()  # rank 0 builds it
+    module = ShareMemCommBuilder().load(verbose=False)
+    if not rank:
+        dist.barrier()
+    module.initialize(ranks, rank)
+    return torch.ops.deepspeed.inference_all_reduce_
+
+
+def main(port, rounds):
+    """Be one rank."""
+    torch.set_num_threads(1)
+    mine = detect()
+    rank, ranks = mine.rank, mine.world_size
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=ranks)
+    address = Address(mine.master_addr, mine.master_port, mine.store_fd)
+    fabric = connect(rank, ranks, address, job=mine.job, transport="shm")
+    everybody = tuple(range(ranks))
+    peer = deepspeed_all_reduce(rank, ranks)
+    found = {}
+    for num_bytes in SIZES:
+        shared = fabric.empty(num_bytes // 4, torch.float32).zero_()
+        private = torch.zeros(num_bytes // 4)
+        contenders = {
+            "shared": lambda tensor=shared: fabric.all_reduce("grad", tensor, everybody).wait(),
+            "copied": lambda tensor=private: fabric.all_reduce("grad", tensor, everybody).wait(),
+            "gloo": lambda tensor=private: dist.all_reduce(tensor),
+        }
+        if peer is not None:
+            contenders["deepspeed"] = lambda tensor=private: peer(tensor)
+        found[num_bytes] = in_turns(contenders, repeats(num_bytes), rounds, lambda: fabric.barrier(everybody))
+    small = [torch.zeros(SMALL_BYTES // 4) for _ in range(SMALL_GRADIENTS)]
+    pool = fabric.empty(SMALL_GRADIENTS * SMALL_BYTES // 4, torch.float32).zero_().chunk(SMALL_GRADIENTS)
+    contenders = {
+        "shared": lambda: wait_all([fabric.all_reduce(f"grad{i}", each, everybody) for i, each in enumerate(pool)]),
+        "copied": lambda: wait_all([fabric.all_reduce(f"grad{i}", each, everybody) for i, each in enumerate(small)]),
+        "gloo": lambda: wait_all([dist.all_reduce(each, async_op=True) for each in small]),
+    }
+    found["small"] = in_turns(contenders, 3, rounds, lambda: fabric.barrier(everybody))
+    if rank == 0:
+        print(json.dumps({str(key): value for key, value in found.items()}))
+    fabric.barrier(everybody)
+    fabric.close()
+    dist.destroy_process_group()
+
+
+def wait_all(works):
+    for work in works:
+        work.wait()
+
+
+def in_turns(contenders, times, rounds, settle):
+    """Return the median seconds of each contender in each round; a first round warms up."""
+    seconds = {name: [] for name in contenders}
+    for index in range(rounds + 1):
+        for name, call in contenders.items():
+            settle()
+            measured = timed(call, times if index else 3)
+            if index:
+                seconds[name].append(measured)
+    return seconds
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,134 @@
+"""All-reduces in shared memory against gloo's, by the same ranks in turns."""
+
+import json
+import socket
+import statistics
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.local import run_command, script_command
+from counterpoint.testing.claims import Options, Result
+
+ROUNDS = 5
+KB, MB = 1 << 10, 1 << 20
+SMALL_GRADIENTS, SMALL_BYTES = 400, 4 * KB
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: all times in seconds, by round."""
+
+    ranks: int
+    what: str
+    bar: float
+    shared: list
+    copied: list
+    gloo: list
+    deepspeed: list
+
+    @property
+    def ratio(self):
+        return statistics.median(g / s for g, s in zip(self.gloo, self.shared, strict=True))
+
+
+def bar_of(ranks, num_bytes):
+    if ranks > 2:
+        return 10.0 if num_bytes <= MB else 3.0
+    if num_bytes <= 4 * KB:
+        return 20.0
+    if num_bytes <= 256 * KB:
+        return 10.0
+    return 6.0 if num_bytes <= 32 * MB else 4.0
+
+
+def on_ranks(ranks, rounds):
+    """Return what rank 0 has measured."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port = probe.getsockname()[1]
+    lines = []
+    command = script_command(Path(__file__).with_name("ranks.py"), [str(port), str(rounds)])
+    before = peer_segments()
+    result = run_command(command, ranks, threads_per_rank=1, on_line=lines.append)
+    for left in peer_segments() - before:
+        left.unlink()
+    found = [line.text for line in lines if line.text.startswith("{")]
+    if result.exit_code or not found:
+        raise LaunchError(f"the ranks of the measurement ended with {result.exit_code}: {result.report}; run it again")
+    return json.loads(found[0])
+
+
+def peer_segments():
+    """Return the segments that DeepSpeed leaves behind when its processes end."""
+    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+
+
+def copy_bandwidth():
+    """Return the bytes per second that one core moves in a copy of 100 MB, each byte read once and written once."""
+    source, target = torch.ones(100 * MB // 4), torch.ones(100 * MB // 4)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = []
+    for _ in range(7):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    torch.set_num_threads(threads)
+    return 2 * 100 * MB / statistics.median(seconds)
+
+
+def rows_of(ranks, found):
+    for key, seconds in found.items():
+        is_small = key == "small"
+        bar = 20.0 if is_small and ranks == 2 else 10.0 if is_small else bar_of(ranks, int(key))
+        what = f"{SMALL_GRADIENTS} x {SMALL_BYTES // KB} KB" if is_small else size_text(int(key))
+        yield Row(ranks, what, bar, seconds["shared"], seconds["copied"], seconds["gloo"], seconds.get("deepspeed", []))
+
+
+def size_text(num_bytes):
+    return f"{num_bytes // MB} MB" if num_bytes >= MB else f"{num_bytes // KB} KB"
+
+
+def shown(seconds):
+    return f"{1e6 * statistics.median(seconds):,.0f} us" if seconds else "-"
+
+
+def measure(options: Options) -> Result:
+    rounds = max(3, options.rounds or ROUNDS)
+    rows, missed, figures = [], [], {}
+    bandwidth = copy_bandwidth()
+    for ranks in (2, 4):
+        options.tell(f"{ranks} ranks")
+        for row in rows_of(ranks, on_ranks(ranks, rounds)):
+            ratios = [g / s for g, s in zip(row.gloo, row.shared, strict=True)]
+            copied = statistics.median(g / s for g, s in zip(row.gloo, row.copied, strict=True))
+            spread = f"{min(ratios):.0f} to {max(ratios):.0f}"
+            times = (shown(row.shared), shown(row.copied), shown(row.gloo), shown(row.deepspeed))
+            rows.append((str(ranks), row.what, *times, f"{row.ratio:.1f}", spread, f"{copied:.1f}", f"{row.bar:.0f}"))
+            figures[f"{ranks} ranks, {row.what}"] = {**asdict(row), "ratio": row.ratio, "copied_ratio": copied}
+            if not row.ratio >= row.bar:
+                missed.append(f"{ranks} ranks, {row.what}: {row.ratio:.1f} times gloo, at least {row.bar:.0f} promised")
+            missed += lost_to_deepspeed(row)
+    largest = figures.get("2 ranks, 100 MB")
+    if largest:  # each rank reads half of both tensors and writes half of both
+        moved = 2 * 2 * 100 * MB / statistics.median(largest["shared"])
+        figures["memory"] = {"one_core_copy_bytes_per_s": bandwidth, "all_reduce_bytes_per_s": moved}
+    note = {
+        "in place:": "tensors of the fabric's own memory, as gradient buffers are; copied: any other tensor",
+        "100 MB on 2 ranks": f"moves {moved / 1e9:.1f} GB/s in place; a copy on one core moves {bandwidth / 1e9:.1f}",
+    }
+    columns = ("ranks", "size", "in place", "copied", "gloo", "deepspeed", "ratio", "spread", "copied ratio", "bar")
+    return Result(columns, tuple(rows), tuple(missed), figures, note)
+
+
+def lost_to_deepspeed(row):
+    """Yield where the peer in shared memory is faster, or not slower by as much as was promised."""
+    if row.deepspeed:
+        ratio = statistics.median(d / c for d, c in zip(row.deepspeed, row.copied, strict=True))
+        bar = 1.5 if row.what in {"32 MB", "100 MB"} else 1.0
+        if not ratio >= bar:
+            yield f"{row.ranks} ranks, {row.what}: {ratio:.2f} times DeepSpeed's, at least {bar} promised"
