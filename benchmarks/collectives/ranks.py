@@ -37,7 +37,7 @@ def deepspeed_all_reduce(rank, ranks):
     if importlib.util.find_spec("deepspeed") is None:
         return None
     os.environ["LOCAL_SIZE"] = str(ranks)  # without it, it does not take shared memory
-    from deepspeed.ops.op_builder import ShareMemCommBuilder  # noqa: PLC0415 - a peer that may not be there
+    from deepspeed.ops.op_builder import ShareMemCommBuilder
 
     if rank:
         dist.barrier()  # rank 0 builds it

@@ -1,0 +1,84 @@
+"""Whichever rank is killed at whatever moment, nothing stays behind, and the others know who it was."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from counterpoint.fabric.shm.native import native
+from tests.fabric.players import on_shm
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}"),
+]
+
+
+class Doomed:
+    """A scene in which one rank is killed by itself, from a timer, some time after all have come, or in the handshake.
+
+    Args:
+        seed: of who and when.
+        num_ranks: of the job.
+    """
+
+    def __init__(self, seed, num_ranks):
+        dice = random.Random(seed)
+        self.victim = dice.randrange(num_ranks)
+        self.after_s = dice.choice([0.0, 0.0001, 0.001, 0.01, 0.03]) * dice.random()
+        self.num_ranks = num_ranks
+
+    def __call__(self, fabric):
+        if fabric.rank == self.victim:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, self.after_s + 1e-6)
+        group = tuple(range(self.num_ranks))
+        shared, private = fabric.empty(300_000, torch.float32).zero_(), torch.zeros(300_000)
+        while True:
+            fabric.all_reduce("shared", shared, group).wait()
+            fabric.all_reduce("private", private, group).wait()
+            fabric.gather_values("value", fabric.rank, group)
+            following, before = (fabric.rank + 1) % self.num_ranks, (fabric.rank - 1) % self.num_ranks
+            fabric.send(following, "x", [private[:1000]])
+            fabric.recv(before, "x")
+
+
+def left_behind():
+    """Names of shared memory, and processes that are ranks of a test."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    holders = [path for path in Path("/proc").glob("[0-9]*/maps") if "memfd:counterpoint" in read(path)]
+    return names, holders
+
+
+def read(path):
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def play_and_look(seeds):
+    names, _ = left_behind()
+    for seed in seeds:
+        num_ranks = 2 + seed % 2
+        scene = Doomed(seed, num_ranks)
+        texts = on_shm(scene, num_ranks, deadline_s=10.0)
+        assert texts[scene.victim] is None
+        others = [text for rank, text in enumerate(texts) if rank != scene.victim]
+        assert all(f"rank {scene.victim} has ended" in text for text in others), (seed, texts)
+    time.sleep(0.1)
+    assert left_behind() == (names, [])
+
+
+def test_ten_jobs_with_a_killed_rank_leave_nothing():
+    play_and_look(range(10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_jobs_with_a_killed_rank_leave_nothing():
+    play_and_look(range(1000))
