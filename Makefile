@@ -7,7 +7,7 @@ CLAIM  ?=
 .PHONY: setup check test test-all golden docs bench demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	@echo "installing the pinned tools into .venv: once, about a minute plus the download of torch"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -qq -c constraints.txt setuptools
