@@ -1,0 +1,107 @@
+"""One executor on every transport: the bits of the interpreter, and the counts that the schedule promises."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from counterpoint.errors import PeerError, ProgramError
+from counterpoint.fabric import LocalWorld
+from counterpoint.fabric.algorithms import ALGORITHMS, Extent, count, execute, interpret, row_of
+from counterpoint.fabric.algorithms.rings import ring
+from counterpoint.fabric.algorithms.trees import fixed_tree, shard_holders
+from tests.fabric.players import on_gloo, on_local, on_shm
+
+PROCESSES = [pytest.param(on_gloo, id="gloo"), pytest.param(on_shm, id="shm")]
+
+
+def value(member, length):
+    return torch.randn(length, generator=torch.Generator().manual_seed(member))
+
+
+def summed(fabric, name, length, eager_bytes=0):
+    algorithm = ALGORITHMS[name]
+    group = algorithm.group(fabric.num_ranks)
+    row = row_of(algorithm.schedule(fabric.num_ranks), group, fabric.rank)
+    tensors = [value(member, length) for member, rank in enumerate(group) if rank == fabric.rank]
+    counts = execute(fabric, row, "grad0", tensors, eager_bytes=eager_bytes)
+    assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    return tensors[0].tolist(), (counts.num_steps, counts.num_messages, counts.sent_bytes, counts.reduced_bytes)
+
+
+def promised(name, num_ranks, length):
+    schedule, group = ALGORITHMS[name].schedule(num_ranks), ALGORITHMS[name].group(num_ranks)
+    total = interpret(schedule, [value(member, length) for member in range(schedule.num_ranks)])[0].tolist()
+    counts = count(schedule, Extent(length), element_bytes=4, group=group)
+    return [(total, (c.num_steps, c.num_messages, c.sent_bytes, c.reduced_bytes)) for _, c in sorted(counts.items())]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_does_in_one_process_what_its_schedule_promises(name, num_ranks):
+    for length, eager_bytes in ((3, 0), (1001, 0), (1001, 1 << 20)):
+        scene = partial(summed, name=name, length=length, eager_bytes=eager_bytes)
+        assert on_local(scene, num_ranks) == promised(name, num_ranks, length)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("play", PROCESSES)
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "double_tree", "hierarchical, hosts of 2 in order"])
+def test_so_it_does_between_processes(name, play):
+    assert play(partial(summed, name=name, length=1001), 3) == promised(name, 3, 1001)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("play", PROCESSES)
+@pytest.mark.parametrize("name", ["butterfly", "ring"])
+def test_messages_larger_than_any_buffer_between_two_processes_pass(name, play):
+    assert play(partial(summed, name=name, length=2_000_000), 2) == promised(name, 2, 2_000_000)
+
+
+def test_a_group_may_be_some_of_the_ranks_in_any_order():
+    def work(fabric):
+        tensor = torch.full((4,), 10.0**fabric.rank)
+        if fabric.rank in (3, 1):
+            execute(fabric, row_of(ring(2), (3, 1), fabric.rank), "grad0", [tensor])
+        return tensor[0].item()
+
+    with LocalWorld(4) as world:
+        assert world.run(work) == [1.0, 1010.0, 100.0, 1010.0]
+
+
+def test_the_sum_over_shards_has_the_same_bits_on_any_number_of_ranks():
+    def work(fabric):
+        group = shard_holders(8, fabric.num_ranks)
+        tensors = [value(shard, 33) for shard, rank in enumerate(group) if rank == fabric.rank]
+        execute(fabric, row_of(fixed_tree(8), group, fabric.rank), "grad0", tensors)
+        return tuple(tensors[0].tolist())
+
+    assert len({total for num_ranks in range(1, 9) for total in on_local(work, num_ranks)}) == 1
+
+
+def test_ranks_with_tensors_of_other_looks_get_an_error_that_names_both():
+    def work(fabric):
+        dtype = torch.float64 if fabric.rank == 1 else torch.float32
+        execute(fabric, row_of(ring(3), (0, 1, 2), fabric.rank), "grad0", [torch.ones(6, dtype=dtype)])
+
+    expected = r"rank \d sent 2 elements of torch.float\d\d of grad0 where rank \d has 2 elements of torch.float\d\d"
+    with LocalWorld(3) as world, pytest.raises(PeerError, match=expected):
+        world.run(work)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ([], "gives nothing for grad0 and holds 1 members"),
+        ([torch.ones(2), torch.ones(2)], "give one tensor for each"),
+        ([torch.ones(4, 4).t()], "is not contiguous"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_row_are_refused(tensors, said):
+    with LocalWorld(1) as world, pytest.raises(ProgramError, match=said):
+        world.run(lambda fabric: execute(fabric, row_of(ring(1), (0,), 0), "grad0", tensors))
+
+
+def test_the_row_of_another_rank_is_refused():
+    with LocalWorld(1) as world, pytest.raises(ProgramError, match="rank 0 was given the row of rank 1 in group"):
+        world.run(lambda fabric: execute(fabric, row_of(ring(2), (0, 1), 1), "grad0", [torch.ones(2)]))
