@@ -1,0 +1,34 @@
+"""Two hosts for the tests of the lab, which are skipped, with the reason, where none can be opened."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import Lab
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def permitted():
+    if reason := Lab.why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def faults(permitted):
+    if reason := Lab.why_no_faults():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def lab(permitted):
+    with Lab(hosts=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def talk():
+    """Return ``command(*words)``, the command line of tests/lab/talk.py."""
+    return lambda *words: [sys.executable, "-I", str(HERE / "talk.py"), *map(str, words)]
