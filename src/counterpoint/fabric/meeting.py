@@ -24,7 +24,7 @@ from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric.connections import Meeting, await_keys
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import digest, ranks
-from counterpoint.fabric.gloo import PrefixStore, ProcessGroupGloo, TCPStore
+from counterpoint.fabric.gloo import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from counterpoint.fabric.shm.memory import Site
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
@@ -77,13 +77,38 @@ def connect(  # noqa: PLR0913 - what a rank is told
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
     store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
-    places = announce(store, rank, num_ranks, address, deadline_s)
-    if shares_memory(places, transport):
-        number = int.from_bytes(digest(job)[:8], "little")
-        return ShmFabric(Site(store, rank, num_ranks, deadline_s), number, generation)
-    device = ProcessGroupGloo.create_device(hostname=interface_towards(address))
+    site = Site(store, rank, num_ranks, deadline_s)
     number = int.from_bytes(digest(job)[:8], "little")
+    if shares_memory(announce(site, f"{address.host}:{address.port}"), transport):
+        return ShmFabric(site, number, generation)
+    device = ProcessGroupGloo.create_device(hostname=interface_towards(address))
     return TorchFabric(rank, num_ranks, deadline_s, Meeting(store, device, number, generation))
+
+
+def join(store: Store, rank: int, num_ranks: int, *, deadline_s: float = 30.0, transport: Transport = "auto") -> Fabric:
+    """Return this rank's fabric among the ranks that have a store in common already, as a program of torch has.
+
+    They may come again to the same store: whoever comes for the third time meets those that do, too.
+
+    Args:
+        store: what only these ranks write to; whoever keeps it does so for as long as the fabric is open.
+        rank: the own rank.
+        num_ranks: how many there are.
+        deadline_s: as in :func:`connect`.
+        transport: as in :func:`connect`.
+
+    Raises:
+        LaunchError: as in :func:`connect`.
+    """
+    if num_ranks == 1:
+        return TorchFabric(rank, num_ranks, deadline_s, None)
+    time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
+    site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, deadline_s)
+    number = int.from_bytes(digest("torch")[:8], "little")
+    if shares_memory(announce(site, "the store of their process group"), transport):
+        return ShmFabric(site, number, time_of_coming)
+    device = ProcessGroupGloo.create_default_device()
+    return TorchFabric(rank, num_ranks, deadline_s, Meeting(site.store, device, number, time_of_coming))
 
 
 def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
@@ -160,15 +185,17 @@ def host_key() -> str:
     return f"{kernel} {socket.gethostname()} {Path(container).readlink() if container.exists() else ''} {os.getuid()}"
 
 
-def announce(
-    store: PrefixStore, rank: int, num_ranks: int, address: Address, deadline_s: float
-) -> list[tuple[str, str]]:
+def announce(site: Site, place: str) -> list[tuple[str, str]]:
     """Return each rank's host, and why it cannot share memory: all are here, and run the same versions.
+
+    Args:
+        site: who this rank is, and whom it meets.
+        place: where, for errors.
 
     Raises:
         PeerError: some are not, when the deadline passes; this rank was here before; or the ranks run other versions.
     """
-    place = f"{address.host}:{address.port}"
+    store, rank, num_ranks = site.store, site.rank, site.num_ranks
     if store.add(f"count/{rank}", 1) != 1:
         raise PeerError(
             f"rank {rank} has come twice to {place}; a rank comes once per job and generation: give "
@@ -178,7 +205,7 @@ def announce(
     told = {"facts": {"ranks": num_ranks, **versions()}, "place": [host_key(), native().reason]}
     store.set(f"here/{rank}", json.dumps(told))
     began = time.monotonic()
-    missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], deadline_s)
+    missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], site.deadline_s)
     if missing:
         raise PeerError(
             f"rank {rank} waited {time.monotonic() - began:.1f} s at {place} for {ranks(missing)} "

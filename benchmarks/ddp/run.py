@@ -1,0 +1,42 @@
+"""DDP on backend counterpoint against DDP on gloo, by the same ranks in turns."""
+
+import json
+import statistics
+from pathlib import Path
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.local import run_command, script_command
+from counterpoint.testing.claims import Options, Result
+
+ROUNDS, RANKS, BAR = 5, 2, 1.3
+APART = 1e-4  # of the largest parameter: some steps in float32, added up in another order
+
+
+def on_ranks(rounds):
+    """Return what rank 0 has measured."""
+    lines = []
+    command = script_command(Path(__file__).with_name("ranks.py"), [str(rounds)])
+    result = run_command(command, RANKS, threads_per_rank=1, on_line=lines.append)
+    found = [line.text for line in lines if line.text.startswith("{")]
+    if result.exit_code or not found:
+        said = "\n".join(line.text for line in lines[-20:])
+        raise LaunchError(f"the ranks of the measurement ended with {result.exit_code}: {result.report}\n{said}")
+    return json.loads(found[0])
+
+
+def measure(options: Options) -> Result:
+    rows, missed, figures = [], [], {}
+    for setting, found in on_ranks(max(3, options.rounds or ROUNDS)).items():
+        ours, theirs = found["seconds"]["counterpoint"], found["seconds"]["gloo"]
+        ratios = [g / c for g, c in zip(theirs, ours, strict=True)]
+        ratio = statistics.median(ratios)
+        times = [f"{1e3 * statistics.median(seconds):.1f}" for seconds in (ours, theirs)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append((setting, *times, f"{ratio:.2f}", spread, f"{BAR:.1f}", f"{found['apart']:.0e}"))
+        figures[setting] = {**found, "ratio": ratio}
+        if not ratio >= BAR:
+            missed.append(f"{setting}: {ratio:.2f} times as fast as on gloo; at least {BAR} promised")
+        if not found["apart"] <= APART:
+            missed.append(f"{setting}: parameters are {found['apart']:.0e} apart; at most {APART:.0e} promised")
+    columns = ("DDP", "counterpoint ms", "gloo ms", "ratio", "spread", "bar", "parameters apart")
+    return Result(columns, tuple(rows), tuple(missed), figures, {"ratio:": "steps per second over those on gloo"})

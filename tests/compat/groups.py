@@ -1,0 +1,71 @@
+"""Run a scene, a function of rank and number of ranks, in real process groups of torch, and see what each rank got."""
+
+import gc
+import socket
+from contextlib import closing
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.compat.torch_backend import register
+from counterpoint.fabric.gloo import TCPStore
+from counterpoint.fabric.torch_group.group import create
+from tests.fabric.players import CONTEXT, heard, told
+
+OVER_GLOO = "over_gloo"  # ours, as it is where the ranks are not on one host
+
+
+def on_ranks(scene, num_ranks, backend="counterpoint", deadline_s=20.0):
+    """Return what each rank's scene returned, or the error it ended with; None where it ended without a word."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        players = []
+        for rank in range(num_ranks):
+            ours, theirs = CONTEXT.Pipe()
+            who = (rank, num_ranks, backend, deadline_s)
+            player = CONTEXT.Process(target=play, args=(theirs, scene, who, None if rank else listener, port))
+            player.start()
+            theirs.close()
+            players.append((player, ours))
+        return [heard(*player, deadline_s) for player in players]
+
+
+@cache
+def once_on_ranks(scene, num_ranks, backend):
+    """Return what :func:`on_ranks` does, for tests that look at different parts of it."""
+    return on_ranks(scene, num_ranks, backend)
+
+
+def play(pipe, scene, who, listener, port):
+    """Be one rank in a process of its own."""
+    torch.set_num_threads(1)
+    rank, num_ranks, backend, deadline_s = who
+    register()
+    dist.Backend.register_backend(OVER_GLOO, partial(create, transport="gloo"), devices=["cpu"])
+    timeout = timedelta(seconds=deadline_s)
+    listen_fd = None if listener is None else listener.detach()
+    store = TCPStore("127.0.0.1", port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    answer = told(partial(told_of_torch, num_ranks=num_ranks, scene=scene), rank)
+    pipe.send(answer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def told_of_torch(rank, *, num_ranks, scene):
+    """What the scene returns, with errors of torch as text, too."""
+    try:
+        return scene(rank, num_ranks)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def resources():
+    """Threads, open files and mappings of shared memory of this process; tensors may wait to be collected before."""
+    gc.collect()
+    threads, files = (len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd"))
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return threads, files, maps.count("memfd:counterpoint")
