@@ -108,7 +108,15 @@ CP_API int64_t cp_await_members(cp::World* world, void* memory, int64_t slice_ns
 }
 
 CP_API void cp_close_group(cp::Group* group) { delete group; }
-CP_API int64_t cp_start(cp::Group* group, const cp::Request* request) { return group->start(*request); }
+
+// The request is a pattern that serves again and again; only the places of its tensor change.
+CP_API int64_t cp_start(cp::Group* group, const cp::Request* request, uint8_t* data, int32_t segment, uint64_t offset) {
+  cp::Request own = *request;
+  own.data = data;
+  own.segment = segment;
+  own.offset = offset;
+  return group->start(own);
+}
 
 CP_API int64_t cp_wait(cp::World* world, cp::Group* group, int64_t turn, int64_t slice_ns) {
   if (!group->is_done(turn)) {

@@ -91,7 +91,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_await_members": (c_int64, (c_void_p, c_void_p, c_int64)),
     "cp_open_group": (c_void_p, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "cp_close_group": (None, (c_void_p,)),
-    "cp_start": (c_int64, (c_void_p, c_void_p)),
+    "cp_start": (c_int64, (c_void_p, c_void_p, c_void_p, c_int32, c_uint64)),
     "cp_wait": (c_int64, (c_void_p, c_void_p, c_int64, c_int64)),
     "cp_num_done": (c_int64, (c_void_p,)),
     "cp_advance": (c_int32, (c_void_p,)),

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from threading import Lock
 from typing import Final
 
 import torch
@@ -58,8 +57,8 @@ class ShmFabric(JoinedFabric):
         assert library is not None, "whoever chose this transport has looked"
         self._library = library
         self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
-        self._lock = Lock()
         self._groups: dict[Group, tuple[int, Mapping | None]] = {}
+        self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
         self._recipes = Recipes(self.rank, self.num_ranks, self._handle_of)
         count = site.num_ranks
         self._memory = site.open_world(library)
@@ -101,11 +100,12 @@ class ShmFabric(JoinedFabric):
 
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
-        key = key_of(verb, label, tensor, group)
-        recipe = self._recipes.get(key)
-        if recipe is None:
-            operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
-            recipe = self._recipes.make(key, Kind.ALL_REDUCE, operation, tensor)
+        last = self._sums.get(label)
+        if last is not None and (last[1:4] == (tensor.shape, group, verb)) and last[4] is tensor.dtype:
+            return self._start(last[0], tensor)
+        operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
+        recipe = self._recipes.make(key_of(verb, label, tensor, group), Kind.ALL_REDUCE, operation, tensor)
+        self._sums[label] = (recipe, tensor.shape, group, verb, tensor.dtype)
         return self._start(recipe, tensor)
 
     def reduce_scatter(
@@ -209,6 +209,7 @@ class ShmFabric(JoinedFabric):
                 os.close(process)
         self._tensors.close()
         self._recipes.clear()
+        self._sums.clear()
         self._groups.clear()
 
     def finish(self, recipe: Recipe, turn: int) -> None:
@@ -229,11 +230,9 @@ class ShmFabric(JoinedFabric):
         if self.failure is not None:
             raise PeerError(self.failure)
         whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-        address, request = whole.data_ptr(), recipe.request
-        with self._lock:
-            request.data = address
-            request.segment, request.offset = self._tensors.find(address, recipe.num_bytes)
-            turn = self._cp_start(recipe.group, recipe.address)
+        address = whole.data_ptr()
+        segment, offset = self._tensors.find(address, recipe.num_bytes)
+        turn = self._cp_start(recipe.group, recipe.address, address, segment, offset)
         return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
 
     def _handle_of(self, operation: Operation) -> int:
