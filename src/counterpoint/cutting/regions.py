@@ -26,7 +26,9 @@ Dims = Mapping[str, tuple[str, str]]
 
 _LINEAR = torch.ops.aten.linear.default
 _FOLDS = {"view", "reshape", "unflatten"}
-_MIXING = {"scaled_dot_product_attention", "softmax", "_softmax", "matmul", "bmm", "baddbmm"}
+_ATTENTION = "scaled_dot_product_attention"
+_PICKING = {"select", "unbind"}
+_MIXING = {_ATTENTION, "softmax", "_softmax", "matmul", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def _may_gather(traced: Traced, inside: frozenset[fx.Node]) -> bool:
 def _region(columns: list[fx.Node], row: fx.Node, inside: frozenset[fx.Node], dims: Dims, *, weight: str) -> Region:
     features = [int(value_of(column).shape[-1]) for column in columns]
     mixes = any(word_of(node) in _MIXING for node in inside)
-    heads = [_heads(column) for column in columns] if mixes else []
+    heads = _heads(columns, inside) if mixes else []
     sizes = [count for count in heads if count] if heads and all(heads) else features
     dim = _dim(columns, row, dims) or ("heads" if mixes else "hidden")
     return Region(_name(columns, row), weight, dim, math.gcd(*sizes), tuple(columns), row, inside)
@@ -157,7 +159,18 @@ def from_to(first: str, last: str) -> str:
     return f"{first}..{'.'.join(tails[same:])}"
 
 
-def _heads(column: fx.Node) -> int | None:
+def _heads(columns: list[fx.Node], inside: frozenset[fx.Node]) -> list[int | None]:
+    """Return how many heads each layer gives, as far as the graph shows them.
+
+    One layer for query, key and value is first folded into these three, which are not its heads.
+    """
+    if len(columns) == 1 and any(word_of(node) in _PICKING for node in inside):
+        queries = [value_of(node.all_input_nodes[0]) for node in inside if word_of(node) == _ATTENTION]
+        return [int(query.shape[-3]) if query.dim() > 3 else None for query in queries]
+    return [_folded(column) for column in columns]
+
+
+def _folded(column: fx.Node) -> int | None:
     """Return into how many heads the output of a layer is folded."""
     for user in column.users:
         shape = tuple(value_of(user).shape) if word_of(user) in _FOLDS else ()
