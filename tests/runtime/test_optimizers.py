@@ -155,7 +155,6 @@ def changed(optimizer):
     [
         (lambda found: Secret(found), "^Secret keeps its factor neither in its defaults nor .* pass a factory that"),
         (lambda found: changed(Own(found)), "^Own has nesterovian=3, but one made again, .* has None; pass a factory"),
-        (lambda found: optim.LBFGS(found), "^LBFGS.step needs a closure, .* take an optimizer that steps on"),
     ],
 )
 def test_an_optimizer_that_the_ranks_cannot_make_again_is_refused(make, text):

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from counterpoint.cutting.cut import Cut
 from counterpoint.cutting.whole import WholeCut
+from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.plan import Plan
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program
@@ -83,6 +85,23 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         domain=domain_of(parts.program, rank),
     )
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
+
+
+def require_no_hooks(model: nn.Module, cut: Cut, plan: Plan) -> None:
+    """Check that no parameter has gradient hooks where ranks compute with copies of it, or sum its gradient later.
+
+    Raises:
+        PlanError: one has.
+    """
+    if plan.num_ranks == 1 and isinstance(cut, WholeCut):
+        return
+    for name, param in model.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no other way to see them
+            raise PlanError(
+                f"{name} has a gradient hook, which under {plan} would not see the gradient that trains it: ranks have "
+                "parts and copies of the parameter, and add up their gradients afterwards; remove the hook and change "
+                "the loss or the model in its place (clip_norm=... clips the summed gradient), or train under solo"
+            )
 
 
 def bind(parts: Parts, cut: Cut, words: Sequence[Any], *, training: bool) -> Model:

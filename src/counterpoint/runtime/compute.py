@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.cutting.cut import Segment
+from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.seeds import Dice, seed_of
@@ -125,7 +126,11 @@ class Compute:
                 for value, carries in zip(bundle.values, bundle.carries, strict=True)
             ]
             seed = seed_of(self.dice, draws=self.model.draws)
-            outputs = segment(leaves, self.store.params, self.store.buffers, seed)
+            try:
+                outputs = segment(leaves, self.store.params, self.store.buffers, seed)
+            except Exception as error:
+                tell_where(error, self.place(block, stop, micro, leaves))
+                raise
             if stop == self.model.num_blocks:
                 outputs = self.spent = (self.lose(outputs, micro),)
             else:
@@ -133,6 +138,17 @@ class Compute:
                 self.bundles[stop, micro] = Bundle(tuple(output.detach() for output in outputs), carried)
             self.tapes[block, micro] = (leaves, outputs)
             block = stop
+
+    def place(self, block: int, stop: int, micro: int, values: Sequence[Tensor]) -> str:
+        """Return which blocks run on which samples, as text for errors."""
+        assert self.feed is not None, "a step has begun"
+        blocks = f"block {block}" if stop == block + 1 else f"blocks {block} to {stop - 1}"
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        return (
+            f"{blocks} of {self.model.num_blocks} on microbatch {micro} of step {self.dice.step}, which has "
+            f"{self.feed.sizes[micro]} of the batch's {sum(self.feed.sizes.values())} samples, with inputs of the "
+            f"shapes {shapes}"
+        )
 
     def entrance(self, block: int, micro: int) -> Bundle:
         """Return the bundle before a block; that of the first block is read from the feed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
@@ -62,18 +62,9 @@ class Face:
         self.kind = type(self.optimizer)
         self.is_elementwise = self.kind in ELEMENTWISE
         self.group_of = self._groups(trainable)
-        self._require_no_closure()
         self._known_state = self.optimizer.state, len(self.optimizer.state)
         self._rehearse()
         self.optimizer.register_state_dict_pre_hook(say_where_state_is)
-
-    def _require_no_closure(self) -> None:
-        closure = signature(self.kind.step).parameters.get("closure")
-        if closure is not None and closure.default is Parameter.empty:
-            raise PlanError(
-                f"{self.kind.__name__}.step needs a closure, to compute the loss several times in one step, but a plan "
-                "computes it once; take an optimizer that steps on the gradients it is given, such as AdamW or SGD"
-            )
 
     def _rehearse(self) -> None:
         """Check that the ranks' optimizers can be made, and that the face has no state that these would not have."""
