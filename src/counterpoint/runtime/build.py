@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Commit, Forward
+from counterpoint.program.instruction import Commit, Forward, Group
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program
 from counterpoint.runtime.calls import boundaries, fuse
@@ -83,6 +84,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         guard=parts.guard,
         answers_for=answers_for(parts, rank),
         domain=domain_of(parts.program, rank),
+        num_readers=num_readers(parts, rank),
     )
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
 
@@ -187,9 +189,24 @@ def holdings(parts: Parts) -> list[Holding]:
     return [found[key] for key in sorted(found)]
 
 
+def commit_group(program: Program, rank: int) -> Group:
+    """Return the ranks that decide together with this one; none for a rank that commits nothing."""
+    return next((word.group for word in program.rows[rank].body if isinstance(word, Commit)), ())
+
+
+def num_readers(parts: Parts, rank: int) -> dict[str, int]:
+    """Return for each parameter how many ranks of this rank's commit compute with it."""
+    found: Counter[str] = Counter()
+    units = parts.spec.units
+    for member in commit_group(parts.program, rank):
+        blocks = {word.block for word in parts.program.rows[member].body if isinstance(word, Forward)}
+        found.update(name for unit, names in units.items() if not blocks.isdisjoint(unit) for name in names)
+    return dict(found)
+
+
 def domain_of(program: Program, rank: int) -> list[int]:
     """Return the microbatches over whose samples the loss of this rank is a mean: those of its commit's group."""
-    group = next((word.group for word in program.rows[rank].body if isinstance(word, Commit)), ())
+    group = commit_group(program, rank)
     return sorted({word.micro for member in group for word in program.rows[member].body if isinstance(word, Forward)})
 
 

@@ -79,8 +79,7 @@ class Compute:
         self.passing: dict[tuple[int, int], Grads] = {}
         self.losses: dict[int, float] = {}
         self.spent: Sequence[Tensor] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
-        self.unused = "error"
-        self.checked = False
+        self.unused = "error"  # what a parameter without a gradient means; a commit looks
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
 
@@ -102,10 +101,6 @@ class Compute:
         self.weights = weights
         for books in (self.bundles, self.tapes, self.grads, self.passing, self.losses):
             books.clear()
-
-    def end(self) -> None:
-        """End a step; which parameters are used is checked in the first one, unless zeros are wanted in every one."""
-        self.checked = self.unused == "error"
 
     def is_empty(self, micro: int) -> bool:
         """Tell whether a microbatch has no samples, so that nothing is computed for it."""
@@ -178,7 +173,7 @@ class Compute:
             return
         stop = last + 1
         while stop > first:
-            block, segment = self.by_stop[stop]
+            block, _ = self.by_stop[stop]
             leaves, outputs = self.tapes.pop((block, micro))
             if stop == self.model.num_blocks:
                 roots, gradients, passed = list(outputs), no_gradients(1), no_gradients(len(leaves))
@@ -186,30 +181,10 @@ class Compute:
                 roots, gradients, passed = self.roots(leaves, outputs, self.taken(stop, micro))
             if any(root.requires_grad for root in roots):
                 torch.autograd.backward(roots, gradients)
-            if not self.checked:
-                self.check_all_used(segment)
             self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
             self.passing[block, micro] = passed
             self.bundles.pop((block, micro), None)
             stop = block
-
-    def check_all_used(self, segment: Segment) -> None:
-        """Check that every trainable parameter of a segment got a gradient, or give it one of zeros.
-
-        Raises:
-            DataError: some got none, and that was not said to be right.
-        """
-        params = self.store.params
-        missing = [name for name in segment.params if params[name].requires_grad and params[name].grad is None]
-        if missing and self.unused == "error":
-            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise DataError(
-                f"no gradient reached {listed}: the loss does not depend on {'it' if len(missing) == 1 else 'them'}; "
-                "freeze what is not trained with requires_grad_(False), use its output in the loss, or pass "
-                "unused='zero' to train on with gradients of zeros"
-            )
-        for name in missing:
-            params[name].grad = torch.zeros_like(params[name])
 
     def roots(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Grads
