@@ -133,7 +133,8 @@ class Server:
             for units in kept
         )
         staleness = before.staleness if self.consistency == "bsp" else None
-        return replace(before, ranks=workers * self.degree + servers, staleness=staleness)
+        copies = replace(before, ranks=workers, staleness=staleness).copied(self.degree)
+        return replace(copies, ranks=copies.ranks + servers)
 
 
 def assign(sizes: Mapping[Unit, int], num_servers: int) -> dict[Unit, int]:
