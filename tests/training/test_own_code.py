@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import counterpoint as cp
-from tests.training.fits import STRATEGIES, dataset, mlp, params_of, rank_threads, same_bits, seeded
+from tests.training.fits import STRATEGIES, dataset, mlp, params_of, rank_threads, same_bits, seeded, state_of
 
 SGD = partial(optim.SGD, lr=0.1)
 
@@ -76,12 +76,12 @@ class Fussy(nn.Module):
         return self.layer(x)
 
 
-def fit_uneven(model, strategy):
+def fit_uneven(model, strategy, **goals):
     x, targets = dataset(11).tensors
     trainer = cp.Trainer(
         model, loss=F.cross_entropy, optimizer=SGD, strategy=strategy, num_microbatches=1 + ("data" not in strategy)
     )
-    trainer.fit(TensorDataset(x, targets), batch_size=4)
+    trainer.fit(TensorDataset(x, targets), batch_size=4, **goals)
 
 
 @pytest.mark.parametrize("strategy", ["solo", "data(2)"])
@@ -94,15 +94,42 @@ def test_an_error_of_the_models_forward_says_which_samples_and_blocks_it_had(str
     )
 
 
+def normed():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
-def test_batch_norm_on_a_single_sample_is_refused_with_the_microbatch_and_the_remedy(strategy):
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+def test_batch_norm_on_a_lone_sample_of_the_last_batch_is_refused_before_the_first_step(strategy):
+    model = seeded(normed)
     with pytest.raises(cp.DataError) as refusal:
         fit_uneven(model, strategy)
-    text = str(refusal.value)
-    assert text.startswith("batch norm got one value per channel and cannot train on it: block")
-    assert "on microbatch 1 of step 2, which has 1 of the batch's 3 samples" in text
-    assert "whose every microbatch has 2 samples or more, the last batch included (another batch_size, " in text
+    assert str(refusal.value) == (
+        "batch norm got one value per channel and cannot train on it: the last batch of an epoch has 3 samples, and "
+        "microbatch 1 of it has only 1; give batches whose every microbatch has 2 samples or more, the last batch "
+        "included (another batch_size, fewer microbatches, or leave the last samples out), or take a norm that needs "
+        "no batch, as LayerNorm or GroupNorm"
+    )
+    assert same_bits(state_of(model), state_of(seeded(normed)))
+    fit_uneven(model, strategy, max_steps=2)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
+def test_batch_norm_on_a_lone_sample_in_a_loop_says_which_microbatch_it_is(strategy):
+    x, targets = dataset(11).tensors
+    step = step_of(seeded(normed), strategy, num_microbatches=1 + ("data" not in strategy))
+    step(x[:8], targets[:8])
+    with pytest.raises(cp.DataError, match=r"microbatch 1 of step 1, which has 1 of the batch's 3 samples"), step:
+        step(x[8:], targets[8:])
+
+
+def test_autocast_around_a_step_reaches_all_ranks():
+    """Only the caller's thread had it, and so no rank of several."""
+    found = []
+    for strategy in ("solo", "data(2)"):
+        with step_of(mlp().float(), strategy) as step, torch.autocast("cpu", dtype=torch.bfloat16):
+            step.team.model[0].register_forward_hook(lambda _, __, output: found.append(output.dtype))
+            step(dataset(12).tensors[0].float(), dataset(12).tensors[1])
+    assert set(found) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("strategy", ["solo", "data(2)"])

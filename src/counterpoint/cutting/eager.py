@@ -99,6 +99,27 @@ def require_variance(error: Exception, where: str) -> None:
         ) from error
 
 
+def check_single(model: nn.Module, inputs: Inputs, where: str) -> None:
+    """Check that a model with batch norm runs on a single sample; other errors of such a run come up in time.
+
+    Args:
+        model: the model; it stays as it is.
+        inputs: one sample.
+        where: which samples these will be.
+
+    Raises:
+        DataError: batch norm has only one value per channel.
+    """
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):  # noqa: SLF001
+        return
+    args, kwargs = call_of(inputs)
+    with unmarked(model):
+        try:
+            model(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - only one of them is asked for here
+            require_variance(error, where)
+
+
 class Modes:
     """The training mode as its user left it: a module that was put into evaluation mode inside stays there.
 

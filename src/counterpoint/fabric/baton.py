@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError, PlanError, ProgramError
+
+DEVICES = ("cpu", "cuda")
 
 
 class Mood(Enum):
@@ -35,7 +38,8 @@ class Baton:
     """Passes the right to run round among ``num_ranks`` threads.
 
     The state of torch's CPU generator goes with the rank that has the baton, as if each had a process of its own; a
-    rank's begins as the caller's was when it first ran. Gradient mode is each thread's own and begins as the caller's.
+    rank's begins as the caller's was when it first ran. Gradient mode and autocast are each thread's own and begin as
+    the caller's.
     """
 
     def __init__(self, num_ranks: int, deadline_s: float) -> None:
@@ -71,13 +75,7 @@ class Baton:
         if self._work is not None:
             raise ProgramError("the ranks are running already; a world runs one piece of work at a time")
         num_ranks = len(self._turns)
-        grad_mode = torch.is_grad_enabled()
-
-        def with_grad_mode(rank: int) -> None:
-            with torch.set_grad_enabled(grad_mode):
-                work(rank)
-
-        self._work = with_grad_mode
+        self._work = as_here(work)
         self._failure = self._origin = None
         self._moods[:] = [Mood.ABLE] * num_ranks
         self._begun[:] = [False] * num_ranks
@@ -228,6 +226,20 @@ class Baton:
             + "; every wait needs another rank that can still end it: compare the order of sends, "
             "receives and collectives"
         )
+
+
+def as_here(work: Callable[[int], None]) -> Callable[[int], None]:
+    """Return the work with the gradient mode and the autocasts of this thread, which torch keeps for each apart."""
+    grad_mode = torch.is_grad_enabled()
+    casts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
+
+    def run(rank: int) -> None:
+        with torch.set_grad_enabled(grad_mode), ExitStack() as stack:
+            for device, dtype in casts:
+                stack.enter_context(torch.autocast(device, dtype))
+            work(rank)
+
+    return run
 
 
 def taken_lock() -> threading.Lock:

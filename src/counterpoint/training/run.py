@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import optim
 
+from counterpoint.cutting.eager import check_single
 from counterpoint.data.fetch import MapDataset, fingerprint
-from counterpoint.data.sampler import Cursor, Indices, Sampler
+from counterpoint.data.sampler import Cursor, Indices, Sampler, split
 from counterpoint.errors import CheckpointError
+from counterpoint.runtime.build import call_form
 from counterpoint.training import saving
 from counterpoint.training.evaluation import Measure, evaluate
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
@@ -101,6 +103,7 @@ class Run:
         assert self.team.compiled is not None, "built"
         start = RunStart(self.team.compiled, self.progress.step, self.num_steps, self.sampler.batch_size)
         saving.make_root(self.team, self.goals.save_to)
+        self.require_no_lone_sample()
         for listener in self.listeners:
             listener.on_start(start)
         first = self.progress.step
@@ -117,6 +120,21 @@ class Run:
             self.goals.save_every is None or self.progress.step % self.goals.save_every or first == self.progress.step
         ):
             self.save()
+
+    def require_no_lone_sample(self) -> None:
+        """Check that batch norm can do with the last batch of an epoch, if that is reached.
+
+        Raises:
+            DataError: a microbatch of it has one sample, and batch norm one value per channel of it.
+        """
+        last, cursor = self.sampler.num_batches - 1, self.progress.cursor
+        count = self.sampler.batch_len(last)
+        sizes = [stop - start for start, stop in split(count, self.team.num_micros)]
+        if 1 not in sizes or self.num_steps - self.progress.step <= last - cursor.batch:
+            return
+        feed = DatasetFeed(self.dataset, self.sampler.batch(cursor.epoch, last)[:1], 1)
+        where = f"the last batch of an epoch has {count} samples, and microbatch {sizes.index(1)} of it has only 1"
+        check_single(self.team.model, call_form(feed.inputs(0)), where)
 
     def step(self, *, traced: bool) -> None:
         """Take one step."""
