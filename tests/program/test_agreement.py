@@ -1,8 +1,17 @@
 """Damage to who decides, to how much work there is, to partial results and to releases: each is caught, and named."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from counterpoint.compiler.compile import compile as compile_plan, count_bytes, promise_of
 from counterpoint.errors import ProgramError
+from counterpoint.program.instruction import Commit
+from counterpoint.program.laws import check
+from counterpoint.program.program import Program
+from counterpoint.program.rewrite import map_row
+from tests.laws.compositions import legal
 from tests.program.damage import ALL, Damage, judge, judge_text
 
 ONE = (("blocks", 1),)
@@ -167,3 +176,55 @@ def test_the_replicas_of_a_stream_commit_together():
     with pytest.raises(ProgramError, match="commit@0 decides on microbatch 0") as caught:
         judge_text(apart)
     assert caught.value.law == 6
+
+
+def law_broken_by(case, change):
+    """The law that is broken by a composition whose words ``change(word)`` replaces; None where nothing changes."""
+    model, plan, samples = case
+    made = compile_plan(plan, model, samples_per_micro=samples)
+    rows = tuple(map_row(row, lambda words: [new for old in words for new in change(old)]) for row in made.program.rows)
+    if rows == made.program.rows:
+        return None
+    promise, counted = promise_of(made.forecast), count_bytes(Program(rows), made.model, samples)
+    with pytest.raises(ProgramError) as caught:
+        check(Program(rows), promise, made.model.units, counted)
+    return caught.value.law
+
+
+@settings(max_examples=80)
+@given(legal(), st.integers(1, 11))
+def test_no_commit_of_any_composition_can_fall_in_two(case, at):
+    made = compile_plan(case[1], case[0])
+    rows = made.program.rows
+    assume(all(any(not isinstance(word, Commit) for word in row.body) for row in rows))  # no server without a unit
+
+    def split(rank, word):
+        if isinstance(word, Commit):
+            return Commit(tuple(member for member in word.group if (member < at) == (rank < at)))
+        return word
+
+    apart = tuple(replace(row, body=tuple(split(rank, word) for word in row.body)) for rank, row in enumerate(rows))
+    assume(apart != rows)
+    with pytest.raises(ProgramError) as caught:
+        check(Program(apart), promise_of(made.forecast), made.model.units)
+    assert caught.value.law == 6
+
+
+@settings(max_examples=80)
+@given(legal(), st.data())
+def test_no_microbatch_of_any_composition_can_be_left_out(case, data):
+    left_out = data.draw(st.integers(0, case[1].num_micros - 1))
+
+    def change(word):
+        micro = getattr(getattr(word, "value", word), "micro", None)
+        return () if micro == left_out else (word,)
+
+    assert law_broken_by(case, change) == 4
+
+
+@settings(max_examples=80)
+@given(legal(), st.data())
+def test_no_block_of_any_composition_can_be_left_out(case, data):
+    made = compile_plan(case[1], case[0])
+    block = data.draw(st.integers(0, made.model.num_blocks - 1))
+    assert law_broken_by(case, lambda word: () if getattr(word, "block", None) == block else (word,)) == 4
