@@ -16,6 +16,7 @@ from counterpoint.cli.tables import Column, format_bytes, plain_table
 from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
+from counterpoint.errors import PlanError
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Backward, Forward
@@ -27,6 +28,9 @@ from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.pipeline import Pipeline
+
+MOST_RANKS = 2048
+"""For more, proving and drawing would take minutes, and show nothing that fewer ranks do not."""
 
 FEW_RANKS = 8
 MOST_CLASSES = 16
@@ -65,11 +69,16 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
     """Return the plan for the ranks there are; by default a pipeline gets two microbatches per stage.
 
     Raises:
-        PlanError: the text is no plan, or needs another number of ranks.
+        PlanError: the text is no plan, or needs another number of ranks, or too many.
     """
     plan = Plan.parse(text, num_ranks=ranks, num_microbatches=microbatches or 1)
     if ranks is not None:
         plan.require_ranks(ranks)
+    if plan.num_ranks > MOST_RANKS:
+        raise PlanError(
+            f"{plan} has {plan.num_ranks} ranks, and show draws up to {MOST_RANKS}: it proves a row for each; "
+            "show the plan with fewer ranks, the rows are alike"
+        )
     stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
     if stages and microbatches is None:
         multiple = lcm(*stages[0].stage_ranks)

@@ -102,10 +102,10 @@ class Run:
         """Take all steps that are left."""
         assert self.team.compiled is not None, "built"
         start = RunStart(self.team.compiled, self.progress.step, self.num_steps, self.sampler.batch_size)
-        saving.make_root(self.team, self.goals.save_to)
         self.require_no_lone_sample()
         for listener in self.listeners:
             listener.on_start(start)
+        saving.make_root(self.team, self.goals.save_to)
         first = self.progress.step
         while self.progress.step < self.num_steps:
             self.step(traced=self.progress.step == min(first + TRACED_STEP, self.num_steps - 1))
