@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -54,15 +56,27 @@ def show(
     if yaml:
         typer.echo(parsed.to_yaml(), nl=False)
         return
-    compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
-    trace = simulate(compiled.program, unit_costs())
     columns = shutil.get_terminal_size((100, 24)).columns
-    typer.echo(
-        "\n\n".join([heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)])
-    )
+    with uncollected():
+        compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
+        trace = simulate(compiled.program, unit_costs())
+        shown = [heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)]
+    typer.echo("\n\n".join(shown))
     if svg is not None:
         svg.write_text(draw_timeline(trace), encoding="utf-8")
         typer.echo(f"drawing  {svg}")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Look for no cycles meanwhile: in hundreds of thousands of instructions there are none, and it takes a quarter."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tuple[str, ...]) -> Plan:
