@@ -32,6 +32,14 @@ def refused(layers):
     return str(caught.value)
 
 
+@pytest.mark.parametrize(("word", "value"), [("1e-3", 1e-3), ("2E4", 2e4), ("1.5e-3", 1.5e-3), (".5", 0.5)])
+def test_a_number_may_have_an_exponent_and_no_point(word, value, tmp_path):
+    file = file_layer(written(tmp_path, f"training:\n  lr: {word}\n"))
+    for layer in (file, set_layer([f"training.lr={word}"])):
+        assert validated(merged([default_layer(), layer])).training.lr == value
+    assert set_layer(["plan.strategy='1e-3'"])["plan.strategy"].value == "1e-3"
+
+
 def test_a_file_says_the_same_as_python(tmp_path):
     path = written(tmp_path, "job: digits\nplan:\n  strategy: zero3\n  passes: [overlap]\ntraining:\n  epochs: 3\n")
     expected = RunConfig(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = ("examples/digits.py", "--print-losses", "--steps", "6")
@@ -53,6 +54,18 @@ def test_every_strategy_of_the_comparison_trains_what_one_rank_trains():
 
 def test_a_lost_message_is_named_by_the_law_it_breaks():
     assert "law 2 is broken: deadlock" in example("read_a_program").main()
+
+
+def test_the_example_of_the_readme_comes_to_the_same_loss_in_every_start(capsys):
+    """Its model was built without a seed, so that two launchers gave two losses."""
+    text = (EXAMPLES.parent / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0].replace("epochs=3", "epochs=1, max_steps=3")
+    shown = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        exec(code, {"__name__": "__main__"})
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != ""
 
 
 @pytest.mark.process

@@ -19,6 +19,12 @@ def test_a_pipeline_of_four_stages_and_eight_microbatches_has_the_published_bubb
     assert "laws 1 to 8 hold" in shown.output
 
 
+def test_more_ranks_than_can_be_shown_are_refused_at_once():
+    shown = run("show", "data", "-n", "100000")
+    assert shown.exit_code == 1
+    assert shown.output.startswith("PlanError: data(100000) has 100000 ranks, and show draws up to 2048: ")
+
+
 def test_rows_are_shown_as_the_program_writes_them():
     shown = run("show", "data(2)", "--blocks", "1")
     assert "rank 0 F0.0 B0.0 sum(grad0)@0,1 commit@0,1 U0\n" in shown.output

@@ -109,6 +109,21 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_trained(tmp_pat
     assert result.output.startswith("PlanError: the folder run holds a run already")
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained():
+    result = train("digits", "--steps", 1, "--folder", "/proc/nope", *SHORT)
+    assert result.exit_code == 1
+    assert "PlanError: the folder /proc/nope cannot be made: No such file or directory; give another" in result.output
+    assert "step 1/1" not in result.output
+
+
+def test_a_run_does_not_go_back_to_an_earlier_step():
+    """It said `step 2/1 saved` and ended well."""
+    train("digits", "--steps", 2, "--folder", "run", *SHORT)
+    result = train("--resume", "run", "--steps", 1)
+    assert result.exit_code == 1
+    assert "is of step 2, but this run ends at step 1; epochs and steps count from the beginning" in result.output
+
+
 def test_a_launcher_and_the_command_do_not_both_start_ranks(monkeypatch):
     contract = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
     for name, value in {**contract, "MASTER_ADDR": "127.0.0.1"}.items():

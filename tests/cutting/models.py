@@ -187,9 +187,29 @@ def fixed_heads():
     return FixedHeads(), (torch.randn(3, 5, 8),)
 
 
+class Residual(nn.Module):
+    """Blocks of two layers, added to what they are given: a cut between the layers falls into a pair."""
+
+    def __init__(self):
+        super().__init__()
+        pairs = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.first, self.blocks, self.last = nn.Linear(8, 16), nn.ModuleList(pairs), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.last(h)
+
+
+def residual():
+    return Residual(), (torch.randn(6, 8),)
+
+
 ALL = {
     make.__name__: make
     for make in (
-        perceptron, cnn, gpt, long_skip, recurrent, draws_in_forward, changes_in_place, fixed_heads
+        perceptron, cnn, gpt, long_skip, recurrent, draws_in_forward, changes_in_place, fixed_heads,
+        residual
     )
 }  # fmt: skip

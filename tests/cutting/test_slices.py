@@ -69,9 +69,9 @@ def test_what_is_also_used_elsewhere_enters_a_region_under_a_name_of_its_own():
 
 
 def test_the_bias_of_the_row_layer_belongs_to_the_next_piece():
-    first, region, last = GraphCut(*fixed_heads(), prefer="regions").spec.pieces
+    first, entry, region, last = GraphCut(*fixed_heads(), prefer="regions").spec.pieces
     assert "out.weight" in region.params
-    assert (first.params, last.params) == (("norm.weight", "norm.bias"), ("out.bias",))
+    assert (first.params, entry.params, last.params) == (("norm.weight", "norm.bias"), (), ("out.bias",))
 
 
 def test_bytes_of_a_split_are_those_of_one_sample():

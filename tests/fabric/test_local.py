@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from counterpoint.errors import PeerError, ProgramError
+from counterpoint.errors import PeerError, PlanError, ProgramError
 from counterpoint.fabric import LocalWorld
 
 FOUR = (0, 1, 2, 3)
@@ -168,3 +168,12 @@ def test_a_closed_world_leaves_no_thread():
     world.close()
     world.close()
     assert threading.active_count() == before
+
+
+def test_a_closed_world_refuses_to_run_at_once():
+    """It waited for ever for threads that had ended."""
+    world = LocalWorld(2)
+    world.run(lambda fabric: fabric.barrier((0, 1)))
+    world.close()
+    with pytest.raises(PlanError, match=r"^the 2 ranks have ended, because close\(\) was called; .* make them anew"):
+        world.run(lambda fabric: fabric.barrier((0, 1)))

@@ -70,6 +70,23 @@ def test_when_all_blame_their_peers_the_first_one_is_named():
     assert find_culprit(outcomes) is outcomes[2]
 
 
+def test_a_rank_that_ended_well_too_early_explains_those_that_waited_for_it():
+    waited = raised("PeerError", 9.0, peer=True, text="rank 0 waited 6.0 s at here:1 for ranks 1 and 2 of 3")
+    outcomes = [ended(0, error=waited), ended(1, 0, at=1.0), ended(2, 0, at=0.5)]
+    assert tell(outcomes).splitlines() == [
+        "rank 2 ended with exit code 0 (pid 102, after 4.2 s), but others waited for it; every rank has to do all of "
+        "the steps",
+        "rank 0 stopped because of rank 2",
+    ]
+    assert exit_code(outcomes) == 1
+
+
+def test_a_rank_that_ended_well_and_is_not_waited_for_explains_nothing():
+    waited = raised("PeerError", 9.0, peer=True, text="rank 0 waited 6.0 s at here:1 for rank 2 of 13")
+    outcomes = [ended(0, error=waited), ended(1, 0, at=1.0), ended(3, 0, at=12.0)]
+    assert find_culprit(outcomes) is outcomes[0]
+
+
 def test_a_run_in_which_nobody_failed_has_no_culprit():
     assert find_culprit([ended(0, 0), ended(1, 0)]) is None
     assert tell([ended(0, 0)]) == ""

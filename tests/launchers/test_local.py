@@ -121,6 +121,22 @@ signal.pause()
     ]
 
 
+def test_a_rank_that_only_blames_a_killed_one_is_quiet(tmp_path):
+    """Its error stood on the screen before that of the rank that was killed."""
+    path, _ = fifo(tmp_path)
+    text = f"""
+from counterpoint.errors import PeerError
+if rank == 1:
+    open({str(path)!r}, "w").write("here")
+    os.kill(os.getpid(), signal.SIGKILL)
+open({str(path)!r}).read()
+raise PeerError("rank 1 closed the connection")
+"""
+    result, lines = run(tmp_path, text, 2)
+    assert result.report.startswith("rank 1 was killed by SIGKILL (pid ")
+    assert lines == []
+
+
 def test_a_peer_error_alone_ends_the_run_too(tmp_path):
     text = "if rank == 0:\n    raise ConnectionResetError('Connection reset by peer')\nsignal.pause()"
     result, _ = run(tmp_path, text, 2)

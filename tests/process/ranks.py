@@ -3,11 +3,12 @@
 import os
 import sys
 
+import torch.nn.functional as F
 from torch import nn
 
 import counterpoint as cp
 from counterpoint.testing.parity import difference
-from tests.training.fits import dataset, mlp, params_of, same_bits, seeded, state_of, trainer
+from tests.training.fits import ADAMW, dataset, mlp, params_of, same_bits, seeded, state_of, trainer
 
 
 def rank():
@@ -96,3 +97,11 @@ def fail():
     told = text_of(lambda: failing.fit(dataset(), batch_size=12))
     tell(told)
     raise cp.PeerError("rank 1 has failed") if rank() == 0 else OSError(told)
+
+
+def shard_by_hand(*sizes):
+    """Train in a loop of one's own; in each step the ranks pass batches of these sizes."""
+    inputs, targets = dataset().tensors
+    step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)")
+    for lengths in sizes:
+        step(inputs[: lengths[rank()]], targets[: lengths[rank()]])

@@ -4,9 +4,10 @@ import copy
 
 
 def asp(model, *, units, journals, parts, loss, optimizer):
-    """Train ``model``, the servers', by their journals: ``(unit, worker)`` of every update, in order.
+    """Train ``model``, the servers', by their journals: ``(unit, worker)`` of every push, in order.
 
     ``units`` names the parameters of each unit, ``parts[worker]`` holds a worker's inputs and targets step by step.
+    A worker without samples has no gradient, which an optimizer passes over; it gets the weights all the same.
     """
     updates, replicas = optimizer(model.parameters()), {worker: copy.deepcopy(model) for worker in parts}
     batches = {worker: iter(part) for worker, part in parts.items()}
@@ -17,7 +18,7 @@ def asp(model, *, units, journals, parts, loss, optimizer):
         unit, worker = journal.pop(0)
         if not waiting[worker]:  # it has pulled every unit: the next gradient, at what it has pulled
             inputs, targets = next(batches[worker])
-            replicas[worker].zero_grad(set_to_none=False)
+            replicas[worker].zero_grad(set_to_none=not len(inputs))
             if len(inputs):
                 loss(replicas[worker](inputs), targets).backward()
             waiting[worker] = set(units)

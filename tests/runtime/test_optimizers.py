@@ -98,3 +98,97 @@ def test_the_norm_is_added_up_without_overflow_and_over_sparse_gradients():
     dense = torch.tensor([3.0, 4.0])
     assert squared_norm([dense, dense.to_sparse()]) == 50.0
     assert squared_norm([torch.full((4,), 300.0, dtype=torch.float16)]) == pytest.approx(360_000)
+
+
+class Own(optim.SGD):
+    """Keeps an argument that is not in its defaults."""
+
+    def __init__(self, params, lr=0.1, *, factor=2):
+        super().__init__(params, lr=lr)
+        self.factor = factor
+
+
+class Secret(optim.SGD):
+    def __init__(self, params, lr=0.1, *, factor=2):
+        super().__init__(params, lr=lr)
+        self._times = factor
+
+
+def with_one_lr(given):
+    return Secret([{"params": [one for one in given if one.requires_grad], "lr": 0.5}], factor=20)
+
+
+@pytest.mark.parametrize("factory", [partial(Secret, factor=20), with_one_lr])
+def test_the_ranks_optimizers_are_made_by_the_users_factory(factory):
+    """They were made with what the defaults hold, so that the factor was lost under solo, too."""
+    made = Face(factory, params()).build([(0, nn.Parameter(torch.zeros(4), requires_grad=False))])
+    assert vars(made)["_times"] == 20
+    assert not made.param_groups[0]["params"][0].requires_grad
+
+
+def test_groups_given_to_a_factory_keep_their_options():
+    found = params()
+    face = Face(lambda given: Secret(split(list(given)), factor=20), found)
+    made = face.build([(1, torch.zeros(4)), (0, torch.zeros(1))])
+    assert vars(made)["_times"] == 20
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.1]
+
+
+def split(given):
+    """Return groups as they are, or a group for each tensor with a learning rate of its own."""
+    rates = (0.1, 0.5)
+    return [
+        one if isinstance(one, dict) else {"params": [one], "lr": lr} for one, lr in zip(given, rates, strict=False)
+    ]
+
+
+def test_an_optimizer_object_is_made_again_with_the_arguments_that_it_shows():
+    found = params()
+    assert Face(Own(found.values(), factor=20), found).build([(0, torch.zeros(4))]).__dict__["factor"] == 20
+
+
+def changed(optimizer):
+    optimizer.nesterovian = 3
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda found: Secret(found), "^Secret keeps its factor neither in its defaults nor .* pass a factory that"),
+        (lambda found: changed(Own(found)), "^Own has nesterovian=3, but one made again, .* has None; pass a factory"),
+    ],
+)
+def test_an_optimizer_that_the_ranks_cannot_make_again_is_refused(make, text):
+    found = params()
+    with pytest.raises(PlanError, match=text):
+        Face(make(list(found.values())), found)
+
+
+@pytest.mark.parametrize(("given", "text"), [("adam", "is 'adam'"), (lambda _: None, "makes a NoneType")])
+def test_what_makes_no_optimizer_is_refused(given, text):
+    with pytest.raises(PlanError, match=f"^the optimizer {text}; give a torch optimizer .* or a factory of one such"):
+        Face(given, params())
+
+
+@pytest.mark.parametrize("kind", [partial(optim.SGD, momentum=0.9), optim.Adagrad], ids=["SGD", "Adagrad"])
+def test_an_optimizer_that_has_stepped_is_refused_because_its_state_would_be_lost(kind):
+    found = params()
+    used = kind(found.values(), lr=0.1)
+    face = Face(used, found)
+    for param in found.values():
+        param.grad = torch.ones_like(param)
+    used.step()
+    with pytest.raises(PlanError, match=r"^the optimizer has state for 2 parameters already, .* pass one that has not"):
+        Face(used, found)
+    used.load_state_dict(used.state_dict())
+    with pytest.raises(PlanError, match=r"^the optimizer has state for 2 parameters already"):
+        face.build([(0, torch.zeros(4))])
+
+
+def test_who_asks_for_the_state_of_the_face_is_told_where_it_is():
+    face = Face(partial(optim.Adam), params())
+    assert face.optimizer.state_dict()["state"] == {}
+    face.stepped()
+    with pytest.warns(UserWarning, match=r"^state_dict\(\) has the optimizer's options but not its state, .* save a"):
+        face.optimizer.state_dict()

@@ -1,11 +1,14 @@
 """An asynchronous server gives up "equals solo"; instead it equals its own journal, played back one by one."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
-from torch import Tensor
+from torch import Tensor, optim
 
 from counterpoint.data.sampler import split
 from counterpoint.testing import parity
-from counterpoint.testing.subjects import Recipe, plan_for, subject
+from counterpoint.testing.subjects import ADAMW, Recipe, plan_for, subject
 from tests.references.asp import asp
 
 
@@ -31,6 +34,22 @@ def test_an_asynchronous_server_equals_its_journal_played_back(strategy):
     run = parity.train(trained, plan_for(strategy, recipe.num_micros), recipe)
     expected = played_back(trained, recipe, run, num_workers)
     assert parity.largest(parity.difference(run.params[name], value) for name, value in expected.items()) <= parity.BAR
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)])
+def test_a_worker_without_samples_changes_nothing_and_gets_the_weights(optimizer):
+    """Batches of one sample leave the second worker empty; momentum and weight decay would move the weights for it."""
+    whole = subject("mlp")
+    short = [
+        (inputs[:count], targets[:count])
+        for (inputs, targets), count in zip(whole.batches, (8, 1, 8, 1, 8), strict=True)
+    ]
+    trained, recipe = replace(whole, batches=tuple(short)), Recipe(optimizer, num_micros=2)
+    run = parity.train(trained, plan_for("asp(2)", 2), recipe)
+    expected = played_back(trained, recipe, run, 2)
+    assert parity.largest(parity.difference(run.params[name], value) for name, value in expected.items()) <= parity.BAR
+    assert max(entry.version for entry in run.journals[0]) == 8
+    assert len(run.journals[0]) == 10 * len(run.compiled.model.units)
 
 
 @pytest.mark.parametrize(("strategy", "num_workers"), [("asp(2)", 2), ("asp(2, servers=2)", 2)])

@@ -74,6 +74,21 @@ def test_a_rank_holds_weights_gradients_states_and_what_backward_needs(plan, wei
     assert set(peak_bytes(made.program, size_of_in(made))) == {weights * WEIGHT + OUTPUT}
 
 
+@pytest.mark.parametrize(
+    ("plan", "weights"),
+    [("server(2)", 4 + 8 + 4), ("data(2) * server(2)", 4 + 8 + 4), ("asp(2)", 4 + 8 + 1), ("data(2) * asp(2)", 13)],
+)
+def test_a_server_holds_weights_states_and_the_gradients_that_have_come(plan, weights):
+    """Of four blocks: all gradients until its update when it waits for all workers, else one block's at a time."""
+    made = compiled(plan)
+    assert peak_bytes(made.program, size_of_in(made))[-1] == weights * WEIGHT
+
+
+def test_a_server_that_does_not_wait_holds_the_gradient_of_its_largest_unit():
+    peaks = peak_bytes(program("serve(1,2)@1", "push(grad1)>0 push(grad2)>0"), lambda value: 10 * value.blocks[0])
+    assert peaks == (3 * (10 + 20) + 20, 0)
+
+
 def test_one_f_one_b_holds_fewer_activations_than_gpipe():
     def first(order):
         made = compiled(f"pipeline(4, order={order})", m=8)

@@ -15,6 +15,7 @@ from counterpoint.data.sampler import Sampler
 from tests.training.fits import (
     ADAMW,
     STRATEGIES,
+    StopAt,
     dataset,
     distance,
     draw,
@@ -92,6 +93,10 @@ def refused(error, model, strategy="data(2)", **options):
         ({"optimizer": lambda _: optim.SGD(mlp().parameters(), lr=0.1)},
          "the optimizer holds 6 tensors that are not trainable parameters of the model, so these would never be "
          "trained; build it from this model's parameters(), or pass a factory such as partial(AdamW, lr=1e-3)"),
+        ({"optimizer": "adam"},
+         "optimizer='adam' is neither an optimizer nor a way to make one; pass a torch optimizer on the model's "),
+        ({"schedule": optim.lr_scheduler.ReduceLROnPlateau},
+         "ReduceLROnPlateau steps by a metric, but a trainer steps its schedule after every step, without one; take"),
         ({"optimizer": partial(optim.Adafactor, lr=0.1), "strategy": "tensor(2)"},
          "Adafactor may look at whole tensors, but under tensor(2) a rank has only a slice of "),
     ],
@@ -238,3 +243,35 @@ def test_a_loader_in_place_of_a_dataset_is_refused():
 def test_a_time_to_save_without_a_place_is_refused():
     with pytest.raises(cp.PlanError, match=r"^save_every=2 says when, but not where; give save_to=FOLDER as well$"):
         trainer("solo").fit(dataset(), batch_size=12, save_every=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 3.5), ("batch_size", -4), ("epochs", 0), ("epochs", -1), ("max_steps", -1), ("keep", 0),
+     ("evaluate_every", 0), ("save_every", 0)],
+)  # fmt: skip
+def test_a_number_to_count_with_is_whole_and_at_least_one(name, value, tmp_path):
+    """Some of these were found out after the last step, some after the first, some never."""
+    calls, options = [], {"batch_size": 12, "save_to": tmp_path / "new", "evaluation": dataset(), name: value}
+    with pytest.raises(cp.PlanError, match=f"^{name}={value} is no number to count with; give a whole number, 1 or"):
+        trainer("solo", loss=lambda *_: calls.append(1)).fit(dataset(), **options)
+    assert not calls
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_in_the_place_of_checkpoints_is_found_before_the_first_step(below, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        cp.CheckpointError, match=r"file is a file, but checkpoints need a folder; choose another path$"
+    ):
+        trainer("solo", callbacks=[StopAt(0)]).fit(dataset(), batch_size=12, save_to=tmp_path / "file" / below)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
+def test_an_error_of_torch_says_in_which_step_and_microbatch_it_was(strategy):
+    inputs, targets = dataset(12).tensors
+    targets[Sampler(12, 12).batch(0, 0)[7]] = 99
+    with pytest.raises(IndexError, match="Target 99 is out of bounds") as caught:
+        fit(strategy, data=TensorDataset(inputs, targets))
+    assert any(re.fullmatch(r"in step 0 on rank \d, microbatch 2", note) for note in caught.value.__notes__)

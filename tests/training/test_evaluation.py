@@ -106,3 +106,38 @@ def test_statistics_of_replicas_are_one_before_they_are_measured():
         assert torch.equal(*buffers)
         assert torch.equal(buffers[0], one.model[1].running_mean)
     assert not torch.equal(buffers[0], seeded(lambda: torch.nn.BatchNorm1d(8)).running_mean)
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "server(2)"])
+def test_weights_that_were_changed_after_training_are_those_that_are_measured(strategy, tmp_path):
+    best, held_out = noisy(), dataset(24)
+    with trainer(strategy, noisy()) as one:
+        one.fit(dataset(), batch_size=12)
+        one.model.load_state_dict(best.state_dict())
+        assert one.evaluate(held_out, measure=measure) == pytest.approx(by_hand(best, held_out), rel=1e-12)
+        one.save(tmp_path)
+    found, _ = fit("solo", noisy(), fit_options={"resume": tmp_path})
+    assert same_bits(found, state_of(best))
+
+
+class Measuring(cp.Callback):
+    """Measures in the middle of a run, when the model's own weights are those of its beginning."""
+
+    trainer: cp.Trainer
+
+    def __init__(self):
+        self.found = []
+
+    def on_step(self, event):
+        self.found.append(self.trainer.evaluate(dataset(24)))
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
+def test_measuring_in_a_callback_measures_the_newest_weights_and_keeps_them(strategy):
+    listener = Measuring()
+    with trainer(strategy, noisy(), callbacks=[listener]) as one:
+        listener.trainer = one
+        history = one.fit(dataset(), batch_size=12)
+        assert one.evaluate(dataset(24)) == pytest.approx(listener.found[-1], rel=1e-12)
+    assert history.losses == fit(strategy, noisy())[1].losses
+    assert len({found["loss"] for found in listener.found}) == len(history.losses)

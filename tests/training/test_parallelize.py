@@ -143,3 +143,39 @@ def test_wrong_names_of_inputs_show_what_forward_takes():
         cp.parallelize(seeded(Pair), ADAMW, F.cross_entropy, strategy="data(2)") as step,
     ):
         step({"x": x, "other": extra}, targets)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)"])
+@pytest.mark.parametrize(("inputs", "targets"), [(12, 24), (24, 23)])
+def test_inputs_and_targets_of_different_lengths_are_refused(strategy, inputs, targets):
+    step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy=strategy)
+    x, y = torch.randn(inputs, 6).double(), torch.zeros(targets, dtype=torch.long)
+    with pytest.raises(cp.DataError, match=f"^the inputs have {inputs} samples, the targets {targets}; samples lie"):
+        step(x, y)
+    step.close()
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_weights_that_are_changed_between_steps_are_taken_to_all_ranks(strategy):
+    """Ranks other than the first went on with what they had."""
+    (x, _, y), *_ = batches()
+    model, theirs = mlp(), mlp()
+    with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=strategy) as step:
+        step(x, y)
+        step.give_back()
+        model.load_state_dict(theirs.state_dict())
+        step.take()
+        assert step(x, y) == pytest.approx(float(F.cross_entropy(theirs(x), y).detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_that_are_changed_without_a_word_are_refused_where_ranks_train_copies(strategy):
+    (x, _, y), *_ = batches()
+    model = mlp()
+    with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=strategy) as step:
+        step(x, y)
+        step(x, y)
+        with torch.no_grad():
+            model[2].weight.zero_()
+        with pytest.raises(cp.DataError, match=r"^2.weight of the model changed between two steps, but under "):
+            step(x, y)

@@ -74,6 +74,22 @@ def test_every_optimizer_keeps_its_state(optimizer, strategy, tmp_path):
     assert same_bits(resumed(tmp_path, strategy, mlp, optimizer=optimizer)[0], whole)
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a sequence"])
+def test_milestones_still_stand_where_they_did_after_a_resume(together, tmp_path):
+    """A checkpoint held their numbers as texts, so that the rate never dropped."""
+
+    def build(optimizer):
+        steps = optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+        first = optim.lr_scheduler.ConstantLR(optimizer, total_iters=1)
+        return optim.lr_scheduler.SequentialLR(optimizer, [first, steps], [1]) if together else steps
+
+    whole, history = fit("data(2)", epochs=2, schedule=build)
+    interrupted(tmp_path, "data(2)", mlp, schedule=build)
+    found, rest = resumed(tmp_path, "data(2)", mlp, schedule=build)
+    assert [step.options["lr"] for step in rest.steps] == [step.options["lr"] for step in history.steps[2:]]
+    assert same_bits(found, whole)
+
+
 def test_options_that_a_schedule_changes_beside_the_learning_rate_go_on(tmp_path):
     """OneCycleLR turns the momentum as well; it is set anew only at the end of the next step."""
     settings = {"schedule": ONE_CYCLE, "optimizer": partial(optim.SGD, lr=0.05, momentum=0.9)}
@@ -141,8 +157,10 @@ def saved(tmp_path):
         ({"batch_size": 8}, "batch size 12, this run has 8"),
         ({"seed": 7}, "seed 0, this run has 7"),
         ({"optimizer": partial(optim.SGD, lr=0.1)}, "optimizer AdamW, this run has SGD"),
+        ({"optimizer": lambda params: optim.AdamW([{"params": [param]} for param in params])},
+         "number of parameter groups 1, this run has 6"),
     ],
-)
+)  # fmt: skip
 def test_a_run_with_other_samples_or_another_optimizer_does_not_go_on(options, what, saved):
     assert re.match(
         rf".* was saved with {what}; a run goes on only with the samples and the optimizer it had; resume with the "
@@ -159,6 +177,25 @@ def test_a_checkpoint_of_another_model_lists_what_differs(saved):
     frozen = mlp()
     frozen[0].bias.requires_grad_(False)
     assert "changed: 0.bias is float64[8] there, float64[8] frozen here" in refused(saved, model=frozen)
+
+
+def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(saved):
+    with pytest.raises(cp.CheckpointError, match=r"is of step 4, but this run ends at step 3; epochs and steps count"):
+        fit("data(2)", fit_options={"resume": saved, "max_steps": 3})
+
+
+def test_frozen_parameters_are_the_saved_ones_under_a_cut_too(tmp_path):
+    """The ranks of a pipeline hold copies of them."""
+
+    def half_frozen(bias):
+        model = mlp()
+        model[0].bias.requires_grad_(False).fill_(bias)
+        return model
+
+    fit("pipeline(2)", half_frozen(1.0), fit_options=saving(tmp_path))
+    whole, _ = fit("pipeline(2)", half_frozen(1.0), epochs=2)
+    found, _ = fit("pipeline(2)", half_frozen(0.0), epochs=2, fit_options={"resume": tmp_path})
+    assert same_bits(found, whole)
 
 
 def flip_a_byte(folder):

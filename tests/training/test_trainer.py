@@ -201,6 +201,18 @@ def test_two_calls_of_fit_train_as_one_longer_one(strategy):
     assert distance(found, whole) <= 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_a_trainer_that_was_closed_goes_on_with_the_optimizers_state(strategy):
+    """The steps counted on, but the momentum was gone."""
+    with trainer(strategy) as one, trainer(strategy) as other:
+        one.fit(dataset(), batch_size=12)
+        one.close()
+        one.fit(dataset(), batch_size=12)
+        for _ in range(2):
+            other.fit(dataset(), batch_size=12)
+        assert same_bits(state_of(one.model), state_of(other.model))
+
+
 def test_the_modes_of_modules_are_as_the_user_set_them():
     for strategy in ["solo", "data(2)", "pipeline(2)"]:
         model = noisy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,6 +17,17 @@ from counterpoint.errors import PlanError
 
 PRECEDENCE = "default < job < file < --set < flags"
 LENGTHS = frozenset({"training.epochs", "training.max_steps"})
+
+
+class Loader(yaml.SafeLoader):
+    """Reads 1e-3 as the number that it is since YAML 1.2; PyYAML wants 1.0e-3."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ def file_layer(path: Path) -> dict[str, Given]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=Loader)
         return dict(read_node(root, path, "")) if root is not None else {}
     except OSError as error:
         raise PlanError(f"the file {path} cannot be read: {error.strerror}; give an existing YAML file") from None
@@ -95,7 +107,7 @@ def set_layer(assignments: Sequence[str]) -> dict[str, Given]:
             raise PlanError(f"--set {assignment} is no assignment; write --set KEY=VALUE, as in training.epochs=3")
         require_key(path, "--set")
         try:
-            layer[path] = Given(yaml.safe_load(text), "--set")
+            layer[path] = Given(yaml.load(text, Loader=Loader), "--set")
         except yaml.YAMLError:
             raise PlanError(f"--set {assignment}: {text!r} is not a YAML value; put quotes around a text") from None
     return layer

@@ -20,7 +20,7 @@ from counterpoint.cli.order import Order
 from counterpoint.errors import CounterpointError
 from counterpoint.jobs.job import BuildOptimizer, Job
 from counterpoint.jobs.table import find
-from counterpoint.launchers.worker import report_error
+from counterpoint.launchers.worker import let_the_cause_come_first, report_error
 from counterpoint.training.events import History
 from counterpoint.training.progress import ShowProgress
 from counterpoint.training.run_folder import RunFolder
@@ -121,10 +121,12 @@ def main(path: str, errors: Literal["told", "thrown"] = "told") -> int:
     except CounterpointError as error:
         report_error(error)
         if errors == "thrown":
+            let_the_cause_come_first(error)
             traceback.print_exc()
         return FAILED
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this rank and is told
         report_error(error)
+        let_the_cause_come_first(error)
         traceback.print_exc()
         return FAILED
     return 0

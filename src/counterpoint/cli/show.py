@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -16,6 +18,7 @@ from counterpoint.cli.tables import Column, format_bytes, plain_table
 from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
+from counterpoint.errors import PlanError
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Backward, Forward
@@ -27,6 +30,9 @@ from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.pipeline import Pipeline
+
+MOST_RANKS = 2048
+"""For more, proving and drawing would take minutes, and show nothing that fewer ranks do not."""
 
 FEW_RANKS = 8
 MOST_CLASSES = 16
@@ -50,26 +56,43 @@ def show(
     if yaml:
         typer.echo(parsed.to_yaml(), nl=False)
         return
-    compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
-    trace = simulate(compiled.program, unit_costs())
     columns = shutil.get_terminal_size((100, 24)).columns
-    typer.echo(
-        "\n\n".join([heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)])
-    )
+    with uncollected():
+        compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
+        trace = simulate(compiled.program, unit_costs())
+        shown = [heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)]
+    typer.echo("\n\n".join(shown))
     if svg is not None:
         svg.write_text(draw_timeline(trace), encoding="utf-8")
         typer.echo(f"drawing  {svg}")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Look for no cycles meanwhile: in hundreds of thousands of instructions there are none, and it takes a quarter."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tuple[str, ...]) -> Plan:
     """Return the plan for the ranks there are; by default a pipeline gets two microbatches per stage.
 
     Raises:
-        PlanError: the text is no plan, or needs another number of ranks.
+        PlanError: the text is no plan, or needs another number of ranks, or too many.
     """
     plan = Plan.parse(text, num_ranks=ranks, num_microbatches=microbatches or 1)
     if ranks is not None:
         plan.require_ranks(ranks)
+    if plan.num_ranks > MOST_RANKS:
+        raise PlanError(
+            f"{plan} has {plan.num_ranks} ranks, and show draws up to {MOST_RANKS}: it proves a row for each; "
+            "show the plan with fewer ranks, the rows are alike"
+        )
     stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
     if stages and microbatches is None:
         multiple = lcm(*stages[0].stage_ranks)

@@ -63,8 +63,17 @@ def compile(plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1) -> Comp
 
 def promise_of(forecast: Forecast) -> Promise:
     """Return what a program must keep to be as forecast."""
-    in_flight = tuple(rank.in_flight for rank in forecast.ranks)
-    return Promise(forecast.staleness, in_flight, forecast.sent_bytes())
+    ranks = forecast.ranks
+    return Promise(
+        staleness=forecast.staleness,
+        in_flight=tuple(rank.in_flight for rank in ranks),
+        sent_bytes=forecast.sent_bytes(),
+        num_blocks=1 + max(block for rank in ranks for block in rank.blocks),
+        num_micros=forecast.num_micros,
+        sliced=forecast.sliced,
+        updated=tuple(rank.updated for rank in ranks),
+        gradients=tuple(rank.gradients for rank in ranks),
+    )
 
 
 def value_bytes(value: Value, model: ModelSpec, samples_per_micro: int) -> int:

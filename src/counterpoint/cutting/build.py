@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from counterpoint.cutting.cut import Seed
 from counterpoint.cutting.layout import Layout
 from counterpoint.cutting.ops import changed_by
+from counterpoint.cutting.regions import is_entry
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -120,7 +121,7 @@ class _Builder:
     def _copy(self, node: fx.Node) -> None:
         own = set(self.nodes)
         late = next((user for user in node.users if user.meta.get("bias_of") is node), None)
-        if "alias_of" in node.meta and all(user in own for user in node.users):
+        if is_entry(node) and all(user in own for user in node.users):
             self.env[node] = self._get(node.meta["alias_of"])
         elif late is not None and late in own:  # the bias was moved for a cut that is not made here
             fused = tuple(self._get(arg) for arg in (*node.args, late.args[1]) if isinstance(arg, fx.Node))

@@ -8,7 +8,7 @@ from torch import nn
 
 from counterpoint.cutting.chain import ChainCut
 from counterpoint.cutting.cut import Cut
-from counterpoint.cutting.eager import Inputs, check_call
+from counterpoint.cutting.eager import Inputs, check_call, no_scripts
 from counterpoint.cutting.graph import GraphCut
 from counterpoint.cutting.regions import Dims
 from counterpoint.cutting.seeds import is_plain_sequential
@@ -37,10 +37,11 @@ def cut_model(model: nn.Module, inputs: Inputs, *, need: Need, dims: Dims | None
             "register its tensors as nn.Parameter, or its layers as attributes, nn.ModuleList or nn.ModuleDict"
         )
     check_call(model, inputs)
-    match need:
-        case "none":
-            return WholeCut(model, inputs)
-        case "chain":
-            return ChainCut(model, inputs) if is_plain_sequential(model) else GraphCut(model, inputs, dims=dims)
-        case "regions":
-            return GraphCut(model, inputs, dims=dims, prefer="regions")
+    with no_scripts(model):
+        match need:
+            case "none":
+                return WholeCut(model, inputs)
+            case "chain":
+                return ChainCut(model, inputs) if is_plain_sequential(model) else GraphCut(model, inputs, dims=dims)
+            case "regions":
+                return GraphCut(model, inputs, dims=dims, prefer="regions")

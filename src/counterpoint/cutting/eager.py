@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import DataError, PlanError
 
 Inputs: TypeAlias = Any
 """What a model is called with: one tensor, a tuple of positional or a mapping of keyword arguments."""
@@ -31,7 +31,10 @@ def check_call(model: nn.Module, inputs: Inputs) -> None:
         PlanError: an input is missing, or there is one too many.
     """
     args, kwargs = call_of(inputs)
-    signature = inspect.signature(model.forward)
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # as that of a compiled script; the first run will tell
+        return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -46,6 +49,75 @@ def num_samples(values: Inputs) -> int:
     """Return the length of the first dim of the first tensor that has one; 1 where there is none."""
     shapes = [leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
     return max(1, shapes[0][0]) if shapes else 1
+
+
+@contextmanager
+def no_scripts(model: nn.Module) -> Iterator[None]:
+    """Refuse compiled scripts where the model's inside must be looked into.
+
+    Raises:
+        PlanError: torch would not let us.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        if not scripts or "ScriptModule" not in str(error):
+            raise
+        where = f"module '{scripts[0]}'" if scripts[0] else type(model).__name__
+        raise PlanError(
+            f"{where} is a TorchScript module, which hides the calls inside it, but to cut a model, or to give each "
+            "layer its own random numbers, they must be seen; pass the module that it was made from"
+        ) from error
+
+
+def tell_where(error: Exception, where: str) -> None:
+    """Note on an error of the model's forward where it came up.
+
+    Args:
+        error: what the model raised.
+        where: what was run on which samples.
+
+    Raises:
+        DataError: it is batch norm's, which has no variance of a single value.
+    """
+    require_variance(error, where)
+    error.add_note(f"raised by the model's forward: {where}")
+
+
+def require_variance(error: Exception, where: str) -> None:
+    """Check that an error is not batch norm's, which has no variance of a single value.
+
+    Raises:
+        DataError: it is.
+    """
+    if isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel"):
+        raise DataError(
+            f"batch norm got one value per channel and cannot train on it: {where}; give batches whose every "
+            "microbatch has 2 samples or more, the last batch included (another batch_size, fewer microbatches, or "
+            "leave the last samples out), or take a norm that needs no batch, as LayerNorm or GroupNorm"
+        ) from error
+
+
+def check_single(model: nn.Module, inputs: Inputs, where: str) -> None:
+    """Check that a model with batch norm runs on a single sample; other errors of such a run come up in time.
+
+    Args:
+        model: the model; it stays as it is.
+        inputs: one sample.
+        where: which samples these will be.
+
+    Raises:
+        DataError: batch norm has only one value per channel.
+    """
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):  # noqa: SLF001
+        return
+    args, kwargs = call_of(inputs)
+    with unmarked(model):
+        try:
+            model(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - only one of them is asked for here
+            require_variance(error, where)
 
 
 class Modes:
@@ -88,6 +160,11 @@ def unmarked(model: nn.Module, *, training: bool = True) -> Iterator[None]:
     devices = {buffer.device for buffer, _ in kept} | {parameter.device for parameter in model.parameters()}
     others = [device for device in devices if device.type == "cuda"]
     with mode_of(model, training=training), torch.random.fork_rng(others), torch.no_grad():
-        yield
-        for buffer, value in kept:
-            buffer.copy_(value)
+        try:
+            yield
+        except Exception as error:
+            require_variance(error, f"{type(model).__name__}, run once on an example microbatch")
+            raise
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)

@@ -14,7 +14,7 @@ from counterpoint.cutting.build import Built, build
 from counterpoint.cutting.cost import Meter
 from counterpoint.cutting.cut import Cut, Seed, Segment, num_bytes, params_of
 from counterpoint.cutting.eager import Inputs, call_of, num_samples
-from counterpoint.cutting.layout import Layout, Prefer, lay_out, lay_out_alike
+from counterpoint.cutting.layout import Layout, Prefer, choose_keys, lay_out
 from counterpoint.cutting.ops import draws_random, is_kernel, is_tensor, value_of
 from counterpoint.cutting.places import spans_of
 from counterpoint.cutting.regions import Dims, Region, from_to
@@ -43,9 +43,11 @@ class GraphCut(Cut):
         self._inputs = inputs
         self._samples = num_samples(inputs)
         self._dims = dims or {}
-        reference = lay_out(trace(model, inputs, training=True), model, self._dims, prefer)
+        traced = trace(model, inputs, training=True)
+        self._keys = choose_keys(traced, model, self._dims, prefer)
+        reference = lay_out(traced, model, self._dims, self._keys)
+        self._outline = reference.outline
         self._layouts = {(True, self._samples): reference}
-        self._keys = reference.keys
         self._segments: dict[tuple[int, int, bool], Segment] = {}
         super().__init__(
             ModelSpec(_blocks(reference, self._samples), params_of(model)),
@@ -57,7 +59,15 @@ class GraphCut(Cut):
         key = (training, self._samples if samples is None else samples)
         if key not in self._layouts:
             traced = trace(self.model, self._example(key[1]), training=training)
-            self._layouts[key] = lay_out_alike(traced, self.model, self._dims, self._keys)
+            layout = lay_out(traced, self.model, self._dims, self._keys)
+            if layout.outline != self._outline:
+                mode = "training" if training else "evaluation"
+                raise PlanError(
+                    f"the model has other pieces in {mode} with {key[1]} samples than in training with "
+                    f"{self._samples}; its parts must follow one another in the same way for all its batches; "
+                    "move what differs into a module, or use a strategy that needs no cut (data, zero, server)"
+                )
+            self._layouts[key] = layout
         return self._layouts[key]
 
     def _example(self, samples: int) -> Inputs:
@@ -108,6 +118,13 @@ class GraphCut(Cut):
         sizes = [(value.numel(), int(value_of(node).numel())) for value, node in zip(values, known.inputs, strict=True)]
         samples = next((new * self._samples // old for new, old in sizes if new != old and old), self._samples)
         built = build(self.layout(training=training, samples=samples), *pieces)
+        if (len(built.inputs), len(built.outputs)) != (len(known.inputs), len(known.outputs)):
+            names = ({node.name for node in (*one.inputs, *one.outputs)} for one in (known, built))
+            differing = ", ".join(sorted(set.symmetric_difference(*names)))
+            raise PlanError(
+                f"for {samples} samples the model hands on other values than for {self._samples}: {differing}; between "
+                "batches only the number of samples may differ; have forward do the same whatever that number is"
+            )
         expected = tuple(map(value_of, built.inputs))
         if _shapes(expected) != _shapes(values):
             pairs = zip(known.inputs, values, expected, strict=True)

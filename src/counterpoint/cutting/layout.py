@@ -12,7 +12,7 @@ from torch import fx, nn
 from counterpoint.cutting.flow import Flow, flow_of
 from counterpoint.cutting.ops import draws_random, value_of
 from counterpoint.cutting.places import block_keys, position, spans_of
-from counterpoint.cutting.regions import Dims, Region, find_regions, open_region
+from counterpoint.cutting.regions import Dims, Region, find_regions, is_entry, open_region
 from counterpoint.cutting.seeds import CallPaths, seeded_modules
 from counterpoint.cutting.trace import Traced, calls_of
 from counterpoint.errors import PlanError
@@ -59,6 +59,12 @@ class Layout:
     keys: Keys
 
     @property
+    def outline(self) -> tuple[tuple[bool, str], ...]:
+        """For each piece whether a block begins with it, and the weight of the region it is: alike in every trace."""
+        weights = {piece: region.weight for piece, region in self.regions.items()}
+        return tuple((start in self.block_starts, weights.get(piece, "")) for piece, start in enumerate(self.starts))
+
+    @property
     def num_pieces(self) -> int:
         """How many pieces the model has."""
         return len(self.starts)
@@ -83,38 +89,51 @@ def alive(traced: Traced, flow: Flow, order: Sequence[fx.Node], index: int) -> t
     return tuple(node for node in (*traced.inputs, *order[:index]) if node in used and node not in flow.constants)
 
 
-def lay_out(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer) -> Layout:
-    """Return a trace in pieces, and thereby the places at which every other trace of the model is to be cut."""
-    regions = find_regions(traced, flow_of(traced), dims)
-    flow, order = _ordered(traced, regions)
-    spans, _ = spans_of(order)
-    places = {key: place for key in block_keys(model, order) if (place := position(key, spans)) is not None}
-    ends = _ends(order, regions)
-    inside = {place for first, stop in ends.values() for place in range(first + 1, stop)}
-    if prefer == "regions":
-        places = {key: place for key, place in places.items() if place not in inside}
-    forbidden = _forbidden(flow, order, _seeds(order, model))
-    kept = [
-        region
-        for region in regions
-        if not forbidden & set(ends[region.name])
-        and not any(ends[region.name][0] < place < ends[region.name][1] for place in places.values())
-    ]
-    chosen = _with_params(traced, order, {k: p for k, p in places.items() if p not in forbidden and 0 < p < len(order)})
-    names = tuple(region.name for region in kept)
-    return _assemble(traced, flow, order, kept, model, Keys(chosen, names))
+def choose_keys(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer) -> Keys:
+    """Return the places at which every trace of the model is to be cut; the trace stays as it is.
+
+    A region that a block would end in, or that may not be cut off, is no piece of its own. Leaving it out moves its
+    operations back to where they were, so the others are looked at again until all of them can stay.
+    """
+    flow = flow_of(traced)
+    plain = _operations(traced, flow)
+    seeds = _seeds(plain, model)
+    regions = find_regions(traced, flow, dims)
+    while True:
+        order = _gathered(plain, regions)
+        spans, _ = spans_of(order)
+        places = {key: place for key in block_keys(model, order) if (place := position(key, spans)) is not None}
+        ends = _ends(order, regions)
+        if prefer == "regions":
+            inside = {place for first, stop in ends.values() for place in range(first + 1, stop)}
+            places = {key: place for key, place in places.items() if place not in inside}
+        forbidden = _forbidden(flow, order, seeds)
+        kept = [
+            region
+            for region, (first, stop) in zip(regions, ends.values(), strict=True)
+            if not forbidden & {first, stop} and not any(first < place < stop for place in places.values())
+        ]
+        if len(kept) == len(regions):
+            break
+        regions = kept
+    allowed = {key: place for key, place in places.items() if place not in forbidden and 0 < place < len(order)}
+    return Keys(_with_params(traced, order, allowed), tuple(region.weight for region in regions))
 
 
-def lay_out_alike(traced: Traced, model: nn.Module, dims: Dims, keys: Keys) -> Layout:
-    """Return another trace of the model, cut at the same places.
+def lay_out(traced: Traced, model: nn.Module, dims: Dims, keys: Keys) -> Layout:
+    """Return a trace of the model in pieces, with its regions made ready to run as slices.
 
     Raises:
         PlanError: the model runs other parts in this mode, or for these inputs.
     """
-    found = find_regions(traced, flow_of(traced), dims, only=keys.regions)
-    missing = [name for name in keys.regions if name not in {region.name for region in found}]
-    flow, order = _ordered(traced, found)
+    regions = find_regions(traced, flow_of(traced), dims, only=keys.regions)
+    for region in regions:
+        open_region(traced, region)
+    flow = flow_of(traced)
+    plain = _operations(traced, flow)
+    order = _gathered(plain, regions)
     spans, _ = spans_of(order)
+    missing = [weight for weight in keys.regions if weight not in {region.weight for region in regions}]
     missing += [key[1:] for key in keys.blocks if position(key, spans) is None]
     if missing:
         raise PlanError(
@@ -122,18 +141,24 @@ def lay_out_alike(traced: Traced, model: nn.Module, dims: Dims, keys: Keys) -> L
             "a model is cut at the same places for all its batches, in training and in evaluation; "
             "have it run the same modules in both, or use a strategy that needs no cut (data, zero, server)"
         )
-    return _assemble(traced, flow, order, found, model, keys)
+    labels = {node: label for node, label, _ in _seeds(plain, model)}
+    return _assemble(traced, flow, order, regions, labels, keys)
 
 
 def _assemble(
-    traced: Traced, flow: Flow, order: list[fx.Node], regions: list[Region], model: nn.Module, keys: Keys
+    traced: Traced,
+    flow: Flow,
+    order: Sequence[fx.Node],
+    regions: Sequence[Region],
+    seeds: Mapping[fx.Node, str],
+    keys: Keys,
 ) -> Layout:
     spans, _ = spans_of(order)
     ends = _ends(order, regions)
     blocks = {place for key in keys.blocks if (place := position(key, spans)) is not None}
     edges = {place for pair in ends.values() for place in pair}
     starts = tuple(sorted({0} | {place for place in blocks | edges if 0 < place < len(order)}))
-    pieces = {starts.index(ends[region.name][0]): region for region in regions}
+    pieces = {starts.index(ends[region.weight][0]): region for region in regions}
     return Layout(
         traced,
         flow,
@@ -141,25 +166,27 @@ def _assemble(
         starts,
         tuple(sorted({0} | {place for place in blocks if 0 < place < len(order)})),
         pieces,
-        {node: label for node, label, _ in _seeds(order, model)},
+        seeds,
         keys,
     )
 
 
-def _ordered(traced: Traced, regions: Iterable[Region]) -> tuple[Flow, list[fx.Node]]:
-    """Open the regions; return the facts and the operations to run, those of each region side by side."""
-    for region in regions:
-        open_region(traced, region)
-    flow = flow_of(traced)
+def _operations(traced: Traced, flow: Flow) -> list[fx.Node]:
+    """Return the operations to run; constants are not among them."""
     order = [node for node in traced.graph.nodes if node.op == "call_function" and node not in flow.constants]
-    order = _with_tuples_unpacked(order)
+    return _with_tuples_unpacked(order)
+
+
+def _gathered(plain: Sequence[fx.Node], regions: Iterable[Region]) -> list[fx.Node]:
+    """Return the operations with those of each region side by side, behind what stands between them."""
+    order = list(plain)
     for region in regions:
-        places = [index for index, node in enumerate(order) if node in region.inside]
+        members = region.inside | ({region.source} if is_entry(region.source) else set())
+        places = [index for index, node in enumerate(order) if node in members]
         first, stop = places[0], places[-1] + 1
         middle = order[first:stop]
-        outside = [node for node in middle if node not in region.inside]
-        order[first:stop] = outside + [node for node in middle if node in region.inside]
-    return flow, order
+        order[first:stop] = [n for n in middle if n not in members] + [n for n in middle if n in members]
+    return order
 
 
 def _with_tuples_unpacked(order: list[fx.Node]) -> list[fx.Node]:
@@ -176,35 +203,36 @@ def _ends(order: Sequence[fx.Node], regions: Iterable[Region]) -> dict[str, tupl
     ends = {}
     for region in regions:
         places = [index for index, node in enumerate(order) if node in region.inside]
-        ends[region.name] = (places[0], places[-1] + 1)
+        ends[region.weight] = (places[0], places[-1] + 1)
     return ends
 
 
-def _seeds(order: Sequence[fx.Node], model: nn.Module) -> list[tuple[fx.Node, str, int]]:
-    """Return before which operation which path is seeded, and the index of the last operation that depends on it.
+def _seeds(plain: Sequence[fx.Node], model: nn.Module) -> list[tuple[fx.Node, str, fx.Node]]:
+    """Return before which operation which path is seeded, and the last operation that draws from it.
 
-    Seeds that nothing is drawn from are left out.
+    They are read off the order of the model itself, before regions are gathered. Seeds that nothing is drawn from
+    are left out.
     """
     first_path = {id(module): path for path, module in model.named_modules()}
     aliases = {path: first_path[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
     seeded, paths = set(seeded_modules(model)), CallPaths()
     seen: set[tuple[str, int]] = set()
     latest: tuple[fx.Node, str] | None = None
-    needed: dict[fx.Node, tuple[str, int]] = {}
-    for index, node in enumerate(order):
+    needed: dict[fx.Node, tuple[str, fx.Node]] = {}
+    for node in plain:
         for call in calls_of(node):
             if call not in seen and aliases.get(call[0]) in seeded:
                 latest = node, paths.next(aliases[call[0]])
             seen.add(call)
         if draws_random(node) and latest is not None:
-            needed[latest[0]] = latest[1], index
+            needed[latest[0]] = latest[1], node
     return [(node, label, last) for node, (label, last) in needed.items()]
 
 
-def _forbidden(flow: Flow, order: Sequence[fx.Node], seeds: Iterable[tuple[fx.Node, str, int]]) -> set[int]:
+def _forbidden(flow: Flow, order: Sequence[fx.Node], seeds: Iterable[tuple[fx.Node, str, fx.Node]]) -> set[int]:
     """Return where no cut may be: between a seed and what is drawn from it, and among values that share memory."""
     index_of = {node: index for index, node in enumerate(order)}
-    forbidden = {place for node, _, last in seeds for place in range(index_of[node] + 1, last + 1)}
+    forbidden = {place for node, _, last in seeds for place in range(index_of[node] + 1, index_of[last] + 1)}
     until = {node: max((index_of.get(user, len(order)) for user in node.users), default=0) for node in flow.storage}
     for root, changes in flow.changes.items():
         last = max(index_of.get(node, 0) for node in changes)

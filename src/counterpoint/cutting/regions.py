@@ -26,7 +26,9 @@ Dims = Mapping[str, tuple[str, str]]
 
 _LINEAR = torch.ops.aten.linear.default
 _FOLDS = {"view", "reshape", "unflatten"}
-_MIXING = {"scaled_dot_product_attention", "softmax", "_softmax", "matmul", "bmm", "baddbmm"}
+_ATTENTION = "scaled_dot_product_attention"
+_PICKING = {"select", "unbind"}
+_MIXING = {_ATTENTION, "softmax", "_softmax", "matmul", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Region:
 
     Args:
         name: path of the module that contains it, or of its first and last layer.
+        weight: the name of the row's weight, which tells regions apart: a module may hold several.
         dim: the name of what is sliced.
         size: how long that is, in heads where the graph shows them.
         columns: the layers sliced along their outputs.
@@ -43,6 +46,7 @@ class Region:
     """
 
     name: str
+    weight: str
     dim: str
     size: int
     columns: tuple[fx.Node, ...]
@@ -56,7 +60,7 @@ class Region:
 
 
 def find_regions(traced: Traced, flow: Flow, dims: Dims, *, only: Collection[str] | None = None) -> list[Region]:
-    """Return the regions of a trace in order, or only those of some names; no operation is in two of them."""
+    """Return the regions of a trace in order, or only those of some weights; no operation is in two of them."""
     uses = Counter(
         traced.params[source]
         for node in traced.graph.nodes
@@ -71,11 +75,11 @@ def find_regions(traced: Traced, flow: Flow, dims: Dims, *, only: Collection[str
             continue
         columns, inside = found
         read = [traced.params[layer.args[1]] for layer in (*columns, row)]
-        if only is not None and _name(columns, row) not in only:
+        if only is not None and read[-1] not in only:
             continue
         is_alone = all(uses[name] == 1 for name in read) and not taken & inside
         if is_alone and _is_closed(inside, row) and _may_gather(traced, inside):
-            regions.append(_region(columns, row, inside, dims))
+            regions.append(_region(columns, row, inside, dims, weight=read[-1]))
             taken |= inside
     return regions
 
@@ -118,20 +122,25 @@ def _is_closed(inside: frozenset[fx.Node], row: fx.Node) -> bool:
 
 
 def _may_gather(traced: Traced, inside: frozenset[fx.Node]) -> bool:
-    """Tell whether what stands between the region's operations may run before them: it changes nothing in place."""
+    """Tell whether what stands between the region's operations may run before them.
+
+    It may not where it changes something in place, or draws random numbers: those belong to the seed before it.
+    """
     order = list(traced.graph.nodes)
     places = [index for index, node in enumerate(order) if node in inside]
     between = [node for node in order[places[0] : places[-1]] if node not in inside]
-    return all(source in traced.buffers for node in between for source in changed_by(node))
+    return not any(draws_random(node) for node in between) and all(
+        source in traced.buffers for node in between for source in changed_by(node)
+    )
 
 
-def _region(columns: list[fx.Node], row: fx.Node, inside: frozenset[fx.Node], dims: Dims) -> Region:
+def _region(columns: list[fx.Node], row: fx.Node, inside: frozenset[fx.Node], dims: Dims, *, weight: str) -> Region:
     features = [int(value_of(column).shape[-1]) for column in columns]
     mixes = any(word_of(node) in _MIXING for node in inside)
-    heads = [_heads(column) for column in columns] if mixes else []
+    heads = _heads(columns, inside) if mixes else []
     sizes = [count for count in heads if count] if heads and all(heads) else features
     dim = _dim(columns, row, dims) or ("heads" if mixes else "hidden")
-    return Region(_name(columns, row), dim, math.gcd(*sizes), tuple(columns), row, inside)
+    return Region(_name(columns, row), weight, dim, math.gcd(*sizes), tuple(columns), row, inside)
 
 
 def _name(columns: list[fx.Node], row: fx.Node) -> str:
@@ -150,7 +159,18 @@ def from_to(first: str, last: str) -> str:
     return f"{first}..{'.'.join(tails[same:])}"
 
 
-def _heads(column: fx.Node) -> int | None:
+def _heads(columns: list[fx.Node], inside: frozenset[fx.Node]) -> list[int | None]:
+    """Return how many heads each layer gives, as far as the graph shows them.
+
+    One layer for query, key and value is first folded into these three, which are not its heads.
+    """
+    if len(columns) == 1 and any(word_of(node) in _PICKING for node in inside):
+        queries = [value_of(node.all_input_nodes[0]) for node in inside if word_of(node) == _ATTENTION]
+        return [int(query.shape[-3]) if query.dim() > 3 else None for query in queries]
+    return [_folded(column) for column in columns]
+
+
+def _folded(column: fx.Node) -> int | None:
     """Return into how many heads the output of a layer is folded."""
     for user in column.users:
         shape = tuple(value_of(user).shape) if word_of(user) in _FOLDS else ()
@@ -195,17 +215,17 @@ def open_region(traced: Traced, region: Region) -> fx.Node:
     if any(user not in region.columns for user in entry.users):
         with graph.inserting_before(region.columns[0]):
             alias = graph.call_function(torch.ops.aten.alias.default, (entry,))
-        alias.meta = {"val": value_of(entry), "alias_of": entry, "nn_module_stack": _stack(region)}
+        stack = region.columns[0].meta.get("nn_module_stack")  # so that a block which begins with the region has it too
+        alias.meta = {"val": value_of(entry), "alias_of": entry, "nn_module_stack": stack}
         for column in region.columns:
             column.replace_input_with(entry, alias)
         return alias
     return entry
 
 
-def _stack(region: Region) -> object:
-    """Return the calls that all of the region stands in."""
-    stacks = [dict(node.meta.get("nn_module_stack") or {}) for node in (*region.columns, region.row)]
-    return {key: value for key, value in stacks[0].items() if all(key in stack for stack in stacks)}
+def is_entry(node: fx.Node) -> bool:
+    """Tell whether a node is the name of its own that ``h`` has in a region."""
+    return "alias_of" in node.meta
 
 
 def _free_shape(node: fx.Node) -> None:

@@ -68,7 +68,20 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
         except Exception as error:
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain(model, error, open_calls)) from error
-    return _read(module, canonical_names(model))
+    traced = _read(module, canonical_names(model))
+    _require_open(traced, model)
+    return traced
+
+
+def _require_open(traced: Traced, model: nn.Module) -> None:
+    """Refuse a forward that stands in an autocast as a whole."""
+    readers = {user for source in traced.params for user in source.users}
+    if len(readers) == 1 and getattr(readers.pop().target, "__name__", "") == "wrap_with_autocast":
+        raise PlanError(
+            f"all of {type(model).__name__}.forward runs inside torch.autocast, which a trace shows as one operation, "
+            "so there is nothing to cut; enter autocast in the forward of each block instead, or take a strategy that "
+            "needs no cut (data, zero of level 1 or 2, server)"
+        )
 
 
 def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from counterpoint.errors import PeerError, ProgramError
+from counterpoint.errors import PeerError, PlanError, ProgramError
+
+DEVICES = ("cpu", "cuda")
 
 
 class Mood(Enum):
@@ -35,7 +38,8 @@ class Baton:
     """Passes the right to run round among ``num_ranks`` threads.
 
     The state of torch's CPU generator goes with the rank that has the baton, as if each had a process of its own; a
-    rank's begins as the caller's was when it first ran. Gradient mode is each thread's own and begins as the caller's.
+    rank's begins as the caller's was when it first ran. Gradient mode and autocast are each thread's own and begin as
+    the caller's.
     """
 
     def __init__(self, num_ranks: int, deadline_s: float) -> None:
@@ -46,6 +50,7 @@ class Baton:
         self._begun = [False] * num_ranks
         self._generators: list[Tensor | None] = [None] * num_ranks
         self._work: Callable[[int], None] | None = None
+        self._is_closed = False
         self._failure: str | None = None
         self._origin: tuple[int, BaseException] | None = None
         self._threads = [
@@ -60,17 +65,17 @@ class Baton:
 
         Raises:
             ProgramError: this is called by one of the ranks, or while they run.
+            PlanError: the threads are gone.
         """
+        if self._is_closed:
+            raise PlanError(
+                f"the {len(self._turns)} ranks have ended, because close() was called; close when training is over, "
+                "and to train on, make them anew with another parallelize(...) or Trainer"
+            )
         if self._work is not None:
             raise ProgramError("the ranks are running already; a world runs one piece of work at a time")
         num_ranks = len(self._turns)
-        grad_mode = torch.is_grad_enabled()
-
-        def with_grad_mode(rank: int) -> None:
-            with torch.set_grad_enabled(grad_mode):
-                work(rank)
-
-        self._work = with_grad_mode
+        self._work = as_here(work)
         self._failure = self._origin = None
         self._moods[:] = [Mood.ABLE] * num_ranks
         self._begun[:] = [False] * num_ranks
@@ -94,17 +99,27 @@ class Baton:
     def _come_back(self) -> None:
         """The ranks have all ended, also where the caller was interrupted while they ran.
 
-        This wait has no deadline of its own: ranks that wait for each other are found at once, and one that computes
-        may.
+        Ranks that wait for each other are found at once, and one that computes may take its time; so at the deadline
+        they are only looked at, whether their threads live.
         """
         try:
-            self._caller.acquire()
+            while not self._caller.acquire(timeout=self._deadline_s):
+                self._require_alive()
             self._work = None
         except BaseException as error:
             self._failure = f"stopped because the caller was interrupted by {type(error).__name__}"
             if self._caller.acquire(timeout=self._deadline_s):
                 self._work = None
             raise
+
+    def _require_alive(self) -> None:
+        """No rank's thread has ended."""
+        gone = [str(rank) for rank, thread in enumerate(self._threads) if not thread.is_alive()]
+        if gone:
+            raise PeerError(
+                f"the thread of rank {', '.join(gone)} has ended in the middle of its work, and the others wait for "
+                "it; make the ranks anew"
+            )
 
     def wait(self, rank: int, over: Callable[[], bool], what: Callable[[], str]) -> None:
         """It is over, and the rank has the baton again; a PeerError where another rank has failed or all wait.
@@ -140,7 +155,8 @@ class Baton:
                 self._moods[other] = Mood.RESTING
 
     def close(self) -> None:
-        """The threads are gone."""
+        """The threads are gone; a second call does nothing."""
+        self._is_closed = True
         for turn, thread in zip(self._turns, self._threads, strict=True):
             if thread.is_alive():
                 turn.release()
@@ -210,6 +226,20 @@ class Baton:
             + "; every wait needs another rank that can still end it: compare the order of sends, "
             "receives and collectives"
         )
+
+
+def as_here(work: Callable[[int], None]) -> Callable[[int], None]:
+    """Return the work with the gradient mode and the autocasts of this thread, which torch keeps for each apart."""
+    grad_mode = torch.is_grad_enabled()
+    casts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
+
+    def run(rank: int) -> None:
+        with torch.set_grad_enabled(grad_mode), ExitStack() as stack:
+            for device, dtype in casts:
+                stack.enter_context(torch.autocast(device, dtype))
+            work(rank)
+
+    return run
 
 
 def taken_lock() -> threading.Lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -95,9 +96,16 @@ def severity(outcome: Outcome) -> int:
 
 
 def find_culprit(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return the rank whose failure explains the others: surest first, earliest first; None when none failed."""
+    """Return the rank whose end explains the others': surest first, earliest first; None when none failed.
+
+    Where those that failed only wait for one that had ended well, it is that one: it ended too early.
+    """
     failed = [outcome for outcome in outcomes if severity(outcome) < 3]
-    return min(failed, key=lambda outcome: (severity(outcome), _failed_s(outcome)), default=None)
+    found = min(failed, key=lambda outcome: (severity(outcome), _failed_s(outcome)), default=None)
+    if found is None or severity(found) < 2:
+        return found
+    early = [outcome for outcome in outcomes if _left_behind(outcome, found)]
+    return min(early, key=lambda outcome: outcome.ended_s, default=found)
 
 
 def tell(outcomes: Sequence[Outcome]) -> str:
@@ -132,6 +140,14 @@ def _same_error(one: Outcome, other: Outcome) -> bool:
     return one.error is not None and other.error is not None and len(texts) == 1
 
 
+def _left_behind(outcome: Outcome, other: Outcome) -> bool:
+    """Tell whether a rank had ended well, and another failed because of it, as its error says."""
+    if severity(outcome) < 3 or outcome.stopped_s is not None or other.error is None:
+        return False
+    names = re.search(rf"\branks? (\d+(, | and ))*{outcome.rank}\b", other.error.message)
+    return names is not None and outcome.ended_s < _failed_s(other)
+
+
 def _failed_s(outcome: Outcome) -> float:
     return outcome.ended_s if outcome.error is None else min(outcome.error.time_s, outcome.ended_s)
 
@@ -146,6 +162,8 @@ def _told(outcome: Outcome) -> str:
     if outcome.returncode < 0:
         name, remedy = _signal(-outcome.returncode)
         return f"{who} was killed by {name} {run}; {remedy}"
+    if outcome.returncode == 0:
+        return f"{who} ended with exit code 0 {run}, but others waited for it; every rank has to do all of the steps"
     return f"{who} ended with exit code {outcome.returncode} {run}; what it wrote last says why"
 
 

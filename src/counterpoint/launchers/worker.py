@@ -16,6 +16,10 @@ from counterpoint.errors import PeerError
 from counterpoint.launchers.ending import ErrorRecord
 from counterpoint.launchers.environment import ERROR_FILE
 
+#: How long an error that only blames another rank is not shown: a supervisor ends this rank in the meantime, if it
+#: finds the cause, and then tells that first.
+HELD_BACK_S = 0.5
+
 #: What libraries say when a peer went away; such an error is a consequence.
 PEER_TEXTS = ("connection reset by peer", "connection closed by peer", "broken pipe", "connection refused")
 _OURS = str(Path(__file__).parent) + os.sep
@@ -33,6 +37,12 @@ def report_error(error: BaseException) -> None:
     path = os.environ.get(ERROR_FILE)
     if path:
         record_of(error).write(Path(path))
+
+
+def let_the_cause_come_first(error: BaseException) -> None:
+    """An error that only blames another rank has waited for a supervisor that knows better; any other has not."""
+    if os.environ.get(ERROR_FILE) and blames_a_peer(error):
+        time.sleep(HELD_BACK_S)
 
 
 def record_of(error: BaseException) -> ErrorRecord:
@@ -86,6 +96,7 @@ def run_reported(body: Callable[[], object]) -> int:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this rank and is told
         report_error(error)
+        let_the_cause_come_first(error)
         shown = error.with_traceback(_users_part(error.__traceback__))
         sys.excepthook(type(shown), shown, shown.__traceback__)
         return 1

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from counterpoint.errors import ProgramError
+from counterpoint.program.accounts import Entry, Mark
 from counterpoint.program.instruction import Backward
-from counterpoint.program.ledger import Entry, Ledger, Mark
+from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_unit
 from counterpoint.program.units import Unit
@@ -28,6 +29,7 @@ def law_6_every_gradient_counts_once(
     for entry in ledger.entries:
         by_unit[entry.unit].append(entry)
     units = list(units)
+    slices = sorted({row.slice_index for row in program.rows})
     for foreign in by_unit.keys() - set(units):
         place = {by_unit[foreign][0].rank: by_unit[foreign][0].index}
         raise ProgramError(
@@ -36,7 +38,7 @@ def law_6_every_gradient_counts_once(
         )
     for unit in units:
         marks = {mark for block in unit for mark in expected[block]}
-        for at in sorted({mark[2] for mark in marks}):
+        for at in slices:
             mine = [entry for entry in by_unit[unit] if program.rows[entry.rank].slice_index == at]
             _judge_unit(rows, unit, mine, {mark for mark in marks if mark[2] == at})
 

@@ -5,7 +5,10 @@ These parts of laws 4, 6 and 7 need no other row, so that each row is read once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
@@ -17,68 +20,116 @@ from counterpoint.program.instruction import (
     Instruction,
     Push,
     Recv,
+    Release,
     Send,
     Update,
     Value,
 )
-from counterpoint.program.program import Words
-from counterpoint.program.text import format_instruction
+from counterpoint.program.program import Program, Words
+from counterpoint.program.text import format_instruction, format_unit
+from counterpoint.program.units import Unit
 from counterpoint.program.walk import show_places
 
 _Held: TypeAlias = tuple[str, int, int | None]
-"""``x`` or ``g`` of a block and a microbatch: what its forward or backward reads; ``F``, ``B``: that it has run."""
+"""A value of one block and microbatch: ``x`` or ``g``, or ``y`` or ``dx`` as long as nobody has summed it."""
+_Values: TypeAlias = tuple[_Held, ...]
 
 
-def law_4_inputs_are_there(rows: Sequence[Words]) -> None:
-    """Prove that each forward, backward, send and partial sum stands behind the word that makes what it reads.
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """What the flow of values depends on besides the words.
+
+    Args:
+        last: the last block, whose output nobody reads and which has no gradient to wait for.
+        sliced: the blocks whose outputs and input gradients are partial on every rank.
+    """
+
+    last: int
+    sliced: Container[int]
+
+    def flow(self, word: Instruction) -> tuple[_Values, _Values, _Values]:
+        """Return what must be there for a word, what is gone after it, and what is there after it."""
+        match word:
+            case Forward(block, micro):
+                needed = (("x", block, micro),) if block > 0 else ()
+                if block in self.sliced:
+                    return needed, (), (("y", block, micro),)
+                return needed, (), (("x", block + 1, micro),) if block < self.last else ()
+            case Backward(block, micro):
+                return self.backward(block, micro)
+            case Recv(value) if value.name in {"x", "g"}:
+                return (), (), ((value.name, value.blocks[0], value.micro),)
+            case Send(value) | Release(value) if value.name not in {"grad", "weight"}:
+                used = ((value.name, value.blocks[0], value.micro),)
+                return used, used, ()
+            case Collective(value=value, phase=phase) if value.name not in {"grad", "weight"}:
+                summed: _Values = ((value.name, value.blocks[0], value.micro),) if phase != "-" else ()
+                return summed, summed, self.whole(value) if phase != "+" else ()
+            case _:
+                return (), (), ()
+
+    def backward(self, block: int, micro: int) -> tuple[_Values, _Values, _Values]:
+        used = ("x", block, micro), ("g", block, micro)
+        needed: _Values = (("g", block, micro),)
+        if block >= self.last:
+            needed = (("x", block + 1, micro),) if block in self.sliced else ()
+        if block == 0:
+            return needed, used, ()
+        return needed, used, (("dx", block, micro),) if block in self.sliced else (("g", block - 1, micro),)
+
+    def whole(self, value: Value) -> _Values:
+        """Return what the sum of a partial result is."""
+        block = value.blocks[0]
+        return (("x", block + 1, value.micro),) if value.name == "y" else (("g", block - 1, value.micro),)
+
+
+def law_4_inputs_are_there(program: Program, rows: Sequence[Words], last: int, sliced: Collection[int] | None) -> None:
+    """Prove that each word finds what it reads, and that every partial result is summed once over all its slices.
+
+    A value is there from the word that makes it until it is sent, released or used up by its backward. The output
+    of a sliced block and its input gradient come as partial results, which only their sum makes a value.
+
+    Args:
+        program: whose rows they are.
+        rows: the flat rows.
+        last: the last block of the model.
+        sliced: the sliced blocks; None for those that any word sums.
 
     Raises:
-        ProgramError: law 4; a block runs before the one that feeds it, or before its input was received.
+        ProgramError: law 4; a value is not there, or a partial result is not summed as it must be.
     """
-    last = max((word.block for row in rows for word in row if isinstance(word, Forward)), default=-1)
+    if sliced is None:
+        sums = (word.value for row in rows for word in row if isinstance(word, Collective))
+        sliced = {value.blocks[0] for value in sums if value.name in {"y", "dx"}}
+    chain = _Chain(last, frozenset(sliced))
     for rank, row in enumerate(rows):
-        partial = {made for word in row if isinstance(word, Collective) for made in _makes(word)}
         there: set[_Held] = set()
         for index, word in enumerate(row):
-            for needed in _reads(word, last):
-                if needed not in there:
-                    raise ProgramError(
-                        f"rank {rank}, {format_instruction(word)}: {needed[0]}{needed[1]}.{needed[2]} is not there "
-                        "yet; a word stands behind the one that makes what it reads\n"
-                        f"{show_places(rows, {rank: index}, 'here')}",
-                        law=4,
-                    )
-            there.update(made for made in _makes(word) if made not in partial or isinstance(word, Collective))
+            needed, used, made = chain.flow(word)
+            if needed and needed[0] not in there:
+                raise _wrong(rows, (rank, index), 4, _absence(needed[0]))
+            if type(word) is Collective and needed:
+                _judge_partial_sum(rows, (rank, index), word, program.rows[rank].num_slices)
+            there.difference_update(used)
+            there.update(made)
+        left = [held for held in there if held[0] in {"y", "dx"}]
+        if left:
+            name, block, micro = min(left)
+            place = max(index for index, word in enumerate(row) if (name, block, micro) in chain.flow(word)[2])
+            raise _wrong(rows, (rank, place), 4, f"nobody sums its partial result {name}{block}.{micro}")
 
 
-def _reads(word: Instruction, last: int) -> Iterator[_Held]:
-    match word:
-        case Forward(block, micro) if block > 0:
-            yield "x", block, micro
-        case Backward(block, micro) if block < last:
-            yield "g", block, micro
-        case Send(value) if value.name in {"x", "g"}:
-            yield value.name, value.blocks[0], value.micro
-        case Collective(value=value, phase="" | "+") if value.name in {"y", "dx"}:
-            yield "F" if value.name == "y" else "B", value.blocks[0], value.micro
-        case _:
-            return
+def _absence(held: _Held) -> str:
+    text = f"{held[0]}{held[1]}" + ("" if held[2] is None else f".{held[2]}")
+    return f"{text} is not there; a word stands behind the one that makes what it reads, and before what uses it up"
 
 
-def _makes(word: Instruction) -> Iterator[_Held]:
-    match word:
-        case Forward(block, micro):
-            yield from (("F", block, micro), ("x", block + 1, micro))
-        case Backward(block, micro):
-            yield from (("B", block, micro), ("g", block - 1, micro))
-        case Recv(value) if value.name in {"x", "g"}:
-            yield value.name, value.blocks[0], value.micro
-        case Collective(value=value, phase="" | "-") if value.name == "y":
-            yield "x", value.blocks[0] + 1, value.micro
-        case Collective(value=value, phase="" | "-") if value.name == "dx":
-            yield "g", value.blocks[0] - 1, value.micro
-        case _:
-            return
+def _judge_partial_sum(rows: Sequence[Words], place: tuple[int, int], word: Collective, num_slices: int) -> None:
+    """Judge the words of partial results; that no two members hold the same slice follows from who ran what."""
+    if word.verb != "sum" or word.value.name not in {"y", "dx"}:
+        raise _wrong(rows, place, 4, "only partial results are combined like this, and only by their sum")
+    if len(word.group) != num_slices:
+        raise _wrong(rows, place, 4, f"it adds up {len(word.group)} partial results of {num_slices}")
 
 
 def law_6_updates_follow_a_commit(rows: Sequence[Words]) -> None:
@@ -99,6 +150,48 @@ def law_6_updates_follow_a_commit(rows: Sequence[Words]) -> None:
                     agreed = False
                 case _:
                     pass
+
+
+def law_7_gradients_are_freed(rows: Sequence[Words], units: Iterable[Unit], kept: Sequence[Fraction]) -> None:
+    """Prove that ranks which keep only parts of gradients free the whole ones: each as soon as it is shared out.
+
+    Args:
+        rows: the flat rows.
+        units: of the model.
+        kept: per rank, the part of each gradient that may be held from one forward to the next.
+
+    Raises:
+        ProgramError: law 7; a gradient that was shared out, or not even that, is held on whole.
+    """
+    users: defaultdict[int, list[Unit]] = defaultdict(list)
+    for unit in units:
+        for block in unit:
+            users[block].append(unit)
+    for rank, (row, part) in enumerate(zip(rows, kept, strict=True)):
+        if part == 1:
+            continue
+        held: set[Unit] = set()
+        shared: set[Unit] = set()
+        for index, word in enumerate(row):
+            match word:
+                case Backward(block):
+                    _require_freed(rows, (rank, index), shared, part)
+                    held.update(users[block])
+                case Forward() | Commit():
+                    _require_freed(rows, (rank, index), held, part)
+                case Collective("share", Value("grad", unit), phase="" | "-"):
+                    shared.add(unit)
+                case Release(Value("grad", unit)):
+                    held.discard(unit)
+                    shared.discard(unit)
+                case _:
+                    pass
+
+
+def _require_freed(rows: Sequence[Words], place: tuple[int, int], held: Collection[Unit], part: Fraction) -> None:
+    if held:
+        text = format_unit(min(held))
+        raise _wrong(rows, place, 7, f"the whole gradient of unit {text} is held; the plan promises {part} of it")
 
 
 def laws_6_and_7_what_is_started_is_awaited(rows: Sequence[Words]) -> None:

@@ -3,10 +3,13 @@
 1. Every send has exactly one receive, and every push one pull.
 2. No deadlock, even when a send blocks until its receive is posted.
 3. All members of a group call the same collectives in the same order.
-4. Each microbatch goes once forward and once backward through each block, on the same rank.
+4. Each microbatch goes once forward and once backward through each block, on the same rank; every word finds what it
+   reads, and partial results are summed once over all slices.
 5. Backward uses the version that its forward used; staleness stays within the promise.
-6. Every gradient enters every update of its parameters exactly once.
-7. What is gathered, stashed or under way is released; the peak in flight stays within the promise.
+6. Every gradient enters every update of its parameters exactly once, and all who had a part in it have decided
+   together, about just these microbatches, that it counts.
+7. What is gathered, stashed or under way is released, and nothing else; the peak in flight and the parts of gradients
+   and optimizer states that a rank holds stay within the promise.
 8. The bytes that each rank sends equal the strategy's closed formula.
 """
 
@@ -19,14 +22,17 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
+from counterpoint.program.accounts import Mark
+from counterpoint.program.agreement import law_6_all_concerned_decide
 from counterpoint.program.counting import law_6_every_gradient_counts_once
 from counterpoint.program.flow import (
     law_4_inputs_are_there,
     law_6_updates_follow_a_commit,
+    law_7_gradients_are_freed,
     laws_6_and_7_what_is_started_is_awaited,
 )
 from counterpoint.program.instruction import Backward, Forward, Instruction, Pull, Push, Recv, Send, Update, Value
-from counterpoint.program.ledger import Ledger, Mark, keep_ledger
+from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.program import Program, Words, moved
 from counterpoint.program.text import format_unit, format_value
 from counterpoint.program.units import Unit
@@ -34,21 +40,34 @@ from counterpoint.program.walk import rehearse_blocking_sends, show_places
 
 _Message: TypeAlias = tuple[str, Value, int, int]
 """A send or a push: which, of what, from whom, to whom."""
+_MESSAGES = {Send, Recv, Push, Pull}
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
     """What the strategies of a plan promise about its program.
 
+    Where a field is None nothing is promised; blocks, microbatches and slices are then as the rows have them.
+
     Args:
-        staleness: how many updates may come between reading weights and applying their gradient; None for no bound.
-        in_flight: per rank, how many microbatches may be between forward and backward in one block; None to skip.
-        sent_bytes: per rank, the bytes sent in one step by the closed formulas; None to skip.
+        staleness: how many updates may come between reading weights and applying their gradient.
+        in_flight: per rank, how many microbatches may be between forward and backward in one block.
+        sent_bytes: per rank, the bytes sent in one step by the closed formulas.
+        num_blocks: how many blocks the model has.
+        num_micros: how many microbatches the global batch has.
+        sliced: the blocks whose results are partial on every rank.
+        updated: per rank, the part of each unit that it updates and keeps optimizer state for, at most.
+        gradients: per rank, the part of each gradient that it holds from one forward to the next, at most.
     """
 
     staleness: int | None = 0
     in_flight: tuple[int, ...] | None = None
     sent_bytes: tuple[Fraction, ...] | None = None
+    num_blocks: int | None = None
+    num_micros: int | None = None
+    sliced: frozenset[int] | None = None
+    updated: tuple[Fraction, ...] | None = None
+    gradients: tuple[Fraction, ...] | None = None
 
 
 def check(
@@ -74,20 +93,30 @@ def check(
     Raises:
         ProgramError: a law is broken; ``law`` says which, the message shows the rows and the place.
     """
+    units = list(units)
     rows = program.unroll(2 if program.is_stream else 1)
+    blocks = range(promise.num_blocks or _last_block(rows, units) + 1)
     law_1_messages_pair_up(rows)
+    law_4_all_work_is_done_once(program, rows, blocks, promise.num_micros)
     ledger = keep_ledger(program, rows)
     rehearse_blocking_sends(rows)
-    law_4_all_work_is_done_once(program, rows)
-    law_4_inputs_are_there(rows)
+    law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced)
     law_5_staleness(rows, ledger, promise)
     law_6_every_gradient_counts_once(program, rows, ledger, units)
     laws_6_and_7_what_is_started_is_awaited(rows)
     law_6_updates_follow_a_commit(rows)
+    law_6_all_concerned_decide(program, rows, ledger)
     law_7_all_is_released(program, rows, ledger, promise)
+    if promise.gradients is not None:
+        law_7_gradients_are_freed(rows, units, promise.gradients)
     if promise.sent_bytes is not None and sent_bytes is not None:
         law_8_bytes(promise.sent_bytes, sent_bytes)
     return ledger
+
+
+def _last_block(rows: Sequence[Words], units: Iterable[Unit]) -> int:
+    run = (word.block for row in rows for word in row if isinstance(word, Forward | Backward))
+    return max([*run, *(block for unit in units for block in unit)], default=-1)
 
 
 def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
@@ -95,9 +124,10 @@ def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
     balance: defaultdict[_Message, int] = defaultdict(int)
     for rank, row in enumerate(rows):
         for word in row:
-            key, weight = _message(rank, word)
-            if key is not None:
-                balance[key] += weight
+            if type(word) in _MESSAGES:
+                key, weight = _message(rank, word)
+                if key is not None:
+                    balance[key] += weight
     for key, count in balance.items():
         if count:
             kind, value, source, target = key
@@ -131,25 +161,38 @@ def _message(rank: int, word: Instruction) -> tuple[_Message | None, int]:
             return None, 0
 
 
-def law_4_all_work_is_done_once(program: Program, rows: Sequence[Words]) -> None:
-    """Prove that every block of every slice runs every microbatch forward and backward once."""
+def law_4_all_work_is_done_once(
+    program: Program, rows: Sequence[Words], blocks: Iterable[int], num_micros: int | None
+) -> None:
+    """Prove that every block of every slice runs every microbatch forward and backward once, and nothing else runs.
+
+    Args:
+        program: whose rows they are.
+        rows: the flat rows.
+        blocks: of the model.
+        num_micros: of the global batch; None for those that any rank runs.
+    """
     done: dict[type[Forward | Backward], Counter[Mark]] = {Forward: Counter(), Backward: Counter()}
     for rank, row in enumerate(rows):
         slice_index = program.rows[rank].slice_index
         for kind, counted in done.items():
-            counted.update((word.block, word.micro, slice_index) for word in row if isinstance(word, kind))
+            counted.update([(word.block, word.micro, slice_index) for word in row if type(word) is kind])
     marks = done[Forward] + done[Backward]
-    blocks = range(max((mark[0] for mark in marks), default=-1) + 1)
-    micros = sorted({mark[1] for mark in marks})
-    slices = sorted({mark[2] for mark in marks})
+    micros = sorted({mark[1] for mark in marks}) if num_micros is None else range(num_micros)
+    slices = range(max((row.num_slices for row in program.rows), default=1))
+    every = {(block, micro, at) for block in blocks for micro in micros for at in slices}
     for direction, counted in done.items():
-        for mark in ((block, micro, at) for block in blocks for micro in micros for at in slices):
-            if counted[mark] != 1:
+        if counted.keys() == every and len(every) == counted.total():
+            continue
+        for mark in [*sorted(every), *sorted(counted.keys() - every)]:
+            due = int(mark in every)
+            if counted[mark] != due:
                 text = f"{direction.__name__.lower()} of block {mark[0]} on microbatch {mark[1]}"
                 of = f" of slice {mark[2]}" if len(slices) > 1 else ""
                 place = _last_place(program, rows, mark)
                 shown = show_places(rows, dict([place]), "here") if place else "  no rank does it"
-                raise ProgramError(f"{text}{of} is done {counted[mark]} times, not once\n{shown}", law=4)
+                times = f"{counted[mark]} times, not once" if due else "but is no work of this plan"
+                raise ProgramError(f"{text}{of} is done {times}\n{shown}", law=4)
 
 
 def _last_place(program: Program, rows: Sequence[Words], mark: Mark) -> tuple[int, int] | None:
@@ -195,6 +238,8 @@ def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledge
             )
     if promise.staleness is not None:
         _judge_ends(rows, ledger)
+    if promise.updated is not None:
+        _judge_parts(rows, ledger, promise.updated)
     if promise.in_flight is not None:
         for rank, (peak, allowed) in enumerate(zip(ledger.peak_in_flight, promise.in_flight, strict=True)):
             if peak > allowed:
@@ -217,6 +262,18 @@ def _judge_ends(rows: Sequence[Words], ledger: Ledger) -> None:
                 f"{state.versions[-1]}; all copies of the same parameters end alike\n"
                 f"{show_places(rows, {rank: len(rows[rank]) - 1}, 'end')}",
                 law=6,
+            )
+
+
+def _judge_parts(rows: Sequence[Words], ledger: Ledger, promised: Sequence[Fraction]) -> None:
+    for entry in ledger.entries:
+        part = entry.span[1] - entry.span[0]
+        if part > promised[entry.rank]:
+            raise ProgramError(
+                f"rank {entry.rank} updates {part} of unit {format_unit(entry.unit)} and keeps optimizer state for "
+                f"it; the plan promises {promised[entry.rank]}\n"
+                f"{show_places(rows, {entry.rank: entry.index}, 'here')}",
+                law=7,
             )
 
 

@@ -1,20 +1,30 @@
 """Run a program on symbols: which samples are in each gradient, which version stands in each weight.
 
 Every backward leaves one mark ``(block, microbatch, slice)`` in its rank's gradient. Sums add marks up, shares
-cut the range a rank is responsible for, updates consume marks and make a new version. What the ledger sees,
-the laws judge.
+cut the range a rank is responsible for, updates consume marks and make a new version, and each knows the commit
+that stood before it. What the ledger sees, the laws judge.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
+from counterpoint.program.accounts import (
+    NOTHING,
+    WHOLE,
+    Decision,
+    Entry,
+    Mark,
+    Marks,
+    Span,
+    UnitState,
+    with_mark,
+)
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -33,46 +43,6 @@ from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_instruction, format_unit
 from counterpoint.program.units import Unit, units_by_block
 from counterpoint.program.walk import Groups, show_places, walk
-
-Mark: TypeAlias = tuple[int, int, int]
-"""Block, microbatch and slice of one backward."""
-Marks: TypeAlias = "Counter[Mark]"
-Span: TypeAlias = tuple[Fraction, Fraction]
-"""Which part of a unit: from, to, as fractions of the whole."""
-
-WHOLE: Span = (Fraction(0), Fraction(1))
-NOTHING: Marks = Counter()
-
-
-@dataclass(slots=True)
-class UnitState:
-    """What one rank holds of one unit.
-
-    Args:
-        home: the part whose weights it keeps when nothing is gathered.
-        span: the part whose weights it holds now.
-        versions: every version it has held, oldest first.
-        whole: marks in the gradient of the whole unit.
-        part: the part and marks of a gradient that was shared out.
-    """
-
-    home: Span = WHOLE
-    span: Span = WHOLE
-    versions: list[int] = field(default_factory=lambda: [0])
-    whole: Marks = field(default_factory=Counter)
-    part: tuple[Span, Marks] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One update: by whom, of what part, with which marks, and how stale the oldest mark was."""
-
-    rank: int
-    index: int
-    unit: Unit
-    span: Span
-    marks: Marks
-    staleness: int
 
 
 @dataclass(slots=True)
@@ -110,7 +80,10 @@ class _Book:
         self.mail: defaultdict[tuple[Value, int, int], list[tuple[Marks, int]]] = defaultdict(list)
         self.groups = Groups()
         self.waiting: defaultdict[tuple[int, Value], list[int]] = defaultdict(list)
-        self.pushes: defaultdict[tuple[int, Unit], list[tuple[int, Marks]]] = defaultdict(list)
+        self.pushes: defaultdict[tuple[int, Unit], list[tuple[Decision | None, Marks]]] = defaultdict(list)
+        self.undecided: list[set[int]] = [set() for _ in rows]
+        self.decisions: list[Decision | None] = [None] * len(rows)
+        self.deciding: dict[int, Decision] = {}
         self.ages: dict[tuple[int, Unit], tuple[Marks, int]] = {}
         for rank, row in enumerate(rows):
             self.find_homes(rank, row)
@@ -143,24 +116,34 @@ class _Book:
                 self.backward(rank, index, word)
             case Update(unit):
                 self.update(rank, index, unit)
-            case Collective(phase=""):
-                self.gather(rank, index, word)
-            case Collective(phase="+"):
+            case Collective(phase="" | "+"):
                 self.gather(rank, index, word)
             case Send(value, peer):
                 self.send(rank, value, peer)
             case Recv(value, peer):
                 self.receive(rank, value, peer)
             case Push(value, peer):
-                self.pushes[peer, value.blocks].append((rank, self.taken(rank, value.blocks)))
+                self.pushes[peer, value.blocks].append((self.decisions[rank], self.taken(rank, value.blocks)))
             case Serve(units):
                 self.serve(rank, index, units)
             case Pull(value, peer):
                 self.states[rank, value.blocks].versions.append(self.states[peer, value.blocks].versions[-1])
             case Release(value):
                 self.release(rank, index, value)
-            case Commit() | Collective():
+            case Commit():
+                self.commit(rank, word)
+            case Collective():
                 pass
+
+    def commit(self, rank: int, word: Commit) -> None:
+        """The members of a commit come one after the other; the last one closes it."""
+        group = self.groups.number(word.group)
+        decision = self.deciding.setdefault(group, Decision(word.group))
+        decision.micros |= self.undecided[rank]
+        self.undecided[rank] = set()
+        self.decisions[rank] = decision
+        if rank == word.group[-1]:
+            del self.deciding[group]
 
     def forward(self, rank: int, index: int, word: Forward) -> None:
         key = (rank, word.block, word.micro)
@@ -184,7 +167,8 @@ class _Book:
                 fact = f"forward used version {self.used[mark, unit]} of weight{format_unit(unit)}, backward {version}"
                 raise self.wrong(5, rank, index, f"{fact}; both must use the same")
             state = self.states[rank, unit]
-            state.whole = with_mark(state.whole, mark)
+            state.whole, state.has_buffer = with_mark(state.whole, mark), True
+        self.undecided[rank].add(word.micro)
 
     def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
         state = self.states[rank, unit]
@@ -202,14 +186,17 @@ class _Book:
         if state.span != state.home:
             raise self.wrong(7, rank, index, f"the gathered weight{format_unit(unit)} has not been released")
         span, marks = state.part if state.part is not None else (WHOLE, state.whole)
-        self.record(rank, index, unit, span, marks)
-        state.part, state.whole = None, Counter()
+        self.record((rank, index), unit, (span, marks), self.decisions[rank])
+        state.part, state.whole, state.has_buffer = None, Counter(), False
         state.span = span
         state.versions.append(state.versions[-1] + 1)
 
-    def record(self, rank: int, index: int, unit: Unit, span: Span, marks: Marks) -> None:
-        now = self.states[rank, unit].versions[-1]
-        self.entries.append(Entry(rank, index, unit, span, marks, now - self.oldest(marks, unit, now)))
+    def record(
+        self, place: tuple[int, int], unit: Unit, gradient: tuple[Span, Marks], decision: Decision | None
+    ) -> None:
+        now = self.states[place[0], unit].versions[-1]
+        staleness = now - self.oldest(gradient[1], unit, now)
+        self.entries.append(Entry(*place, unit, *gradient, staleness, decision))
 
     def oldest(self, marks: Marks, unit: Unit, now: int) -> int:
         """Return the oldest version that any mark was computed with; found once for marks that ranks share."""
@@ -220,7 +207,7 @@ class _Book:
 
     def taken(self, rank: int, unit: Unit) -> Marks:
         state = self.states[rank, unit]
-        marks, state.whole = state.whole, Counter()
+        marks, state.whole, state.has_buffer = state.whole, Counter(), False
         return marks
 
     def gather(self, rank: int, index: int, word: Collective) -> None:
@@ -235,8 +222,10 @@ class _Book:
                 self.combine_weights(rank, index, word)
             elif word.verb == "share":
                 self.share(rank, index, word)
-            else:
+            elif word.verb == "sum":
                 self.sum(rank, index, word)
+            else:
+                raise self.wrong(6, rank, index, "gradients are summed or shared out, never gathered or copied")
 
     def combine_weights(self, rank: int, index: int, word: Collective) -> None:
         states = [self.states[member, word.value.blocks] for member in word.group]
@@ -244,8 +233,8 @@ class _Book:
             for state in states[1:]:
                 state.versions.append(states[0].versions[-1])
             return
-        if word.verb == "share":
-            raise self.wrong(6, rank, index, "weights are gathered or copied, never shared out")
+        if word.verb != "join":
+            raise self.wrong(6, rank, index, "weights are gathered or copied, never summed or shared out")
         if any(state.span == WHOLE != state.home for state in states):
             raise self.wrong(7, rank, index, "these weights are gathered already")
         spans = sorted({state.span for state in states})
@@ -270,7 +259,7 @@ class _Book:
             before = state.part[1] if state.part is not None else NOTHING
             if id(before) not in summed:
                 summed[id(before)] = before + total
-            state.part, state.whole = (span, summed[id(before)]), Counter()
+            state.part, state.whole, state.has_buffer = (span, summed[id(before)]), Counter(), True
 
     def sum(self, rank: int, index: int, word: Collective) -> None:
         states = [self.states[member, word.value.blocks] for member in word.group]
@@ -284,7 +273,7 @@ class _Book:
             if state.part is not None:
                 state.part = (state.part[0], total)
             else:
-                state.whole = total
+                state.whole, state.has_buffer = total, True
 
     def send(self, rank: int, value: Value, peer: int) -> None:
         if value.name == "grad":
@@ -296,15 +285,15 @@ class _Book:
         if value.name == "grad":
             marks, _ = self.mail[value, peer, rank].pop(0)
             state = self.states[rank, value.blocks]
-            state.whole = state.whole + marks
+            state.whole, state.has_buffer = state.whole + marks, True
         elif value.name == "weight":
             _, version = self.mail[value, peer, rank].pop(0)
             self.states[rank, value.blocks].versions.append(version)
 
     def serve(self, rank: int, index: int, units: Sequence[Unit]) -> None:
         for unit in units:
-            for _worker, marks in self.pushes.pop((rank, unit), []):
-                self.record(rank, index, unit, WHOLE, marks)
+            for decision, marks in self.pushes.pop((rank, unit), []):
+                self.record((rank, index), unit, (WHOLE, marks), decision)
                 self.states[rank, unit].versions.append(self.states[rank, unit].versions[-1] + 1)
 
     def release(self, rank: int, index: int, value: Value) -> None:
@@ -312,16 +301,10 @@ class _Book:
             return
         state = self.states[rank, value.blocks]
         if value.name == "grad":
-            state.whole = Counter()
+            if not state.has_buffer:
+                raise self.wrong(7, rank, index, "no gradient is there that could be released")
+            state.whole, state.has_buffer = Counter(), False
         else:
             if state.span == state.home:
                 raise self.wrong(7, rank, index, "nothing was gathered that could be released")
             state.span = state.home
-
-
-def with_mark(marks: Marks, mark: Mark) -> Marks:
-    """Return the marks and one more, leaving the given ones as they are: other ranks may share them."""
-    more: Marks = Counter()
-    dict.update(more, marks)  # a Counter counts one by one when it is copied
-    more[mark] += 1
-    return more

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cache
 
-from counterpoint.program.instruction import Collective, Group, Instruction, Push, Send, Serve, Value, weight
+from counterpoint.program.instruction import Collective, Instruction, Push, Send, Serve, Value, weight
 from counterpoint.program.program import Program, Words
 
 
@@ -19,36 +21,51 @@ def sent_bytes(program: Program, size_of: Callable[[Value], int]) -> tuple[Fract
         program: what is counted.
         size_of: bytes of a whole value on one rank.
     """
-    return tuple(
-        Fraction(sum(moved for _, moved in row_traffic(rank, row.body, size_of)))
-        for rank, row in enumerate(program.rows)
-    )
+    return tuple(_row_bytes(rank, row.body, size_of) for rank, row in enumerate(program.rows))
+
+
+def _row_bytes(rank: int, words: Words, size_of: Callable[[Value], int]) -> Fraction:
+    sums: defaultdict[int, int] = defaultdict(int)  # by denominator: adding fractions one by one is slow
+    for _, part, size in _moves(rank, words, size_of):
+        sums[part.denominator] += part.numerator * size
+    return sum((Fraction(total, denominator) for denominator, total in sums.items()), Fraction(0))
 
 
 def row_traffic(
     rank: int, words: Words, size_of: Callable[[Value], int]
 ) -> Iterator[tuple[Instruction, Fraction | int]]:
     """Yield every word with the bytes that the rank sends because of it."""
+    for word, part, size in _moves(rank, words, size_of):
+        yield word, part * size
+
+
+def _moves(
+    rank: int, words: Words, size_of: Callable[[Value], int]
+) -> Iterator[tuple[Instruction, Fraction | int, int]]:
+    """Yield every word with what it sends: a part or a multiple, of how many bytes."""
     parts: dict[tuple[int, ...], Fraction] = {}
     for word in words:
         match word:
             case Collective(phase="-"):
-                yield word, 0
+                yield word, 0, 0
             case Collective(verb, value, group):
-                held = parts.get(value.blocks, Fraction(1)) if value.name == "grad" and verb == "sum" else Fraction(1)
-                if verb == "share":
-                    parts[value.blocks] = Fraction(1, len(group))
-                yield word, _collective(verb, rank, group) * held * size_of(value)
+                sent = _collective(verb, len(group), is_root=rank == group[0])
+                if value.name == "grad":
+                    sent *= parts.get(value.blocks, 1) if verb == "sum" else 1
+                    if verb == "share":
+                        parts[value.blocks] = Fraction(1, len(group))
+                yield word, sent, size_of(value)
             case Send(value) | Push(value):
-                yield word, size_of(value)
+                yield word, 1, size_of(value)
             case Serve(units, workers):
-                yield word, len(workers) * sum(size_of(weight(unit)) for unit in units)
+                yield word, len(workers), sum(size_of(weight(unit)) for unit in units)
             case _:
-                yield word, 0
+                yield word, 0, 0
 
 
-def _collective(verb: str, rank: int, group: Group) -> Fraction:
+@cache
+def _collective(verb: str, num_members: int, *, is_root: bool) -> Fraction:
     if verb == "copy":
-        return Fraction(len(group) - 1 if rank == group[0] else 0)
-    trip = Fraction(len(group) - 1, len(group))
+        return Fraction(num_members - 1 if is_root else 0)
+    trip = Fraction(num_members - 1, num_members)
     return 2 * trip if verb == "sum" else trip

@@ -24,6 +24,7 @@ from counterpoint.program.program import Words
 
 Unit: TypeAlias = tuple[int, ...]
 """The blocks that use a set of parameters."""
+_UNITLESS = {Forward, Backward, Commit}
 
 
 def units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:
@@ -31,7 +32,8 @@ def units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:
     units: set[Unit] = set()
     for row in rows:
         for word in row:
-            units.update(units_named(word))
+            if type(word) not in _UNITLESS:
+                units.update(units_named(word))
     users: defaultdict[int, list[Unit]] = defaultdict(list)
     for unit in sorted(units):
         for block in unit:

@@ -179,8 +179,8 @@ class _Walk:
                 self.wake(key)
         return None
 
-    def call(self, rank: int, word: Collective | Commit) -> int:
-        """Note that a rank calls its group's next collective; return the number of the call."""
+    def call(self, rank: int, word: Collective | Commit) -> tuple[int, int]:
+        """Note that a rank calls its group's next collective; return the numbers of the group and of the call."""
         name = ("commit", None) if isinstance(word, Commit) else (word.verb + word.phase, word.value)
         group = self.groups.number(word.group)
         number = self.called[group, rank]
@@ -195,11 +195,10 @@ class _Walk:
             raise ProgramError(self.describe_mismatch(rank, other, word, number), law=3)
         self.called[group, rank] += 1
         self.calls[group, number] += 1
-        return number
+        return group, number
 
     def meet(self, rank: int, word: Collective | Commit) -> Sequence[int] | None:
-        number = self.call(rank, word)
-        group = self.groups.number(word.group)
+        group, number = self.call(rank, word)
         self.arrived[group].append(rank)
         if self.calls[group, number] < len(word.group):
             return None
@@ -207,8 +206,7 @@ class _Walk:
         return sorted(self.arrived.pop(group))
 
     def start(self, rank: int, word: Collective) -> None:
-        number = self.call(rank, word)
-        group = self.groups.number(word.group)
+        group, number = self.call(rank, word)
         self.due[rank, group, word.verb, word.value] = number
         if self.calls[group, number] == len(word.group):
             self.wake((group, number))

@@ -121,6 +121,7 @@ class Arena:
         self.gradient: Tensor | None = None
         self.part: Tensor | None = None
         self.kept: Tensor | None = None
+        self.missed: list[str] | None = None  # in this step's every fold so far; None before the first
         if home != WHOLE:
             self.kept = self.weights[self.home[0] : self.home[1]].clone()
             self.release_weights()
@@ -146,6 +147,7 @@ class Arena:
             DataError: a gradient is sparse, which a flat buffer cannot hold.
         """
         fresh = self.gradient is None
+        missed = []
         if self.gradient is None:
             self.gradient = (
                 torch.empty_like(self.weights) if self.is_gathered else self.weights.new_empty(self.layout.num_elements)
@@ -154,6 +156,7 @@ class Arena:
             param = self.params[slot.name]
             view = self.gradient[slot.start : slot.stop].view(slot.shape)
             if param.grad is None:
+                missed.append(slot.name)
                 if fresh:
                     view.zero_()
                 continue
@@ -164,7 +167,13 @@ class Arena:
                 )
             (view.copy_ if fresh else view.add_)(param.grad)
             param.grad = None
+        self.missed = missed if self.missed is None else [name for name in self.missed if name in missed]
         return self.gradient
+
+    def missing(self) -> list[str]:
+        """Return the parameters on which autograd has put no gradient in this step, folded or not."""
+        names = self.params if self.missed is None else self.missed
+        return [name for name in names if self.params[name].grad is None]
 
     def add_part(self, start: int, stop: int) -> None:
         """Add a range of the summed gradient to this rank's share and forget the flat gradient."""

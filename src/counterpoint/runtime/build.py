@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 from counterpoint.cutting.cut import Cut
 from counterpoint.cutting.whole import WholeCut
+from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.program.instruction import Commit, Forward
+from counterpoint.plan import Plan
+from counterpoint.program.instruction import Commit, Forward, Group
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program
 from counterpoint.runtime.calls import boundaries, fuse
@@ -81,8 +84,26 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         guard=parts.guard,
         answers_for=answers_for(parts, rank),
         domain=domain_of(parts.program, rank),
+        num_readers=num_readers(parts, rank),
     )
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
+
+
+def require_no_hooks(model: nn.Module, cut: Cut, plan: Plan) -> None:
+    """Check that no parameter has gradient hooks where ranks compute with copies of it, or sum its gradient later.
+
+    Raises:
+        PlanError: one has.
+    """
+    if plan.num_ranks == 1 and isinstance(cut, WholeCut):
+        return
+    for name, param in model.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no other way to see them
+            raise PlanError(
+                f"{name} has a gradient hook, which under {plan} would not see the gradient that trains it: ranks have "
+                "parts and copies of the parameter, and add up their gradients afterwards; remove the hook and change "
+                "the loss or the model in its place (clip_norm=... clips the summed gradient), or train under solo"
+            )
 
 
 def bind(parts: Parts, cut: Cut, words: Sequence[Any], *, training: bool) -> Model:
@@ -168,9 +189,24 @@ def holdings(parts: Parts) -> list[Holding]:
     return [found[key] for key in sorted(found)]
 
 
+def commit_group(program: Program, rank: int) -> Group:
+    """Return the ranks that decide together with this one; none for a rank that commits nothing."""
+    return next((word.group for word in program.rows[rank].body if isinstance(word, Commit)), ())
+
+
+def num_readers(parts: Parts, rank: int) -> dict[str, int]:
+    """Return for each parameter how many ranks of this rank's commit compute with it."""
+    found: Counter[str] = Counter()
+    units = parts.spec.units
+    for member in commit_group(parts.program, rank):
+        blocks = {word.block for word in parts.program.rows[member].body if isinstance(word, Forward)}
+        found.update(name for unit, names in units.items() if not blocks.isdisjoint(unit) for name in names)
+    return dict(found)
+
+
 def domain_of(program: Program, rank: int) -> list[int]:
     """Return the microbatches over whose samples the loss of this rank is a mean: those of its commit's group."""
-    group = next((word.group for word in program.rows[rank].body if isinstance(word, Commit)), ())
+    group = commit_group(program, rank)
     return sorted({word.micro for member in group for word in program.rows[member].body if isinstance(word, Forward)})
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.cutting.cut import Segment
+from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.seeds import Dice, seed_of
@@ -78,8 +79,7 @@ class Compute:
         self.passing: dict[tuple[int, int], Grads] = {}
         self.losses: dict[int, float] = {}
         self.spent: Sequence[Tensor] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
-        self.unused = "error"
-        self.checked = False
+        self.unused = "error"  # what a parameter without a gradient means; a commit looks
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
 
@@ -102,10 +102,6 @@ class Compute:
         for books in (self.bundles, self.tapes, self.grads, self.passing, self.losses):
             books.clear()
 
-    def end(self) -> None:
-        """End a step; which parameters are used is checked in the first one, unless zeros are wanted in every one."""
-        self.checked = self.unused == "error"
-
     def is_empty(self, micro: int) -> bool:
         """Tell whether a microbatch has no samples, so that nothing is computed for it."""
         assert self.feed is not None, "a step has begun"
@@ -125,7 +121,11 @@ class Compute:
                 for value, carries in zip(bundle.values, bundle.carries, strict=True)
             ]
             seed = seed_of(self.dice, draws=self.model.draws)
-            outputs = segment(leaves, self.store.params, self.store.buffers, seed)
+            try:
+                outputs = segment(leaves, self.store.params, self.store.buffers, seed)
+            except Exception as error:
+                tell_where(error, self.place(block, stop, micro, leaves))
+                raise
             if stop == self.model.num_blocks:
                 outputs = self.spent = (self.lose(outputs, micro),)
             else:
@@ -133,6 +133,17 @@ class Compute:
                 self.bundles[stop, micro] = Bundle(tuple(output.detach() for output in outputs), carried)
             self.tapes[block, micro] = (leaves, outputs)
             block = stop
+
+    def place(self, block: int, stop: int, micro: int, values: Sequence[Tensor]) -> str:
+        """Return which blocks run on which samples, as text for errors."""
+        assert self.feed is not None, "a step has begun"
+        blocks = f"block {block}" if stop == block + 1 else f"blocks {block} to {stop - 1}"
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        return (
+            f"{blocks} of {self.model.num_blocks} on microbatch {micro} of step {self.dice.step}, which has "
+            f"{self.feed.sizes[micro]} of the batch's {sum(self.feed.sizes.values())} samples, with inputs of the "
+            f"shapes {shapes}"
+        )
 
     def entrance(self, block: int, micro: int) -> Bundle:
         """Return the bundle before a block; that of the first block is read from the feed."""
@@ -162,7 +173,7 @@ class Compute:
             return
         stop = last + 1
         while stop > first:
-            block, segment = self.by_stop[stop]
+            block, _ = self.by_stop[stop]
             leaves, outputs = self.tapes.pop((block, micro))
             if stop == self.model.num_blocks:
                 roots, gradients, passed = list(outputs), no_gradients(1), no_gradients(len(leaves))
@@ -170,30 +181,10 @@ class Compute:
                 roots, gradients, passed = self.roots(leaves, outputs, self.taken(stop, micro))
             if any(root.requires_grad for root in roots):
                 torch.autograd.backward(roots, gradients)
-            if not self.checked:
-                self.check_all_used(segment)
             self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
             self.passing[block, micro] = passed
             self.bundles.pop((block, micro), None)
             stop = block
-
-    def check_all_used(self, segment: Segment) -> None:
-        """Check that every trainable parameter of a segment got a gradient, or give it one of zeros.
-
-        Raises:
-            DataError: some got none, and that was not said to be right.
-        """
-        params = self.store.params
-        missing = [name for name in segment.params if params[name].requires_grad and params[name].grad is None]
-        if missing and self.unused == "error":
-            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise DataError(
-                f"no gradient reached {listed}: the loss does not depend on {'it' if len(missing) == 1 else 'them'}; "
-                "freeze what is not trained with requires_grad_(False), use its output in the loss, or pass "
-                "unused='zero' to train on with gradients of zeros"
-            )
-        for name in missing:
-            params[name].grad = torch.zeros_like(params[name])
 
     def roots(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Grads

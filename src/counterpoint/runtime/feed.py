@@ -53,11 +53,12 @@ class BatchFeed:
 
 
 def cut(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
-    """Return samples ``start`` to ``stop`` of every tensor in a tensor, tuple, list or dict."""
+    """Return samples ``start`` to ``stop`` of every tensor in a tensor, tuple, named tuple, list or dict."""
     if isinstance(values, Tensor):
         return values[start:stop]
     if isinstance(values, dict):
         return {key: cut(value, start, stop) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(cut(value, start, stop) for value in values)
+        parts = [cut(value, start, stop) for value in values]
+        return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
     return values

@@ -31,12 +31,26 @@ from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import squared_norm
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
-from counterpoint.runtime.vote import Ballot, Guard, Verdict, ballot_of, decide, from_text, require_finite, to_text
+from counterpoint.runtime.vote import (
+    Ballot,
+    Guard,
+    Verdict,
+    ballot_of,
+    decide,
+    from_text,
+    require_finite,
+    require_reached,
+    to_text,
+    unreached,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One update of a server: which unit, from which worker, making which version."""
+    """One push to a server and its answer: which unit, from which worker, giving back which version.
+
+    A push that brings no gradient makes no version; it is noted because of what the worker got back.
+    """
 
     unit: tuple[int, ...]
     worker: int
@@ -60,7 +74,7 @@ class RankState:
     Args:
         verdict: of the last commit; None for a rank that commits nothing.
         skipped: steps left out in a row.
-        journal: the updates that a server made, in order.
+        journal: the pushes that a server answered, in order.
         notes: the calls of the last step with their times, when they are kept.
     """
 
@@ -82,6 +96,7 @@ class Interpreter:
         guard: what is checked before updates.
         answers_for: the units whose gradient norm this rank counts, so that each is counted once.
         domain: the microbatches whose samples share one mean with this rank's.
+        num_readers: for each parameter how many ranks of this rank's commit compute with it.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -95,6 +110,7 @@ class Interpreter:
         guard: Guard,
         answers_for: Sequence[tuple[int, ...]],
         domain: Sequence[int],
+        num_readers: Mapping[str, int],
     ) -> None:
         self.calls = fuse(words)
         self.forward_calls = fuse(forward_only(words))
@@ -104,6 +120,10 @@ class Interpreter:
         self.guard = guard
         self.answers_for = tuple(answers_for)
         self.domain = tuple(domain)
+        self.num_readers = num_readers
+        runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
+        blocks = {block for run in runs for block in range(run.first, run.last + 1)}
+        self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         self.compute = Compute(model, store, dice)
         self.exchange = Exchange(fabric, self.compute, store)
         self.state = RankState()
@@ -113,16 +133,16 @@ class Interpreter:
     def step(self, number: int, feed: Feed) -> Verdict | None:
         """Run the row once.
 
-        A loss or gradient that is not finite and may not be skipped is a ``DataError``, and no parameter has
-        changed; a rank that failed is a ``PeerError`` on all others.
+        A loss or gradient that is not finite and may not be skipped, or a parameter that got no gradient, is a
+        ``DataError``, and no parameter has changed; a rank that failed is a ``PeerError`` on all others.
         """
         self.dice.step = number
         total = sum(feed.sizes[micro] for micro in self.domain)
         self.compute.begin(feed, {micro: feed.sizes[micro] / max(total, 1) for micro in self.domain})
+        self.store.begin()
         self.state.verdict = None
         self.state.notes.clear()
         self.run(self.calls)
-        self.compute.end()
         return self.state.verdict
 
     def evaluate(self, feed: Feed, model: Model) -> None:
@@ -194,16 +214,28 @@ class Interpreter:
                 gradient for unit in self.answers_for for gradient in self.store.units[unit].gradients()
             )
         feed = self.compute.feed
-        ballot = ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared)
+        missing = [name for unit in self.computed for name in self.store.units[unit].missing()]
+        ballot = ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared, missing)
         ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
         verdict = decide(ballots, group, self.guard)
         self.state.verdict = verdict
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
+        if not self.is_left_out():
+            self.settle_missing(ballots)
         if verdict.scale < 1.0:
             for unit in self.store.units.values():
                 for gradient in unit.gradients():
                     gradient.mul_(verdict.scale)
+
+    def settle_missing(self, ballots: Sequence[Ballot]) -> None:
+        """Check that every parameter got a gradient on some rank, unless zeros are wanted; where none is, put zeros."""
+        if not any(ballot.missing for ballot in ballots):
+            return
+        if self.compute.unused == "error":
+            require_reached(unreached(ballots, self.num_readers), self.dice.step)
+        for unit in self.computed:
+            self.store.units[unit].fill()
 
     def gather_ballots(self, ballot: Ballot, group: tuple[int, ...]) -> list[Ballot]:
         """Return the ballots of all members, in their order."""
@@ -219,11 +251,12 @@ class Interpreter:
         self.store.update(units)
 
     def is_left_out(self) -> bool:
-        """Tell whether the last commit decided to skip this step."""
-        return self.state.verdict is not None and bool(self.state.verdict.fault)
+        """Tell whether the last commit decided to skip this step, or its group has seen no sample."""
+        verdict = self.state.verdict
+        return verdict is not None and (bool(verdict.fault) or not verdict.num_samples)
 
     def push(self, value: Value, peer: int) -> None:
-        """Send a gradient to its server; nothing but the label when the step is left out."""
+        """Send a gradient to its server; nothing but the label when the step is left out here."""
         unit = self.store.units[value.blocks]
         gradients = [] if self.is_left_out() else [arena.fold() for arena in unit.arenas]
         self.fabric.send(peer, format_value(value), gradients)

@@ -1,13 +1,15 @@
 """The user's torch optimizer, made again over the arenas.
 
 The optimizer the user wrote is built once on the model's own parameters; it is the *face*: its groups hold the
-options and a scheduler may change them. The ranks update with optimizers of the same class over their own parts
-of the arenas and read the face's options before every step.
+options and a scheduler may change them. The ranks update with optimizers from the user's factory, or of the same
+class, over their own parts of the arenas and read the face's options before every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -37,14 +39,15 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 
 
 class Face:
-    """The user's optimizer as the ranks see it: a class, groups of parameter names, and their options.
+    """The user's optimizer as the ranks see it: how one is made, groups of parameter names, and their options.
 
     Args:
         optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=1e-3)``.
         params: the model's parameters by name.
 
     Raises:
-        PlanError: it holds tensors that are no parameters of the model, or misses trainable ones.
+        PlanError: it holds tensors that are no parameters of the model, or misses trainable ones, has state already,
+            or cannot be made again for the ranks.
     """
 
     def __init__(self, optimizer: optim.Optimizer | Factory, params: Mapping[str, nn.Parameter]) -> None:
@@ -54,11 +57,29 @@ class Face:
                 f"the model has {len(params)} parameters, none of them trainable, so there is nothing to train; "
                 "pass a model with parameters that require a gradient"
             )
-        made = optimizer if isinstance(optimizer, optim.Optimizer) else optimizer(list(trainable.values()))
-        self.optimizer = made
-        self.kind = type(made)
+        self._factory = None if isinstance(optimizer, optim.Optimizer) else optimizer
+        self.optimizer = optimizer if isinstance(optimizer, optim.Optimizer) else first_of(optimizer, trainable)
+        self.kind = type(self.optimizer)
         self.is_elementwise = self.kind in ELEMENTWISE
         self.group_of = self._groups(trainable)
+        self._known_state = self.optimizer.state, len(self.optimizer.state)
+        self._rehearse()
+        self.optimizer.register_state_dict_pre_hook(say_where_state_is)
+
+    def _rehearse(self) -> None:
+        """Check that the ranks' optimizers can be made, and that the face has no state that these would not have."""
+        state = [entry for entry in self.optimizer.state.values() if entry]
+        if not state and self.kind.__module__.startswith("torch.optim"):
+            return
+        own = enumerate(self.optimizer.param_groups)
+        made = self._make([(index, nn.Parameter(param.detach())) for index, group in own for param in group["params"]])
+        if state and not alike(state, list(made.state.values())):
+            raise PlanError(
+                f"the optimizer has state for {len(state)} parameters already, as {self.kind.__name__} has after a "
+                "step or load_state_dict, but the ranks' optimizers begin without; pass one that has not stepped, or a "
+                "factory such as partial(AdamW, lr=1e-3), and go on with training from a checkpoint: "
+                "Trainer.fit(..., resume=FOLDER)"
+            )
 
     def _groups(self, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
         names = {id(param): name for name, param in params.items()}
@@ -86,19 +107,67 @@ class Face:
 
     def options(self, group: int) -> dict[str, Any]:
         """Return the options of a group as they stand now."""
-        return {key: value for key, value in self.optimizer.param_groups[group].items() if key != "params"}
+        found = self.optimizer.param_groups[group]
+        return {key: value for key, value in found.items() if key not in {"params", "param_names"}}
 
     def build(self, parts: Sequence[tuple[int, Tensor]]) -> optim.Optimizer:
-        """Return an optimizer of the same class over tensors, each with the group whose options it takes."""
+        """Return an optimizer like the user's over tensors, each with the group whose options it takes.
+
+        Raises:
+            PlanError: it cannot be made, or the user's has got state in the meantime.
+        """
+        state, length = self._known_state
+        if self.optimizer.state is not state or len(state) != length:
+            self._rehearse()
+        return self._make(parts)
+
+    def _make(self, parts: Sequence[tuple[int, Tensor]]) -> optim.Optimizer:
         groups: dict[int, list[Tensor]] = {}
         for group, tensor in parts:
             groups.setdefault(group, []).append(tensor)
-        known = signature(self.kind).parameters
-        defaults = {key: value for key, value in self.optimizer.defaults.items() if key in known}
         listed = [{"params": tensors, **self.options(group)} for group, tensors in groups.items()]
-        made = self.kind(listed, **defaults)
+        made = self._from_factory(listed) or self._from_class(listed)
         for inner, group in zip(made.param_groups, groups, strict=True):
+            inner.update(self.options(group))
             inner["face_group"] = group
+        return made
+
+    def _from_factory(self, listed: list[dict[str, Any]]) -> optim.Optimizer | None:
+        """Return what the user's factory makes of the groups; None where it makes other groups, or fails on them."""
+        factory: Any = self._factory
+        if factory is None:
+            return None
+        wanted = [list(map(id, group["params"])) for group in listed]
+        with all_trainable(tensor for group in listed for tensor in group["params"]):
+            try:
+                made = factory(listed[0]["params"] if len(self.optimizer.param_groups) == 1 else listed)
+            except Exception:  # noqa: BLE001 - it may look at names and shapes, which parts of arenas do not have
+                return None
+        if type(made) is not self.kind or [list(map(id, group["params"])) for group in made.param_groups] != wanted:
+            return None
+        return made
+
+    def _from_class(self, listed: list[dict[str, Any]]) -> optim.Optimizer:
+        """Return a new optimizer of the face's class, made with the arguments that the face shows it was made with."""
+        name, shown = self.kind.__name__, {**vars(self.optimizer), **self.optimizer.defaults}
+        arguments = argument_names(self.kind, self.optimizer.defaults)
+        hidden = [argument for argument in arguments if argument not in shown]
+        remedy = f"pass a factory that takes any tensors or groups of them, such as partial({name}, lr=1e-3)"
+        if hidden:
+            raise PlanError(
+                f"{name} keeps its {', '.join(hidden)} neither in its defaults nor as an attribute of that name, so it "
+                f"cannot be made again, as every rank makes its own; {remedy}"
+            )
+        try:
+            made = self.kind(listed, **{argument: shown[argument] for argument in arguments})
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"{name} cannot be made again, as every rank makes its own: {error}; {remedy}") from error
+        for key, value in vars(self.optimizer).items():
+            if isinstance(value, int | float | str) and not key.startswith("_") and vars(made).get(key) != value:
+                raise PlanError(
+                    f"{name} has {key}={value!r}, but one made again, as every rank makes its own, has "
+                    f"{vars(made).get(key)!r}; {remedy}"
+                )
         return made
 
     def refresh(self, made: optim.Optimizer) -> None:
@@ -109,6 +178,72 @@ class Face:
     def stepped(self) -> None:
         """Tell a scheduler on the face that the optimizer has stepped."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's wrapper sets
+
+
+def first_of(factory: object, params: Mapping[str, nn.Parameter]) -> optim.Optimizer:
+    """Return the optimizer that a factory makes of the model's parameters.
+
+    Raises:
+        PlanError: it is no factory, or makes something else.
+    """
+    made = factory(list(params.values())) if callable(factory) else factory
+    if not isinstance(made, optim.Optimizer):
+        found = f"makes a {type(made).__name__}" if callable(factory) else f"is {factory!r}"
+        raise PlanError(
+            f"the optimizer {found}; give a torch optimizer on the model's parameters, or a factory of one such as "
+            "partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    return made
+
+
+def argument_names(kind: type[optim.Optimizer], defaults: Iterable[str]) -> list[str]:
+    """Return the names of what an optimizer is made with beside its parameters, through ``**kwargs`` to its bases."""
+    names: dict[str, None] = {}
+    for base in kind.__mro__:
+        if base is optim.Optimizer:
+            names |= dict.fromkeys(defaults)
+            break
+        if "__init__" not in vars(base):
+            continue
+        given = list(signature(base.__init__).parameters.values())[2:]  # type: ignore[misc]
+        names |= {one.name: None for one in given if one.kind in {one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY}}
+        if not any(one.kind is one.VAR_KEYWORD for one in given):
+            break
+    return list(names)
+
+
+@contextmanager
+def all_trainable(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Have tensors require gradients inside, because factories look for that, and be as they were afterwards."""
+    changed = [tensor for tensor in tensors if not tensor.requires_grad]
+    for tensor in changed:
+        tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for tensor in changed:
+            tensor.requires_grad_(False)
+
+
+def alike(first: Any, second: Any) -> bool:  # noqa: ANN401 - whatever an optimizer keeps
+    """Tell whether two nests of values are equal."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(alike(value, second[key]) for key, value in first.items())
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(alike, first, second))
+    return type(first) is type(second) and bool(first == second)
+
+
+def say_where_state_is(optimizer: optim.Optimizer) -> None:
+    """Warn whoever asks the face for its state after steps: the ranks' optimizers have it."""
+    if getattr(optimizer, "_opt_called", False) and not optimizer.state:
+        warnings.warn(
+            "state_dict() has the optimizer's options but not its state, which the ranks have in parts; save a "
+            "checkpoint with Trainer.save(FOLDER) or fit(..., save_to=FOLDER), which any plan can go on from",
+            stacklevel=3,
+        )
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:

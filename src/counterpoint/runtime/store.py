@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.model.spec import ModelSpec, Unit
@@ -144,6 +145,18 @@ class UnitStore:
             for _, start, stop in arena.layout.updated(span)
         ]
 
+    def missing(self) -> list[str]:
+        """Return the parameters on which autograd has put no gradient in this step."""
+        if not self.arenas:
+            return [name for name, param in self.params.items() if param.grad is None]
+        return [name for arena in self.arenas for name in arena.missing()]
+
+    def fill(self) -> None:
+        """Give zeros to the parameters without a gradient, as an arena does by itself."""
+        for param in self.params.values() if not self.arenas else ():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
     def clear(self) -> None:
         """Forget all gradients of the unit."""
         for param in self.params.values():
@@ -182,6 +195,12 @@ class Store:
             if store.role.in_arena:
                 store.arenas = self._arenas(store)
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
+
+    def begin(self) -> None:
+        """Start a step, in which no parameter has got a gradient or missed one."""
+        for store in self.units.values():
+            for arena in store.arenas:
+                arena.missed = None
 
     def _arenas(self, store: UnitStore) -> list[Arena]:
         described = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -41,12 +43,14 @@ class Ballot:
         num_samples: how many samples that were.
         squared_norm: of the gradients it answers for.
         worst: the microbatch with a loss that is not finite; -1 for none.
+        missing: the parameters it computes with on which none of its microbatches has put a gradient.
     """
 
     loss_sum: float = 0.0
     num_samples: int = 0
     squared_norm: float = 0.0
     worst: int = -1
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +72,26 @@ class Verdict:
     fault: str
 
 
-def ballot_of(losses: Mapping[int, float], sizes: Mapping[int, int], squared_norm: float) -> Ballot:
+def ballot_of(
+    losses: Mapping[int, float], sizes: Mapping[int, int], squared_norm: float, missing: Sequence[str] = ()
+) -> Ballot:
     """Return the ballot of a rank from its microbatches' mean losses."""
     worst = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
     total = sum(loss * sizes[micro] for micro, loss in losses.items())
-    return Ballot(total, sum(sizes[micro] for micro in losses), squared_norm, worst)
+    return Ballot(total, sum(sizes[micro] for micro in losses), squared_norm, worst, tuple(missing))
 
 
 def to_text(ballot: Ballot) -> dict[str, str]:
     """Return the ballot as JSON can hold it, nan and inf included; a float's text reads back as the same float."""
-    return {key: repr(value) for key, value in asdict(ballot).items()}
+    numbers = {key: repr(value) for key, value in asdict(ballot).items() if key != "missing"}
+    return {**numbers, "missing": json.dumps(ballot.missing)} if ballot.missing else numbers
 
 
 def from_text(text: Mapping[str, str]) -> Ballot:
     """Return the ballot that :func:`to_text` wrote."""
-    return Ballot(float(text["loss_sum"]), int(text["num_samples"]), float(text["squared_norm"]), int(text["worst"]))
+    missing = tuple(json.loads(text.get("missing", "[]")))
+    count, worst = int(text["num_samples"]), int(text["worst"])
+    return Ballot(float(text["loss_sum"]), count, float(text["squared_norm"]), worst, missing)
 
 
 def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard) -> Verdict:
@@ -124,4 +133,30 @@ def require_finite(fault: str, step: int, skipped: int, guard: Guard) -> None:
         raise DataError(
             f"{skipped} steps in a row were skipped, the last one, step {step}, because {fault}; the run would only "
             "waste time: lower the learning rate, or start again from an earlier checkpoint"
+        )
+
+
+def unreached(ballots: Sequence[Ballot], num_readers: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the parameters that got no gradient anywhere: missing on every rank that computes with them.
+
+    One that only some microbatches or ranks used has a gradient, the sum of theirs.
+    """
+    counts = Counter(name for ballot in ballots for name in ballot.missing)
+    return tuple(name for name, count in counts.items() if count == num_readers[name])
+
+
+def require_reached(missing: Sequence[str], step: int) -> None:
+    """Check that every trainable parameter got a gradient in this step.
+
+    Optimizers pass over a parameter without one, but decay one that got zeros, so that plans would come to differ.
+
+    Raises:
+        DataError: some got none.
+    """
+    if missing:
+        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise DataError(
+            f"no gradient reached {listed}: the loss does not depend on {'it' if len(missing) == 1 else 'them'}; "
+            "freeze what is not trained with requires_grad_(False), use its output in the loss of every step (this "
+            f"was step {step}), or pass unused='zero' to train on with gradients of zeros"
         )

@@ -51,7 +51,8 @@ def peak_bytes(program: Program, size_of: Callable[[Value], int], *, num_states:
     """Return the bytes that each rank holds at most in one step.
 
     A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
-    backward to its update, in part once it has been shared out and released; an optimizer keeps ``num_states``
+    backward, or its arrival on a server, to its update or departure, in part once it has been shared out and
+    released; a server that does not wait holds one gradient at a time; an optimizer keeps ``num_states``
     values per parameter (two for Adam) of what its rank updates. What an operator inside a block needs for its
     backward is not in the program and not counted.
 
@@ -79,8 +80,12 @@ def _outline(word: Instruction) -> tuple[object, ...]:
             return verb, value.name, value.blocks, len(group), phase
         case Release(value):
             return "release", value.name, value.blocks
-        case Update() | Serve():
+        case Update():
             return (word,)
+        case Serve(units):
+            return "serve", units
+        case Send(value) | Recv(value) | Push(value) if value.name == "grad":
+            return type(word), value.blocks
         case Send() | Recv() | Push() | Pull() | Commit():
             return ()
 
@@ -90,7 +95,8 @@ def _row_peak(row: Words, units: list[_Unit], size_of: Callable[[Value], int], n
     peak = held.num_bytes(size_of, num_states)
     for word in row:
         _hold(held, word, units, size_of)
-        peak = max(peak, held.num_bytes(size_of, num_states))
+        in_hand = max(size_of(weight(unit)) for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
+        peak = max(peak, held.num_bytes(size_of, num_states) + in_hand)
         if isinstance(word, Backward):  # it holds what it reads and what it writes at once
             held.alive.pop((word.block, word.micro), None)
     return -(-peak.numerator // peak.denominator)
@@ -135,7 +141,9 @@ def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Callable[
             held.weights[unit] = held.kept[unit]
         case Release(value) if value.name == "grad":
             held.grads.pop(value.blocks, None)
-        case Update(unit):
+        case Recv(Value("grad", unit)):
+            held.grads[unit] = Fraction(1)
+        case Update(unit) | Send(Value("grad", unit)) | Push(Value("grad", unit)):
             held.grads.pop(unit, None)
             held.shares.pop(unit, None)
         case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit():

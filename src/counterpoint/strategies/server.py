@@ -44,7 +44,8 @@ class Server:
 
     Promise:
         bsp changes no numbers. asp applies, to weights that other workers have changed meanwhile, the gradient of
-        the mean loss over the worker's own samples; the order of arrival is journaled and replays exactly.
+        the mean loss over the worker's own samples, none where it has none; the order of arrival is journaled and
+        replays exactly.
 
     Cost:
         Bytes sent per step: each worker its gradients once; each server its weights once per worker.
@@ -132,7 +133,8 @@ class Server:
             for units in kept
         )
         staleness = before.staleness if self.consistency == "bsp" else None
-        return replace(before, ranks=workers * self.degree + servers, staleness=staleness)
+        copies = replace(before, ranks=workers, staleness=staleness).copied(self.degree)
+        return replace(copies, ranks=copies.ranks + servers)
 
 
 def assign(sizes: Mapping[Unit, int], num_servers: int) -> dict[Unit, int]:

@@ -25,6 +25,8 @@ class RankForecast:
         sent: bytes it sends, sums of gradients left out.
         summed: bytes it sends in sums of gradients.
         in_flight: microbatches between forward and backward at most.
+        updated: the part of each unit that it updates and keeps optimizer state for.
+        gradients: the part of each gradient that it holds from one forward to the next.
     """
 
     blocks: tuple[int, ...]
@@ -33,6 +35,8 @@ class RankForecast:
     sent: Fraction = Fraction(0)
     summed: Fraction = Fraction(0)
     in_flight: int = 1
+    updated: Fraction = Fraction(1)
+    gradients: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +45,21 @@ class Forecast:
 
     Args:
         ranks: one forecast per rank.
+        num_micros: microbatches of the whole global batch.
         samples_per_micro: how many samples a microbatch has.
         staleness: updates between reading weights and applying their gradient; None for no bound.
+        sliced: the blocks whose results are partial on every rank, to be summed.
     """
 
     ranks: tuple[RankForecast, ...]
+    num_micros: int
     samples_per_micro: int = 1
     staleness: int | None = 0
+    sliced: frozenset[int] = frozenset()
 
     def copied(self, times: int) -> Forecast:
-        """Return the forecast for ``times`` copies side by side."""
-        return replace(self, ranks=self.ranks * times)
+        """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""
+        return replace(self, ranks=self.ranks * times, num_micros=self.num_micros * times)
 
     def sent_bytes(self) -> tuple[Fraction, ...]:
         """Return the bytes each rank sends in one step."""

@@ -114,7 +114,8 @@ class Tensor:
         if self.degree == 1:
             return before
         ranks = tuple(self._forecast_rank(rank, before.samples_per_micro, model) for rank in before.ranks)
-        return replace(before, ranks=ranks).copied(self.degree)
+        sliced = frozenset(index for index, block in enumerate(model.blocks) if block.split is not None)
+        return replace(before, ranks=ranks * self.degree, sliced=sliced)
 
     def _forecast_rank(self, rank: RankForecast, samples: int, model: ModelSpec) -> RankForecast:
         sent = 2 * ring_share(self.degree) * sliced_bytes(model, rank.blocks) * samples * rank.num_micros

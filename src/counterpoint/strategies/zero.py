@@ -48,7 +48,8 @@ class Zero:
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
         ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each).
-        Memory per rank: optimizer state ``1/n``; from level 2 gradients ``1/n``; at level 3 weights ``1/n``.
+        Memory per rank: optimizer state ``1/n``; from level 2 gradients ``1/n`` from one forward to the next, whole
+        ones only until the last backward of their unit; at level 3 weights ``1/n``.
 
     Source:
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
@@ -131,6 +132,8 @@ class Zero:
             sent=rank.sent + ring_share(self.degree) * moved,
             summed=rank.summed / (self.degree if self.level > 1 else 1),
             updates={unit: size / self.degree for unit, size in rank.updates.items()},
+            updated=rank.updated / self.degree,
+            gradients=rank.gradients / self.degree if self.level > 1 else rank.gradients,
         )
 
     def _trips(self, unit: Unit, rank: RankForecast) -> int:

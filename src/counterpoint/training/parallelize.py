@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.cutting.eager import num_samples
 from counterpoint.data.sampler import split
+from counterpoint.errors import DataError, PlanError
+from counterpoint.fabric.fabric import Fabric
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
-from counterpoint.runtime.build import call_form
+from counterpoint.program.instruction import Commit, Forward
+from counterpoint.program.program import Program
 from counterpoint.runtime.feed import BatchFeed, cut
-from counterpoint.runtime.optimizers import Face, Factory
+from counterpoint.runtime.optimizers import Factory
+from counterpoint.runtime.vote import Verdict
+from counterpoint.training.batches import count_samples
+from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan
 from counterpoint.training.team import Team
 from counterpoint.training.world import open_world
@@ -37,7 +42,9 @@ class Step:
         self.auto = auto
         self.number = 0
         self.has_fixed_micros = has_fixed_micros
-        self.batch_size = 0
+        self.is_closed = False
+        self.is_shared = False  # whether other processes bring batches, too
+        self.counted: list[int] = []
 
     def __call__(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401 - whatever model and loss take
         """Train on one global batch.
@@ -48,13 +55,25 @@ class Step:
 
         Returns:
             The mean loss over the batch, before the update.
+
+        Raises:
+            PlanError: the step is closed.
+            DataError: inputs and targets differ in length, ranks in the size of their batches; or the model's weights
+                were changed in between, and the ranks train copies of them: see :meth:`take`.
         """
-        count = num_samples(call_form(inputs))
+        if self.is_closed:
+            raise PlanError(
+                f"step {self.number} comes after close(), which has ended the ranks; close when training is over, and "
+                "to train on, call parallelize(...) again"
+            )
+        count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, count)
         feed = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
         with torch.random.fork_rng(devices=[], enabled=self.team.draws):
             verdict = self.team.step(self.number, feed)
+        if self.is_shared:
+            self.require_all(verdict, feed)
         self.team.face.stepped()
         self.number += 1
         return verdict.loss
@@ -62,6 +81,10 @@ class Step:
     def build(self, inputs: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
         team = self.team
+        fabric = team.world.fabrics[0]
+        self.is_shared = len(team.world.fabrics) < fabric.num_ranks
+        if self.is_shared:
+            require_same_counts(fabric, count)
         if self.auto is not None:
             few = cut(inputs, 0, min(count, FEW_SAMPLES))
             team.plan = self.auto.choose(team.model, team.face, few, team.options, count)
@@ -69,7 +92,22 @@ class Step:
             team.plan = team.plan.with_microbatches_for(count)
         team.plan.require_batch(count)
         start, stop = split(count, team.plan.num_micros)[0]
-        team.build(cut(inputs, start, stop), stop - start)
+        compiled = team.build(cut(inputs, start, stop), stop - start)
+        self.counted = counted_micros(compiled.program, fabric.rank)
+
+    def require_all(self, verdict: Verdict, feed: BatchFeed) -> None:
+        """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
+
+        Raises:
+            DataError: some had another batch.
+        """
+        expected = sum(feed.sizes[micro] for micro in self.counted)
+        if expected and verdict.num_samples not in {0, expected}:
+            raise DataError(
+                f"rank {self.team.world.fabrics[0].rank} counts {expected} samples in step {self.number}, but the "
+                f"ranks together {verdict.num_samples}, so they were given different batches, and the step was not the "
+                "one that was meant; every rank passes the same global batch and takes its own part of it"
+            )
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -81,10 +119,21 @@ class Step:
         self.team.give_back()
         return self.team.model
 
+    def take(self) -> None:
+        """Bring the model's weights, changed since :meth:`give_back`, to all ranks; every rank changes its own alike.
+
+        Without it a step refuses weights that were changed where ranks train copies of them. Changes through
+        ``.data`` are not seen: torch does not count them.
+        """
+        if self.team.compiled is not None:
+            self.team.take()
+
     def close(self) -> None:
-        """Give the weights back and end the connection to the other ranks."""
-        self.team.give_back()
-        self.team.close()
+        """Give the weights back and end the connection to the other ranks; a second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.team.give_back()
+            self.team.close()
 
     def __enter__(self) -> Step:
         """Use the step in a ``with`` block, which closes it."""
@@ -94,7 +143,31 @@ class Step:
         if kind is None:
             self.close()
         else:
+            self.is_closed = True
             self.team.close()
+
+
+def require_same_counts(fabric: Fabric, count: int) -> None:
+    """Check that all ranks begin with batches of one size; all ranks call it together.
+
+    Raises:
+        DataError: they do not.
+    """
+    for rank, theirs in enumerate(fabric.gather_values("batch", count, tuple(range(fabric.num_ranks)))):
+        if theirs != count:
+            raise DataError(
+                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {theirs}; every rank "
+                "passes the same global batch and takes its own part of it: leave the sharding of batches away"
+            )
+
+
+def counted_micros(program: Program, rank: int) -> list[int]:
+    """Return the microbatches whose samples the ranks that commit with this one count, each as often as it is."""
+    words = program.rows[rank].body
+    group = next((word.group for word in words if isinstance(word, Commit)), ())
+    bodies = [word for member in group for word in program.rows[member].body if isinstance(word, Forward)]
+    last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
+    return [word.micro for word in bodies if word.block == last]
 
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -134,7 +207,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     chosen = make_options(options)
     found = environment if environment is not None else detect()
     plan = make_plan(strategy, found, num_microbatches, passes)
-    face = Face(optimizer, dict(model.named_parameters()))
+    face = make_face(optimizer, model)
     world = open_world(found, plan.num_ranks, chosen.deadline_s)
     team = Team(world, plan, model, loss, face, chosen)
     fixed = num_microbatches is not None or isinstance(strategy, Plan)

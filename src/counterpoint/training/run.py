@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, optim
+from torch import optim
 
+from counterpoint.cutting.eager import check_single
 from counterpoint.data.fetch import MapDataset, fingerprint
-from counterpoint.data.sampler import Cursor, Indices, Sampler
+from counterpoint.data.sampler import Cursor, Indices, Sampler, split
 from counterpoint.errors import CheckpointError
+from counterpoint.runtime.build import call_form
 from counterpoint.training import saving
 from counterpoint.training.evaluation import Measure, evaluate
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
 from counterpoint.training.feeds import DatasetFeed
+from counterpoint.training.kept import plain, revived
 from counterpoint.training.team import Team
 from counterpoint.training.tracing import measured_step
 
@@ -99,8 +102,10 @@ class Run:
         """Take all steps that are left."""
         assert self.team.compiled is not None, "built"
         start = RunStart(self.team.compiled, self.progress.step, self.num_steps, self.sampler.batch_size)
+        self.require_no_lone_sample()
         for listener in self.listeners:
             listener.on_start(start)
+        saving.make_root(self.team, self.goals.save_to)
         first = self.progress.step
         while self.progress.step < self.num_steps:
             self.step(traced=self.progress.step == min(first + TRACED_STEP, self.num_steps - 1))
@@ -115,6 +120,21 @@ class Run:
             self.goals.save_every is None or self.progress.step % self.goals.save_every or first == self.progress.step
         ):
             self.save()
+
+    def require_no_lone_sample(self) -> None:
+        """Check that batch norm can do with the last batch of an epoch, if that is reached.
+
+        Raises:
+            DataError: a microbatch of it has one sample, and batch norm one value per channel of it.
+        """
+        last, cursor = self.sampler.num_batches - 1, self.progress.cursor
+        count = self.sampler.batch_len(last)
+        sizes = [stop - start for start, stop in split(count, self.team.num_micros)]
+        if 1 not in sizes or self.num_steps - self.progress.step <= last - cursor.batch:
+            return
+        feed = DatasetFeed(self.dataset, self.sampler.batch(cursor.epoch, last)[:1], 1)
+        where = f"the last batch of an epoch has {count} samples, and microbatch {sizes.index(1)} of it has only 1"
+        check_single(self.team.model, call_form(feed.inputs(0)), where)
 
     def step(self, *, traced: bool) -> None:
         """Take one step."""
@@ -193,19 +213,44 @@ class Run:
         """
         checkpoint = saving.find(path)
         saving.require_same_model(self.team, checkpoint)
-        extra: Any = checkpoint.state["extra"]
-        mine = self.extra()
-        for name in ("dataset", "batch_size", "seed", "optimizer"):
-            if name in extra and extra[name] != mine[name]:
-                raise CheckpointError(
-                    f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {mine[name]}; a run "
-                    "goes on only with the samples and the optimizer it had; resume with the same, or start a new run"
-                )
+        state: Any = checkpoint.state
+        extra = state["extra"]
+        self.require_same_run(path, extra)
+        self.require_rest(path, int(state["step"]))
         self.progress, _ = saving.restore(self.team, checkpoint)
         if self.schedule is not None and extra.get("schedule") is not None:
-            self.schedule.load_state_dict(extra["schedule"])
+            self.schedule.load_state_dict(revived(extra["schedule"], self.schedule.state_dict()))
         for group, options in zip(self.team.face.optimizer.param_groups, extra.get("options", ()), strict=False):
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+
+    def require_same_run(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """Check that what was kept with a checkpoint is what this run would keep.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        mine, theirs = self.extra(), dict(extra)
+        for kept in (mine, theirs):
+            if "options" in kept:  # their values go on, their number must stay
+                kept["number of parameter groups"] = len(kept["options"])
+        for name in ("dataset", "batch_size", "seed", "optimizer", "number of parameter groups"):
+            if name in theirs and theirs[name] != mine[name]:
+                raise CheckpointError(
+                    f"{path} was saved with {name.replace('_', ' ')} {theirs[name]}, this run has {mine[name]}; a run "
+                    "goes on only with the samples and the optimizer it had; resume with the same, or start a new run"
+                )
+
+    def require_rest(self, path: Path, step: int) -> None:
+        """Check that a checkpoint is not of a later step than the last one of this run.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        if step > self.num_steps:
+            raise CheckpointError(
+                f"{path} is of step {step}, but this run ends at step {self.num_steps}; epochs and steps count from "
+                "the beginning of the run, not from the checkpoint: ask for more, or resume from an earlier checkpoint"
+            )
 
     def end(self, error: BaseException | None) -> None:
         """Tell the listeners that it is over."""
@@ -229,14 +274,3 @@ def settings(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if all(isinstance(item, int | float) for item in (value if isinstance(value, tuple) else (value,)))
     }
-
-
-def plain(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a nest of values with tensors as numbers, so that JSON can hold it."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return value if isinstance(value, int | float | str | bool) or value is None else str(value)

@@ -70,7 +70,7 @@ class RunFolder(Callback):
         """Plan and program are written; what an earlier part of this run wrote about later steps is gone."""
         if event.first_step == 0:
             require_free(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make(self.folder)
         title = self.title or self.folder.name
         self.story = Story(title, event.compiled, event.num_steps, event.batch_size, self.config)
         kept = list(lines_until(self.folder / METRICS, event.first_step))
@@ -147,6 +147,18 @@ class RunFolder(Callback):
         """The report tells what is known by now."""
         replace(self.report, write_story(self.story))
         self.reported_s = self.clock()
+
+
+def make(folder: Path) -> None:
+    """The folder is there.
+
+    Raises:
+        PlanError: it cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"the folder {folder} cannot be made: {error.strerror}; give another folder") from None
 
 
 def require_free(folder: Path) -> None:

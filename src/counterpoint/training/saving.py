@@ -53,6 +53,22 @@ def save(team: Team, root: Path, progress: Progress, extra: Mapping[str, Any], *
     return team.world.run(lambda fabric: _save_rank(team, fabric, root, (progress, extra, keep)))[0]
 
 
+def make_root(team: Team, root: Path | None) -> None:
+    """The folder of all checkpoints is there, so that a run does not learn at its end that it cannot be.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    if root is None or team.world.fabrics[0].rank != 0:
+        return
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder {root} for checkpoints cannot be made: {error.strerror}; choose another path"
+        ) from None
+
+
 def _save_rank(team: Team, fabric: Fabric, root: Path, what: tuple[Progress, Mapping[str, Any], int | None]) -> Path:
     progress, extra, keep = what
     everyone = tuple(range(fabric.num_ranks))
@@ -186,10 +202,11 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
             for name, buffer in buffers_of(team, rank):
                 buffer.copy_(checkpoint.read(f"buffer:{name}"))
 
-    team.world.run(work)
     with torch.no_grad():
         for name, value in frozen_values(team.model).items():
             value.copy_(checkpoint.read(f"frozen:{name}"))
+    team.world.run(work)
+    team.take_frozen()
     return Progress(int(state["step"]), Cursor.from_dict(state["cursor"])), dict(state["extra"])
 
 

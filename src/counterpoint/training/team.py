@@ -16,7 +16,7 @@ from counterpoint.cutting.cut import Cut
 from counterpoint.cutting.graph import GraphCut
 from counterpoint.cutting.slices import verify_split
 from counterpoint.cutting.whole import WholeCut
-from counterpoint.errors import PlanError
+from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
@@ -29,6 +29,9 @@ from counterpoint.runtime.build import (
     call_form,
     copy_values,
     first_difference,
+    require_no_hooks,
+    slice_of,
+    slices_of,
     structure,
 )
 from counterpoint.runtime.compute import Model
@@ -37,6 +40,7 @@ from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.vote import Guard, Verdict
 from counterpoint.training.options import Options
+from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
 
 
@@ -74,6 +78,7 @@ class Team:
         self.draws = True
         self.ranks: dict[int, Rank] = {}
         self.evaluations: dict[int, Model] = {}
+        self.watch: Watch | None = None
 
     def build(self, inputs: Any, num_samples: int) -> Compiled:  # noqa: ANN401 - whatever the model takes
         """Cut the model, compile the plan for it, and make the ranks; once.
@@ -89,6 +94,7 @@ class Team:
             return self.compiled
         self.compare_models()
         cut = self.cut(self.model, inputs)
+        require_no_hooks(self.model, cut, self.plan)
         self.draws = cut.draws
         spec = with_unused(trainable(cut.spec, self.face))
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
@@ -117,6 +123,7 @@ class Team:
             rank = build_rank(self.parts, own_cut, model, fabric)
             rank.interpreter.compute.unused = self.options.unused
             self.ranks[fabric.rank] = rank
+        self.watch = Watch(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
         return self.compiled
 
     def cut(self, model: nn.Module, inputs: Any) -> Cut:  # noqa: ANN401 - whatever the model takes
@@ -169,7 +176,20 @@ class Team:
 
     def step(self, number: int, feed: Feed) -> Verdict:
         """Run one training step on all ranks and return what the first of this process's ranks decided."""
-        verdicts = self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.step(number, feed))
+        if self.watch is not None:
+            self.watch.require_unchanged(self.plan)
+
+        def work(fabric: Fabric) -> Verdict | None:
+            interpreter = self.ranks[fabric.rank].interpreter
+            try:
+                return interpreter.step(number, feed)
+            except CounterpointError:
+                raise
+            except Exception as error:
+                error.add_note(f"in step {number} on rank {fabric.rank}, microbatch {interpreter.dice.micro}")
+                raise
+
+        verdicts = self.world.run(work)
         found = [verdict for verdict in verdicts if verdict is not None]
         return found[0] if found else Verdict(float("nan"), 0, float("nan"), 1.0, "")
 
@@ -225,6 +245,8 @@ class Team:
         with torch.no_grad():
             copy_values(self.model, full)
             copy_values(self.model, store.buffers)
+        if self.watch is not None:
+            self.watch.note()
 
     def take(self) -> None:
         """Bring the user's model, which may have been changed since :meth:`give_back`, to all ranks."""
@@ -232,11 +254,28 @@ class Team:
         buffers = dict(self.model.named_buffers())
 
         def work(fabric: Fabric) -> None:
+            store = self.ranks[fabric.rank].interpreter.store
             write_weights(book, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
-            for name, buffer in self.ranks[fabric.rank].interpreter.store.buffers.items():
+            for arena in (arena for unit in store.units.values() for arena in unit.arenas):
+                arena.release_weights()  # where shares are joined, what was joined before is old now
+            for name, buffer in store.buffers.items():
                 buffer.copy_(buffers[name].clone())
 
         self.world.run(work)
+        self.take_frozen()
+
+    def take_frozen(self) -> None:
+        """Bring the parameters that are not trained, which are the model's own, to all ranks."""
+        assert self.parts is not None, "built"
+        named, sliced = dict(self.model.named_parameters()), slices_of(self.parts.spec)
+        for number, rank in self.ranks.items():
+            row = self.parts.program.rows[number]
+            for name, param in rank.interpreter.store.params.items():
+                if not param.requires_grad and param is not named[name]:
+                    value = slice_of(named[name].detach(), sliced.get(name), (row.slice_index, row.num_slices))
+                    param.data.copy_(value)
+        if self.watch is not None:
+            self.watch.note()
 
     def close(self) -> None:
         """Leave the world; nothing of it is left running."""

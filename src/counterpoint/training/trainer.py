@@ -17,12 +17,14 @@ from counterpoint.data.sampler import Sampler, split
 from counterpoint.errors import CheckpointError, CounterpointError, DataError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
-from counterpoint.runtime.optimizers import Face, Factory
+from counterpoint.runtime.optimizers import Factory
 from counterpoint.training import saving
+from counterpoint.training.checks import make_face, require_counts, require_folder, require_schedule
 from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
 from counterpoint.training.feeds import DatasetFeed
+from counterpoint.training.memory import Memory, memory_of, remind
 from counterpoint.training.progress import Mode, ShowProgress
 from counterpoint.training.run import Goals, Run
 from counterpoint.training.team import Team
@@ -86,13 +88,16 @@ class Trainer:
         self.plan = make_plan(strategy, self.environment, num_microbatches, passes)
         self.auto = make_auto(strategy, self.plan, num_microbatches)
         self.has_fixed_micros = num_microbatches is not None or isinstance(strategy, Plan)
-        self.face = Face(optimizer, dict(model.named_parameters()))
+        self.face = make_face(optimizer, model)
         self.schedule = schedule(self.face.optimizer) if schedule is not None else None
+        require_schedule(self.schedule)
         self.callbacks = list(callbacks)
         if progress != "off" and not any(isinstance(callback, ShowProgress) for callback in self.callbacks):
             self.callbacks.append(ShowProgress(progress, name=type(model).__name__, stream=sys.stderr))
         self.progress = saving.Progress()
         self.team: Team | None = None
+        self.is_running = False  # whether the ranks' weights are newer than the model's
+        self.memory: Memory | None = None  # of the optimizers, between close() and the next ranks
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -126,7 +131,8 @@ class Trainer:
     ) -> History:
         """Train on a dataset; afterwards the model has the trained weights on every rank.
 
-        A second call goes on from the model's weights as they are, with the optimizer's state and new epochs.
+        A second call goes on from the model's weights as they are, with the optimizer's state and new epochs, also
+        after :meth:`close` or an error that this process survived.
 
         Args:
             dataset: map-style, samples ``(inputs..., target)``.
@@ -145,12 +151,17 @@ class Trainer:
             Every step and evaluation of this call.
 
         Raises:
-            PlanError: the batch does not divide into the plan's microbatches.
+            PlanError: the batch does not divide into the plan's microbatches, or a number makes no sense.
             DataError: a loss is not finite, a parameter is unused, a sample is wrong.
             CheckpointError: a checkpoint cannot be written or read.
         """
         if save_every is not None and save_to is None:
             raise PlanError(f"save_every={save_every} says when, but not where; give save_to=FOLDER as well")
+        require_counts(batch_size=batch_size, epochs=epochs)
+        require_counts(
+            optional=True, max_steps=max_steps, save_every=save_every, evaluate_every=evaluate_every, keep=keep
+        )
+        require_folder(Path(save_to) if save_to is not None else None)
         require_map_style(dataset)
         self.settle_plan(dataset, batch_size)
         self.plan.require_batch(batch_size)
@@ -170,6 +181,7 @@ class Trainer:
         sampler = Sampler(len(dataset), batch_size, self.options.seed)
         run = Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
         error: BaseException | None = None
+        self.is_running = True
         try:
             with torch.random.fork_rng(devices=[]), kept_modes(self.model):
                 if resume is not None:
@@ -182,6 +194,7 @@ class Trainer:
             error = caught
             raise
         finally:
+            self.is_running = False
             self.progress = run.progress
             run.end(error)
             if error is not None:
@@ -210,8 +223,11 @@ class Trainer:
             measure: from outputs and targets to tallies; by default the loss.
             batch_size: samples at once; by default 64 per microbatch.
         """
+        require_counts(optional=True, batch_size=batch_size)
         size = batch_size or 64 * self.plan.num_micros
         team = self.ready_team(dataset, size)
+        if not self.is_running:
+            team.take()
         with kept_modes(self.model):
             return evaluate(team, dataset, measure if measure is not None else measuring(self.loss), size)
 
@@ -223,6 +239,8 @@ class Trainer:
         """
         if self.team is None or self.team.compiled is None:
             raise CheckpointError("there is nothing to save before the first step; call fit(...) first")
+        if not self.is_running:
+            self.team.take()
         return saving.save(self.team, Path(folder), self.progress, {}, keep=keep)
 
     def ready_team(self, dataset: MapDataset, batch_size: int) -> Team:
@@ -242,7 +260,7 @@ class Trainer:
             feed = first_samples(dataset, min(batch_size, len(dataset), FEW_SAMPLES))
             self.plan = self.auto.choose(self.model, self.face, feed.inputs(0), self.options, batch_size)
             self.auto, self.has_fixed_micros = None, True
-        elif self.team is None and not self.has_fixed_micros:
+        elif self.team is None and self.memory is None and not self.has_fixed_micros:
             self.plan = self.plan.with_microbatches_for(batch_size)
 
     def build(self, team: Team, dataset: MapDataset, batch_size: int) -> None:
@@ -251,13 +269,18 @@ class Trainer:
             first, stop = split(min(batch_size, len(dataset)), self.plan.num_micros)[0]
             feed = first_samples(dataset, stop - first)
             team.build(feed.inputs(0), len(feed.indices))
+            if self.memory is not None:
+                remind(team.ranks, self.memory)
+                self.memory = None
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """End the connection to the other ranks; the model keeps its weights."""
+        """End the connection to the other ranks; the model keeps its weights, and the trainer the optimizer's state."""
         if self.team is not None:
+            if self.team.compiled is not None:
+                self.memory = memory_of(self.team.ranks)
             self.team.close()
             self.team = None
 

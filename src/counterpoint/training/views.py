@@ -193,7 +193,7 @@ def as_text(record: Record) -> str | None:
             return f"{at} held-out {' '.join(f'{name} {number(value)}' for name, value in record['metrics'].items())}"
         case "saved":
             return f"{at} saved {record['path']}"
-        case "end" if record["error"] is not None:
+        case "end" if record["error"] is not None and not record["error"].startswith("PeerError"):  # it is told later
             return f"{at} ended early: {record['error']}"
     return None
 

@@ -1,0 +1,120 @@
+"""Law 6: before any weight changes, all who had a part in the gradient decide together, and about nothing else.
+
+The mean of the loss is taken over the microbatches of the ranks that commit together, and a step is left out by all
+of them or by none. A commit of fewer ranks would divide by too few samples, and let one rank skip what others apply.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from counterpoint.errors import ProgramError
+from counterpoint.program.accounts import Decision, Entry
+from counterpoint.program.instruction import Backward, Commit, Serve
+from counterpoint.program.ledger import Ledger
+from counterpoint.program.program import Program, Words
+from counterpoint.program.text import format_group, format_instruction, format_unit
+from counterpoint.program.units import Unit
+from counterpoint.program.walk import show_places
+
+
+def law_6_all_concerned_decide(program: Program, rows: Sequence[Words], ledger: Ledger) -> None:
+    """Prove that each update is decided on by all who had a part in it, and that a body decides once.
+
+    Those are the ranks that ran any block on its microbatches, and those that update the same unit. The stages of a
+    stream update at different times: there, the ranks that went backward through the unit's blocks.
+
+    Raises:
+        ProgramError: law 6; a commit is too narrow, too wide, or not the only one of its body.
+    """
+    for rank, row in enumerate(program.rows):
+        places = [index for index, word in enumerate(row.body) if isinstance(word, Commit)]
+        if len(places) > 1:
+            raise ProgramError(
+                f"rank {rank} commits {len(places)} times in one body; a step counts or does not, which is decided "
+                f"once\n{show_places([row.body for row in program.rows], {rank: places[1]}, 'here')}",
+                law=6,
+            )
+    concerned = _Concerned.of(program, rows, ledger)
+    for entry in sorted(ledger.entries, key=lambda entry: (entry.rank, entry.index)):
+        concerned.judge(entry)
+
+
+@dataclass(slots=True)
+class _Concerned:
+    """Who had a part in what.
+
+    Args:
+        rows: the flat rows.
+        is_stream: whether stages decide at different times.
+        runners: the ranks that went backward, by block and microbatch.
+        updaters: the ranks that update each unit; a server that does not wait decides nothing.
+        judged: what needs no second look: equal marks under one decision.
+    """
+
+    rows: Sequence[Words]
+    is_stream: bool
+    runners: dict[int, dict[int, set[int]]]
+    updaters: dict[Unit, set[int]]
+    judged: set[tuple[Unit, int, int]] = field(default_factory=set)
+
+    @staticmethod
+    def of(program: Program, rows: Sequence[Words], ledger: Ledger) -> _Concerned:
+        runners: defaultdict[int, defaultdict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for rank, row in enumerate(rows):
+            for word in row:
+                if type(word) is Backward:
+                    runners[word.micro][word.block].add(rank)
+        updaters: defaultdict[Unit, set[int]] = defaultdict(set)
+        for entry in ledger.entries:
+            if not isinstance(rows[entry.rank][entry.index], Serve):
+                updaters[entry.unit].add(entry.rank)
+        return _Concerned(rows, program.is_stream, dict(runners), updaters)
+
+    def judge(self, entry: Entry) -> None:
+        key = (entry.unit, id(entry.decision), id(entry.marks))
+        if key in self.judged:
+            return
+        self.judged.add(key)  # the entries hold both, so that no other object gets their ids
+        if entry.decision is None:
+            raise self.wrong(entry, "no commit stands before it")
+        text = format_instruction(Commit(entry.decision.group))
+        micros = {micro for _, micro, _ in entry.marks}
+        if micros != entry.decision.micros:
+            raise self.wrong(
+                entry,
+                f"its gradient is of {_listed(micros)}, but {text} decides on {_listed(entry.decision.micros)}; the "
+                "mean over the samples is taken over what is decided on",
+            )
+        missing = self.missing(entry, entry.decision)
+        if missing:
+            ranks = "rank " if len(missing) == 1 else "ranks "
+            raise self.wrong(
+                entry,
+                f"{ranks}{format_group(tuple(sorted(missing)))} had a part in it, but not in {text}; all apply a step "
+                "or all leave it out",
+            )
+
+    def missing(self, entry: Entry, decision: Decision) -> set[int]:
+        """Return the ranks that should take part in a decision and do not."""
+        found = set(self.updaters.get(entry.unit, ()))
+        for micro in decision.micros:
+            by_block = self.runners.get(micro, {})
+            blocks: Iterable[int] = entry.unit if self.is_stream else by_block
+            for block in blocks:
+                found |= by_block.get(block, set())
+        return found.difference(decision.group)
+
+    def wrong(self, entry: Entry, fact: str) -> ProgramError:
+        shown = show_places(self.rows, {entry.rank: entry.index}, "here")
+        return ProgramError(f"rank {entry.rank} updates unit {format_unit(entry.unit)}: {fact}\n{shown}", law=6)
+
+
+def _listed(micros: Collection[int]) -> str:
+    if not micros:
+        return "no microbatch"
+    word = "microbatch" if len(micros) == 1 else "microbatches"
+    first = ", ".join(map(str, sorted(micros)[:6]))
+    return f"{word} {first}{' and others' if len(micros) > 6 else ''}"

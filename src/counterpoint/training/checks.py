@@ -1,0 +1,80 @@
+"""What is asked of a run, checked before its first step: whatever cannot be is said now, not when hours are spent."""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+from typing import Any
+
+from torch import nn, optim
+
+from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.runtime.optimizers import Face, Factory
+
+
+def require_counts(*, optional: bool = False, **counts: Any) -> None:  # noqa: ANN401 - whatever was given
+    """Check that numbers of things are whole and at least 1.
+
+    Args:
+        optional: whether None may stand for no such number.
+        **counts: the numbers by their names.
+
+    Raises:
+        PlanError: one is not.
+
+    Example:
+        >>> require_counts(epochs=0)
+        Traceback (most recent call last):
+        counterpoint.errors.PlanError: epochs=0 is no number to count with; give a whole number, 1 or more
+    """
+    for name, count in counts.items():
+        if count is None and optional:
+            continue
+        try:
+            fits = operator.index(count) >= 1
+        except TypeError:
+            fits = False
+        if not fits:
+            none = ", or None" if optional else ""
+            raise PlanError(f"{name}={count!r} is no number to count with; give a whole number, 1 or more{none}")
+
+
+def require_folder(path: Path | None) -> None:
+    """Check that nothing stands where a folder of checkpoints will be.
+
+    Raises:
+        CheckpointError: something does.
+    """
+    for folder in () if path is None else (path, *path.parents):
+        if folder.exists():
+            if not folder.is_dir():
+                raise CheckpointError(f"{folder} is a file, but checkpoints need a folder; choose another path")
+            return
+
+
+def make_face(optimizer: optim.Optimizer | Factory, model: nn.Module) -> Face:
+    """Return the user's optimizer as the ranks see it.
+
+    Raises:
+        PlanError: it is none, or does not fit the model.
+    """
+    if not isinstance(optimizer, optim.Optimizer) and not callable(optimizer):
+        raise PlanError(
+            f"optimizer={optimizer!r} is neither an optimizer nor a way to make one; pass a torch optimizer on the "
+            "model's parameters, or a factory such as partial(torch.optim.Adam, lr=1e-3)"
+        )
+    return Face(optimizer, dict(model.named_parameters()))
+
+
+def require_schedule(schedule: object) -> None:
+    """Check that a schedule goes by the number of steps alone.
+
+    Raises:
+        PlanError: it waits for a metric.
+    """
+    if isinstance(schedule, optim.lr_scheduler.ReduceLROnPlateau):
+        raise PlanError(
+            "ReduceLROnPlateau steps by a metric, but a trainer steps its schedule after every step, without one; "
+            "take a schedule that goes by the number of steps (CosineAnnealingLR, MultiStepLR), or step this one on "
+            "trainer.optimizer in a callback's on_evaluation"
+        )

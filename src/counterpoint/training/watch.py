@@ -1,0 +1,59 @@
+"""Whether the user changed weights of which ranks train copies: under another plan, that would be another training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from counterpoint.errors import DataError
+from counterpoint.plan import Plan
+from counterpoint.runtime.build import Rank
+
+
+class Watch:
+    """Sees changes in place, which torch counts; those through ``.data`` it does not.
+
+    Args:
+        model: the user's.
+        ranks: those of this process.
+        num_ranks: of the whole plan.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Collection[Rank], num_ranks: int) -> None:
+        stores = [rank.interpreter.store for rank in ranks]
+        units = [unit for store in stores for unit in store.units.values() if not unit.arenas]
+        own = {id(param) for unit in units for param in unit.params.values()}  # an optimizer changes these in place
+        if num_ranks == 1:
+            own |= {id(param) for param in stores[0].params.values()}
+        self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in own]
+        self.versions: list[int] = []
+        self.note()
+
+    def counts(self) -> list[int]:
+        """Return how often each watched parameter was changed in place."""
+        return [param._version for _, param in self.params]  # noqa: SLF001 - there is no other way to see it
+
+    def note(self) -> None:
+        """The weights are as the ranks know them."""
+        self.versions = self.counts()
+
+    def require_unchanged(self, plan: Plan) -> None:
+        """Check that nobody has changed the model's weights since the ranks got them; nothing to do under solo.
+
+        Raises:
+            DataError: somebody has.
+        """
+        if not self.params:
+            return
+        found = self.counts()
+        if found == self.versions:
+            return
+        pairs = zip(self.versions, found, strict=True)
+        names = [name for (name, _), (old, new) in zip(self.params, pairs, strict=True) if old != new]
+        raise DataError(
+            f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model changed between "
+            f"two steps, but under {plan} the ranks train copies, which are as they were; in a loop of your own call "
+            "step.give_back() before the change and step.take() after it; around a trainer change weights before "
+            "fit(), or between two calls of it"
+        )
