@@ -8,7 +8,7 @@ from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
 from counterpoint.testing.claims import Options, Result
 
-ROUNDS, RANKS, BAR = 5, 2, 1.3
+ROUNDS, RANKS, BAR = 9, 2, 1.3
 APART = 1e-4  # of the largest parameter: some steps in float32, added up in another order
 
 
