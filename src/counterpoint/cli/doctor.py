@@ -71,6 +71,7 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
     import torch
 
     from counterpoint.fabric.gloo import is_available
+    from counterpoint.fabric.shm.native import native
 
     version = torch.__version__
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
@@ -86,7 +87,15 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
     if not is_available():
         yield Finding("gloo", "broken", "this torch has no gloo", "install a build with it: ranks cannot talk without")
     else:
-        yield Finding("gloo", "good", "gloo is there; without a native part, ranks of one host talk through sockets")
+        yield Finding("gloo", "good", "gloo is there, for ranks of several hosts")
+    found = native()
+    if found.library is None:
+        yield Finding(
+            "shared memory", "hurts", f"no native part: {found.reason}; ranks of one host talk through gloo's sockets, "
+            "many times slower", "install a C++17 compiler (apt install g++) and this package again",
+        )  # fmt: skip
+    else:
+        yield Finding("shared memory", "good", f"the native part is there and computes with {found.instruction_set}")
 
 
 def check_cores(ranks: int) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import ranks
 
 
-class JoinedFabric(Fabric):
+class JoinedFabric(Fabric, ABC):
     """One rank among processes.
 
     Args:

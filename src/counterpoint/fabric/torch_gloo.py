@@ -89,7 +89,7 @@ class TorchFabric(JoinedFabric):
             whole = target.contiguous()
             options = AllreduceOptions()
             options.timeout = GLOO_TIMEOUT
-            options.reduceOp = REDUCE_OPS[verb]  # type: ignore[assignment]  # the stub knows only the class around it
+            options.reduceOp = REDUCE_OPS[verb]  # type: ignore[assignment]  # torch's types know only its class
             works = [gloo.allreduce([whole], options)] if whole.numel() else []
 
             def finish() -> None:

@@ -8,9 +8,10 @@ tensors are used as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from counterpoint.errors import DataError
 
 Span = tuple[Fraction, Fraction]
+Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
 WHOLE: Span = (Fraction(0), Fraction(1))
 
 
@@ -101,6 +103,11 @@ def lay_out(
     return tuple(layouts)
 
 
+def new_tensor(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor of this process's own memory."""
+    return torch.empty(num_elements, dtype=dtype)
+
+
 class Arena:
     """The parameters of one unit and dtype, back to back in one buffer.
 
@@ -108,10 +115,14 @@ class Arena:
         layout: where each lies.
         params: the rank's parameters by name; they become views of the buffer.
         home: the part whose weights are kept when nothing is gathered.
+        empty: makes memory for gradients of so many elements; the fabric's own need not be copied by collectives.
     """
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], home: Span) -> None:
+    def __init__(
+        self, layout: Layout, params: Mapping[str, nn.Parameter], home: Span, empty: Allocate = new_tensor
+    ) -> None:
         self.layout = layout
+        self.empty = empty
         self.params = {slot.name: params[slot.name] for slot in layout.slots}
         self.is_gathered = True
         self.weights = torch.cat([self.params[slot.name].detach().reshape(-1) for slot in layout.slots])
@@ -149,9 +160,9 @@ class Arena:
         fresh = self.gradient is None
         missed = []
         if self.gradient is None:
-            self.gradient = (
-                torch.empty_like(self.weights) if self.is_gathered else self.weights.new_empty(self.layout.num_elements)
-            )
+            count = self.layout.num_elements
+            on_host = self.weights.device.type == "cpu"
+            self.gradient = self.empty(count, self.layout.dtype) if on_host else self.weights.new_empty(count)
         for slot in self.layout.slots:
             param = self.params[slot.name]
             view = self.gradient[slot.start : slot.stop].view(slot.shape)

@@ -74,7 +74,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
     params = own_params(parts.spec, cut, model, (row.slice_index, row.num_slices), needed)
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
-    store = Store(roles, params, buffers, parts.spec.units, parts.face)
+    store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty)
     interpreter = Interpreter(
         row.body,
         model=bind(parts, cut, row.body, training=True),

@@ -24,7 +24,7 @@ from counterpoint.program.instruction import (
     Serve,
     Update,
 )
-from counterpoint.runtime.arena import WHOLE, Arena, Span, lay_out
+from counterpoint.runtime.arena import WHOLE, Allocate, Arena, Span, lay_out, new_tensor
 from counterpoint.runtime.optimizers import Face
 
 
@@ -174,6 +174,7 @@ class Store:
         buffers: the rank's own buffers by name.
         names_of: the parameters of each unit.
         face: the user's optimizer.
+        empty: makes memory for gradients that other ranks need.
     """
 
     def __init__(
@@ -183,10 +184,12 @@ class Store:
         buffers: Mapping[str, Tensor],
         names_of: Mapping[Unit, tuple[str, ...]],
         face: Face,
+        empty: Allocate = new_tensor,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
         self.face = face
+        self.empty = empty
         self.units = {
             unit: UnitStore(unit, role, {name: self.params[name] for name in names_of[unit]})
             for unit, role in units.items()
@@ -207,7 +210,7 @@ class Store:
             (name, tuple(param.shape), param.dtype, self.face.group_of[name]) for name, param in store.params.items()
         ]
         layouts = lay_out(described, cut_anywhere=self.face.is_elementwise)
-        return [Arena(layout, store.params, store.role.home) for layout in layouts]
+        return [Arena(layout, store.params, store.role.home, self.empty) for layout in layouts]
 
     def optimizer(self, units: tuple[Unit, ...]) -> tuple[optim.Optimizer | None, list[Tensor]]:
         """Return the optimizer over some units and the tensors it updates, made when first asked for.

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -48,15 +47,19 @@ class Doomed:
 
 
 def left_behind():
-    """Names of shared memory, and processes that are ranks of a test."""
+    """Names of shared memory, and the processes of this test that still have any of ours."""
     names = {path.name for path in Path("/dev/shm").iterdir()}
-    holders = [path for path in Path("/proc").glob("[0-9]*/maps") if "memfd:counterpoint" in read(path)]
-    return names, holders
+    return names, [pid for pid in descendants(os.getpid()) if "memfd:counterpoint" in read(pid, "maps")]
 
 
-def read(path):
+def descendants(pid):
+    own = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return own + [pid for child in own for pid in descendants(child)]
+
+
+def read(pid, what):
     try:
-        return path.read_text()
+        return Path(f"/proc/{pid}/{what}").read_text()
     except OSError:
         return ""
 
@@ -70,7 +73,6 @@ def play_and_look(seeds):
         assert texts[scene.victim] is None
         others = [text for rank, text in enumerate(texts) if rank != scene.victim]
         assert all(f"rank {scene.victim} has ended" in text for text in others), (seed, texts)
-    time.sleep(0.1)
     assert left_behind() == (names, [])
 
 

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_right
 from ctypes import CDLL, c_int32
 from dataclasses import dataclass
+from functools import lru_cache
 from secrets import token_bytes
 from typing import Any
 
@@ -167,14 +168,28 @@ def mmap_page() -> int:
     return os.sysconf("SC_PAGE_SIZE")
 
 
+class _Loan:
+    """Bytes that keep their mapping, and give it back when no tensor uses them any more."""
+
+    address: int
+    mapping: Mapping
+    free: list[tuple[int, Mapping]]
+
+    def __del__(self) -> None:
+        self.free.append((self.address, self.mapping))
+
+
+@lru_cache(maxsize=256)
+def loan_type(num_bytes: int) -> Any:  # noqa: ANN401 - a class of ctypes arrays
+    """Return the class of loans of so many bytes."""
+    return type("Loan", (_Loan, ctypes.c_uint8 * num_bytes), {})
+
+
 def loan_of(address: int, num_bytes: int, mapping: Mapping, free: list[tuple[int, Mapping]]) -> Any:  # noqa: ANN401
-    """Return the bytes as a buffer that keeps its mapping, and gives it back when no tensor uses it any more."""
-
-    class Loan(ctypes.c_uint8 * num_bytes):  # type: ignore[misc]
-        def __del__(self) -> None:
-            free.append((address, mapping))
-
-    return Loan.from_address(address)
+    """Return the bytes as a buffer."""
+    loan = loan_type(num_bytes).from_address(address)
+    loan.address, loan.mapping, loan.free = address, mapping, free
+    return loan
 
 
 def int_array(values: tuple[int, ...]) -> Any:  # noqa: ANN401 - a ctypes array

@@ -52,13 +52,13 @@ class Recipes:
     Args:
         rank: the own rank.
         num_ranks: how many there are.
-        handle_of: the handle of a group, which is formed where it is new.
+        formed: returns the group of an operation, formed where it is new.
     """
 
-    def __init__(self, rank: int, num_ranks: int, handle_of: Callable[[Operation], int]) -> None:
+    def __init__(self, rank: int, num_ranks: int, formed: Callable[[Operation], int]) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
-        self._handle_of = handle_of
+        self._formed = formed
         self._known: dict[Key, Recipe] = {}
 
     def get(self, key: Key) -> Recipe | None:
@@ -96,7 +96,7 @@ class Recipes:
             reading=words,
             reading_bytes=len(words),
         )
-        handle = self._handle_of(operation) if len(operation.group) > 1 else 0
+        handle = self._formed(operation) if len(operation.group) > 1 else 0
         num_bytes = tensor.numel() * tensor.element_size()
         recipe = Recipe(operation, request, handle, num_bytes, (print_, words, edges), addressof(request))
         if key:

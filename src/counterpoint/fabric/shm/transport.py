@@ -59,7 +59,7 @@ class ShmFabric(JoinedFabric):
         self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
         self._groups: dict[Group, tuple[int, Mapping | None]] = {}
         self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
-        self._recipes = Recipes(self.rank, self.num_ranks, self._handle_of)
+        self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
         count = site.num_ranks
         self._memory = site.open_world(library)
         self._processes = site.open_processes()
@@ -235,7 +235,7 @@ class ShmFabric(JoinedFabric):
         turn = self._cp_start(recipe.group, recipe.address, address, segment, offset)
         return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
 
-    def _handle_of(self, operation: Operation) -> int:
+    def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
             return self._group(operation.group)
 
