@@ -44,7 +44,7 @@ class Group {
   bool has_failed() const { return failed_.load(std::memory_order_acquire) != DONE; }
   Status status() const { return static_cast<Status>(failed_.load(std::memory_order_acquire)); }
   int64_t num_done() const { return num_done_.load(std::memory_order_acquire); }
-  int num_members() const { return num_members_; }
+  const std::vector<int>& ranks() const { return ranks_; }
   const Notice& notice(int place, int64_t turn) const { return places_[place].notices[turn % NOTICES]; }
   std::recursive_mutex& lock() { return lock_; }
 

@@ -82,7 +82,7 @@ CP_API int64_t cp_await_segment(cp::World* world, int32_t rank, uint64_t tag, in
       }
     return false;
   };
-  cp::Status status = world->wait(look, slice_ns);
+  cp::Status status = world->wait(look, {rank}, slice_ns);
   return status == cp::DONE ? found : status;
 }
 
@@ -102,9 +102,9 @@ CP_API cp::Group* cp_open_group(cp::World* world, void* memory, const int32_t* r
 }
 
 // DONE when all members have joined.
-CP_API int64_t cp_await_members(cp::World* world, void* memory, int64_t slice_ns) {
+CP_API int64_t cp_await_members(cp::World* world, cp::Group* group, void* memory, int64_t slice_ns) {
   auto* header = static_cast<cp::GroupHeader*>(memory);
-  return world->wait([&] { return header->num_joined.load() == header->num_members; }, slice_ns);
+  return world->wait([&] { return header->num_joined.load() == header->num_members; }, group->ranks(), slice_ns);
 }
 
 CP_API void cp_close_group(cp::Group* group) { delete group; }
@@ -120,7 +120,7 @@ CP_API int64_t cp_start(cp::Group* group, const cp::Request* request, uint8_t* d
 
 CP_API int64_t cp_wait(cp::World* world, cp::Group* group, int64_t turn, int64_t slice_ns) {
   if (!group->is_done(turn)) {
-    cp::Status status = world->wait([&] { return group->is_done(turn); }, slice_ns);
+    cp::Status status = world->wait([&] { return group->is_done(turn); }, group->ranks(), slice_ns);
     if (status != cp::DONE) return status;
   }
   return group->num_done() > turn ? cp::DONE : group->status();

@@ -16,7 +16,7 @@ int64_t write_bytes(World& world, int peer, const uint8_t* bytes, uint64_t num_b
   auto room = [&] { return PIPE_BYTES - (written - pipe.read.load(std::memory_order_acquire)); };
   while (done < num_bytes) {
     if (room() == 0) {
-      Status status = world.wait([&] { return room() > 0; }, slice_ns);
+      Status status = world.wait([&] { return room() > 0; }, {peer}, slice_ns);
       if (status == NOT_YET) return static_cast<int64_t>(done);
       if (status != DONE) return status;
     }
@@ -37,7 +37,7 @@ int64_t read_bytes(World& world, int peer, uint8_t* bytes, uint64_t num_bytes, i
   auto there = [&] { return pipe.written.load(std::memory_order_acquire) - read; };
   while (done < num_bytes) {
     if (there() == 0) {
-      Status status = world.wait([&] { return there() > 0; }, slice_ns);
+      Status status = world.wait([&] { return there() > 0; }, {peer}, slice_ns);
       if (status == NOT_YET) return static_cast<int64_t>(done);
       if (status != DONE) return status;
     }
@@ -64,7 +64,7 @@ int64_t await_any(World& world, const int* peers, int num_peers, int64_t slice_n
     }
     return false;
   };
-  Status status = world.wait(look, slice_ns);
+  Status status = world.wait(look, std::vector<int>(peers, peers + num_peers), slice_ns);
   return status == DONE ? found : status;
 }
 

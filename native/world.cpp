@@ -95,14 +95,14 @@ bool World::advance() {
   return moved;
 }
 
-Status World::trouble() {
+Status World::trouble(const std::vector<int>& awaited) {
   if (header_->stop.load(std::memory_order_acquire) == 2) return STOPPED;
   std::vector<pollfd> polled;
-  for (int fd : pidfds_) polled.push_back({fd, POLLIN, 0});  // poll passes over the own place, which is -1
+  for (int rank : awaited) polled.push_back({pidfds_[rank], POLLIN, 0});  // poll passes over the own, which is -1
   if (poll(polled.data(), polled.size(), 0) > 0) {
-    for (int rank = 0; rank < num_ranks_; rank++) {
-      if (polled[rank].revents != 0) {
-        lost_ = rank;
+    for (size_t i = 0; i < polled.size(); i++) {
+      if (polled[i].revents != 0) {
+        lost_ = awaited[i];
         return header_->stop.load(std::memory_order_acquire) == 2 ? STOPPED : LOST;
       }
     }
@@ -110,7 +110,7 @@ Status World::trouble() {
   return DONE;
 }
 
-Status World::wait(const std::function<bool()>& is_done, int64_t slice_ns) {
+Status World::wait(const std::function<bool()>& is_done, const std::vector<int>& awaited, int64_t slice_ns) {
   Seat& own = seats_[rank_];
   int64_t end = 0;
   for (int turn = 0;; turn++) {
@@ -124,7 +124,7 @@ Status World::wait(const std::function<bool()>& is_done, int64_t slice_ns) {
       sched_yield();
       continue;
     }
-    Status status = trouble();
+    Status status = trouble(awaited);
     if (status != DONE) return is_done() ? DONE : status;
     int64_t now = now_ns();
     if (end == 0) end = now + slice_ns;

@@ -36,7 +36,8 @@ class World {
   void ring_all();
 
   // Advances all groups until `is_done`, or for so long. NOT_YET is no error: signals can be served in between.
-  Status wait(const std::function<bool()>& is_done, int64_t slice_ns);
+  // LOST says that one of `awaited` has ended; that others have is none of this wait's business.
+  Status wait(const std::function<bool()>& is_done, const std::vector<int>& awaited, int64_t slice_ns);
 
   // Whatever of the groups' collectives can go on without waiting has gone on; true where anything has.
   bool advance();
@@ -46,7 +47,7 @@ class World {
   void stop(const char* reason, size_t num_bytes);
 
  private:
-  Status trouble();
+  Status trouble(const std::vector<int>& awaited);
 
   WorldHeader* header_;
   Seat* seats_;

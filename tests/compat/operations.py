@@ -163,6 +163,7 @@ def in_flight(rank, _):
 def of_the_compiler(rank, size):
     """The collectives of DTensor and torch.compile, which come through C++."""
     group, everything = dist.group.WORLD, []
+    assert group is not None
     everything.append(functional.all_reduce(numbers(rank, 3), "sum", group))
     everything.append(functional.all_gather_single(numbers(rank, 2, 2), 0, group))
     everything.append(functional.reduce_scatter_single(numbers(rank, 2 * size), "sum", 0, group))

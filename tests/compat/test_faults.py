@@ -60,7 +60,7 @@ def test_an_aborted_group_is_an_error_of_the_others(backend):
 
 def test_a_destroyed_group_leaves_no_thread_no_file_and_no_memory():
     for found in on_ranks(faults.comes_and_goes, 2):
-        assert found[0] == found[-1]
+        assert all(late <= early for early, late in zip(found[0], found[-1], strict=True))
 
 
 def test_a_receive_that_nobody_answers_does_not_outlive_its_group():

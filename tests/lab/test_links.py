@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.lab import Lab, LabError, finish
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 RATE, BYTES_PER_S, NUM_BYTES = "100mbit", 12.5e6, 15_000_000
 

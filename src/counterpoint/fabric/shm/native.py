@@ -88,7 +88,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_register_segment": (c_int64, (c_void_p, c_int32, c_uint64, c_uint64)),
     "cp_await_segment": (c_int64, (c_void_p, c_int32, c_uint64, c_int64)),
     "cp_map_segment": (c_void_p, (c_void_p, c_int32, c_int32)),
-    "cp_await_members": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "cp_await_members": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
     "cp_open_group": (c_void_p, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "cp_close_group": (None, (c_void_p,)),
     "cp_start": (c_int64, (c_void_p, c_void_p, c_void_p, c_int32, c_uint64)),

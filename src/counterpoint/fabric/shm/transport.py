@@ -263,7 +263,7 @@ class ShmFabric(JoinedFabric):
             if not handle:
                 raise RuntimeError(f"that of rank {first} cannot be opened")
             self._groups[group] = (handle, mapping)
-            self._pump(lambda: int(library.cp_await_members(world, address, SLICE_NS)))
+            self._pump(lambda: int(library.cp_await_members(world, handle, address, SLICE_NS)))
             if mapping is not None:
                 mapping.forget_file()
         return self._groups[group][0]
