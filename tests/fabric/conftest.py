@@ -1,10 +1,15 @@
 import pytest
 
+from counterpoint.fabric.shm.native import native
 from tests.fabric.players import on_gloo, on_local, on_shm
 
+SHARED = [
+    pytest.mark.process,
+    pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}"),
+]
 PROCESSES = [
     pytest.param(on_gloo, id="gloo", marks=pytest.mark.process),
-    pytest.param(on_shm, id="shm", marks=pytest.mark.process),
+    pytest.param(on_shm, id="shm", marks=SHARED),
 ]
 
 

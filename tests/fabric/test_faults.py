@@ -116,7 +116,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
 def test_a_closed_fabric_leaves_no_thread_and_no_file(processes, transport):
     more = processes(partial(come_and_go, transport), 3)
     assert all(num_threads <= 0 and num_files <= 0 for num_threads, num_files in more)

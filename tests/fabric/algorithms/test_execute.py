@@ -10,9 +10,11 @@ from counterpoint.fabric import LocalWorld
 from counterpoint.fabric.algorithms import ALGORITHMS, Extent, count, execute, interpret, row_of
 from counterpoint.fabric.algorithms.rings import ring
 from counterpoint.fabric.algorithms.trees import fixed_tree, shard_holders
+from counterpoint.fabric.shm.native import native
 from tests.fabric.players import on_gloo, on_local, on_shm
 
-PROCESSES = [pytest.param(on_gloo, id="gloo"), pytest.param(on_shm, id="shm")]
+NEEDS_NATIVE = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
+PROCESSES = [pytest.param(on_gloo, id="gloo"), pytest.param(on_shm, id="shm", marks=NEEDS_NATIVE)]
 
 
 def value(member, length):
