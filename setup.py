@@ -33,7 +33,15 @@ setup(
             "counterpoint.fabric.shm._native",
             sorted(str(path) for path in Path("native").glob("*.cpp")),
             depends=sorted(str(path) for path in Path("native").glob("*.[hi]*")),
-            extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra"],
+            extra_compile_args=[
+                "-O3",
+                "-fno-math-errno",
+                "-std=c++17",
+                "-fvisibility=hidden",
+                "-g0",
+                "-Wall",
+                "-Wextra",
+            ],
             language="c++",
             optional=True,
         )

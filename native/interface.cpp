@@ -4,6 +4,7 @@
 #include "collectives.h"
 #include "pipes.h"
 #include "reduce.h"
+#include "update.h"
 
 #define CP_API extern "C" __attribute__((visibility("default")))
 
@@ -153,3 +154,5 @@ CP_API void cp_reduce(void* const* outs, int32_t num_outs, const void* const* in
                       uint32_t dtype, uint32_t verb, double scale) {
   cp::reduce(outs, num_outs, ins, num_ins, count, static_cast<cp::Dtype>(dtype), static_cast<cp::Verb>(verb), scale);
 }
+
+CP_API void cp_update(const cp::Step* step) { cp::update(*step); }

@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from counterpoint.errors import DataError
-from counterpoint.runtime.arena import WHOLE, Arena, lay_out
+from counterpoint.runtime.arena import Arena
+from counterpoint.runtime.layout import WHOLE, lay_out
 
 F32, F64 = torch.float32, torch.float64
 DESCRIBED = [("a", (2, 3), F64, 0), ("b", (3,), F64, 1), ("c", (2,), F32, 0), ("d", (4,), F64, 0)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from counterpoint.runtime.arena import WHOLE
 from counterpoint.runtime.build import answers_for, domain_of, first_difference, holdings, slice_of, structure
+from counterpoint.runtime.layout import WHOLE
 from counterpoint.runtime.state import gather_weights, write_weights
 from tests.runtime.teams import chain, feed, team
 

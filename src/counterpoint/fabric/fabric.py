@@ -52,6 +52,29 @@ class Fabric(ABC):
         """Return a flat tensor, its numbers unspecified, that collectives of this fabric need not copy if they can."""
         return torch.empty(num_elements, dtype=dtype)
 
+    @property
+    def hosts(self) -> Sequence[int]:
+        """The host of every rank, as a number; ranks with the same one can have memory in common."""
+        return range(self.num_ranks)
+
+    def common(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+        """Return a flat tensor of zeros that is the same memory on all members; None where they can have none.
+
+        All members call it together. What one writes another may read after both have met (:meth:`meet`). When no
+        member may use it any more, they meet before the first of them lets go of it.
+
+        Args:
+            label: what it is for, for errors and comparison.
+            num_elements: its length.
+            dtype: of its numbers.
+            group: the members.
+        """
+        return None
+
+    @abstractmethod
+    def meet(self, label: str, group: Group) -> Work:
+        """Start to tell the members that this rank has come to this point; complete when all have."""
+
     @abstractmethod
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """The tensors, as they are now, are on their way; the caller may overwrite them at once.
@@ -115,9 +138,9 @@ class Fabric(ABC):
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
         """Return every member's value in the order of the group, as JSON reads it back (a tuple becomes a list)."""
 
-    @abstractmethod
     def barrier(self, group: Group) -> None:
         """All members have come to this point."""
+        self.meet("arrival", group).wait()
 
     @abstractmethod
     def form(self, groups: Sequence[Group]) -> None:

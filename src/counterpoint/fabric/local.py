@@ -19,6 +19,7 @@ from counterpoint.fabric.fingerprint import (
     check_group,
     check_peer,
     disagreement,
+    dtype_name,
     fingerprint,
     of_exchange,
     of_ranges,
@@ -253,9 +254,27 @@ class LocalFabric(Fabric):
         LocalWork(self, operation, encounter).wait()
         return [json.loads(encounter.parts[member]) for member in group]  # type: ignore[arg-type]  # all are bytes
 
-    def barrier(self, group: Group) -> None:
-        """Arrive, and wait for all members."""
-        self._start(Operation("barrier", "arrival", group), None).wait()
+    @property
+    def hosts(self) -> Sequence[int]:
+        """All ranks are here."""
+        return [0] * self.num_ranks
+
+    def common(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+        """Arrive; the first member brings the memory."""
+        operation = Operation("common", label, group, dtype_name(dtype), (num_elements,))
+        check_group(operation, self.rank, self.num_ranks)
+        mine = torch.zeros(num_elements, dtype=dtype) if self.rank == group[0] else None
+        if len(group) == 1:
+            return mine
+        encounter = self._meet(operation, mine)
+        LocalWork(self, operation, encounter).wait()
+        found = encounter.parts[group[0]]
+        assert isinstance(found, Tensor), "what the first member brings"
+        return found
+
+    def meet(self, label: str, group: Group) -> Work:
+        """Arrive."""
+        return self._start(Operation("barrier", label, group), None)
 
     def form(self, groups: Sequence[Group]) -> None:
         """Nothing is to be done: all ranks share one memory."""

@@ -171,9 +171,9 @@ class TorchFabric(JoinedFabric):
         values = work.start.values if isinstance(work, TorchWork) else [written]
         return [json.loads(text) for text in values]
 
-    def barrier(self, group: Group) -> None:
-        """Exchange announcements, and nothing else."""
-        self._start(Operation("barrier", "arrival", group), None).wait()
+    def meet(self, label: str, group: Group) -> Work:
+        """Start to exchange announcements, and nothing else."""
+        return self._start(Operation("barrier", label, group), None)
 
     def form(self, groups: Sequence[Group]) -> None:
         """Open the connections of the groups that this rank is in, in sorted order."""

@@ -2,105 +2,24 @@
 
 A collective works on the flat buffer, a share is a range of it, and an optimizer that treats numbers apart sees
 one tensor instead of many. A unit whose gradient no other rank needs has no gradient buffer: autograd's own
-tensors are used as they are.
+tensors are used as they are. Where replicas have memory in common, their arenas live there together
+(:mod:`counterpoint.runtime.commons`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
+from counterpoint.fabric.local import reduce_in_order
+from counterpoint.runtime.commons import Commons
+from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span
 
-Span = tuple[Fraction, Fraction]
 Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
-WHOLE: Span = (Fraction(0), Fraction(1))
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One parameter in an arena: its name, local shape, first element, and option group."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    group: int
-
-    @property
-    def stop(self) -> int:
-        """One past its last element."""
-        return self.start + math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the parameters of one unit and dtype lie in their arena; the same on every rank of a slice.
-
-    Args:
-        dtype: of all of them.
-        slots: back to back, those of one option group together.
-        cut_anywhere: whether a share may end within a parameter.
-    """
-
-    dtype: torch.dtype
-    slots: tuple[Slot, ...]
-    cut_anywhere: bool
-
-    @property
-    def num_elements(self) -> int:
-        """Length of the arena."""
-        return self.slots[-1].stop if self.slots else 0
-
-    def range_of(self, span: Span) -> tuple[int, int]:
-        """Return the elements from and to of a part of the arena."""
-        return self._cut(span[0]), self._cut(span[1])
-
-    def bounds(self, num_parts: int) -> list[int]:
-        """Return the ``num_parts + 1`` elements where its shares begin and end."""
-        return [self._cut(Fraction(index, num_parts)) for index in range(num_parts + 1)]
-
-    def _cut(self, at: Fraction) -> int:
-        element = int(self.num_elements * at)
-        if self.cut_anywhere or element == 0:
-            return element
-        return min(slot.stop for slot in self.slots if slot.stop >= element)
-
-    def within(self, span: Span) -> Iterator[tuple[Slot, int, int]]:
-        """Yield each parameter that has elements in a part, with the elements from and to."""
-        low, high = self.range_of(span)
-        for slot in self.slots:
-            start, stop = max(slot.start, low), min(slot.stop, high)
-            if start < stop:
-                yield slot, start, stop
-
-    def updated(self, span: Span) -> list[tuple[int, int, int]]:
-        """Return ``(group, start, stop)`` of every tensor an optimizer is given for a part of the arena."""
-        found: list[tuple[int, int, int]] = []
-        for slot, start, stop in self.within(span):
-            if self.cut_anywhere and found and found[-1][0] == slot.group:
-                found[-1] = (slot.group, found[-1][1], stop)
-            else:
-                found.append((slot.group, start, stop))
-        return found
-
-
-def lay_out(
-    params: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]], *, cut_anywhere: bool
-) -> tuple[Layout, ...]:
-    """Return one layout per dtype for parameters given as ``(name, local shape, dtype, option group)``."""
-    layouts = []
-    for dtype in dict.fromkeys(dtype for _, _, dtype, _ in params):
-        slots: list[Slot] = []
-        for name, shape, _, group in sorted((item for item in params if item[2] == dtype), key=lambda item: item[3]):
-            slots.append(Slot(name, shape, slots[-1].stop if slots else 0, group))
-        layouts.append(Layout(dtype, tuple(slots), cut_anywhere))
-    return tuple(layouts)
 
 
 def new_tensor(num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -126,16 +45,46 @@ class Arena:
         self.params = {slot.name: params[slot.name] for slot in layout.slots}
         self.is_gathered = True
         self.weights = torch.cat([self.params[slot.name].detach().reshape(-1) for slot in layout.slots])
-        for slot in layout.slots:
-            self.params[slot.name].data = self.weights[slot.start : slot.stop].view(slot.shape)
+        self.house(self.weights)
         self.home = layout.range_of(home)
         self.gradient: Tensor | None = None
         self.part: Tensor | None = None
         self.kept: Tensor | None = None
-        self.missed: list[str] | None = None  # in this step's every fold so far; None before the first
+        self.commons: Commons | None = None
+        self.filled: set[str] = set()  # the parameters whose place in the flat gradient holds theirs
+        self.reached: set[str] = set()  # those on which autograd has put a gradient in this step
         if home != WHOLE:
             self.kept = self.weights[self.home[0] : self.home[1]].clone()
             self.release_weights()
+
+    def house(self, weights: Tensor) -> None:
+        """Let the parameters be views of these weights."""
+        self.weights = weights
+        for slot in self.layout.slots:
+            self.params[slot.name].data = weights[slot.start : slot.stop].view(slot.shape)
+
+    def enter(self, commons: Commons) -> None:
+        """Live in memory that the replicas have in common; what it holds are the weights of all of them."""
+        self.clear()
+        self.commons = commons
+        self.house(commons.weights)
+        commons.bind(self.layout, self.params, self.move)
+
+    def leave(self) -> Commons | None:
+        """Live in memory of one's own again, with the weights as they are; return what is left, if anything is."""
+        left = self.commons
+        if left is not None:
+            self.house(self.weights.clone())
+            left.unbind()
+            self.commons = None
+            self.clear()
+        return left
+
+    def begin(self) -> None:
+        """Start a step, in which no parameter has got a gradient."""
+        self.reached.clear()
+        if self.commons is not None:
+            self.commons.begin()
 
     def restore_weights(self) -> None:
         """Give the full buffer its memory back and put the kept share into it; the rest is unspecified."""
@@ -151,40 +100,74 @@ class Arena:
             self.weights.untyped_storage().resize_(0)
             self.is_gathered = False
 
+    def buffer(self) -> Tensor:
+        """Return the flat gradient; where it is new, what is in it is unspecified."""
+        if self.gradient is None:
+            self.filled.clear()
+            if self.commons is not None:
+                self.gradient = self.commons.own
+                self.filled |= self.commons.bound
+            else:
+                count, on_host = self.layout.num_elements, self.weights.device.type == "cpu"
+                self.gradient = self.empty(count, self.layout.dtype) if on_host else self.weights.new_empty(count)
+        return self.gradient
+
+    def move(self, slot: Slot) -> None:
+        """Put the gradient that autograd has put on a parameter where it belongs in the flat one, if there is any.
+
+        Raises:
+            DataError: it is sparse, which a flat buffer cannot hold.
+        """
+        param = self.params[slot.name]
+        fresh = param.grad
+        if fresh is None:
+            return
+        if fresh.is_sparse:
+            raise DataError(
+                f"the gradient of {slot.name} is sparse, but it has to be added up over ranks as a dense one; "
+                "build the embedding with sparse=False"
+            )
+        view = self.buffer()[slot.start : slot.stop].view(slot.shape)
+        (view.add_ if slot.name in self.filled else view.copy_)(fresh)
+        self.filled.add(slot.name)
+        self.reached.add(slot.name)
+        param.grad = None
+
+    def landing(self, slot: Slot) -> tuple[Tensor, bool]:
+        """Return where a gradient is written that autograd will not hand over, and whether it adds to what is there."""
+        has_some = self.gradient is not None and slot.name in self.filled
+        view = self.buffer()[slot.start : slot.stop].view(slot.shape)
+        self.filled.add(slot.name)
+        self.reached.add(slot.name)
+        return view, has_some
+
     def fold(self) -> Tensor:
         """Return the flat gradient, after moving into it what autograd has put on the parameters.
 
         Raises:
-            DataError: a gradient is sparse, which a flat buffer cannot hold.
+            DataError: a gradient is sparse.
         """
-        fresh = self.gradient is None
-        missed = []
-        if self.gradient is None:
-            count = self.layout.num_elements
-            on_host = self.weights.device.type == "cpu"
-            self.gradient = self.empty(count, self.layout.dtype) if on_host else self.weights.new_empty(count)
+        whole = self.buffer()
+        bound = self.commons.bound if self.commons is not None else ()
         for slot in self.layout.slots:
-            param = self.params[slot.name]
-            view = self.gradient[slot.start : slot.stop].view(slot.shape)
-            if param.grad is None:
-                missed.append(slot.name)
-                if fresh:
-                    view.zero_()
+            if slot.name in bound:
                 continue
-            if param.grad.is_sparse:
-                raise DataError(
-                    f"the gradient of {slot.name} is sparse, but it has to be added up over ranks as a dense one; "
-                    "build the embedding with sparse=False"
-                )
-            (view.copy_ if fresh else view.add_)(param.grad)
-            param.grad = None
-        self.missed = missed if self.missed is None else [name for name in self.missed if name in missed]
-        return self.gradient
+            self.move(slot)
+            if slot.name not in self.filled:
+                whole[slot.start : slot.stop].zero_()
+                self.filled.add(slot.name)
+        return whole
 
     def missing(self) -> list[str]:
         """Return the parameters on which autograd has put no gradient in this step, folded or not."""
-        names = self.params if self.missed is None else self.missed
-        return [name for name in names if self.params[name].grad is None]
+        if self.commons is not None:
+            self.reached |= self.commons.reached()
+        bound = self.commons.bound if self.commons is not None else ()
+        return [
+            name
+            for name, param in self.params.items()
+            if name not in self.reached and (name in bound or param.grad is None)
+        ]
 
     def add_part(self, start: int, stop: int) -> None:
         """Add a range of the summed gradient to this rank's share and forget the flat gradient."""
@@ -193,6 +176,26 @@ class Arena:
         self.part = mine if self.part is None else self.part.add_(mine)
         if self.part is not mine:
             self.gradient = None
+
+    def show(self) -> None:
+        """All replicas see each other's gradients, of which this rank will add up its share where it is needed."""
+        assert self.commons is not None, "there is memory in common"
+        self.commons.is_shown = True
+
+    def parts(self, start: int, stop: int, span: Span) -> list[Tensor]:
+        """Return what adds up to the gradient of a range: each replica's, or the sum where it has been made."""
+        if self.commons is not None and self.commons.is_shown and self.part is None:
+            return [row[start:stop] for row in self.commons.rows]
+        low = self.layout.range_of(span)[0] if self.part is not None else 0
+        return [(self.fold() if self.part is None else self.part)[start - low : stop - low]]
+
+    def add_up(self, span: Span) -> None:
+        """Make the sum of this rank's share, if the replicas' gradients have only been shown so far."""
+        if self.commons is not None and self.commons.is_shown and self.part is None:
+            start, stop = self.layout.range_of(span)
+            mine = self.commons.own[start:stop]
+            mine.copy_(reduce_in_order([row[start:stop] for row in self.commons.rows], "sum"))
+            self.part = mine
 
     def drop_gradient(self) -> None:
         """Free the flat gradient; a share that was a view of it becomes a tensor of its own."""
@@ -203,8 +206,12 @@ class Arena:
     def clear(self) -> None:
         """Forget all gradients."""
         self.gradient = self.part = None
-        for param in self.params.values():
-            param.grad = None
+        bound = self.commons.bound if self.commons is not None else ()
+        for name, param in self.params.items():
+            if name not in bound:
+                param.grad = None
+        if self.commons is not None:
+            self.commons.is_shown = False
 
     def view_of(self, start: int, stop: int) -> Tensor:
         """Return the weights of a range as the optimizer updates them, in a parameter's shape where it is one."""
@@ -228,10 +235,9 @@ class Arena:
 
     def gradient_of(self, start: int, stop: int, span: Span) -> Tensor:
         """Return the gradient that belongs to :meth:`view_of` the same range."""
-        if self.part is not None:
-            low = self.layout.range_of(span)[0]
-            return self._shaped(self.part[start - low : stop - low], start, stop)
-        return self._shaped(self.fold()[start:stop], start, stop)
+        self.add_up(span)
+        (whole,) = self.parts(start, stop, span)
+        return self._shaped(whole, start, stop)
 
     def _shaped(self, flat: Tensor, start: int, stop: int) -> Tensor:
         if self.layout.cut_anywhere:

@@ -8,6 +8,7 @@ segment, so that the partial gradients of sliced blocks can be summed before the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
+from counterpoint.runtime.direct import Directly
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.store import Store
@@ -122,7 +124,8 @@ class Compute:
             ]
             seed = seed_of(self.dice, draws=self.model.draws)
             try:
-                outputs = segment(leaves, self.store.params, self.store.buffers, seed)
+                with self.directly():
+                    outputs = segment(leaves, self.store.params, self.store.buffers, seed)
             except Exception as error:
                 tell_where(error, self.place(block, stop, micro, leaves))
                 raise
@@ -180,11 +183,24 @@ class Compute:
             else:
                 roots, gradients, passed = self.roots(leaves, outputs, self.taken(stop, micro))
             if any(root.requires_grad for root in roots):
-                torch.autograd.backward(roots, gradients)
+                self.learn(roots, gradients)
             self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
             self.passing[block, micro] = passed
             self.bundles.pop((block, micro), None)
             stop = block
+
+    def directly(self) -> AbstractContextManager[object]:
+        """Have gradients of large weights written straight to where they belong, if there is such a place."""
+        return Directly(self.store.landings) if self.store.landings else nullcontext()
+
+    def learn(self, roots: Sequence[Tensor], gradients: Grads) -> None:
+        """Run autograd; gradients are added to the parameters'."""
+        self.store.is_learning = True
+        try:
+            with self.directly():  # what is computed again in a backward must be computed in the same way
+                torch.autograd.backward(roots, gradients)
+        finally:
+            self.store.is_learning = False
 
     def roots(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Grads

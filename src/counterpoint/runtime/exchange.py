@@ -113,6 +113,10 @@ class Exchange:
     def begin_arena(self, word: Collective, arena: Arena, label: str) -> Work:
         """Start one collective on one arena."""
         group = word.group
+        if arena.commons is not None and word.verb in {"share", "join"}:
+            if word.verb == "share":
+                arena.fold()
+            return self.fabric.meet(label, group)
         if word.verb == "copy":
             return self.fabric.broadcast(label, arena.weights.data, group, group[0])
         if word.verb == "join":
@@ -120,11 +124,17 @@ class Exchange:
             return self.fabric.all_gather(label, arena.weights.data, arena.layout.bounds(len(group)), group)
         if word.verb == "share":
             return self.fabric.reduce_scatter(label, arena.fold(), arena.layout.bounds(len(group)), group)
+        span = self.store.units[word.value.blocks].role.span
+        if span is not None:
+            arena.add_up(span)
         return self.fabric.all_reduce(label, arena.fold() if arena.part is None else arena.part, group)
 
     def finish(self, arena: Arena | None, word: Collective) -> None:
         """Put the result of a collective where it belongs."""
-        if arena is not None and word.verb == "share":
+        if arena is not None and arena.commons is not None:
+            if word.verb == "share":
+                arena.show()
+        elif arena is not None and word.verb == "share":
             bounds = arena.layout.bounds(len(word.group))
             at = word.group.index(self.fabric.rank)
             arena.add_part(bounds[at], bounds[at + 1])

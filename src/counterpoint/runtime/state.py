@@ -18,8 +18,8 @@ from counterpoint.checkpoint.piece import dtype_name, torch_dtype
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.program.text import format_unit
-from counterpoint.runtime.arena import WHOLE, Layout, Slot, Span, lay_out
 from counterpoint.runtime.build import Holding, Parts, Rank, holdings, slice_of, slices_of
+from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span, lay_out
 from counterpoint.runtime.store import UnitStore
 
 ONE_FOR_ALL: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})

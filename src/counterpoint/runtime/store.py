@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
 
+from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
     Forward,
+    Group,
     Instruction,
     Pull,
     Push,
@@ -24,7 +27,10 @@ from counterpoint.program.instruction import (
     Serve,
     Update,
 )
-from counterpoint.runtime.arena import WHOLE, Allocate, Arena, Span, lay_out, new_tensor
+from counterpoint.runtime.arena import Allocate, Arena, new_tensor
+from counterpoint.runtime.commons import Commons, row_elements
+from counterpoint.runtime.fused import can_update, update
+from counterpoint.runtime.layout import WHOLE, Slot, Span, lay_out
 from counterpoint.runtime.optimizers import Face
 
 
@@ -36,11 +42,13 @@ class UnitRole:
         home: the part of the weights kept between steps.
         span: the part it updates; None when it updates nothing.
         in_arena: whether any other rank needs its gradient or gives it weights.
+        replicas: who shares out its one update and joins its weights, if they may have these in common.
     """
 
     home: Span
     span: Span | None
     in_arena: bool
+    replicas: Group | None = None
 
 
 def roles_of(rank: int, words: Iterable[Instruction], model: ModelSpec) -> dict[Unit, UnitRole]:
@@ -49,7 +57,12 @@ def roles_of(rank: int, words: Iterable[Instruction], model: ModelSpec) -> dict[
     for word in words:
         notes.take(word)
     return {
-        unit: UnitRole(home, notes.shares.get(unit, WHOLE) if unit in notes.updates else None, unit in notes.moved)
+        unit: UnitRole(
+            home,
+            notes.shares.get(unit, WHOLE) if unit in notes.updates else None,
+            unit in notes.moved,
+            notes.replicas(unit),
+        )
         for unit, home in notes.homes.items()
     }
 
@@ -67,6 +80,8 @@ class _Notes:
         self.shares: dict[Unit, Span] = {}
         self.updates: set[Unit] = set()
         self.moved: set[Unit] = set()
+        self.gathered: dict[Unit, list[tuple[str, Group]]] = {}
+        self.released: set[Unit] = set()
 
     def take(self, word: Instruction) -> None:
         """Note one word."""
@@ -83,7 +98,9 @@ class _Notes:
                 self.homes.update(dict.fromkeys(units, WHOLE))
             case Collective() | Send() | Recv() | Push() | Pull():
                 self.move(word)
-            case Backward() | Commit() | Release():
+            case Release(value):
+                self.released.add(value.blocks)
+            case Backward() | Commit():
                 pass
 
     def move(self, word: Collective | Send | Recv | Push | Pull) -> None:
@@ -101,6 +118,16 @@ class _Notes:
             self.shares[word.value.blocks] = part
         elif word.verb == "join":
             self.homes.setdefault(word.value.blocks, part)
+        if word.phase != "-" and word.verb in {"share", "join"}:
+            self.gathered.setdefault(word.value.blocks, []).append((word.verb, word.group))
+
+    def replicas(self, unit: Unit) -> Group | None:
+        """Return who may have a unit in common: those who share its gradient once and join its weights once."""
+        found = self.gathered.get(unit, [])
+        if unit in self.released or self.homes[unit] != WHOLE or [verb for verb, _ in found] != ["share", "join"]:
+            return None
+        groups = {group for _, group in found}
+        return groups.pop() if len(groups) == 1 else None
 
 
 @dataclass(slots=True)
@@ -132,6 +159,15 @@ class UnitStore:
             for group, start, stop in arena.layout.updated(span)
         ]
 
+    def parts(self) -> list[list[Tensor]]:
+        """Return for each of :meth:`targets` what adds up to its gradient; only where there are arenas."""
+        span = self.role.span
+        if span is None:
+            return []
+        return [
+            arena.parts(start, stop, span) for arena in self.arenas for _, start, stop in arena.layout.updated(span)
+        ]
+
     def gradients(self) -> list[Tensor]:
         """Return the gradients that belong to :meth:`targets`; parameters without one are left out."""
         span = self.role.span
@@ -159,10 +195,27 @@ class UnitStore:
 
     def clear(self) -> None:
         """Forget all gradients of the unit."""
-        for param in self.params.values():
+        for param in self.params.values() if not self.arenas else ():
             param.grad = None
         for arena in self.arenas:
             arena.clear()
+
+
+class Landing(NamedTuple):
+    """Where the gradient of one weight belongs."""
+
+    store: Store
+    arena: Arena
+    slot: Slot
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients that are made now are those of a step."""
+        return self.store.is_learning
+
+    def target(self) -> tuple[Tensor, bool]:
+        """Return the memory, in the weight's shape, and whether something is in it to be added to."""
+        return self.arena.landing(self.slot)
 
 
 class Store:
@@ -197,13 +250,65 @@ class Store:
         for store in self.units.values():
             if store.role.in_arena:
                 store.arenas = self._arenas(store)
+        self.landings: dict[int, Landing] = {}  # where gradients of large weights may be written straight to
+        self.is_in_commons = False
+        self.is_learning = False  # whether gradients that are made now are those of a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
 
     def begin(self) -> None:
         """Start a step, in which no parameter has got a gradient or missed one."""
         for store in self.units.values():
             for arena in store.arenas:
-                arena.missed = None
+                arena.begin()
+
+    def enter_commons(self, fabric: Fabric) -> None:
+        """Where replicas have memory in common, their weights and gradients live there; all ranks call it together."""
+        if self.is_in_commons:
+            return
+        self.is_in_commons = True
+        for store in self.units.values():
+            group = store.role.replicas
+            for index, arena in enumerate(store.arenas if group is not None else ()):
+                assert group is not None, "it has arenas to go through"
+                count, dtype = arena.layout.num_elements, arena.layout.dtype
+                label = f"weights of {store.unit} {index}"
+                memory = fabric.common(label, (len(group) + 1) * row_elements(count, dtype), dtype, group)
+                if memory is None:
+                    continue
+                commons = Commons(memory, arena.layout, len(group), group.index(fabric.rank))
+                if fabric.rank == group[0]:
+                    commons.weights.copy_(arena.weights)
+                fabric.meet(label, group).wait()
+                arena.enter(commons)
+        self._follow_weights()
+        self.landings = {
+            id(arena.params[slot.name]): Landing(self, arena, slot)
+            for store in self.units.values()
+            for arena in store.arenas
+            if arena.commons is not None
+            for slot in arena.layout.slots
+            if slot.name not in arena.commons.bound
+        }
+
+    def leave_commons(self, fabric: Fabric | None) -> None:
+        """Weights and gradients live in this rank's own memory again.
+
+        Args:
+            fabric: all ranks call it together; None where the others are gone or have failed.
+        """
+        self.landings, self.is_in_commons = {}, False
+        left = [(store, arena.leave()) for store in self.units.values() for arena in store.arenas]
+        self._follow_weights()
+        for store, commons in left:  # nobody's memory is used for something else before all have left it
+            if commons is not None and fabric is not None and store.role.replicas is not None:
+                fabric.meet(f"leaving weights of {store.unit}", store.role.replicas).wait()
+
+    def _follow_weights(self) -> None:
+        """What optimizers update is where the weights are now."""
+        for units, (_, tensors) in self.optimizers.items():
+            now = [target for unit in units for _, target in self.units[unit].targets(self.face)]
+            for tensor, target in zip(tensors, now, strict=True):
+                tensor.data = target.data
 
     def _arenas(self, store: UnitStore) -> list[Arena]:
         described = [
@@ -226,16 +331,33 @@ class Store:
     def update(self, units: tuple[Unit, ...]) -> None:
         """Take one optimizer step on some units with the gradients that they hold, and clear them."""
         made, tensors = self.optimizer(units)
-        in_arenas = [unit for unit in units if self.units[unit].arenas]
+        if made is not None:
+            self.face.refresh(made)
+            if not self._update_in_one_pass(made, tensors, units):
+                self._update_by_steps(made, tensors, units)
+        for unit in units:
+            self.units[unit].clear()
+
+    def _update_in_one_pass(self, made: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
+        """Add up gradients and update weights in one pass over memory; return whether that is possible here."""
+        if not all(arena.commons is not None for unit in units for arena in self.units[unit].arenas):
+            return False
+        if not all(self.units[unit].arenas for unit in units) or not can_update(made):
+            return False
+        parts = [part for unit in units for part in self.units[unit].parts()]
+        places = {id(tensor): part for tensor, part in zip(tensors, parts, strict=True)}
+        for group in made.param_groups:
+            for tensor in group["params"]:
+                update(made, group, tensor, places[id(tensor)])
+        return True
+
+    def _update_by_steps(self, made: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> None:
+        in_arenas = any(self.units[unit].arenas for unit in units)
         if in_arenas:
             gradients = [gradient for unit in units for gradient in self._aligned(unit)]
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 tensor.grad = gradient
-        if made is not None:
-            self.face.refresh(made)
-            made.step()
-        for unit in units:
-            self.units[unit].clear()
+        made.step()
         for tensor in tensors if in_arenas else ():
             tensor.grad = None
 

@@ -44,6 +44,7 @@ class Zero:
     Args:
         degree: ranks along the new axis.
         level: 1, 2 or 3, as above.
+        name: what errors call it, where it is part of another strategy.
 
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
@@ -57,6 +58,7 @@ class Zero:
 
     degree: int
     level: Literal[1, 2, 3] = 1
+    name: str = ""
 
     axis: ClassVar[str] = "zero"
     splits_batch: ClassVar[bool] = True
@@ -67,7 +69,7 @@ class Zero:
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        return f"zero({self.degree}, level={self.level})"
+        return self.name or f"zero({self.degree}, level={self.level})"
 
     @property
     def need(self) -> Need:

@@ -182,6 +182,7 @@ class Team:
         def work(fabric: Fabric) -> Verdict | None:
             interpreter = self.ranks[fabric.rank].interpreter
             try:
+                interpreter.store.enter_commons(fabric)
                 return interpreter.step(number, feed)
             except CounterpointError:
                 raise
@@ -238,6 +239,7 @@ class Team:
         book = self.book()
         first = self.world.fabrics[0].rank
         full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
+        self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.leave_commons(fabric))
         store = self.ranks[first].interpreter.store
         for unit in store.units.values():
             for arena in unit.arenas:
@@ -279,6 +281,8 @@ class Team:
 
     def close(self) -> None:
         """Leave the world; nothing of it is left running."""
+        for rank in self.ranks.values():
+            rank.interpreter.store.leave_commons(None)
         self.world.close()
 
 

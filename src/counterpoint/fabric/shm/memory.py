@@ -157,10 +157,32 @@ class SharedTensors:
             return -1, 0
         return self._spans[at][1], address - self._starts[at]
 
+    def address_of(self, tensor: Tensor) -> tuple[int, int, int, int]:
+        """Return where another process opens a tensor of :meth:`empty`: process, file and its bytes, first byte."""
+        segment, offset = self.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        mapping = self._segments[segment]
+        return os.getpid(), mapping.fd, len(mapping.memory), offset
+
     def close(self) -> None:
         """Their files are closed; the memory lives as long as tensors use it."""
         for mapping in self._segments.values():
             mapping.forget_file()
+
+
+def opened(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - as it came through JSON
+    """Return the tensor at an address that its owner told; it lives as long as this process uses it.
+
+    Raises:
+        RuntimeError: it is gone.
+    """
+    pid, fd, num_bytes, offset = address
+    try:
+        mapping = open_of(pid, fd, num_bytes)
+    except OSError as error:
+        raise RuntimeError(f"memory of process {pid}: {os.strerror(error.errno or 0).lower()}") from error
+    return torch.frombuffer(mapping.memory, dtype=torch.uint8)[offset : offset + num_elements * dtype.itemsize].view(
+        dtype
+    )
 
 
 def mmap_page() -> int:

@@ -72,6 +72,33 @@ class Request(Structure):
     )
 
 
+class Step(Structure):
+    """One step of an optimizer on one tensor; ``native/update.h`` says what each field is."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("dtype", c_uint32),
+        ("num_parts", c_int32),
+        ("is_first", c_int32),
+        ("nesterov", c_int32),
+        ("decoupled", c_int32),
+        ("maximize", c_int32),
+        ("unused", c_int32),
+        ("parts", POINTER(c_void_p)),
+        ("weights", c_void_p),
+        ("state0", c_void_p),
+        ("state1", c_void_p),
+        ("state2", c_void_p),
+        ("count", c_uint64),
+        ("lr", c_double),
+        ("weight_decay", c_double),
+        ("beta1", c_double),
+        ("beta2", c_double),
+        ("eps", c_double),
+        ("turn", c_double),
+    )
+
+
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_layout_version": (c_uint32, ()),
     "cp_instruction_set": (c_char_p, ()),
@@ -103,6 +130,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (POINTER(c_void_p), c_int32, POINTER(c_void_p), c_int32, c_uint64, c_uint32, c_uint32, c_double),
     ),
+    "cp_update": (None, (POINTER(Step),)),
 }
 
 

@@ -21,6 +21,7 @@ from counterpoint.fabric.fingerprint import (
     check_peer,
     digest,
     disagreement,
+    dtype_name,
     of_exchange,
     of_ranges,
     of_tensor,
@@ -28,7 +29,7 @@ from counterpoint.fabric.fingerprint import (
 )  # fmt: skip
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.shm.mail import ShmMail
-from counterpoint.fabric.shm.memory import PIECE_BYTES, SharedTensors, Site, int_array
+from counterpoint.fabric.shm.memory import PIECE_BYTES, SharedTensors, Site, int_array, opened
 from counterpoint.fabric.shm.native import READING_BYTES, REASON_BYTES, SLICE_NS, Kind, Status, native
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
 from counterpoint.fabric.shm.segments import Mapping, create
@@ -171,13 +172,33 @@ class ShmFabric(JoinedFabric):
         raw = values.numpy().tobytes()
         return [json.loads(raw[start:stop]) for start, stop in pairwise(bounds)]
 
-    def barrier(self, group: Group) -> None:
-        """Announce that this rank is here, and wait for all announcements."""
-        key = key_of("barrier", "arrival", EMPTY, group)
+    @property
+    def hosts(self) -> Sequence[int]:
+        """All ranks are on this host."""
+        return [0] * self.num_ranks
+
+    def common(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+        """Open what the first member shares."""
+        operation = Operation("common", label, group, dtype_name(dtype), (num_elements,))
+        check_group(operation, self.rank, self.num_ranks)
+        own = self.empty(num_elements, dtype).zero_() if self.rank == group[0] else None
+        if len(group) == 1:
+            return own
+        address = None if own is None else list(self._tensors.address_of(own))
+        found = self.gather_values(f"memory for {operation}", address, group)[0]
+        if own is None:
+            with self.waiting(f"memory for {label}", group[:1]):
+                own = opened(found, num_elements, dtype)
+        self.barrier(group)
+        return own
+
+    def meet(self, label: str, group: Group) -> Work:
+        """Start to announce that this rank is here."""
+        key = key_of("barrier", label, EMPTY, group)
         recipe = self._recipes.get(key)
         if recipe is None:
-            recipe = self._recipes.make(key, Kind.BARRIER, Operation("barrier", "arrival", group), EMPTY)
-        self._start(recipe, EMPTY).wait()
+            recipe = self._recipes.make(key, Kind.BARRIER, Operation("barrier", label, group), EMPTY)
+        return self._start(recipe, EMPTY)
 
     def form(self, groups: Sequence[Group]) -> None:
         """Open the memory of the groups that this rank is in, in sorted order."""

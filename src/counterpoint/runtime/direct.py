@@ -1,0 +1,90 @@
+"""Weight gradients of linear layers, written where they belong instead of handed over by autograd.
+
+A weight's gradient is a matrix product. Autograd lets it make a new tensor, which then has to be added to or copied to
+the flat gradient: for a large weight that is more memory traffic than the rest of the layer's step. Here the product
+writes its result straight into its place.
+
+Only a plain backward does so. A gradient that is itself to be differentiated, or that somebody else asks autograd for,
+is made in torch's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+LINEAR: frozenset[Callable[..., Any]] = frozenset({F.linear, torch.ops.aten.linear.default})
+
+
+class Place(Protocol):
+    """Where a weight's gradient belongs."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what autograd makes now are the gradients of a step."""
+        ...
+
+    def target(self) -> tuple[Tensor, bool]:
+        """Return the memory, in the weight's shape, and whether something is in it to be added to."""
+
+
+class Linear(torch.autograd.Function):
+    """``x @ weight.T + bias``, whose backward writes the weight's gradient into its place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:  # noqa: ANN401
+        """Return the layer's output."""
+        ctx.save_for_backward(x, weight)
+        ctx.place, ctx.has_bias = place, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Return the gradients of input and bias, and the weight's where it has not been put into its place."""
+        (above,) = gradients
+        x, weight = ctx.saved_tensors
+        rows, inputs = above.reshape(-1, above.shape[-1]), x.reshape(-1, x.shape[-1])
+        to_input = above @ weight if ctx.needs_input_grad[0] else None
+        to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[1]:
+            return to_input, None, to_bias, None
+        if torch.is_grad_enabled() or not ctx.place.is_open:
+            return to_input, rows.t() @ inputs, to_bias, None
+        into, has_some = ctx.place.target()
+        if has_some:
+            into.addmm_(rows.t(), inputs)
+        else:
+            torch.mm(rows.t(), inputs, out=into)
+        return to_input, None, to_bias, None
+
+
+class Directly(TorchFunctionMode):
+    """While this is active, linear layers with one of these weights use :class:`Linear`.
+
+    Args:
+        places: by the weights' identity.
+    """
+
+    def __init__(self, places: Mapping[int, Place]) -> None:
+        super().__init__()
+        self.places = places
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function, or do what it does."""
+        if func in LINEAR and not kwargs and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+            place = self.places.get(id(args[1]))
+            if place is not None:
+                bias = args[2] if len(args) > 2 else None
+                return Linear.apply(args[0], args[1], bias, place)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))

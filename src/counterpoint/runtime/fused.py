@@ -1,0 +1,114 @@
+"""Updates in one pass over memory: gradients of all replicas are added up where the weights are updated.
+
+Optimizers of torch keep their state and their options; only the arithmetic of a step is done by the native library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from counterpoint.fabric.shm.native import DTYPES, Step, native
+
+Options = Mapping[str, Any]
+
+
+def can_update(optimizer: optim.Optimizer) -> bool:
+    """Tell whether a step of this optimizer can be taken here, with its options as they stand."""
+    if native().library is None or type(optimizer) not in KINDS:
+        return False
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or group.get("capturable"):
+            return False
+        if any(tensor.dtype not in {torch.float32, torch.float64} or not tensor.is_cpu for tensor in group["params"]):
+            return False
+    return True
+
+
+def update(optimizer: optim.Optimizer, options: Options, weights: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Take one step on one tensor; :func:`can_update` has said that this is possible.
+
+    Args:
+        optimizer: keeps the state, as after a step of its own.
+        options: of the tensor's group.
+        weights: the tensor.
+        gradients: their sum, in this order, is its gradient.
+    """
+    library = native().library
+    assert library is not None, "whoever comes here has asked"
+    number, describe = KINDS[type(optimizer)]
+    step = describe(optimizer.state[weights], options, weights)
+    step.kind, step.dtype, step.count = number, DTYPES[weights.dtype], weights.numel()
+    step.weights, step.num_parts = weights.data_ptr(), len(gradients)
+    step.maximize = int(bool(options.get("maximize")))
+    step.parts = (c_void_p * len(gradients))(*(part.data_ptr() for part in gradients))
+    library.cp_update(byref(step))
+
+
+def _sgd(state: dict[str, Any], options: Options, weights: Tensor) -> Step:
+    step = Step(
+        lr=float(options["lr"]),
+        weight_decay=float(options["weight_decay"]),
+        beta1=float(options["momentum"]),
+        beta2=float(options["dampening"]),
+        nesterov=int(bool(options["nesterov"])),
+    )
+    if options["momentum"]:
+        step.is_first = int(state.get("momentum_buffer") is None)
+        if step.is_first:
+            state["momentum_buffer"] = torch.empty_like(weights)
+        step.state0 = state["momentum_buffer"].data_ptr()
+    return step
+
+
+def _adam(state: dict[str, Any], options: Options, weights: Tensor, *, decoupled: bool) -> Step:
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())):
+            state[name] = torch.zeros_like(weights)
+    state["step"] += 1
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    return Step(
+        lr=float(options["lr"]),
+        weight_decay=float(options["weight_decay"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=float(options["eps"]),
+        turn=float(state["step"]),
+        decoupled=int(decoupled or bool(options.get("decoupled_weight_decay"))),
+        state0=state["exp_avg"].data_ptr(),
+        state1=state["exp_avg_sq"].data_ptr(),
+        state2=state["max_exp_avg_sq"].data_ptr() if options["amsgrad"] else None,
+    )
+
+
+def _adagrad(state: dict[str, Any], options: Options, weights: Tensor) -> Step:
+    state["step"] += 1
+    decayed = 1 + (float(state["step"]) - 1) * float(options["lr_decay"])
+    return Step(
+        lr=float(options["lr"]) / decayed,
+        weight_decay=float(options["weight_decay"]),
+        eps=float(options["eps"]),
+        state0=state["sum"].data_ptr(),
+    )
+
+
+def _adam_plain(state: dict[str, Any], options: Options, weights: Tensor) -> Step:
+    return _adam(state, options, weights, decoupled=False)
+
+
+def _adam_decoupled(state: dict[str, Any], options: Options, weights: Tensor) -> Step:
+    return _adam(state, options, weights, decoupled=True)
+
+
+KINDS: dict[type[optim.Optimizer], tuple[int, Callable[[dict[str, Any], Options, Tensor], Step]]] = {
+    optim.SGD: (0, _sgd),
+    optim.Adam: (1, _adam_plain),
+    optim.AdamW: (1, _adam_decoupled),
+    optim.Adagrad: (2, _adagrad),
+}
+"""Whose steps can be taken here: their number in the library, and how they are described to it."""

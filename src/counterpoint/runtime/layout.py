@@ -1,0 +1,94 @@
+"""How the parameters of one unit lie back to back in a flat buffer; the same on every rank of a slice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
+
+import torch
+
+Span: TypeAlias = tuple[Fraction, Fraction]
+WHOLE: Span = (Fraction(0), Fraction(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter in an arena: its name, local shape, first element, and option group."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    group: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parameters of one unit and dtype lie in their arena; the same on every rank of a slice.
+
+    Args:
+        dtype: of all of them.
+        slots: back to back, those of one option group together.
+        cut_anywhere: whether a share may end within a parameter.
+    """
+
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    cut_anywhere: bool
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the arena."""
+        return self.slots[-1].stop if self.slots else 0
+
+    def range_of(self, span: Span) -> tuple[int, int]:
+        """Return the elements from and to of a part of the arena."""
+        return self._cut(span[0]), self._cut(span[1])
+
+    def bounds(self, num_parts: int) -> list[int]:
+        """Return the ``num_parts + 1`` elements where its shares begin and end."""
+        return [self._cut(Fraction(index, num_parts)) for index in range(num_parts + 1)]
+
+    def _cut(self, at: Fraction) -> int:
+        element = int(self.num_elements * at)
+        if self.cut_anywhere or element == 0:
+            return element
+        return min(slot.stop for slot in self.slots if slot.stop >= element)
+
+    def within(self, span: Span) -> Iterator[tuple[Slot, int, int]]:
+        """Yield each parameter that has elements in a part, with the elements from and to."""
+        low, high = self.range_of(span)
+        for slot in self.slots:
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                yield slot, start, stop
+
+    def updated(self, span: Span) -> list[tuple[int, int, int]]:
+        """Return ``(group, start, stop)`` of every tensor an optimizer is given for a part of the arena."""
+        found: list[tuple[int, int, int]] = []
+        for slot, start, stop in self.within(span):
+            if self.cut_anywhere and found and found[-1][0] == slot.group:
+                found[-1] = (slot.group, found[-1][1], stop)
+            else:
+                found.append((slot.group, start, stop))
+        return found
+
+
+def lay_out(
+    params: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]], *, cut_anywhere: bool
+) -> tuple[Layout, ...]:
+    """Return one layout per dtype for parameters given as ``(name, local shape, dtype, option group)``."""
+    layouts = []
+    for dtype in dict.fromkeys(dtype for _, _, dtype, _ in params):
+        slots: list[Slot] = []
+        for name, shape, _, group in sorted((item for item in params if item[2] == dtype), key=lambda item: item[3]):
+            slots.append(Slot(name, shape, slots[-1].stop if slots else 0, group))
+        layouts.append(Layout(dtype, tuple(slots), cut_anywhere))
+    return tuple(layouts)
