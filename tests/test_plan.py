@@ -120,7 +120,7 @@ def test_a_bare_name_takes_the_ranks_it_is_given(text, num_ranks, read):
         ("zeroo(2)", {}, "there is no strategy 'zeroo'; did you mean zero? the strategies are solo, data, zero,"),
         ("GPipe(2)", {}, "there is no strategy 'GPipe'; did you mean gpipe?"),
         ("quantum(2)", {}, "there is no strategy 'quantum'; the strategies are solo, data,"),
-        ("data(2, level=1)", {}, "data has no option 'level=1'; its options are none"),
+        ("data(2, level=1)", {}, "data has no option 'level=1'; its options are update="),
         ("zero(2, depth=1)", {}, "zero has no option 'depth=1'; its options are level="),
         ("pipeline(2, gpipe)", {}, "pipeline has no option 'gpipe'; its options are order=, replicas=, balance="),
         ("zero(2, level=1, level=2)", {}, "zero in 'zero(2, level=1, level=2)' has level= twice; give it once"),

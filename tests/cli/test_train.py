@@ -47,8 +47,8 @@ def test_the_folder_of_a_run_has_its_name_and_time(tmp_path):
 
 def test_all_ranks_in_this_process_train_what_the_plan_says(tmp_path):
     result = train("digits", "--local", "--strategy", "data(2)", "--steps", 2, "--folder", "run", *SHORT)
-    assert result.output.startswith("digits: data(2) on 2 ranks, batch 16 = 2 microbatches of 8")
-    assert yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())["plan"]["strategy"] == "data(2)"
+    assert result.output.startswith("digits: data(2, update=shared) on 2 ranks, batch 16 = 2 microbatches of 8")
+    assert yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())["plan"]["strategy"] == "data(2, update=shared)"
 
 
 def test_the_kept_configuration_starts_the_same_run_again(tmp_path):

@@ -62,7 +62,7 @@ def test_two_processes_train_what_two_ranks_in_one_process_train(tmp_path):
     for name, more in (("apart", []), ("together", ["--local", "--strategy", "data(2)"])):
         command = [*words("--steps", 4, "--progress", "plain", *more), "--folder", name]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert result.stdout.startswith("digits: data(2) on 2 ranks")
+        assert result.stdout.startswith("digits: data(2, update=shared) on 2 ranks")
         assert result.stdout.splitlines()[-1] == f"report: {name}/report.html"
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses.append([line["loss"] for line in lines if line["event"] == "step"])

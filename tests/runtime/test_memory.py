@@ -47,7 +47,7 @@ def test_from_level_2_gradients_are_freed_after_each_backward(level):
 
 
 def test_level_1_keeps_gradients_and_shares_optimizer_state_only():
-    with team("zero(2, level=1)", num_microbatches=2) as one:
+    with team("zero(2, level=1)", num_microbatches=2, one_copy=False) as one:
         seen = watched(one, gradient_bytes)
         states = [
             sum(value.numel() for run in rank.interpreter.store.optimizers.values() for tensor in run[1]
@@ -97,7 +97,7 @@ def test_a_gradient_that_nobody_else_needs_has_no_buffer():
 
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero(2, level=2)", "zero(2, level=3)", "server(2)"])
 def test_a_step_that_is_left_out_frees_its_gradients(plan):
-    with team(plan, nonfinite="skip") as one:
+    with team(plan, nonfinite="skip", one_copy=False) as one:
         spoilt = feed(one.num_micros)
         spoilt.batch[1][0] = float("nan")
         assert one.step(0, spoilt).fault.startswith("the loss of microbatch 0 on rank 0 is nan")

@@ -57,7 +57,7 @@ class Fabric(ABC):
         """The host of every rank, as a number; ranks with the same one can have memory in common."""
         return range(self.num_ranks)
 
-    def common(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+    def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Return a flat tensor of zeros that is the same memory on all members; None where they can have none.
 
         All members call it together. What one writes another may read after both have met (:meth:`meet`). When no

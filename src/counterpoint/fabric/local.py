@@ -259,9 +259,9 @@ class LocalFabric(Fabric):
         """All ranks are here."""
         return [0] * self.num_ranks
 
-    def common(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+    def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Arrive; the first member brings the memory."""
-        operation = Operation("common", label, group, dtype_name(dtype), (num_elements,))
+        operation = Operation("shared", label, group, dtype_name(dtype), (num_elements,))
         check_group(operation, self.rank, self.num_ranks)
         mine = torch.zeros(num_elements, dtype=dtype) if self.rank == group[0] else None
         if len(group) == 1:

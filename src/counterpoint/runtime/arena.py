@@ -158,6 +158,13 @@ class Arena:
                 self.filled.add(slot.name)
         return whole
 
+    def add(self, gradient: Tensor) -> None:
+        """Add a whole flat gradient that has come from elsewhere; it may be used as memory."""
+        if self.gradient is None and self.commons is None:
+            self.gradient, self.filled = gradient, set(self.params)
+        else:
+            self.fold().add_(gradient)
+
     def missing(self) -> list[str]:
         """Return the parameters on which autograd has put no gradient in this step, folded or not."""
         if self.commons is not None:

@@ -22,8 +22,9 @@ from counterpoint.runtime.calls import boundaries, fuse
 from counterpoint.runtime.compute import Model
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.optimizers import Face
+from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
-from counterpoint.runtime.store import Store, roles_of
+from counterpoint.runtime.store import Store
 from counterpoint.runtime.vote import Guard
 
 

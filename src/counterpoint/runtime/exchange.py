@@ -164,7 +164,4 @@ def put_weights(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
 def add_gradient(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
     """Add a received gradient to a unit's."""
     for arena, tensor in zip(unit.arenas, tensors, strict=True):
-        if arena.gradient is None:
-            arena.gradient = tensor
-        else:
-            arena.gradient.add_(tensor)
+        arena.add(tensor)

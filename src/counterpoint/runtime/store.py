@@ -2,132 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.program.instruction import (
-    Backward,
-    Collective,
-    Commit,
-    Forward,
-    Group,
-    Instruction,
-    Pull,
-    Push,
-    Recv,
-    Release,
-    Send,
-    Serve,
-    Update,
-)
+from counterpoint.model.spec import Unit
 from counterpoint.runtime.arena import Allocate, Arena, new_tensor
 from counterpoint.runtime.commons import Commons, row_elements
 from counterpoint.runtime.fused import can_update, update
-from counterpoint.runtime.layout import WHOLE, Slot, Span, lay_out
+from counterpoint.runtime.layout import Slot, lay_out
 from counterpoint.runtime.optimizers import Face
-
-
-@dataclass(frozen=True, slots=True)
-class UnitRole:
-    """What a row does with a unit.
-
-    Args:
-        home: the part of the weights kept between steps.
-        span: the part it updates; None when it updates nothing.
-        in_arena: whether any other rank needs its gradient or gives it weights.
-        replicas: who shares out its one update and joins its weights, if they may have these in common.
-    """
-
-    home: Span
-    span: Span | None
-    in_arena: bool
-    replicas: Group | None = None
-
-
-def roles_of(rank: int, words: Iterable[Instruction], model: ModelSpec) -> dict[Unit, UnitRole]:
-    """Return what a rank's row does with every unit that it computes with, updates or serves."""
-    notes = _Notes(rank, model)
-    for word in words:
-        notes.take(word)
-    return {
-        unit: UnitRole(
-            home,
-            notes.shares.get(unit, WHOLE) if unit in notes.updates else None,
-            unit in notes.moved,
-            notes.replicas(unit),
-        )
-        for unit, home in notes.homes.items()
-    }
-
-
-class _Notes:
-    """What a row has said about units so far."""
-
-    def __init__(self, rank: int, model: ModelSpec) -> None:
-        self.rank = rank
-        self.users: dict[int, list[Unit]] = {}
-        for unit in model.units:
-            for block in unit:
-                self.users.setdefault(block, []).append(unit)
-        self.homes: dict[Unit, Span] = {}
-        self.shares: dict[Unit, Span] = {}
-        self.updates: set[Unit] = set()
-        self.moved: set[Unit] = set()
-        self.gathered: dict[Unit, list[tuple[str, Group]]] = {}
-        self.released: set[Unit] = set()
-
-    def take(self, word: Instruction) -> None:
-        """Note one word."""
-        match word:
-            case Forward(block):
-                for unit in self.users.get(block, []):
-                    self.homes.setdefault(unit, WHOLE)
-            case Update(unit):
-                self.updates.add(unit)
-                self.homes.setdefault(unit, WHOLE)
-            case Serve(units):
-                self.updates.update(units)
-                self.moved.update(units)
-                self.homes.update(dict.fromkeys(units, WHOLE))
-            case Collective() | Send() | Recv() | Push() | Pull():
-                self.move(word)
-            case Release(value):
-                self.released.add(value.blocks)
-            case Backward() | Commit():
-                pass
-
-    def move(self, word: Collective | Send | Recv | Push | Pull) -> None:
-        """Note that a gradient or weights travel."""
-        if word.value.name in {"grad", "weight"}:
-            self.moved.add(word.value.blocks)
-            if isinstance(word, Collective):
-                self.divide(word)
-
-    def divide(self, word: Collective) -> None:
-        """Note which part of a unit a share or a first join leaves to this rank."""
-        at, count = word.group.index(self.rank), len(word.group)
-        part = (Fraction(at, count), Fraction(at + 1, count))
-        if word.verb == "share":
-            self.shares[word.value.blocks] = part
-        elif word.verb == "join":
-            self.homes.setdefault(word.value.blocks, part)
-        if word.phase != "-" and word.verb in {"share", "join"}:
-            self.gathered.setdefault(word.value.blocks, []).append((word.verb, word.group))
-
-    def replicas(self, unit: Unit) -> Group | None:
-        """Return who may have a unit in common: those who share its gradient once and join its weights once."""
-        found = self.gathered.get(unit, [])
-        if unit in self.released or self.homes[unit] != WHOLE or [verb for verb, _ in found] != ["share", "join"]:
-            return None
-        groups = {group for _, group in found}
-        return groups.pop() if len(groups) == 1 else None
+from counterpoint.runtime.roles import UnitRole
 
 
 @dataclass(slots=True)
@@ -272,7 +161,7 @@ class Store:
                 assert group is not None, "it has arenas to go through"
                 count, dtype = arena.layout.num_elements, arena.layout.dtype
                 label = f"weights of {store.unit} {index}"
-                memory = fabric.common(label, (len(group) + 1) * row_elements(count, dtype), dtype, group)
+                memory = fabric.shared(label, (len(group) + 1) * row_elements(count, dtype), dtype, group)
                 if memory is None:
                     continue
                 commons = Commons(memory, arena.layout, len(group), group.index(fabric.rank))

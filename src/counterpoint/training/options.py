@@ -21,6 +21,7 @@ class Options:
         unused: what a trainable parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
         dims: names of the (out, in) dims of linear layers by pattern of module path, for tensor(...).
         deadline_s: the longest that any rank waits for another.
+        one_copy: whether replicas of one host have one copy of weights and optimizer state, where they can.
     """
 
     seed: int = 0
@@ -30,6 +31,7 @@ class Options:
     unused: Literal["error", "zero"] = "error"
     dims: Mapping[str, tuple[str, str]] | None = None
     deadline_s: float = 60.0
+    one_copy: bool = True
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -39,6 +39,7 @@ from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.vote import Guard, Verdict
+from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.options import Options
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
@@ -92,6 +93,8 @@ class Team:
         """
         if self.compiled is not None:
             return self.compiled
+        if self.options.one_copy and self.face.is_elementwise:
+            self.plan = with_one_copy(self.plan, self.world.fabrics[0].hosts)
         self.compare_models()
         cut = self.cut(self.model, inputs)
         require_no_hooks(self.model, cut, self.plan)
@@ -182,7 +185,8 @@ class Team:
         def work(fabric: Fabric) -> Verdict | None:
             interpreter = self.ranks[fabric.rank].interpreter
             try:
-                interpreter.store.enter_commons(fabric)
+                if self.options.one_copy:
+                    interpreter.store.enter_commons(fabric)
                 return interpreter.step(number, feed)
             except CounterpointError:
                 raise

@@ -177,9 +177,9 @@ class ShmFabric(JoinedFabric):
         """All ranks are on this host."""
         return [0] * self.num_ranks
 
-    def common(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+    def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Open what the first member shares."""
-        operation = Operation("common", label, group, dtype_name(dtype), (num_elements,))
+        operation = Operation("shared", label, group, dtype_name(dtype), (num_elements,))
         check_group(operation, self.rank, self.num_ranks)
         own = self.empty(num_elements, dtype).zero_() if self.rank == group[0] else None
         if len(group) == 1:

@@ -1,0 +1,65 @@
+"""Which replicas are on one host, so that they may have one copy of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from counterpoint.plan import Plan
+from counterpoint.strategies.data import Data
+from counterpoint.strategies.server import Server
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.zero import Zero
+
+
+def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
+    """Return the plan in which replicas of one host share their update, and so can have their weights in common.
+
+    Results stay the same, and so do the bytes that the plan sends. Where replicas are spread over hosts, those of each
+    host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already.
+
+    Args:
+        plan: as it was asked for.
+        hosts: the host of every rank.
+
+    Example:
+        >>> print(with_one_copy(Plan.parse("data(4)"), (0, 0, 0, 0)))
+        data(4, update=shared)
+        >>> print(with_one_copy(Plan.parse("data(4)"), (0, 0, 1, 1)))
+        data(2, update=shared) * data(2)
+    """
+    if any(isinstance(strategy, Zero | Server) for strategy in plan.strategies):
+        return plan
+    stride = 1
+    for index, strategy in enumerate(plan.strategies):
+        if isinstance(strategy, Data) and strategy.degree > 1:
+            among = neighbours(strategy.degree, stride, hosts)
+            if among == 1 or strategy.update == "shared":
+                return plan
+            shared: list[Strategy] = [replace(strategy, degree=among, update="shared")]
+            across = [replace(strategy, degree=strategy.degree // among)] if among < strategy.degree else []
+            strategies = (*plan.strategies[:index], *shared, *across, *plan.strategies[index + 1 :])
+            return without_idle_passes(replace(plan, strategies=strategies))
+        stride = strategy.num_ranks(stride)
+    return plan
+
+
+def neighbours(degree: int, stride: int, hosts: Sequence[int]) -> int:
+    """Return into groups of how many replicas an axis can be cut so that each group is on one host; 1 if into none."""
+    if stride * degree > len(hosts):
+        return 1
+    for among in range(degree, 1, -1):
+        if degree % among == 0 and all(
+            len({hosts[first + place * stride] for place in range(among)}) == 1
+            for block in range(0, len(hosts), stride * among)
+            for first in range(block, block + stride)
+        ):
+            return among
+    return 1
+
+
+def without_idle_passes(plan: Plan) -> Plan:
+    """Return the plan without the overlap of communication, where all of it is an announcement."""
+    if all(isinstance(strategy, Data) and strategy.update == "shared" for strategy in plan.strategies):
+        return replace(plan, passes=tuple(name for name in plan.passes if name != "overlap"))
+    return plan
