@@ -133,7 +133,7 @@ def plan_for(strategy: str, num_micros: int) -> Plan:
 
     Example:
         >>> plan_for("data(2) + overlap", 4)
-        Plan(strategies=(Data(degree=2),), num_microbatches=2, passes=('overlap',))
+        Plan(strategies=(Data(degree=2, update='own'),), num_microbatches=2, passes=('overlap',))
     """
     text, *passes = (part.strip() for part in strategy.split("+"))
     plan = Plan.parse(text)
