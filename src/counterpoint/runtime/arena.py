@@ -8,7 +8,7 @@ tensors are used as they are. Where replicas have memory in common, their arenas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -68,14 +68,14 @@ class Arena:
         self.clear()
         self.commons = commons
         self.house(commons.weights)
-        commons.bind(self.layout, self.params, self.move)
+        commons.receive(self.layout, self.params, self.move)
 
     def leave(self) -> Commons | None:
         """Live in memory of one's own again, with the weights as they are; return what is left, if anything is."""
         left = self.commons
         if left is not None:
             self.house(self.weights.clone())
-            left.unbind()
+            left.cease()
             self.commons = None
             self.clear()
         return left
@@ -83,8 +83,6 @@ class Arena:
     def begin(self) -> None:
         """Start a step, in which no parameter has got a gradient."""
         self.reached.clear()
-        if self.commons is not None:
-            self.commons.begin()
 
     def restore_weights(self) -> None:
         """Give the full buffer its memory back and put the kept share into it; the rest is unspecified."""
@@ -106,7 +104,6 @@ class Arena:
             self.filled.clear()
             if self.commons is not None:
                 self.gradient = self.commons.own
-                self.filled |= self.commons.bound
             else:
                 count, on_host = self.layout.num_elements, self.weights.device.type == "cpu"
                 self.gradient = self.empty(count, self.layout.dtype) if on_host else self.weights.new_empty(count)
@@ -148,10 +145,13 @@ class Arena:
             DataError: a gradient is sparse.
         """
         whole = self.buffer()
-        bound = self.commons.bound if self.commons is not None else ()
-        for slot in self.layout.slots:
-            if slot.name in bound:
-                continue
+        slots: Sequence[Slot] = self.layout.slots
+        if self.commons is not None and not self.filled.issuperset(gathered := self.commons.small_names):
+            gathered = self.commons.gather() if self.filled.isdisjoint(gathered) else frozenset()
+            self.filled |= gathered
+            self.reached |= gathered
+            slots = self.commons.large if gathered else slots
+        for slot in slots:
             self.move(slot)
             if slot.name not in self.filled:
                 whole[slot.start : slot.stop].zero_()
@@ -167,14 +167,7 @@ class Arena:
 
     def missing(self) -> list[str]:
         """Return the parameters on which autograd has put no gradient in this step, folded or not."""
-        if self.commons is not None:
-            self.reached |= self.commons.reached()
-        bound = self.commons.bound if self.commons is not None else ()
-        return [
-            name
-            for name, param in self.params.items()
-            if name not in self.reached and (name in bound or param.grad is None)
-        ]
+        return [name for name, param in self.params.items() if name not in self.reached and param.grad is None]
 
     def add_part(self, start: int, stop: int) -> None:
         """Add a range of the summed gradient to this rank's share and forget the flat gradient."""
@@ -213,10 +206,8 @@ class Arena:
     def clear(self) -> None:
         """Forget all gradients."""
         self.gradient = self.part = None
-        bound = self.commons.bound if self.commons is not None else ()
-        for name, param in self.params.items():
-            if name not in bound:
-                param.grad = None
+        for param in self.params.values():
+            param.grad = None
         if self.commons is not None:
             self.commons.is_shown = False
 

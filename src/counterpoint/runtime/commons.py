@@ -4,9 +4,8 @@ Every rank computes with the one copy, writes its own gradient where all others 
 the weights with what all have written. Nothing is copied from rank to rank: a share of gradients is an announcement
 that they are complete, and a join of weights one that they have been updated.
 
-Autograd adds the gradients of small parameters straight into this memory, because their ``grad`` lies there; it is set
-to zero before every step. A large gradient would be read and written once more that way, so it is moved instead, as
-soon as it is complete.
+The gradients of small parameters are moved there all at once, when a rank's last one is complete; a large one as soon
+as it is complete, while it is still in the cache and before the next one needs memory.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from counterpoint.runtime.layout import Layout, Slot
 
 ALIGNED_BYTES = 64
-BOUND_BYTES = 64 << 10
-"""A parameter up to this size has its ``grad`` in common memory for good."""
+SMALL_BYTES = 64 << 10
+"""A gradient up to this size waits for the others of its kind."""
 
 
 def row_elements(num_elements: int, dtype: torch.dtype) -> int:
@@ -48,49 +47,37 @@ class Commons:
         self.rows = list(rows[1:])
         self.own = self.rows[place]
         self.is_shown = False
-        self.bound: frozenset[str] = frozenset()
-        self._grads: list[tuple[str, nn.Parameter, Tensor]] = []
-        self._zeroed: list[Tensor] = []
-        self._versions: list[int] = []
+        self.large: list[Slot] = []
+        self._small: list[tuple[nn.Parameter, Tensor]] = []
+        self.small_names: frozenset[str] = frozenset()
         self._hooks: list[RemovableHandle] = []
 
-    def bind(self, layout: Layout, params: Mapping[str, nn.Parameter], move: Callable[[Slot], None]) -> None:
-        """The gradients of small parameters land here by themselves, those of large ones are moved by ``move``."""
-        small = [slot for slot in layout.slots if (slot.stop - slot.start) * layout.dtype.itemsize <= BOUND_BYTES]
-        self.bound = frozenset(slot.name for slot in small)
-        for slot in small:
-            place = self.own[slot.start : slot.stop].view(slot.shape).data  # counts its own changes
-            self._grads.append((slot.name, params[slot.name], place))
-        edges = [slot.start for slot in small if slot.start not in {other.stop for other in small}]
-        ends = [slot.stop for slot in small if slot.stop not in {other.start for other in small}]
-        self._zeroed = [self.own[start:stop] for start, stop in zip(edges, ends, strict=True)]
+    def receive(self, layout: Layout, params: Mapping[str, nn.Parameter], move: Callable[[Slot], None]) -> None:
+        """Large gradients come here by ``move`` as soon as they are complete, small ones by :meth:`gather`."""
         for slot in layout.slots:
-            if slot.name not in self.bound:
-                hook = partial(_move, move, slot)
+            if (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES:
+                self._small.append((params[slot.name], self.own[slot.start : slot.stop].view(slot.shape)))
+            else:
+                self.large.append(slot)
                 param: Any = params[slot.name]  # torch's stubs leave out the type of this method
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
-        self.begin()
+                self._hooks.append(param.register_post_accumulate_grad_hook(partial(_move, move, slot)))
+        large = {slot.name for slot in self.large}
+        self.small_names = frozenset(slot.name for slot in layout.slots if slot.name not in large)
 
-    def unbind(self) -> None:
-        """Gradients land on the parameters again."""
+    def gather(self) -> frozenset[str]:
+        """Move all small gradients here at once and return their names; none where one is missing or sparse."""
+        fresh = [param.grad for param, _ in self._small]
+        if any(grad is None or grad.is_sparse for grad in fresh):
+            return frozenset()
+        torch._foreach_copy_([place for _, place in self._small], fresh)  # type: ignore[arg-type]
+        for param, _ in self._small:
+            param.grad = None
+        return self.small_names
+
+    def cease(self) -> None:
+        """Gradients stay on the parameters again."""
         for hook in self._hooks:
             hook.remove()
-        for _, param, _ in self._grads:
-            param.grad = None
-
-    def begin(self) -> None:
-        """Small parameters have gradients of zeros."""
-        for zeroed in self._zeroed:
-            zeroed.zero_()
-        for _, param, grad in self._grads:
-            if param.grad is not grad:
-                param.grad = grad
-        self._versions = [grad._version for _, _, grad in self._grads]  # noqa: SLF001 - it counts what autograd adds
-
-    def reached(self) -> set[str]:
-        """Return the small parameters to whose gradients something has been added in this step."""
-        pairs = zip(self._grads, self._versions, strict=True)
-        return {name for (name, _, grad), version in pairs if grad._version != version}  # noqa: SLF001
 
 
 def _move(move: Callable[[Slot], None], slot: Slot, _: Tensor) -> None:

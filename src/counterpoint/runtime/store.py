@@ -175,8 +175,7 @@ class Store:
             for store in self.units.values()
             for arena in store.arenas
             if arena.commons is not None
-            for slot in arena.layout.slots
-            if slot.name not in arena.commons.bound
+            for slot in arena.commons.large
         }
 
     def leave_commons(self, fabric: Fabric | None) -> None:
