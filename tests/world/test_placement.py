@@ -82,7 +82,7 @@ def test_more_threads_than_cores_are_the_users_choice_and_told():
 
 def test_a_binding_that_does_not_exist_is_refused_with_those_that_do():
     with pytest.raises(PlanError, match=r"there is no binding 'socket'; the bindings are none, core, numa, compact"):
-        place(machine(2), 2, bind="socket")
+        place(machine(2), 2, bind="socket")  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12), st.sampled_from(BINDINGS[1:]))
