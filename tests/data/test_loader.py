@@ -169,6 +169,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_trainer_ends_its_workers_though_one_hangs(tmp_path):
     (tmp_path / "owner.py").write_text(OWNER)
     root = Path(__file__).parents[2]

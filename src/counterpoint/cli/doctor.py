@@ -18,7 +18,7 @@ import typer
 from counterpoint.cli.faults import FAILED
 from counterpoint.launchers.machine import place_here, this_host
 from counterpoint.launchers.variables import THREADS, threads_wanted
-from counterpoint.world.placement import Binding
+from counterpoint.world.placement import DEFAULT_BINDING, Binding
 
 Grade = Literal["good", "note", "hurts", "broken"]
 OLDEST_TORCH = (2, 11)
@@ -120,7 +120,7 @@ def check_topology(ranks: int) -> Iterator[Finding]:
         places = place_here(ranks, bind=bind).places[:RANKS_SHOWN]
         cpus = [f"rank {rank} on {','.join(map(str, found.cpus)) or 'any'}" for rank, found in enumerate(places)]
         rest = [f"{ranks - RANKS_SHOWN} more"] if ranks > RANKS_SHOWN else []
-        yield Finding("binding", "good", f"{bind}, if asked for with --bind: {'; '.join([*cpus, *rest])}")
+        yield Finding("binding", "good", f"{DEFAULT_BINDING} by default; with --bind {bind}: {'; '.join([*cpus, *rest])}")
 
 
 def check_memory(ranks: int) -> Iterator[Finding]:
