@@ -120,7 +120,9 @@ def check_topology(ranks: int) -> Iterator[Finding]:
         places = place_here(ranks, bind=bind).places[:RANKS_SHOWN]
         cpus = [f"rank {rank} on {','.join(map(str, found.cpus)) or 'any'}" for rank, found in enumerate(places)]
         rest = [f"{ranks - RANKS_SHOWN} more"] if ranks > RANKS_SHOWN else []
-        yield Finding("binding", "good", f"{DEFAULT_BINDING} by default; with --bind {bind}: {'; '.join([*cpus, *rest])}")
+        yield Finding(
+            "binding", "good", f"{DEFAULT_BINDING} by default; with --bind {bind}: {'; '.join([*cpus, *rest])}"
+        )
 
 
 def check_memory(ranks: int) -> Iterator[Finding]:
