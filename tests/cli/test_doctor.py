@@ -35,3 +35,10 @@ def test_what_is_broken_ends_with_1(monkeypatch):
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
 def test_only_a_positive_number_of_threads_is_a_wish(text, threads):
     assert threads_wanted({"OMP_NUM_THREADS": text}) == threads
+
+
+def test_the_cores_and_where_ranks_would_be_on_them_are_shown():
+    topology, core, numa = doctor.check_topology(1)
+    assert topology.fact.endswith("package") or "packages" in topology.fact or "quota" in topology.fact
+    assert core.fact.startswith("none by default; with --bind core: rank 0 on ")
+    assert numa.fact.startswith("none by default; with --bind numa: rank 0 on ")

@@ -12,6 +12,7 @@ import pytest
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers import Line, run_command, script_command, write_prefixed
+from counterpoint.launchers.machine import this_host
 from counterpoint.launchers.ports import reserve_port
 from tests.launchers.ranks import fifo, run, script, supervisor, wait_for
 
@@ -280,3 +281,19 @@ def test_no_rank_outlives_an_error_in_the_code_that_takes_its_lines(tmp_path):
         run_command(command, 2, on_line=fail)
     assert open_files() == before
     assert read_to_the_end(reader).strip(b"x") == b""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell ranks apart")
+def test_ranks_are_bound_to_cores_of_their_own_before_they_start(tmp_path):
+    _, lines = run(tmp_path, "print(*sorted(os.sched_getaffinity(0)))", 2, threads_per_rank=1, bind="core")
+    first, second = (set(text.split()) for _, _, text in sorted(lines))
+    assert first
+    assert second
+    assert not first & second
+
+
+def test_ranks_that_outnumber_the_cores_have_one_thread_each_and_the_user_knows(tmp_path, capsys):
+    cores = this_host().num_usable
+    _, lines = run(tmp_path, "print(os.environ['OMP_NUM_THREADS'])", cores + 1, threads_per_rank=2)
+    assert {text for _, _, text in lines} == {"1"}
+    assert f"counterpoint: {cores + 1} ranks x 2 threads on {cores} core" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import sys
 
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Subset
 
 import counterpoint as cp
 from counterpoint.testing.parity import difference
@@ -105,3 +106,15 @@ def shard_by_hand(*sizes):
     step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)")
     for lengths in sizes:
         step(inputs[: lengths[rank()]], targets[: lengths[rank()]])
+
+
+def pass_own_batches():
+    """Train in a loop of one's own on batches of one size that differ from rank to rank."""
+    inputs, targets = dataset().tensors
+    step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)")
+    step(inputs[rank() :: 2], targets[rank() :: 2])
+
+
+def shard_the_dataset():
+    """Train on half of a dataset on each rank, as a sampler would have chosen it."""
+    trainer("data(2)").fit(Subset(dataset(), range(rank(), 46, 2)), batch_size=12)

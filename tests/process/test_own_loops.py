@@ -3,7 +3,7 @@
 import pytest
 
 import counterpoint as cp
-from counterpoint.launchers import launch
+from counterpoint.launchers import launch, run_command, script_command
 from tests.process import ranks
 
 pytestmark = pytest.mark.process
@@ -18,3 +18,37 @@ def test_ranks_with_batches_of_different_sizes_do_not_train():
 def test_a_batch_that_is_another_on_one_rank_later_ends_the_run():
     with pytest.raises(cp.LaunchError, match=r"^rank \d failed: DataError: rank \d counts 1\d samples in step 1, but "):
         launch(ranks.shard_by_hand, ranks=2, args=[[12, 12], [12, 16]])
+
+
+def test_ranks_whose_batches_differ_in_content_do_not_train():
+    """A DistributedSampler gave each rank samples of its own, and each trained on a part of them: half were lost."""
+    with pytest.raises(cp.LaunchError, match=r"DataError: rank \d and rank \d were given different batches of 23 s"):
+        launch(ranks.pass_own_batches, ranks=2)
+
+
+@pytest.mark.slow
+def test_ranks_that_shard_the_dataset_themselves_do_not_train():
+    with pytest.raises(cp.LaunchError, match=r"DataError: rank \d and rank \d were given different datasets, "):
+        launch(ranks.shard_the_dataset, ranks=2)
+
+
+UNGUARDED = """
+import torch, counterpoint as cp
+from tests.data.samples import Numbers
+model = torch.nn.Linear(1, 1)
+trainer = cp.Trainer(model, loss=lambda a, b: (a.squeeze(1) - b).square().mean(),
+                     optimizer=lambda params: torch.optim.SGD(params, 0.01), progress="off")
+trainer.fit(Numbers(), batch_size=6, workers=1)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_trains_when_a_worker_imports_it_is_ended_with_the_remedy(tmp_path):
+    """Its worker met the other ranks as one of them, and all waited."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    lines = []
+    command = script_command(tmp_path / "script.py")
+    result = run_command(command, 1, on_line=lambda line: lines.append(line.text))
+    assert result.report.startswith("rank 0 failed: DataError: loader worker 0 (pid ")
+    assert "main part under `if __name__ == '__main__':`" in result.report
+    assert any("LaunchError: this is loader worker 0, which imports the script of" in text for text in lines)

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from counterpoint.world.placement import DEFAULT_BINDING, Binding
+
 JobName: TypeAlias = Literal["text", "digits", "lines"]
 
 
@@ -59,6 +61,8 @@ class LaunchSection(Section):
     """Keep all ranks in this process instead of one process for each."""
     threads: int | None = Field(default=None, ge=1)
     """Threads per rank; cores / ranks when left out."""
+    bind: Binding = DEFAULT_BINDING
+    """On which cores each rank may compute."""
     deadline_s: float = Field(default=60.0, gt=0)
     """The longest that any rank waits for another."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import socket
@@ -17,11 +16,14 @@ from typing import Annotated, Literal
 import typer
 
 from counterpoint.cli.faults import FAILED
-from counterpoint.launchers.variables import threads_wanted
+from counterpoint.launchers.machine import place_here, this_host
+from counterpoint.launchers.variables import THREADS, threads_wanted
+from counterpoint.world.placement import DEFAULT_BINDING, Binding
 
 Grade = Literal["good", "note", "hurts", "broken"]
 OLDEST_TORCH = (2, 11)
 TRIED_TORCH = "2.13.0"
+RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +102,27 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
 
 def check_cores(ranks: int) -> Iterator[Finding]:
     """Look at cores against ranks and threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = threads_wanted()
-    threads = wanted or max(1, cores // ranks)
+    cores, placed = this_host().num_usable, place_here(ranks).places[0].threads
+    threads = threads_wanted() or placed
     fact = f"{ranks} ranks x {threads} threads on {cores} cores"
     if ranks * threads > cores:
-        fix = "use fewer ranks" if threads == 1 else f"set OMP_NUM_THREADS={max(1, cores // ranks)}, or unset it"
+        fix = "use fewer ranks" if ranks > cores else f"set {THREADS}={cores // ranks}, or unset it"
         yield Finding("cores", "hurts", f"{fact}: they take turns", fix)
     else:
         yield Finding("cores", "good", fact)
+
+
+def check_topology(ranks: int) -> Iterator[Finding]:
+    """Look at what the cores share, and at the cores that ranks would be bound to."""
+    yield Finding("topology", "good", str(this_host()))
+    bindings: tuple[Binding, ...] = ("core", "numa")
+    for bind in bindings:
+        places = place_here(ranks, bind=bind).places[:RANKS_SHOWN]
+        cpus = [f"rank {rank} on {','.join(map(str, found.cpus)) or 'any'}" for rank, found in enumerate(places)]
+        rest = [f"{ranks - RANKS_SHOWN} more"] if ranks > RANKS_SHOWN else []
+        yield Finding(
+            "binding", "good", f"{DEFAULT_BINDING} by default; with --bind {bind}: {'; '.join([*cpus, *rest])}"
+        )
 
 
 def check_memory(ranks: int) -> Iterator[Finding]:
@@ -176,6 +190,7 @@ CHECKS: tuple[Callable[[int], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
     check_cores,
+    check_topology,
     check_memory,
     check_network,
     check_folder,

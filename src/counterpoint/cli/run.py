@@ -10,6 +10,7 @@ import typer
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import run_command, script_command
+from counterpoint.world.placement import DEFAULT_BINDING, Binding
 
 
 def run(
@@ -19,6 +20,7 @@ def run(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes.")] = 1,
     port: Annotated[int | None, typer.Option(help="Where the ranks meet; a free port when left out.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks when left out.")] = None,
+    bind: Annotated[Binding, typer.Option(help="On which cores each rank may compute.")] = DEFAULT_BINDING,
     deadline: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
 ) -> None:
     """Start a script on several ranks, as torchrun would.
@@ -37,6 +39,7 @@ def run(
         ranks,
         port=port,
         threads_per_rank=threads,
+        bind=bind,
         deadline_s=deadline,
     )
     if result.exit_code != 0:

@@ -26,6 +26,7 @@ FLAGS = {
     "output.save_every": "--save-every",
     "output.progress": "--progress",
     "launch.local": "--local",
+    "launch.bind": "--bind",
 }
 
 
@@ -49,6 +50,7 @@ def train(
     progress: Annotated[str | None, typer.Option(help="auto, rich, plain, json or off.")] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Values for all of this, and more.")] = None,
     assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One value.")] = None,
+    bind: Annotated[str | None, typer.Option(help="Cores of each rank: none, core, numa, compact, spread.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Keep all ranks in this process.")] = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print every value and who gave it.")] = False,
     config_schema: Annotated[bool, typer.Option("--config-schema", help="Print the file's JSON schema.")] = False,
@@ -62,7 +64,7 @@ def train(
         return
     given = (
         *(name, ranks, strategy, microbatches, epochs, steps, batch_size, lr, seed, clip_norm),
-        *(None if folder is None else str(folder), save_every, progress, local or None),
+        *(None if folder is None else str(folder), save_every, progress, local or None, bind),
     )
     flags = {path: Given(value, flag) for (path, flag), value in zip(FLAGS.items(), given, strict=True)}
     layer = merged(

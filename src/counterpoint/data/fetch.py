@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Number
 from typing import Protocol, TypeAlias, cast
@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from counterpoint.errors import DataError
 
@@ -54,7 +54,7 @@ class Fingerprint:
         return asdict(self)
 
 
-def fetch(dataset: MapDataset, indices: Iterable[int]) -> Fields:
+def fetch(dataset: MapDataset, indices: Iterable[int], *, before: Callable[[int], None] | None = None) -> Fields:
     """Return the samples at ``indices``, stacked field by field.
 
     Tensors, numpy arrays and plain numbers are fields. Without any index the tensors are empty, but have the
@@ -63,6 +63,7 @@ def fetch(dataset: MapDataset, indices: Iterable[int]) -> Fields:
     Args:
         dataset: see `MapDataset`.
         indices: which samples, in the order wanted.
+        before: called with the index before each sample is read, or with the first where many are read at once.
 
     Returns:
         ``(inputs..., target)``, each ``(sample, ...)``.
@@ -72,11 +73,21 @@ def fetch(dataset: MapDataset, indices: Iterable[int]) -> Fields:
         rows = torch.from_numpy(np.asarray(numbers, dtype=np.int64))
         return _with_target(tuple(tensor[rows] for tensor in dataset.tensors), "the TensorDataset")
     wanted = indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices]
+    if before is not None and wanted and reads_many(dataset):
+        before(wanted[0])
     if hasattr(dataset, "fetch"):
         return _fetch_at_once(dataset, wanted)
     if not wanted:
-        return tuple(field[:0] for field in _stack(dataset, [0]))
-    return _stack(dataset, wanted)
+        return tuple(field[:0] for field in _stack(dataset, [0], before))
+    return _stack(dataset, wanted, before)
+
+
+def reads_many(dataset: object) -> bool:
+    """Tell whether a dataset reads many samples at once by a method of its own; a subset does what its whole does."""
+    if type(dataset) is Subset:
+        whole = dataset.dataset
+        return reads_many(whole) if type(whole) is Subset else hasattr(whole, "__getitems__")
+    return hasattr(dataset, "fetch") or hasattr(dataset, "__getitems__")
 
 
 def fingerprint(dataset: MapDataset) -> Fingerprint:
@@ -130,18 +141,21 @@ def _with_target(fields: Fields, source: str) -> Fields:
     return fields
 
 
-def _stack(dataset: MapDataset, indices: list[int]) -> Fields:
-    samples = [_sample(item, index) for item, index in zip(_items(dataset, indices), indices, strict=True)]
+def _stack(dataset: MapDataset, indices: list[int], before: Callable[[int], None] | None) -> Fields:
+    items = _items(dataset, indices, before)
+    samples = [_sample(item, index) for item, index in zip(items, indices, strict=True)]
     for sample, index in zip(samples[1:], indices[1:], strict=True):
         _check_alike(samples[0], indices[0], sample, index)
     return tuple(torch.stack(field) for field in zip(*samples, strict=True))
 
 
-def _items(dataset: MapDataset, indices: list[int]) -> Sequence[object]:
-    if hasattr(dataset, "__getitems__"):
+def _items(dataset: MapDataset, indices: list[int], before: Callable[[int], None] | None) -> Sequence[object]:
+    if hasattr(dataset, "__getitems__") and reads_many(dataset):
         return cast(Sequence[object], dataset.__getitems__(indices))
     items = []
     for index in indices:
+        if before is not None:
+            before(index)
         try:
             items.append(dataset[index])
         except Exception as error:

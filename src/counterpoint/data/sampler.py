@@ -249,6 +249,20 @@ def split(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
+def sample_key(seed: int, epoch: int, sample: int) -> int:
+    """Return 64 bits that are unrelated for any two different triples.
+
+    Args:
+        seed: any integer.
+        epoch: any integer.
+        sample: any integer.
+    """
+    key = 0
+    for part in (seed, epoch, sample):
+        key = _mix_one(key ^ (part & WORD_MASK))
+    return key
+
+
 def _feistel(words: Words, half_bits: int, keys: tuple[int, ...]) -> Words:
     """Return the image of each word, a permutation of the numbers of ``2 * half_bits`` bits."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)

@@ -13,14 +13,16 @@ from counterpoint.launchers.environment import detect
 from counterpoint.launchers.lines import OnLine, write_prefixed
 from counterpoint.launchers.local import run_command
 from counterpoint.launchers.values import read_value, write_value
+from counterpoint.world.placement import DEFAULT_BINDING, Binding
 
 
-def launch(
+def launch(  # noqa: PLR0913 - the options of a run, most by keyword
     fn: Callable[..., object],
     *,
     ranks: int,
     args: Sequence[object] = (),
     threads_per_rank: int | None = None,
+    bind: Binding = DEFAULT_BINDING,
     deadline_s: float | None = None,
     on_line: OnLine = write_prefixed,
 ) -> list[Any]:
@@ -31,6 +33,7 @@ def launch(
         ranks: how many processes.
         args: JSON values and tensors, the same for every rank.
         threads_per_rank: as ``run_command``.
+        bind: as ``run_command``.
         deadline_s: as ``run_command``.
         on_line: takes every line that a rank writes.
 
@@ -56,7 +59,9 @@ def launch(
         write_value(folder, "args", list(args))
         write_value(folder, "call", {"target": target, "path": list(sys.path)})
         command = [sys.executable, "-m", "counterpoint.launchers.callee", str(folder)]
-        result = run_command(command, ranks, threads_per_rank=threads_per_rank, deadline_s=deadline_s, on_line=on_line)
+        result = run_command(
+            command, ranks, threads_per_rank=threads_per_rank, bind=bind, deadline_s=deadline_s, on_line=on_line
+        )
         if result.exit_code == 130 and result.culprit is None:
             raise KeyboardInterrupt
         if result.exit_code != 0:

@@ -1,5 +1,6 @@
-"""Run as a script in front of every rank: ``leash.py PARENT_PID COMMAND…`` becomes COMMAND, tied to its parent.
+"""Run as a script in front of every rank: it becomes the rank's command, tied to its parent and bound to its cores.
 
+``leash.py PARENT_PID CPUS COMMAND…``, where CPUS is a list of hyperthreads as ``0,2``, or empty for all.
 When the parent dies, however it dies, the kernel kills the command. It is a script of its own, not code between
 fork and exec, because after the fork of a process with threads no Python runs safely.
 """
@@ -16,7 +17,9 @@ PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     """This process is the command; it only returns by ending."""
-    parent, *command = arguments
+    parent, cpus, *command = arguments
+    if cpus:  # before its first thread starts and its first page is touched, so that all of them are there
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(parent):  # it died before the line above; nobody is left to tell

@@ -21,7 +21,10 @@ from counterpoint.errors import LaunchError
 from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, severity, tell
 from counterpoint.launchers.environment import DEADLINE_S, ERROR_FILE, STORE_FD, RankEnvironment, rank_variables
 from counterpoint.launchers.lines import LineReader, OnLine, write_prefixed
+from counterpoint.launchers.machine import place_here
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
+from counterpoint.launchers.variables import THREADS, threads_wanted
+from counterpoint.world.placement import DEFAULT_BINDING, Binding, Place
 
 GRACE_S = 2.0  # from SIGTERM to SIGKILL
 SETTLE_S = 1.0  # how long to wait for the cause when the first to fail only blames a peer
@@ -62,11 +65,12 @@ def script_command(script: Path, arguments: Sequence[str] = ()) -> list[str]:
     return [sys.executable, "-m", "counterpoint.launchers", str(script), *arguments]
 
 
-def run_command(
+def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     argv: Sequence[str],
     ranks: int,
     *,
     threads_per_rank: int | None = None,
+    bind: Binding = DEFAULT_BINDING,
     port: int | None = None,
     deadline_s: float | None = None,
     on_line: OnLine = write_prefixed,
@@ -79,7 +83,9 @@ def run_command(
     Args:
         argv: the command of every rank; see ``script_command``.
         ranks: how many.
-        threads_per_rank: OMP_NUM_THREADS of each; by default what the user has set, else cores // ranks, at least 1.
+        threads_per_rank: OMP_NUM_THREADS of each; by default what the user has set, else cores // ranks. Where ranks
+            outnumber the cores it is 1, and standard error says so.
+        bind: on which cores each may compute; see :func:`counterpoint.world.placement.place`.
         port: where the ranks meet, on the loopback; None takes a free one.
         deadline_s: passed on to the ranks: how long they wait for each other to arrive.
         on_line: takes every line that a rank writes.
@@ -94,6 +100,9 @@ def run_command(
         raise LaunchError(f"{ranks} ranks cannot run; give at least 1")
     if not argv or shutil.which(argv[0]) is None:
         raise LaunchError(f"there is no command {argv[0] if argv else ''!r}; give a script, or a program on PATH")
+    placement = place_here(ranks, threads_per_rank, bind)
+    if placement.note:
+        sys.stderr.write(f"counterpoint: {placement.note}\n")
     with ExitStack() as stack:
         received = stack.enter_context(_caught_signals())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
@@ -108,7 +117,8 @@ def run_command(
                 found = RankEnvironment(
                     rank, ranks, rank, ranks, LOOPBACK, meeting.getsockname()[1], job, deadline_s, store_fd
                 )
-                watch.start(argv, found, _variables(found, folder, threads_per_rank))
+                where = placement.places[rank]
+                watch.start(argv, found, _variables(found, folder, where.threads), where)
         return watch.run()
 
 
@@ -132,9 +142,10 @@ class _Watch:
     stop_s: float | None = None
     kill_s: float | None = None
 
-    def start(self, argv: Sequence[str], found: RankEnvironment, variables: dict[str, str]) -> None:
-        """One more rank is running, in a session of its own and tied to the life of this process."""
-        tied = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv]
+    def start(self, argv: Sequence[str], found: RankEnvironment, variables: dict[str, str], place: Place) -> None:
+        """One more rank is running in its place, in a session of its own and tied to the life of this process."""
+        cpus = ",".join(map(str, place.cpus))
+        tied = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cpus, *argv]
         popen = subprocess.Popen(
             tied,
             env=variables,
@@ -219,12 +230,11 @@ class _Watch:
             )
 
 
-def _variables(found: RankEnvironment, folder: Path, threads_per_rank: int | None) -> dict[str, str]:
+def _variables(found: RankEnvironment, folder: Path, threads: int) -> dict[str, str]:
     """Return a rank's whole environment: ours, the contract, one thread budget, lines that arrive at once."""
-    threads = max(1, len(os.sched_getaffinity(0)) // found.world_size)
-    variables = {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ}
-    if threads_per_rank is not None:
-        variables["OMP_NUM_THREADS"] = str(threads_per_rank)
+    variables = {**DEFAULTS, **os.environ}
+    if THREADS not in os.environ or threads_wanted() != threads:
+        variables[THREADS] = str(threads)
     for stale in ("TORCHELASTIC_USE_AGENT_STORE", STORE_FD, DEADLINE_S):
         variables.pop(stale, None)
     return {**variables, **rank_variables(found), ERROR_FILE: str(folder / f"rank-{found.rank}.json")}

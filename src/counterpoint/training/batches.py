@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import multiprocessing
+import threading
+import warnings
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +41,39 @@ def count_samples(inputs: Any, targets: Any) -> int:  # noqa: ANN401 - whatever 
     if not count:
         raise DataError("the batch has 0 samples, which have no mean loss; leave empty batches out")
     return count
+
+
+def digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
+    """Return a text that is the same for batches of the same tensors, and another for any others.
+
+    Example:
+        >>> import torch
+        >>> digest(torch.ones(2)) == digest(torch.ones(2)), digest(torch.ones(2)) == digest(torch.zeros(2))
+        (True, False)
+    """
+    found = hashlib.sha256()
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def warn_of_forks() -> None:
+    """Warn of processes that this one has forked although it has threads: a loader's workers, most likely."""
+    tasks = Path("/proc/self/task")  # threads of native code are seen only here
+    num_threads = len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
+    forked = [child for child in multiprocessing.active_children() if getattr(child, "_start_method", "") == "fork"]
+    if forked and num_threads > 1:
+        pids = ", ".join(str(child.pid) for child in forked)
+        warnings.warn(
+            f"{len(forked)} processes (pid {pids}) were forked from this one, which has {num_threads} threads: a lock "
+            "that a thread held then stays locked in the copy for ever, so that such a worker may hang at any time; "
+            "give the DataLoader multiprocessing_context='forkserver', or let cp.Trainer.fit(dataset, workers=...) "
+            "read the samples",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def lengths_of(values: Any) -> set[int]:  # noqa: ANN401 - any nest of tensors

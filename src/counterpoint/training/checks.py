@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn, optim
+from torch.utils.data import DataLoader
 
-from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.data.fetch import MapDataset
+from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.runtime.optimizers import Face, Factory
 
 
@@ -50,6 +52,29 @@ def require_folder(path: Path | None) -> None:
             if not folder.is_dir():
                 raise CheckpointError(f"{folder} is a file, but checkpoints need a folder; choose another path")
             return
+
+
+def require_map_style(dataset: MapDataset) -> None:
+    """Check that samples can be asked for by their index.
+
+    Raises:
+        DataError: they cannot.
+    """
+    if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch"))):
+        raise DataError(
+            f"a {type(dataset).__name__} is no map-style dataset: it has no length, or no sample for an index; "
+            f"pass the dataset itself, not a loader: batches, order and sharding are the trainer's{instead_of(dataset)}"
+        )
+
+
+def instead_of(loader: object) -> str:
+    """Return what to pass instead of a torch DataLoader; nothing to add for what is none."""
+    if not isinstance(loader, DataLoader):
+        return ""
+    call = f"fit(loader.dataset, batch_size={loader.batch_size} x ranks, workers={loader.num_workers})"
+    if hasattr(loader.sampler, "num_replicas"):
+        call += f", without the {type(loader.sampler).__name__} and its set_epoch"
+    return f": {call}"
 
 
 def make_face(optimizer: optim.Optimizer | Factory, model: nn.Module) -> Face:

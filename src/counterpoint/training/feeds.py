@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from counterpoint.data.fetch import MapDataset, fetch
+from counterpoint.data.fetch import Fields, MapDataset
+from counterpoint.data.reading import read_keyed
 from counterpoint.data.sampler import Indices, split
+from counterpoint.program.instruction import Forward
+from counterpoint.program.program import Program
 
 
 class DatasetFeed:
@@ -18,20 +22,36 @@ class DatasetFeed:
         dataset: any map-style dataset whose samples are ``(inputs..., target)``.
         indices: the samples of the batch, in order.
         num_micros: into how many microbatches it is cut.
+        seed: of what samples draw.
+        epoch: likewise.
+        reader: gives a microbatch's fields where something else than this process reads them.
     """
 
-    def __init__(self, dataset: MapDataset, indices: Indices, num_micros: int) -> None:
-        self.dataset = dataset
+    def __init__(
+        self,
+        dataset: MapDataset,
+        indices: Indices,
+        num_micros: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        reader: Callable[[int], Fields] | None = None,
+    ) -> None:
         self.indices = indices
         self.places = split(len(indices), num_micros)
         self.sizes: Mapping[int, int] = {micro: stop - start for micro, (start, stop) in enumerate(self.places)}
         self.read: dict[int, tuple[Tensor, ...]] = {}
+        self.reader = reader
+        self.read_here = partial(read_keyed, dataset, seed=seed, epoch=epoch)
 
     def fields(self, micro: int) -> Sequence[Tensor]:
         """Return the fields of a microbatch's samples, stacked."""
         if micro not in self.read:
-            start, stop = self.places[micro]
-            self.read[micro] = fetch(self.dataset, self.indices[start:stop])
+            if self.reader is not None:
+                self.read[micro] = self.reader(micro)
+            else:
+                start, stop = self.places[micro]
+                self.read[micro] = self.read_here(self.indices[start:stop])
         return self.read[micro]
 
     def inputs(self, micro: int) -> Any:  # noqa: ANN401 - one tensor or a tuple of them
@@ -42,3 +62,10 @@ class DatasetFeed:
     def targets(self, micro: int) -> Tensor:
         """Return the last field."""
         return self.fields(micro)[-1]
+
+
+def read_micros(program: Program, ranks: Collection[int]) -> list[int]:
+    """Return the microbatches whose samples these ranks read: those whose first or last block they run."""
+    last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
+    words = (word for rank in ranks for word in program.rows[rank].body if isinstance(word, Forward))
+    return sorted({word.micro for word in words if word.block in {0, last}})

@@ -6,17 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from counterpoint.launchers import function
+from counterpoint.world.placement import DEFAULT_BINDING, Binding
 
 
-def launch(fn: Callable[..., object], *, ranks: int, args: Sequence[object] = ()) -> list[Any]:
+def launch(
+    fn: Callable[..., object], *, ranks: int, args: Sequence[object] = (), bind: Binding = DEFAULT_BINDING
+) -> list[Any]:
     """Run ``fn(*args)`` on so many processes of this host and return what each returned, by rank.
 
     Args:
         fn: a function that another process can import: defined at the top of a file.
         ranks: how many processes.
         args: JSON values and tensors, the same for every rank.
+        bind: on which cores each rank may compute: ``none``, ``core``, ``numa``, ``compact`` or ``spread``; see
+            :func:`counterpoint.world.placement.place`.
 
     Raises:
         LaunchError: the function or an argument cannot travel, or a rank failed; the first line names it.
     """
-    return function.launch(fn, ranks=ranks, args=args)
+    return function.launch(fn, ranks=ranks, args=args, bind=bind)

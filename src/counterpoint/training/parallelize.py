@@ -18,7 +18,7 @@ from counterpoint.program.program import Program
 from counterpoint.runtime.feed import BatchFeed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
-from counterpoint.training.batches import count_samples
+from counterpoint.training.batches import count_samples, digest, warn_of_forks
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan
 from counterpoint.training.team import Team
@@ -68,7 +68,7 @@ class Step:
             )
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
-            self.build(inputs, count)
+            self.build(inputs, targets, count)
         feed = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
         with torch.random.fork_rng(devices=[], enabled=self.team.draws):
             verdict = self.team.step(self.number, feed)
@@ -78,13 +78,14 @@ class Step:
         self.number += 1
         return verdict.loss
 
-    def build(self, inputs: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
+    def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
         team = self.team
         fabric = team.world.fabrics[0]
         self.is_shared = len(team.world.fabrics) < fabric.num_ranks
         if self.is_shared:
-            require_same_counts(fabric, count)
+            require_same_batches(fabric, count, digest(inputs, targets))
+            warn_of_forks()
         if self.auto is not None:
             few = cut(inputs, 0, min(count, FEW_SAMPLES))
             team.plan = self.auto.choose(team.model, team.face, few, team.options, count)
@@ -147,17 +148,29 @@ class Step:
             self.team.close()
 
 
-def require_same_counts(fabric: Fabric, count: int) -> None:
-    """Check that all ranks begin with batches of one size; all ranks call it together.
+def require_same_batches(fabric: Fabric, count: int, content: str) -> None:
+    """Check that all ranks begin with the same batch; all ranks call it together.
+
+    Args:
+        fabric: the way to the others.
+        count: samples of this rank's batch.
+        content: what :func:`counterpoint.training.batches.digest` says of it.
 
     Raises:
         DataError: they do not.
     """
-    for rank, theirs in enumerate(fabric.gather_values("batch", count, tuple(range(fabric.num_ranks)))):
-        if theirs != count:
+    for rank, theirs in enumerate(fabric.gather_values("batch", [count, content], tuple(range(fabric.num_ranks)))):
+        assert isinstance(theirs, list), "what every rank sends"
+        if theirs[0] != count:
             raise DataError(
-                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {theirs}; every rank "
+                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {theirs[0]}; every rank "
                 "passes the same global batch and takes its own part of it: leave the sharding of batches away"
+            )
+        if theirs[1] != content:
+            raise DataError(
+                f"rank {fabric.rank} and rank {rank} were given different batches of {count} samples; every rank "
+                "passes the same global batch and takes its own part of it: leave a DistributedSampler away, shuffle "
+                "with the same seed on every rank, and draw no noise that differs"
             )
 
 

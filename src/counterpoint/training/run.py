@@ -13,7 +13,7 @@ from torch import optim
 
 from counterpoint.cutting.eager import check_single
 from counterpoint.data.fetch import MapDataset, fingerprint
-from counterpoint.data.sampler import Cursor, Indices, Sampler, split
+from counterpoint.data.sampler import Cursor, Sampler, split
 from counterpoint.errors import CheckpointError
 from counterpoint.runtime.build import call_form
 from counterpoint.training import saving
@@ -21,14 +21,12 @@ from counterpoint.training.evaluation import Measure, evaluate
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
 from counterpoint.training.feeds import DatasetFeed
 from counterpoint.training.kept import plain, revived
+from counterpoint.training.supply import Supply
 from counterpoint.training.team import Team
 from counterpoint.training.tracing import measured_step
 
 TRACED_STEP = 3
 """Which step of a run is measured word by word: late enough to be warm."""
-
-BATCHES_AHEAD = 16
-"""How many batches' samples are looked up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,8 @@ class Goals:
         save_to: folder of checkpoints.
         save_every: save after so many steps, too.
         keep: how many checkpoints stay.
+        workers: processes that read samples; 0 for none but this.
+        prefetch: microbatches that each reads ahead.
     """
 
     num_epochs: int
@@ -54,6 +54,8 @@ class Goals:
     save_to: Path | None
     save_every: int | None
     keep: int | None
+    workers: int = 0
+    prefetch: int = 2
 
 
 class Run:
@@ -85,7 +87,7 @@ class Run:
         self.listeners = list(listeners)
         self.progress = self.base = saving.Progress()
         self.evaluated_at = -1
-        self.ahead: dict[tuple[int, int], Indices] = {}
+        self.supply = Supply(team, dataset, sampler, workers=goals.workers, prefetch=goals.prefetch)
 
     @property
     def num_steps(self) -> int:
@@ -102,10 +104,12 @@ class Run:
         """Take all steps that are left."""
         assert self.team.compiled is not None, "built"
         start = RunStart(self.team.compiled, self.progress.step, self.num_steps, self.sampler.batch_size)
+        self.supply.require_same_data()
         self.require_no_lone_sample()
         for listener in self.listeners:
             listener.on_start(start)
         saving.make_root(self.team, self.goals.save_to)
+        self.supply.open(self.progress.cursor, self.num_steps - self.progress.step)
         first = self.progress.step
         while self.progress.step < self.num_steps:
             self.step(traced=self.progress.step == min(first + TRACED_STEP, self.num_steps - 1))
@@ -140,7 +144,7 @@ class Run:
         """Take one step."""
         began = time.perf_counter()
         cursor, number = self.progress.cursor, self.progress.step
-        feed = DatasetFeed(self.dataset, self.indices(cursor), self.team.num_micros)
+        feed = self.supply.feed(cursor)
         if traced:
             verdict, trace = measured_step(self.team, number, feed)
         else:
@@ -163,13 +167,6 @@ class Run:
             listener.on_step(end)
             if trace is not None:
                 listener.on_trace(Timed(number, trace))
-
-    def indices(self, cursor: Cursor) -> Indices:
-        """Return the samples of a batch; those of a few batches are looked up at once."""
-        if (cursor.epoch, cursor.batch) not in self.ahead:
-            found = self.sampler.batches(cursor.epoch, cursor.batch, BATCHES_AHEAD)
-            self.ahead = {(cursor.epoch, index): batch for index, batch in enumerate(found, cursor.batch)}
-        return self.ahead[cursor.epoch, cursor.batch]
 
     def is_time_to_evaluate(self) -> bool:
         """Tell whether held-out data is measured now."""
@@ -253,7 +250,8 @@ class Run:
             )
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the listeners that it is over."""
+        """End the workers, and tell the listeners that it is over."""
+        self.supply.close()
         for listener in self.listeners:
             listener.on_end(RunEnd(self.progress.step, error))
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn, optim
 from counterpoint.compiler.compile import Compiled
 from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler, split
-from counterpoint.errors import CheckpointError, CounterpointError, DataError, PlanError
+from counterpoint.errors import CheckpointError, CounterpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.training import saving
-from counterpoint.training.checks import make_face, require_counts, require_folder, require_schedule
+from counterpoint.training.checks import make_face, require_counts, require_folder, require_map_style, require_schedule
 from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
@@ -121,6 +121,8 @@ class Trainer:
         batch_size: int,
         epochs: int = 1,
         max_steps: int | None = None,
+        workers: int = 0,
+        prefetch: int = 2,
         evaluation: MapDataset | None = None,
         measure: Measure | None = None,
         evaluate_every: int | None = None,
@@ -139,6 +141,8 @@ class Trainer:
             batch_size: samples of one *global* batch, over all ranks.
             epochs: passes over the dataset.
             max_steps: steps of the whole run at most, those before a resume included.
+            workers: processes of each rank that read its samples; 0 reads them when they are needed.
+            prefetch: microbatches that each worker reads ahead.
             evaluation: held-out data, measured after every epoch and at the end.
             measure: from outputs and targets to tallies; by default the loss.
             evaluate_every: also measure after so many steps.
@@ -157,7 +161,8 @@ class Trainer:
         """
         if save_every is not None and save_to is None:
             raise PlanError(f"save_every={save_every} says when, but not where; give save_to=FOLDER as well")
-        require_counts(batch_size=batch_size, epochs=epochs)
+        require_counts(batch_size=batch_size, epochs=epochs, prefetch=prefetch)
+        require_counts(optional=True, workers=workers or None)
         require_counts(
             optional=True, max_steps=max_steps, save_every=save_every, evaluate_every=evaluate_every, keep=keep
         )
@@ -175,6 +180,8 @@ class Trainer:
             Path(save_to) if save_to is not None else None,
             save_every,
             keep,
+            workers,
+            prefetch,
         )
         history = History()
         callbacks = self.callbacks if self.rank == 0 else every_rank(self.callbacks)
@@ -301,19 +308,6 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in before:
             module.training = flag
-
-
-def require_map_style(dataset: MapDataset) -> None:
-    """Check that samples can be asked for by their index.
-
-    Raises:
-        DataError: they cannot.
-    """
-    if not (hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch"))):
-        raise DataError(
-            f"a {type(dataset).__name__} is no map-style dataset: it has no length, or no sample for an index; "
-            "pass the dataset itself, not a loader: batches, order and sharding are the trainer's"
-        )
 
 
 def first_samples(dataset: MapDataset, count: int) -> DatasetFeed:

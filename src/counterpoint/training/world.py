@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, TypeVar
 
+from counterpoint.errors import LaunchError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.fabric.meeting import Address, connect
@@ -76,7 +78,16 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
         environment: what a launcher told this process; None when none started it.
         num_ranks: ranks of the plan, for a world in this process.
         deadline_s: the longest that a rank waits for another.
+
+    Raises:
+        LaunchError: this process only imports the script of the one that started it.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LaunchError(
+            f"this is {multiprocessing.current_process().name}, which imports the script of the process that started "
+            "it, and the script trains as soon as it is imported; put what it does under "
+            "`if __name__ == '__main__':`"
+        )
     if environment is None or environment.world_size == 1:
         return LocalWorld(num_ranks, deadline_s)
     known = met(environment)

@@ -1,0 +1,235 @@
+"""Microbatches read ahead by worker processes, in the order of the run and from wherever it begins.
+
+A worker is started by a fork server that has one thread and has never computed, so no lock can be copied in a locked
+state, whatever threads the trainer has. It is told places, never samples: which samples those are it finds itself.
+Place k of the run is read by worker k modulo the number of workers, so that order and contents do not depend on it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from counterpoint.data.fetch import Fields
+from counterpoint.data.parcels import Fault, Ready, receive
+from counterpoint.data.reading import Reading, Spot
+from counterpoint.data.worker import STACK_SIGNAL, Ends, work
+from counterpoint.errors import DataError
+
+GRACE_S = 2.0  # from the last order to the kernel's end of a worker that still reads
+START_S = 60.0  # the longest that a worker may take to begin: it imports torch and what the dataset needs
+STACK_S = 2.0  # how long a worker that hangs has to write its stack
+STACK_BYTES = 65536
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process and our ends of its pipes.
+
+    Args:
+        number: of the worker.
+        process: it.
+        orders: takes places.
+        answers: gives fields or faults.
+        life: held open as long as it may live.
+        stacks: gives what it was doing.
+        owed: the places it has been told and not yet answered.
+        is_ready: whether it has begun.
+    """
+
+    number: int
+    process: BaseProcess
+    orders: Connection
+    answers: Connection
+    life: Connection
+    stacks: Connection
+    owed: deque[Spot] = field(default_factory=deque)
+    is_ready: bool = False
+
+    def __str__(self) -> str:
+        return f"loader worker {self.number} (pid {self.process.pid})"
+
+
+class Loader:
+    """Reads the microbatches of a run ahead; close it.
+
+    Args:
+        reading: how a microbatch is read; it is sent to every worker.
+        spots: the places to read, in the order in which they will be asked for.
+        workers: how many processes.
+        prefetch: microbatches that each reads ahead, at most.
+        deadline_s: the longest that one microbatch may take.
+
+    Raises:
+        DataError: the dataset cannot be sent to another process.
+    """
+
+    def __init__(
+        self, reading: Reading, spots: Iterator[Spot], *, workers: int, prefetch: int, deadline_s: float
+    ) -> None:
+        self.spots = spots
+        self.deadline_s = deadline_s
+        self.workers: list[Worker] = []
+        self.turn = 0  # the worker whose answer comes next
+        self.asked_turn = 0  # the worker that is told next
+        self.read: dict[Spot, Fields] = {}
+        try:
+            for number in range(workers):
+                self.workers.append(start(number, reading))
+            for _ in range(workers * prefetch):
+                self.order()
+        except BaseException:
+            self.close()
+            raise
+
+    def fields(self, spot: Spot) -> Fields:
+        """Return the fields of a microbatch, which is asked for once.
+
+        Raises:
+            DataError: it could not be read, or its worker ended or is too slow; the message names it.
+        """
+        while spot not in self.read:
+            found, fields = self.receive()
+            if any((other.epoch, other.batch) != (found.epoch, found.batch) for other in self.read):
+                self.read.clear()  # of a batch that is over: nobody asked for these
+            self.read[found] = fields
+        return self.read.pop(spot)
+
+    def order(self) -> None:
+        """One more place is being read, if one is left."""
+        spot = next(self.spots, None)
+        if spot is None:
+            return
+        worker = self.workers[self.asked_turn]
+        self.asked_turn = (self.asked_turn + 1) % len(self.workers)
+        worker.owed.append(spot)
+        with suppress(OSError):  # a worker that has ended is told of when its answer is due
+            worker.orders.send(tuple(spot))
+
+    def receive(self) -> tuple[Spot, Fields]:
+        """Return the next place and its fields, and have one more read."""
+        worker = self.workers[self.turn]
+        assert worker.owed, "no more is asked for than was ordered"
+        if not worker.is_ready:
+            first = answer_of(worker, max(START_S, self.deadline_s))
+            assert isinstance(first, Ready), "what a worker says first"
+            worker.is_ready = True
+        answer = answer_of(worker, self.deadline_s)
+        spot = worker.owed.popleft()
+        if isinstance(answer, Fault):
+            raise DataError(f"{worker} failed {answer.note}: {answer.what}\n{answer.trace}")
+        assert not isinstance(answer, Ready), "said once"
+        self.turn = (self.turn + 1) % len(self.workers)
+        self.order()
+        return spot, answer
+
+    def close(self) -> None:
+        """No worker is left, whatever it was doing."""
+        for worker in self.workers:
+            worker.orders.close()
+        for worker in self.workers:
+            if not worker.owed:  # what it still reads is for nobody: there is nothing to wait for
+                worker.process.join(GRACE_S)
+            worker.life.close()
+            worker.process.join(GRACE_S)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.process.close()
+            worker.answers.close()
+            worker.stacks.close()
+        self.workers.clear()
+        self.read.clear()
+
+
+def start(number: int, reading: Reading) -> Worker:
+    """Return a worker that waits for its first place."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["counterpoint.data.worker"])  # torch is imported once, not by each
+    (orders, tell), (life, hold), (see, stacks) = (context.Pipe(duplex=False) for _ in range(3))
+    hear, answers = context.Pipe()  # a socket, because it carries descriptors
+    theirs = Ends(orders, answers, os.getpid(), life, stacks)
+    process = context.Process(target=work, args=(reading, theirs), name=f"loader worker {number}", daemon=True)
+    try:
+        process.start()
+    except Exception as error:
+        raise DataError(
+            f"a {type(reading.dataset).__name__} cannot be sent to a loader's worker: {type(error).__name__}: {error}; "
+            "a dataset that other processes read has its class at the top of a file, and no open file, connection, "
+            "lambda or generator in it: open those when the first sample is read, or take workers=0"
+        ) from error
+    finally:
+        for end in (orders, answers, life, stacks):
+            end.close()
+    return Worker(number, process, tell, hear, hold, see)
+
+
+def answer_of(worker: Worker, deadline_s: float) -> Ready | Fault | Fields:
+    """Return what a worker sends next.
+
+    Raises:
+        DataError: it has ended, or sends nothing until the deadline.
+    """
+    if not wait([worker.answers, worker.process.sentinel], deadline_s):
+        raise stuck(worker, deadline_s)
+    try:
+        return receive(worker.answers)
+    except (EOFError, OSError):
+        raise ended(worker) from None
+
+
+def ended(worker: Worker) -> DataError:
+    """Return what to say of a worker that is gone."""
+    worker.process.join(GRACE_S)
+    code = worker.process.exitcode
+    busy = f"with {worker.owed[0]} to read" if worker.owed else "between two microbatches"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name} {busy}"
+        remedy = "if nobody sent it, the kernel ran out of memory: take fewer workers, or a smaller prefetch"
+    else:
+        how, remedy = f"ended with exit code {code} {busy}", "what it wrote last says why"
+        if not worker.is_ready:
+            remedy += ": a dataset for workers has its class at the top of a file, and the script that trains has its "
+            remedy += "main part under `if __name__ == '__main__':`"
+    return DataError(f"{worker} {how}; {remedy}")
+
+
+def stuck(worker: Worker, deadline_s: float) -> DataError:
+    """Return what to say of a worker that does not answer, with its stack if it can still tell it."""
+    return DataError(
+        f"{worker} has not read {worker.owed[0]} within {deadline_s:g} s; a dataset that is this slow needs a longer "
+        f"deadline_s, one that waits for ever a limit of its own\n{stack_of(worker)}".rstrip()
+    )
+
+
+def stack_of(worker: Worker) -> str:
+    """Return what a worker is doing, as it says itself; empty where it does not."""
+    if worker.process.pid is None or not worker.is_ready:
+        return ""
+    os.kill(worker.process.pid, STACK_SIGNAL)
+    if not worker.stacks.poll(STACK_S):
+        return ""
+    return os.read(worker.stacks.fileno(), STACK_BYTES).decode(errors="replace")
+
+
+def spots_of(reading: Reading, first: tuple[int, int], num_batches: int, micros: Sequence[int]) -> Iterator[Spot]:
+    """Yield the places that a process reads in the rest of a run; microbatches without samples are none.
+
+    Args:
+        reading: of the run.
+        first: epoch and batch to begin with.
+        num_batches: how many.
+        micros: those that this process reads.
+    """
+    epoch, batch = first
+    for _ in range(num_batches):
+        spots = (Spot(epoch, batch, micro) for micro in micros)
+        yield from (spot for spot in spots if len(range(*reading.bounds(spot))))
+        epoch, batch = (epoch, batch + 1) if batch + 1 < reading.sampler.num_batches else (epoch + 1, 0)

@@ -1,0 +1,108 @@
+"""What the kernel says of this host's processors: the only reader of its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from counterpoint.launchers.variables import threads_wanted
+from counterpoint.world.placement import DEFAULT_BINDING, Binding, Placement, place
+from counterpoint.world.topology import Core, Topology
+
+CPUS = Path("sys/devices/system/cpu")
+NODES = Path("sys/devices/system/node")
+GROUPS = Path("sys/fs/cgroup")
+
+
+def this_host() -> Topology:
+    """Return the cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return Topology(tuple(Core((cpu,)) for cpu in range(os.cpu_count() or 1)))
+    return read_topology(Path("/"), os.sched_getaffinity(0))
+
+
+def place_here(ranks: int, threads: int | None = None, bind: Binding = DEFAULT_BINDING) -> Placement:
+    """Return where ranks of this host compute: the one answer that launchers apply and the doctor shows.
+
+    Args:
+        ranks: how many.
+        threads: of each; what the user has set for all programs when left out, else what divides the cores.
+        bind: see :func:`counterpoint.world.placement.place`.
+    """
+    return place(this_host(), ranks, threads=threads_wanted() if threads is None else threads, bind=bind)
+
+
+def read_topology(root: Path, allowed: Collection[int] | None = None) -> Topology:
+    """Return the topology that the kernel's files below ``root`` describe.
+
+    What is not there is taken for the simplest: a hyperthread without a core is one, all memory is equally near, and
+    there is no quota.
+
+    Args:
+        root: where ``sys`` and ``proc`` are, ``/`` or a folder with copies.
+        allowed: the hyperthreads that may be used; those of ``proc/self/status`` when left out.
+    """
+    usable = sorted(_allowed(root) if allowed is None else allowed)
+    near = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in sorted((root / NODES).glob("node[0-9]*"))
+        for cpu in cpus_of(_text(folder / "cpulist"))
+    }
+    cores: dict[tuple[int, ...], Core] = {}
+    for cpu in usable:
+        folder = root / CPUS / f"cpu{cpu}" / "topology"
+        siblings = cpus_of(_text(folder / "core_cpus_list") or _text(folder / "thread_siblings_list"))
+        cpus = tuple(sibling for sibling in siblings if sibling in usable) or (cpu,)
+        package = _text(folder / "physical_package_id")
+        cores.setdefault(cpus, Core(cpus, near.get(cpu, 0), int(package) if package.isdigit() else 0))
+    return Topology(tuple(cores.values()) or (Core((0,)),), min(_quotas(root), default=None))
+
+
+def cpus_of(text: str) -> list[int]:
+    """Return the numbers of a list as the kernel writes it.
+
+    Example:
+        >>> cpus_of("0-2,8")
+        [0, 1, 2, 8]
+    """
+    runs = [run.split("-") for run in text.split(",") if run]
+    return [cpu for run in runs for cpu in range(int(run[0]), int(run[-1]) + 1)]
+
+
+def _allowed(root: Path) -> list[int]:
+    for line in _text(root / "proc/self/status").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Cpus_allowed_list":
+            return cpus_of(value.strip())
+    return cpus_of(_text(root / CPUS / "online"))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the limits of this process's control group and of those around it, in both versions of the interface."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from (quota for folder in _around(root / GROUPS, path) for quota in _quota(_text(folder / "cpu.max")))
+        elif "cpu" in controllers.split(","):
+            for folder in (found for name in {"cpu", controllers} for found in _around(root / GROUPS / name, path)):
+                yield from _quota(f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}")
+
+
+def _around(top: Path, path: str) -> Iterator[Path]:
+    """Yield a group's folder and all above it; a container may see only the upper end of the path, as its own."""
+    names = [name for name in path.split("/") if name not in {"", ".."}]
+    yield from (top.joinpath(*names[:depth]) for depth in range(len(names), -1, -1))
+
+
+def _quota(text: str) -> Iterator[float]:
+    quota, _, period = text.partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        yield int(quota) / int(period)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,184 @@
+"""Workers read what one process would have read, in its order, and none outlives the run."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from counterpoint.data.loader import Loader, spots_of
+from counterpoint.data.reading import Reading, Spot
+from counterpoint.data.sampler import Sampler
+from counterpoint.errors import DataError
+from tests.data.samples import Drawn, DrawnTogether, FailsAt, Noted, Numbers, Unsendable, read_by_workers
+
+pytestmark = pytest.mark.process
+
+
+def reading_of(dataset, num_micros=2, *, batch_size=6, shuffle="feistel"):
+    return Reading(dataset, Sampler(len(dataset), batch_size, 5, shuffle=shuffle), num_micros)
+
+
+@contextmanager
+def loading(reading, workers=2, *, first=(0, 0), num_batches=4, prefetch=2, deadline_s=30.0):
+    """Yield a loader and the places that it reads."""
+    spots = list(spots_of(reading, first, num_batches, range(reading.num_micros)))
+    loader = Loader(reading, iter(spots), workers=workers, prefetch=prefetch, deadline_s=deadline_s)
+    try:
+        yield loader, spots
+    finally:
+        loader.close()
+
+
+def read_all(loader, spots):
+    for spot in spots:
+        loader.fields(spot)
+
+
+def refused(dataset, **options):
+    """Return why a loader gives up on a dataset in the order of its samples; none of its workers is left."""
+    with loading(reading_of(dataset, shuffle="sequential"), **options) as (loader, spots):
+        watched = [os.pidfd_open(worker.process.pid) for worker in loader.workers]
+        with pytest.raises(DataError) as caught:
+            read_all(loader, spots)
+    assert are_gone(watched)
+    return str(caught.value)
+
+
+def are_gone(pidfds, seconds=10.0):
+    """Tell whether all processes end in time."""
+    for pidfd in pidfds:
+        with os.fdopen(pidfd):
+            if not select.select([pidfd], [], [], seconds)[0]:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_give_what_this_process_would_read_bit_for_bit(workers):
+    reading = reading_of(Drawn())
+    with loading(reading, workers, num_batches=6) as (loader, spots):
+        assert [spot.epoch for spot in (spots[0], spots[-1])] == [0, 1]
+        for spot in spots:
+            for mine, theirs in zip(loader.fields(spot), reading.read(spot), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_what_a_sample_draws_does_not_depend_on_how_many_share_a_batch():
+    """Noise from a worker's own seed was another one for every number of workers and ranks."""
+    whole = reading_of(Drawn(), 1).read(Spot(1, 2, 0))
+    for num_micros in (2, 3, 6):
+        parts = [reading_of(Drawn(), num_micros).read(Spot(1, 2, micro)) for micro in range(num_micros)]
+        assert torch.equal(torch.cat([part[0] for part in parts]), whole[0])
+
+
+def test_a_sample_draws_anew_in_every_epoch_and_costs_no_random_number_of_ours():
+    reading = reading_of(Drawn(), 1, batch_size=24, shuffle="sequential")
+    torch.manual_seed(1)
+    first, second = (reading.read(Spot(epoch, 0, 0))[0] for epoch in (0, 1))
+    assert not (first == second).any()
+    drawn = torch.rand(())
+    torch.manual_seed(1)
+    assert drawn == torch.rand(())
+
+
+def test_drawing_for_many_samples_at_once_is_warned_of():
+    with pytest.warns(RuntimeWarning, match=r"^DrawnTogether draws global random numbers for many samples at once, so"):
+        reading_of(DrawnTogether()).warn_of_shared_draws(Spot(0, 0, 0))
+    reading_of(Drawn()).warn_of_shared_draws(Spot(0, 0, 0))
+
+
+def test_a_run_that_goes_on_in_mid_epoch_reads_nothing_again(tmp_path):
+    reading = reading_of(Noted(tmp_path / "read"))
+    with loading(reading, first=(0, 2), num_batches=2) as (loader, spots):
+        read_all(loader, spots)
+    wanted = [index for batch in (2, 3) for index in reading.sampler.batch(0, batch).tolist()]
+    assert sorted(read_by_workers(tmp_path / "read")) == sorted(wanted)
+
+
+def test_no_more_is_read_ahead_than_was_asked_for(tmp_path):
+    reading = reading_of(Noted(tmp_path / "read"), 1, batch_size=1)
+    with loading(reading, 2, num_batches=20, prefetch=3) as (loader, spots):
+        for spot in spots[:8]:
+            loader.fields(spot)
+            assert [len(worker.owed) for worker in loader.workers] == [3, 3]
+    assert len(read_by_workers(tmp_path / "read")) <= 8 + 2 * 3
+
+
+def test_what_nobody_asks_for_is_left_behind():
+    with loading(reading_of(Numbers())) as (loader, spots):
+        for spot in spots[1::2]:
+            assert loader.fields(spot)[1].tolist() == reading_of(Numbers()).indices(spot).tolist()
+            assert len(loader.read) <= 1
+
+
+def test_an_error_says_which_sample_and_where_in_the_users_code():
+    text = refused(FailsAt(7, "fail"))
+    first, *rest = text.splitlines()
+    assert first.startswith("loader worker 0 (pid ")
+    assert first.endswith(") failed while reading sample 7 of the FailsAt: ValueError: the file is cut short")
+    assert 'raise ValueError("the file is cut short")' in "\n".join(rest)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("die", "was killed by SIGKILL with microbatch 0 of batch 1 in epoch 0 to read; if nobody sent it, the kernel"),
+        ("leave", "ended with exit code 3 with microbatch 0 of batch 1 in epoch 0 to read; what it wrote last says"),
+    ],
+)
+def test_a_worker_that_ends_is_named_at_once(how, what):
+    began = time.monotonic()
+    text = refused(FailsAt(7, how))
+    assert text.startswith("loader worker 0 (pid ")
+    assert what in text
+    assert time.monotonic() - began < 20
+
+
+def test_a_worker_that_hangs_is_named_within_the_deadline_with_its_stack():
+    text = refused(FailsAt(7, "hang"), deadline_s=0.5)
+    assert ") has not read microbatch 0 of batch 1 in epoch 0 within 0.5 s; a dataset that is this slow" in text
+    assert "samples.py" in text
+    assert "in hang" in text
+
+
+def test_a_dataset_that_cannot_travel_is_refused_with_the_remedy():
+    with pytest.raises(DataError, match=r"^a Unsendable cannot be sent to a loader's worker: .*; a dataset that other"):
+        Loader(reading_of(Unsendable()), iter(()), workers=1, prefetch=1, deadline_s=1.0)
+
+
+OWNER = """
+import sys
+from counterpoint.data.loader import Loader, spots_of
+from counterpoint.data.reading import Reading
+from counterpoint.data.sampler import Sampler
+from tests.data.samples import FailsAt
+if __name__ == "__main__":
+    reading = Reading(FailsAt(7, "hang"), Sampler(24, 6, shuffle="sequential"), 2)
+    loader = Loader(reading, spots_of(reading, (0, 0), 4, (0, 1)), workers=2, prefetch=2, deadline_s=60)
+    loader.receive()
+    loader.receive()
+    print(*[worker.process.pid for worker in loader.workers], flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_trainer_ends_its_workers_though_one_hangs(tmp_path):
+    (tmp_path / "owner.py").write_text(OWNER)
+    root = Path(__file__).parents[2]
+    variables = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
+    command = [sys.executable, str(tmp_path / "owner.py")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as owner:
+        assert owner.stdout is not None
+        watched = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
+        owner.send_signal(signal.SIGKILL)
+    assert len(watched) == 2
+    assert are_gone(watched)
