@@ -57,7 +57,7 @@ class LARS(optim.Optimizer):
         [[3.0, 3.5]]
 
     Cost:
-        One number of state per parameter, and two norms and four passes per step: about twice as long as SGD.
+        One number of state per parameter, as SGD with momentum; two norms more per step.
 
     Source:
         You, Gitman and Ginsburg, Large batch training of convolutional networks, arXiv:1708.03888, 2017, algorithm 1.
