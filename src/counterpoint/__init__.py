@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         ProgramError,
     )
     from counterpoint.model.spec import ModelSpec, chain
+    from counterpoint.optim.lamb import LAMB
+    from counterpoint.optim.lars import LARS
+    from counterpoint.optim.schedule import large_batch_schedule
     from counterpoint.plan import Plan
     from counterpoint.program.laws import check
     from counterpoint.program.program import Program
@@ -47,6 +50,8 @@ _HOMES = {
     "Data": "strategies.data",
     "DataError": "errors",
     "History": "training.events",
+    "LAMB": "optim.lamb",
+    "LARS": "optim.lars",
     "LaunchError": "errors",
     "ModelSpec": "model.spec",
     "PeerError": "errors",
@@ -65,6 +70,7 @@ _HOMES = {
     "check": "program.laws",
     "compile": "compiler.compile",
     "format_program": "program.text",
+    "large_batch_schedule": "optim.schedule",
     "launch": "training.launch",
     "parallelize": "training.parallelize",
     "parse_program": "program.text",
@@ -72,6 +78,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "Callback",
     "CheckpointError",
     "Compiled",
@@ -97,6 +105,7 @@ __all__ = [
     "check",
     "compile",
     "format_program",
+    "large_batch_schedule",
     "launch",
     "parallelize",
     "parse_program",

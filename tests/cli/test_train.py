@@ -152,3 +152,17 @@ def test_a_run_that_cannot_go_on_leaves_a_report_that_says_why(tmp_path):
     assert "DataError" in result.output
     assert "ended early: DataError" in (tmp_path / "run" / "report.html").read_text()
     assert torch.is_grad_enabled()
+
+
+def test_an_optimizer_for_large_batches_comes_with_its_rate_and_schedule(tmp_path):
+    train("digits", "--optimizer", "lamb", "--batch-size", 512, "--epochs", 5, "--folder", "run", "--progress", "off")
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    rates = [line["lr"] for line in lines if line["event"] == "step"]
+    assert (len(rates), max(rates), rates[-1]) == (15, rates[2], 0.0)
+    assert rates[2] == pytest.approx(0.02 * 8**0.5)
+
+
+def test_an_optimizer_for_large_batches_is_refused_where_no_rate_is_known():
+    result = train("text", "--optimizer", "lars", "--steps", 1, *SHORT)
+    assert result.exit_code != 0
+    assert "text has no learning rate for lars, only for none beside its own optimizer" in result.output

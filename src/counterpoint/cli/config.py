@@ -42,8 +42,10 @@ class TrainingSection(Section):
     """Passes over the training data."""
     max_steps: int | None = Field(default=None, ge=1)
     """Steps at most."""
+    optimizer: Literal["lars", "lamb"] | None = None
+    """In place of the job's own, with a schedule for a batch larger than the job's own."""
     lr: float | None = Field(default=None, gt=0)
-    """Learning rate."""
+    """Learning rate; with an optimizer for large batches that of the job's own batch, from which it is scaled."""
     seed: int = Field(default=0, ge=0)
     """Of the first weights, the order of samples and whatever is drawn."""
     clip_norm: float | None = Field(default=None, gt=0)

@@ -18,7 +18,7 @@ from counterpoint.cli.faults import FAILED, INTERRUPTED, TERMINATED
 from counterpoint.cli.layers import Given, filled, leaves, validated
 from counterpoint.cli.order import Order
 from counterpoint.errors import CounterpointError
-from counterpoint.jobs.job import BuildOptimizer, Job
+from counterpoint.jobs.job import BuildOptimizer, BuildSchedule, Job
 from counterpoint.jobs.table import find
 from counterpoint.launchers.worker import let_the_cause_come_first, report_error
 from counterpoint.training.events import History
@@ -38,7 +38,8 @@ def carry_out(order: Order) -> None:
     trainer = Trainer(
         job.build_model(training.seed),
         loss=job.loss,
-        optimizer=with_lr(job.optimizer, training.lr),
+        optimizer=with_lr(optimizer_of(job, training.optimizer), training.lr),
+        schedule=schedule_of(job, config, len(data)),
         strategy=order.strategy,
         num_microbatches=config.plan.num_microbatches,
         passes=config.plan.passes,
@@ -67,9 +68,29 @@ def carry_out(order: Order) -> None:
             typer.echo(f"report: {folder.report}")
 
 
-def own_values(job: Job) -> dict[str, Any]:
-    """Return how a job is trained unless somebody says otherwise."""
-    lr = job.optimizer.keywords["lr"] if isinstance(job.optimizer, partial) else None
+def optimizer_of(job: Job, name: str | None) -> BuildOptimizer:
+    """Return the job's own optimizer, or the one of that name."""
+    return job.optimizer if name is None else job.for_large_batches(name).optimizer
+
+
+def schedule_of(job: Job, config: RunConfig, num_samples: int) -> BuildSchedule | None:
+    """Return the schedule that comes with an optimizer for large batches; the job's own has none."""
+    training = config.training
+    if training.optimizer is None:
+        return None
+    assert training.batch_size is not None, "the job has one"
+    return job.for_large_batches(training.optimizer).schedule(
+        batch_size=training.batch_size,
+        own_batch_size=job.batch_size,
+        num_samples=num_samples,
+        epochs=epochs_for(config, num_samples),
+    )
+
+
+def own_values(job: Job, optimizer: str | None = None) -> dict[str, Any]:
+    """Return how a job is trained unless somebody says otherwise, with its own optimizer or the one of that name."""
+    build = optimizer_of(job, optimizer)
+    lr = build.keywords["lr"] if isinstance(build, partial) else None
     values = {"batch_size": job.batch_size, "epochs": job.epochs, "max_steps": job.max_steps, "lr": lr}
     return {f"training.{key}": value for key, value in values.items()}
 
@@ -82,7 +103,7 @@ def with_lr(build: BuildOptimizer, lr: float | None) -> BuildOptimizer:
 def filled_by_job(config: RunConfig) -> RunConfig:
     """Return the values with the job's own where none was given."""
     layer = {path: Given(value, "") for path, value in leaves(config.model_dump())}
-    return validated(filled(layer, own_values(find(config.job)), ""))
+    return validated(filled(layer, own_values(find(config.job), config.training.optimizer), ""))
 
 
 def epochs_for(config: RunConfig, num_samples: int) -> int:

@@ -19,6 +19,7 @@ FLAGS = {
     "training.epochs": "--epochs",
     "training.max_steps": "--steps",
     "training.batch_size": "--batch-size",
+    "training.optimizer": "--optimizer",
     "training.lr": "--lr",
     "training.seed": "--seed",
     "training.clip_norm": "--clip-norm",
@@ -41,6 +42,7 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps at most.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of one global batch, over all ranks.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="lars or lamb, scheduled for a large batch.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order of samples and dropout.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Global norm to which gradients are scaled down.")] = None,
@@ -63,7 +65,7 @@ def train(
         typer.echo(schema())
         return
     given = (
-        *(name, ranks, strategy, microbatches, epochs, steps, batch_size, lr, seed, clip_norm),
+        *(name, ranks, strategy, microbatches, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
         *(None if folder is None else str(folder), save_every, progress, local or None, bind),
     )
     flags = {path: Given(value, flag) for (path, flag), value in zip(FLAGS.items(), given, strict=True)}
@@ -93,6 +95,6 @@ def explained_config(layer: Layer) -> str:
     from counterpoint.cli.rank import own_values
     from counterpoint.jobs.table import find
 
-    job = validated(layer).job
-    complete = filled(layer, own_values(find(job)), f"job {job}")
+    config = validated(layer)
+    complete = filled(layer, own_values(find(config.job), config.training.optimizer), f"job {config.job}")
     return shown(complete, validated(complete))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -12,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.data.fetch import MapDataset
+from counterpoint.errors import PlanError
+from counterpoint.optim.schedule import Rule, large_batch_schedule
 from counterpoint.training.tally import Tally
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Measure: TypeAlias = Callable[[Tensor, Tensor], dict[str, Tally]]
 BuildOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+BuildSchedule: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,35 @@ class Target:
         return value >= self.bar if self.better == "higher" else value <= self.bar
 
 
+@dataclass(frozen=True, slots=True)
+class LargeBatch:
+    """How a job is trained with batches larger than its own: a fifth of the run warms up, the rest decays to 0.
+
+    Args:
+        optimizer: a torch optimizer that only lacks the parameters, its rate found with the job's own batch.
+        rule: how the rate grows with the batch.
+        power: of the polynomial decay.
+    """
+
+    optimizer: BuildOptimizer
+    rule: Rule
+    power: float
+
+    def schedule(self, *, batch_size: int, own_batch_size: int, num_samples: int, epochs: int) -> BuildSchedule:
+        """Return the schedule of a run, which only lacks the optimizer."""
+        return partial(
+            large_batch_schedule,
+            batch_size=batch_size,
+            reference_batch_size=own_batch_size,
+            rule=self.rule,
+            epochs=epochs,
+            steps_per_epoch=math.ceil(num_samples / batch_size),
+            warmup_epochs=epochs / 5,
+            decay="polynomial",
+            power=self.power,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A main job, run by ``counterpoint train NAME``.
@@ -54,6 +87,7 @@ class Job:
         max_steps: optimizer steps, at most; whichever of the two comes first.
         measure: metrics of ``(outputs, targets)`` as tallies, to be added over batches.
         target: what the trained model must reach.
+        large: for larger batches, by the name of the optimizer.
     """
 
     name: str
@@ -67,6 +101,21 @@ class Job:
     max_steps: int | None = None
     measure: Measure
     target: Target
+    large: Mapping[str, LargeBatch] = field(default_factory=dict)
+
+    def for_large_batches(self, optimizer: str) -> LargeBatch:
+        """Return how the job is trained with larger batches and this optimizer.
+
+        Raises:
+            PlanError: nobody has found out.
+        """
+        if optimizer not in self.large:
+            known = f"for {' and '.join(self.large)}" if self.large else "for none"
+            raise PlanError(
+                f"{self.name} has no learning rate for {optimizer}, only {known} beside its own optimizer; leave the "
+                "optimizer out, or train the model in a script of your own"
+            )
+        return self.large[optimizer]
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:

@@ -12,8 +12,10 @@ from counterpoint.data.digits import split_digits
 from counterpoint.data.lines import NUM_CLASSES, NUM_ROWS, split_lines
 from counterpoint.data.text import split_text
 from counterpoint.errors import PlanError
-from counterpoint.jobs.job import Job, Target, measure_accuracy, measure_bits, seeded, sequence_loss
+from counterpoint.jobs.job import Job, LargeBatch, Target, measure_accuracy, measure_bits, seeded, sequence_loss
 from counterpoint.jobs.models import GPT, GPTShape, LinesNet, SmallCNN
+from counterpoint.optim.lamb import LAMB
+from counterpoint.optim.lars import LARS
 
 JOBS: dict[str, Job] = {
     "digits": Job(
@@ -27,6 +29,10 @@ JOBS: dict[str, Job] = {
         epochs=10,
         measure=measure_accuracy,
         target=Target("accuracy", 0.95, "higher"),
+        large={
+            "lars": LargeBatch(partial(LARS, lr=0.5, trust=0.02), rule="linear", power=2.0),
+            "lamb": LargeBatch(partial(LAMB, lr=2e-2), rule="sqrt", power=1.0),
+        },
     ),
     "text": Job(
         name="text",

@@ -103,3 +103,23 @@ def require_schedule(schedule: object) -> None:
             "take a schedule that goes by the number of steps (CosineAnnealingLR, MultiStepLR), or step this one on "
             "trainer.optimizer in a callback's on_evaluation"
         )
+
+
+def require_same_batch(schedule: object, batch_size: int, steps_per_epoch: int) -> None:
+    """Check that a schedule that was made for a batch gets this batch; any other schedule is taken as it is.
+
+    Raises:
+        PlanError: it was made for another batch, or for epochs of another length.
+    """
+    made_for = getattr(schedule, "batch_size", batch_size), getattr(schedule, "steps_per_epoch", steps_per_epoch)
+    if made_for[0] != batch_size:
+        raise PlanError(
+            f"the schedule scales the learning rate for global batches of {made_for[0]} samples, but they have "
+            f"{batch_size}; batch_size is of the global batch, over all ranks, and stays the same when their number "
+            "changes: give the schedule and fit(...) the same one"
+        )
+    if made_for[1] != steps_per_epoch:
+        raise PlanError(
+            f"the schedule counts {made_for[1]} steps per epoch, but {batch_size} samples at once make "
+            f"{steps_per_epoch} of this dataset; give it steps_per_epoch=math.ceil(len(dataset) / batch_size)"
+        )

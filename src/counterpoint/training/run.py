@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +219,8 @@ class Run:
         if self.schedule is not None and extra.get("schedule") is not None:
             self.schedule.load_state_dict(revived(extra["schedule"], self.schedule.state_dict()))
         for group, options in zip(self.team.face.optimizer.param_groups, extra.get("options", ()), strict=False):
+            if self.team.world.fabrics[0].rank == 0:
+                self.tell_of_kept_rate(path, group, options)
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
 
     def require_same_run(self, path: Path, extra: Mapping[str, Any]) -> None:
@@ -236,6 +239,17 @@ class Run:
                     f"{path} was saved with {name.replace('_', ' ')} {theirs[name]}, this run has {mine[name]}; a run "
                     "goes on only with the samples and the optimizer it had; resume with the same, or start a new run"
                 )
+
+    def tell_of_kept_rate(self, path: Path, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        """Warn where the optimizer was made with another learning rate than the one that goes on."""
+        mine, theirs = (group.get("initial_lr", group.get("lr")) for group in (given, kept))
+        if isinstance(mine, float) and isinstance(theirs, float) and mine != theirs:
+            warnings.warn(
+                f"the optimizer was made with lr={mine:g}, but {path} goes on with its own, {theirs:g}: the global "
+                f"batch is {self.sampler.batch_size} samples as before, and needs no other learning rate however many "
+                "ranks share it; to train at another one, set it in trainer.optimizer in a callback's on_start",
+                stacklevel=4,
+            )
 
     def require_rest(self, path: Path, step: int) -> None:
         """Check that a checkpoint is not of a later step than the last one of this run.

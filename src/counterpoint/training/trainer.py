@@ -19,7 +19,14 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.training import saving
-from counterpoint.training.checks import make_face, require_counts, require_folder, require_map_style, require_schedule
+from counterpoint.training.checks import (
+    make_face,
+    require_counts,
+    require_folder,
+    require_map_style,
+    require_same_batch,
+    require_schedule,
+)
 from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
@@ -44,7 +51,8 @@ class Trainer:
             Without a launcher, all ranks of the plan run in this process. Under ``"auto"`` the planner chooses when
             the first batch is known; ``plan`` is what it chose.
         num_microbatches: microbatches of the innermost program; by default 1, or what a pipeline can use.
-        schedule: from the optimizer to a learning rate scheduler, stepped after every step.
+        schedule: from the optimizer to a learning rate scheduler, stepped after every step, such as
+            ``partial(cp.large_batch_schedule, batch_size=8192, ...)``.
         passes: what is done to the program afterwards, ``("overlap",)`` for instance.
         callbacks: listeners to what happens.
         progress: how the run is shown on standard error: a bar on a terminal and plain lines elsewhere (``auto``),
@@ -168,6 +176,8 @@ class Trainer:
         )
         require_folder(Path(save_to) if save_to is not None else None)
         require_map_style(dataset)
+        sampler = Sampler(len(dataset), batch_size, self.options.seed)
+        require_same_batch(self.schedule, batch_size, sampler.num_batches)
         self.settle_plan(dataset, batch_size)
         self.plan.require_batch(batch_size)
         team = self.ready_team(dataset, batch_size)
@@ -185,7 +195,6 @@ class Trainer:
         )
         history = History()
         callbacks = self.callbacks if self.rank == 0 else every_rank(self.callbacks)
-        sampler = Sampler(len(dataset), batch_size, self.options.seed)
         run = Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
         error: BaseException | None = None
         self.is_running = True

@@ -1,0 +1,135 @@
+"""Layer-wise adaptive moments: Adam whose steps are as long as a layer's weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim.optimizer import ParamsT
+
+from counterpoint.errors import PlanError
+from counterpoint.optim.options import require_at_least, require_decay
+from counterpoint.optim.trust import (
+    Exclude,
+    Part,
+    norms,
+    parts_of,
+    require_exclude,
+    value_of,
+    where_both,
+)
+
+
+class LAMB(optim.Optimizer):
+    """Adam in which the update of each parameter has the norm of the parameter, times the learning rate.
+
+    With Adam's means ``m`` and ``v``, corrected for their start, and ``phi`` the norm within the clamp::
+
+        r = m / (sqrt(v) + eps) + weight_decay * w
+        w = w - lr * phi(|w|) / |r| * r
+
+    Where ``|w|`` or ``|r|`` is 0, the ratio is 1. What is excluded has the ratio 1 and no weight decay.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the learning rate.
+        betas: factors of the running means of gradients and of their squares.
+        eps: added to the root of the mean of squares.
+        weight_decay: decoupled from the means, within the norm.
+        bias_correction: whether the means are corrected for their start at 0.
+        clamp: the least and the largest norm of weights that counts; None for as it is.
+        exclude: ``vectors``, all parameters of at most one dim, as biases and the gains of norms are; ``nothing``; or
+            ``everything``, for a group with other parameters to leave out.
+
+    Raises:
+        PlanError: an option makes no sense.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
+        >>> optimizer = LAMB([weight], lr=0.1, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([[0.0, 100.0]])
+        >>> optimizer.step()
+        >>> [round(value, 6) for value in weight[0].tolist()]  # moved by a tenth of its norm, whatever the gradient's
+        [3.0, 3.5]
+
+    Cost:
+        Two numbers of state per parameter, as Adam, and two temporary ones; two norms more per step.
+
+    Source:
+        You et al., Large batch optimization for deep learning: training BERT in 76 minutes, ICLR 2020, algorithm 2.
+    """
+
+    def __init__(  # noqa: PLR0913 - the paper's options, by keyword
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        clamp: tuple[float, float] | None = None,
+        exclude: Exclude = "vectors",
+    ) -> None:
+        require_at_least(0, lr=lr, weight_decay=weight_decay, eps=eps)
+        require_decay(beta1=betas[0], beta2=betas[1])
+        if clamp is not None and not 0 <= clamp[0] <= clamp[1]:
+            raise PlanError(
+                f"clamp={clamp} leaves no norm; give the least and the largest, such as (0.0, 10.0), or None"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "clamp": clamp,
+            "exclude": exclude,
+        }
+        super().__init__(params, defaults)
+        require_exclude(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - whatever the closure gives
+        """Update every parameter that has a gradient; return what the closure gives, if there is one."""
+        value = value_of(closure)
+        for group in self.param_groups:
+            for part in parts_of(group, "LAMB"):
+                self._update(part, group)
+        return value
+
+    def _update(self, part: Part, group: dict[str, Any]) -> None:
+        updates = self._moments(part, group)
+        if part.is_excluded:
+            torch._foreach_add_(part.weights, updates, alpha=-group["lr"])
+            return
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, part.weights, alpha=group["weight_decay"])
+        weight, update = norms(part.weights), norms(updates)
+        phi = weight if group["clamp"] is None else weight.clamp(*group["clamp"])
+        rates = group["lr"] * where_both(weight, update, phi / update)
+        torch._foreach_addcmul_(part.weights, updates, list(rates.unbind()), value=-1)
+
+    def _moments(self, part: Part, group: dict[str, Any]) -> list[Tensor]:
+        """Bring the means up to date; return Adam's update without a learning rate, as new tensors."""
+        beta1, beta2 = group["betas"]
+        means = part.states("exp_avg", self.state)
+        squares = part.states("exp_avg_sq", self.state)
+        for weight in part.weights:
+            self.state[weight]["step"] = self.state[weight].get("step", 0) + 1
+        torch._foreach_lerp_(means, part.gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, part.gradients, part.gradients, value=1 - beta2)
+        steps = [self.state[weight]["step"] for weight in part.weights] if group["bias_correction"] else []
+        roots = torch._foreach_sqrt(squares)
+        if steps:  # m / c1 / (sqrt(v / c2) + eps) in one pass less
+            torch._foreach_mul_(roots, [(1 - beta1**step) / math.sqrt(1 - beta2**step) for step in steps])
+            torch._foreach_add_(roots, [(1 - beta1**step) * group["eps"] for step in steps])
+        else:
+            torch._foreach_add_(roots, group["eps"])
+        torch._foreach_reciprocal_(roots)
+        torch._foreach_mul_(roots, means)
+        return list(roots)

@@ -1,0 +1,126 @@
+"""Layer-wise adaptive rate scaling: SGD with momentum whose steps are as long as a layer's weights allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim.optimizer import ParamsT
+
+from counterpoint.optim.options import require_at_least, require_decay
+from counterpoint.optim.trust import (
+    Exclude,
+    Part,
+    norms,
+    parts_of,
+    require_exclude,
+    value_of,
+    where_both,
+    wide,
+)
+
+
+class LARS(optim.Optimizer):
+    """SGD with momentum in which each parameter has a rate of its own, in proportion to its norm.
+
+    For weights ``w``, gradient ``g``, momentum ``m`` and weight decay ``b`` of one parameter, norms over all of it::
+
+        rate = lr * trust * |w| / (|g| + b * |w| + eps)
+        v    = m * v + rate * (g + b * w)
+        w    = w - v
+
+    Where ``|w|`` or ``|g|`` is 0, the rate is ``lr``. What is excluded has the rate ``lr`` and no weight decay. The
+    learning rate is inside ``v``, as in the paper: what was learned at an earlier rate keeps its length.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the global learning rate.
+        momentum: share of the last update that goes on.
+        weight_decay: L2 penalty, part of the gradient and of its norm.
+        trust: how long an update may be in relation to the weights.
+        eps: keeps the rate finite.
+        nesterov: whether to step from where the momentum leads.
+        exclude: ``vectors``, all parameters of at most one dim, as biases and the gains of norms are; ``nothing``; or
+            ``everything``, for a group with other parameters to leave out.
+
+    Raises:
+        PlanError: an option makes no sense.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
+        >>> optimizer = LARS([weight], lr=1.0, trust=0.1, eps=0.0, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([[0.0, 100.0]])
+        >>> optimizer.step()
+        >>> weight.tolist()  # moved by a tenth of its norm, however large the gradient
+        [[3.0, 3.5]]
+
+    Cost:
+        One number of state per parameter, as SGD with momentum; two norms more per step.
+
+    Source:
+        You, Gitman and Ginsburg, Large batch training of convolutional networks, arXiv:1708.03888, 2017, algorithm 1.
+    """
+
+    def __init__(  # noqa: PLR0913 - the paper's options, by keyword
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        trust: float = 1e-3,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+        exclude: Exclude = "vectors",
+    ) -> None:
+        require_at_least(0, lr=lr, weight_decay=weight_decay, trust=trust, eps=eps)
+        require_decay(momentum=momentum)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "eps": eps,
+            "nesterov": nesterov,
+            "exclude": exclude,
+        }
+        super().__init__(params, defaults)
+        require_exclude(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - whatever the closure gives
+        """Update every parameter that has a gradient; return what the closure gives, if there is one."""
+        value = value_of(closure)
+        for group in self.param_groups:
+            for part in parts_of(group, "LARS"):
+                self._update(part, group)
+        return value
+
+    def _update(self, part: Part, group: dict[str, Any]) -> None:
+        weights, gradients = part.weights, part.gradients
+        momentum = part.states("momentum_buffer", self.state)
+        decay = 0.0 if part.is_excluded else group["weight_decay"]
+        rates = list(self._rates(part, group).unbind())
+        torch._foreach_mul_(momentum, group["momentum"])
+        torch._foreach_addcmul_(momentum, gradients, rates)
+        if decay:
+            torch._foreach_addcmul_(momentum, weights, rates, value=decay)
+        if not group["nesterov"]:
+            torch._foreach_sub_(weights, momentum)
+            return
+        if decay:
+            torch._foreach_mul_(weights, [1 - decay * rate for rate in rates])
+        torch._foreach_addcmul_(weights, gradients, rates, value=-1)
+        torch._foreach_add_(weights, momentum, alpha=-group["momentum"])
+
+    def _rates(self, part: Part, group: dict[str, Any]) -> Tensor:
+        """Return the learning rate of each parameter."""
+        if part.is_excluded:
+            return torch.full(
+                (len(part.weights),), group["lr"], dtype=wide(part.weights), device=part.weights[0].device
+            )
+        weight, gradient = norms(part.weights), norms(part.gradients)
+        ratio = group["trust"] * weight / (gradient + group["weight_decay"] * weight + group["eps"])
+        return where_both(weight, gradient, ratio).mul(group["lr"])
