@@ -1,22 +1,22 @@
 """The step commit: every rank of a group decides the same from the same ballots."""
 
-import json
 import math
 
 import pytest
+import torch
 
 from counterpoint.errors import DataError
-from counterpoint.runtime.vote import Guard, ballot_of, decide, from_text, require_finite, to_text
+from counterpoint.runtime.vote import Guard, ballot_of, decide, from_numbers, require_finite, to_numbers
 
 CLIP, WATCH = Guard(clip_norm=1.0), Guard(watch="gradients")
 
 
 def sent(ballot):
-    return from_text(json.loads(json.dumps(to_text(ballot))))
+    return from_numbers(torch.tensor(to_numbers(ballot), dtype=torch.float64).tolist())
 
 
 def verdict(*ballots, guard=CLIP):
-    """Decide from ballots that have travelled as JSON."""
+    """Decide from ballots that have travelled as numbers."""
     return decide([sent(ballot) for ballot in ballots], range(len(ballots)), guard)
 
 

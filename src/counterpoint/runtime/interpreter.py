@@ -32,15 +32,16 @@ from counterpoint.runtime.optimizers import squared_norm
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.vote import (
+    BALLOT_NUMBERS,
     Ballot,
     Guard,
     Verdict,
     ballot_of,
     decide,
-    from_text,
+    from_numbers,
     require_finite,
     require_reached,
-    to_text,
+    to_numbers,
     unreached,
 )
 
@@ -238,9 +239,19 @@ class Interpreter:
             self.store.units[unit].fill()
 
     def gather_ballots(self, ballot: Ballot, group: tuple[int, ...]) -> list[Ballot]:
-        """Return the ballots of all members, in their order."""
-        sent = self.fabric.gather_values("commit", dict(to_text(ballot)), group)
-        return [from_text(text) for text in cast("list[dict[str, str]]", sent)]
+        """Return the ballots of all members, in their order; names travel only where parameters are missing."""
+        count, place = len(group), group.index(self.fabric.rank)
+        numbers = torch.zeros(count * BALLOT_NUMBERS, dtype=torch.float64)
+        numbers[place * BALLOT_NUMBERS : (place + 1) * BALLOT_NUMBERS] = torch.tensor(
+            to_numbers(ballot), dtype=torch.float64
+        )
+        bounds = range(0, (count + 1) * BALLOT_NUMBERS, BALLOT_NUMBERS)
+        self.fabric.all_gather("commit", numbers, bounds, group).wait()
+        rows = numbers.view(count, BALLOT_NUMBERS).tolist()
+        if not any(row[-1] for row in rows):
+            return [from_numbers(row) for row in rows]
+        names = self.fabric.gather_values("missing gradients", list(ballot.missing), group)
+        return [from_numbers(row, cast("list[str]", missing)) for row, missing in zip(rows, names, strict=True)]
 
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
         """Apply the optimizer to some units, unless the step is left out."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from counterpoint.errors import DataError
@@ -81,17 +80,19 @@ def ballot_of(
     return Ballot(total, sum(sizes[micro] for micro in losses), squared_norm, worst, tuple(missing))
 
 
-def to_text(ballot: Ballot) -> dict[str, str]:
-    """Return the ballot as JSON can hold it, nan and inf included; a float's text reads back as the same float."""
-    numbers = {key: repr(value) for key, value in asdict(ballot).items() if key != "missing"}
-    return {**numbers, "missing": json.dumps(ballot.missing)} if ballot.missing else numbers
+BALLOT_NUMBERS = 5
+"""How many numbers :func:`to_numbers` makes of a ballot."""
 
 
-def from_text(text: Mapping[str, str]) -> Ballot:
-    """Return the ballot that :func:`to_text` wrote."""
-    missing = tuple(json.loads(text.get("missing", "[]")))
-    count, worst = int(text["num_samples"]), int(text["worst"])
-    return Ballot(float(text["loss_sum"]), count, float(text["squared_norm"]), worst, missing)
+def to_numbers(ballot: Ballot) -> list[float]:
+    """Return the ballot as numbers of 64 bits, nan and inf among them, and how many parameters are missing."""
+    return [ballot.loss_sum, ballot.num_samples, ballot.squared_norm, ballot.worst, len(ballot.missing)]
+
+
+def from_numbers(numbers: Sequence[float], missing: Sequence[str] = ()) -> Ballot:
+    """Return the ballot that :func:`to_numbers` was given; the names of what is missing travel apart."""
+    loss_sum, num_samples, squared_norm, worst, _ = numbers
+    return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing))
 
 
 def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard) -> Verdict:
