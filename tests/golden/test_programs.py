@@ -17,6 +17,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "solo": ("solo", {"m": 2}),
     "data_2": ("data(2)", {"m": 2}),
     "data_2_overlap": ("data(2)", {"m": 2, **EARLY}),
+    "data_2_shared": ("data(2, update=shared)", {"m": 2}),
     "data_4_tied": ("data(4)", {"tied": True, "blocks": 3}),
     "zero_2": ("zero(2)", {"m": 2}),
     "zero1_2_overlap": ("zero1(2)", {"m": 2, **EARLY}),

@@ -8,6 +8,7 @@ from counterpoint.testing.plain import expected_buffers
 from counterpoint.testing.subjects import STRATEGIES, Recipe, plan_for, subject
 
 CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(4)", "server(2)", "tensor(2) * data(2)"]
+APART = ["data(2)", "data(4)", "zero(2, level=1)", "pipeline(2) * data(2)", "data(2) + overlap"]
 ISSUE = {
     "data(2)", "data(4)", *(f"zero({n}, level={level})" for n in (2, 4) for level in (1, 2, 3)),
     *(f"pipeline({n}{order})" for n in (2, 4) for order in ("", ", order=gpipe")), "pipeline(2, replicas=(2,1))",
@@ -27,6 +28,12 @@ def test_clipping_by_the_global_norm_changes_every_plan_alike(strategy):
     cell = parity.cell("mlp", strategy, clip_norm=0.3)
     assert cell.worst <= parity.BAR
     assert parity.difference(*(parity.solo("mlp", 4, clip)[0].params["0.weight"] for clip in (0.3, None))) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", APART)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_replicas_with_weights_of_their_own_end_there_too(name, strategy):
+    assert parity.cell(name, strategy, one_copy=False).worst <= parity.BAR
 
 
 def test_the_table_has_every_strategy_that_was_promised():

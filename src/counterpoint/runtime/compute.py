@@ -18,7 +18,7 @@ from torch import Tensor
 from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
-from counterpoint.runtime.direct import Directly
+from counterpoint.runtime.direct import Directly, run_backward
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.store import Store
@@ -197,7 +197,10 @@ class Compute:
         """Run autograd; gradients are added to the parameters'."""
         self.store.is_learning = True
         try:
-            with self.directly():  # what is computed again in a backward must be computed in the same way
+            if self.store.landings:
+                with self.directly():
+                    run_backward(roots, gradients)
+            else:
                 torch.autograd.backward(roots, gradients)
         finally:
             self.store.is_learning = False

@@ -88,3 +88,14 @@ class Directly(TorchFunctionMode):
                 bias = args[2] if len(args) > 2 else None
                 return Linear.apply(args[0], args[1], bias, place)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run autograd as ``torch.autograd.backward`` does, but with the active function mode active inside, too.
+
+    That call is itself open to function modes, which torch sets aside while they serve it. What is computed again in a
+    backward would then be computed in another way than in the forward.
+    """
+    seeds = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, gradients, strict=True)]
+    engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001 - it has no public name
+    engine.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -96,8 +96,9 @@ def train(trained: Subject, plan: Plan, recipe: Recipe, world: World | None = No
     """
     model = trained.build()
     face = Face(recipe.optimizer, dict(model.named_parameters()))
+    options = Options(clip_norm=recipe.clip_norm, one_copy=recipe.one_copy)
     own = LocalWorld(plan.num_ranks) if world is None else None
-    team = Team(own or world, plan, model, trained.loss, face, Options(clip_norm=recipe.clip_norm))  # type: ignore[arg-type]
+    team = Team(own or world, plan, model, trained.loss, face, options)  # type: ignore[arg-type]
     losses = []
     for number, batch in enumerate(trained.batches):
         places = tuple(split(len(batch[0]), recipe.num_micros))
@@ -125,12 +126,14 @@ def solo(name: str, num_micros: int = 4, clip_norm: float | None = None) -> tupl
     return train(found, plan_for("solo", num_micros), recipe), train_plainly(found, recipe)
 
 
-def cell(name: str, strategy: str, *, num_micros: int = 4, clip_norm: float | None = None) -> Cell:
+def cell(
+    name: str, strategy: str, *, num_micros: int = 4, clip_norm: float | None = None, one_copy: bool = True
+) -> Cell:
     """Return one cell of the table: solo against the plain loop, any other plan against solo."""
     reference, plain = solo(name, num_micros, clip_norm)
     if strategy == "solo":
         return compare(name, strategy, reference, plain.params, plain)
-    recipe = Recipe(num_micros=num_micros, clip_norm=clip_norm)
+    recipe = Recipe(num_micros=num_micros, clip_norm=clip_norm, one_copy=one_copy)
     run = train(subject(name), plan_for(strategy, num_micros), recipe)
     return compare(name, strategy, run, reference.params, plain)
 

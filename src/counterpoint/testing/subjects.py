@@ -43,6 +43,7 @@ STRATEGIES = (
     "tensor(2) * pipeline(2)",
     "data(2) * server(2)",
     "pipeline(2) * server(2)",
+    "data(2, update=shared) * data(2)",
     "data(2) + overlap",
     "zero(2, level=1) + overlap",
     "pipeline(2) * data(2) + overlap",
@@ -92,11 +93,13 @@ class Recipe:
         optimizer: a factory.
         num_micros: microbatches of every global batch, the same under every plan.
         clip_norm: global norm to which gradients are scaled down; None for no clipping.
+        one_copy: whether replicas have one copy of the weights, where they can.
     """
 
     optimizer: Callable[[Iterable[nn.Parameter]], optim.Optimizer] = ADAMW
     num_micros: int = 4
     clip_norm: float | None = None
+    one_copy: bool = True
 
 
 def subject(name: str) -> Subject:

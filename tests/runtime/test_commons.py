@@ -1,0 +1,83 @@
+"""Replicas of one host have one copy of the weights, and read each other's gradients where they lie."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tests.runtime.teams import arenas, feed, stored, team
+
+PLAN = "data(2, update=shared)"
+WIDE = 200  # a weight whose gradient is moved by itself
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 6)).double()
+
+
+def stepped(plan=PLAN, steps=2, **options):
+    with team(plan, model=wide(), **options) as one:
+        for number in range(steps):
+            one.step(number, feed(one.num_micros))
+        one.give_back()
+        return torch.cat([param.detach().reshape(-1) for param in one.model.parameters()])
+
+
+def test_all_replicas_compute_with_the_same_memory():
+    with team(PLAN) as one:
+        one.step(0, feed(one.num_micros))
+        places = {param.data_ptr() for rank in one.ranks.values() for param in rank.interpreter.store.params.values()}
+        assert len(places) == len(list(one.model.parameters()))
+
+
+def test_there_is_one_copy_of_weights_and_one_gradient_for_each_replica():
+    with team("data(4, update=shared)") as one:
+        one.step(0, feed(one.num_micros))
+        (memory,) = {stored(arena.weights) for rank in one.ranks.values() for arena in arenas(rank)}
+        row = -(-sum(param.numel() for param in one.model.parameters()) // 8) * 8
+        assert memory == (4 + 1) * row * 8
+
+
+def test_after_a_run_the_model_has_memory_of_its_own():
+    with team(PLAN) as one:
+        one.step(0, feed(one.num_micros))
+        inside = {param.data_ptr() for param in one.model.parameters()}
+        one.give_back()
+        assert inside.isdisjoint(param.data_ptr() for param in one.model.parameters())
+        assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in one.model.parameters())
+
+
+def test_a_run_goes_on_after_the_model_was_given_back():
+    with team(PLAN) as one:
+        for number in range(4):
+            one.step(number, feed(one.num_micros))
+            one.give_back()
+            one.take()
+        mixed = torch.cat([param.detach().reshape(-1) for param in one.model.parameters()])
+    with team(PLAN, one_copy=False) as one:
+        for number in range(4):
+            one.step(number, feed(one.num_micros))
+        one.give_back()
+        assert torch.allclose(mixed, torch.cat([param.detach().reshape(-1) for param in one.model.parameters()]))
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam, optim.RMSprop])
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_memory_in_common_changes_nothing(optimizer, clip_norm, num_microbatches):
+    given = {"optimizer": partial(optimizer, lr=0.05), "clip_norm": clip_norm, "num_microbatches": num_microbatches}
+    apart, together = (stepped(one_copy=one_copy, **given) for one_copy in (False, True))
+    assert torch.allclose(together, apart, rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_that_is_left_out_changes_nothing():
+    with team(PLAN, nonfinite="skip") as one:
+        spoilt = feed(one.num_micros)
+        spoilt.batch[1][0] = float("nan")
+        before = [param.detach().clone() for param in one.model.parameters()]
+        assert one.step(0, spoilt).fault
+        assert all(torch.equal(param, old) for param, old in zip(one.model.parameters(), before, strict=True))
+        one.step(1, feed(one.num_micros))
+        assert not any(torch.equal(param, old) for param, old in zip(one.model.parameters(), before, strict=True))

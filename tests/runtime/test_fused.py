@@ -1,0 +1,74 @@
+"""One pass over memory does what torch's optimizers do."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from counterpoint.fabric.shm.native import native
+from counterpoint.runtime.fused import can_update, update
+
+pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
+RULES: dict[str, Any] = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "decay": partial(optim.SGD, lr=0.1, weight_decay=0.01),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "up": partial(optim.SGD, lr=0.1, momentum=0.5, maximize=True),
+    "adam": partial(optim.Adam, lr=0.01, weight_decay=0.1),
+    "adamw": partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+    "amsgrad": partial(optim.AdamW, lr=0.01, betas=(0.8, 0.9), amsgrad=True, maximize=True),
+    "adagrad": partial(optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.5),
+}
+
+
+def both(rule, dtype, num_parts, num_steps=4):
+    """Take steps with the sum of some gradients in torch's way and in one pass; return both weights and optimizers."""
+    draw = torch.Generator().manual_seed(num_parts)
+    start = torch.randn(5001, generator=draw, dtype=dtype)
+    theirs, ours = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    one, other = RULES[rule]([theirs]), RULES[rule]([ours])
+    for _ in range(num_steps):
+        parts = [torch.randn(5001, generator=draw, dtype=dtype) for _ in range(num_parts)]
+        theirs.grad = sum(parts[1:], parts[0])
+        one.step()
+        with torch.no_grad():
+            update(other, other.param_groups[0], ours, parts)
+    return theirs, ours, one, other
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_end_with_the_weights_of_torch(rule, num_parts):
+    theirs, ours, _, _ = both(rule, torch.float64, num_parts)
+    assert torch.allclose(ours, theirs, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_in_float32_are_torchs_within_rounding(rule):
+    theirs, ours, _, _ = both(rule, torch.float32, 2)
+    assert torch.allclose(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_is_kept_as_torch_keeps_it(rule):
+    theirs, ours, one, other = both(rule, torch.float64, 2)
+    expected, found = one.state[theirs], other.state[ours]
+    assert {key for key, value in expected.items() if value is not None} == found.keys()
+    assert all(torch.allclose(found[key], value, rtol=1e-13) for key, value in expected.items() if value is not None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda weights: optim.RMSprop([weights]),
+        lambda weights: optim.SGD([nn.Parameter(weights.detach().bfloat16())], lr=0.1),
+        lambda weights: optim.Adam([weights], capturable=True),
+        lambda weights: type("Own", (optim.SGD,), {})([weights], lr=0.1),
+    ],
+    ids=["another rule", "another dtype", "capturable", "a class of the user's"],
+)
+def test_what_is_not_known_to_be_the_same_is_left_to_torch(optimizer):
+    assert not can_update(optimizer(nn.Parameter(torch.zeros(3))))
