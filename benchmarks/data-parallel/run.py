@@ -1,0 +1,131 @@
+"""Data parallelism here against its peers: sides in turns, every turn in processes of its own."""
+
+import json
+import statistics
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.local import run_command, script_command
+from counterpoint.testing.claims import Options, Result
+
+ROUNDS, LETTERS = 3, "ABCDE"
+SCRIPT = Path(__file__).with_name("ranks.py")
+SIDES = {
+    "ours": ("ours", 2, 1, ""),
+    "ddp": ("ddp", 2, 1, ""),
+    "ddp, kept memory": ("ddp", 2, 1, "kept"),
+    "horovod": ("horovod", 2, 1, ""),
+    "deepspeed": ("deepspeed", 2, 1, ""),
+    "bound": ("half", 1, 1, ""),
+    "one process x 1": ("one", 1, 1, ""),
+    "one process x 2": ("one", 1, 2, ""),
+}
+"""Each side: what ranks.py runs, processes, threads of each, and how the allocator is set."""
+BARS = {
+    "A": {"ddp": 3.0, "ddp, kept memory": 2.6, "one process x 2": 1.2},
+    "B": {"ddp": 1.05, "one process x 2": 0.98},
+    "C": {"ddp": 1.5, "bound": 0.95},
+    "D": {"ddp": 2.5},
+    "E": {"ddp": 3.0},
+}
+SIZES = {"A": 64, "B": 16, "C": 128, "D": 512, "E": 512}
+MOST_MEMORY = 0.65
+APART = 2e-3  # of a loss after 20 steps in float32, added up in another order
+
+
+def turn(side, letter):
+    """Return what every rank of one turn has printed."""
+    name, processes, threads, memory = SIDES[side]
+    command = script_command(SCRIPT, [name, letter, str(threads), memory or "as it is"])
+    lines = []
+    if processes == 1:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        texts, code, report = (done.stdout + done.stderr).splitlines(), done.returncode, done.stderr[-500:]
+    elif name == "horovod":
+        launcher = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(processes), *command]
+        done = subprocess.run(launcher, capture_output=True, text=True, check=False)
+        texts, code, report = (done.stdout + done.stderr).splitlines(), done.returncode, done.stderr[-500:]
+    else:
+        result = run_command(command, processes, threads_per_rank=threads, on_line=lines.append)
+        texts, code, report = [line.text for line in lines], result.exit_code, result.report
+    found = [json.loads(text[text.index('{"rank"') :]) for text in texts if '{"rank"' in text]
+    if code or len(found) != processes:
+        raise LaunchError(f"{side} on {letter} ended with {code}: {report}\n" + "\n".join(texts[-12:]))
+    return sorted(found, key=lambda one: one["rank"])
+
+
+def speed(side, letter, ranks):
+    """Return samples per second of the whole job; the bound is that of two such processes."""
+    return SIZES[letter] / max(statistics.median(rank["seconds"]) for rank in ranks)
+
+
+def present(side):
+    package = {"horovod": "horovod", "deepspeed": "deepspeed"}.get(side)
+    return package is None or find_spec(package) is not None
+
+
+def measure(options: Options) -> Result:
+    sides = [side for side in SIDES if present(side)]
+    speeds, losses, memory = {}, {}, {}
+    for number in range(max(3, options.rounds or ROUNDS)):
+        for letter in LETTERS:
+            options.tell(f"round {number + 1}, workload {letter}")
+            for side in sides:
+                ranks = turn(side, letter)
+                speeds.setdefault((letter, side), []).append(speed(side, letter, ranks))
+                losses[letter, side] = ranks[0]["losses"]
+                memory.setdefault((letter, side), []).append(sum(rank["bytes"] for rank in ranks))
+    rows, missed = [], []
+    for letter in LETTERS:
+        for side in sides:
+            rows.append(row(letter, side, speeds, losses, memory))
+            missed += misses(letter, side, speeds, losses, memory)
+    columns = ("workload", "side", "samples/s", "spread", "ours over it", "bar", "MiB", "losses apart")
+    figures = {f"{letter}, {side}": found for (letter, side), found in speeds.items()}
+    notes = {
+        "bound": "two processes that do not talk to each other, each on its half of the batch",
+        "MiB": "of all ranks together, what they share counted once",
+        "not installed": ", ".join(side for side in SIDES if side not in sides) or "none",
+    }
+    return Result(columns, tuple(rows), tuple(missed), figures, notes)
+
+
+def ratio(letter, side, speeds):
+    return statistics.median(a / b for a, b in zip(speeds[letter, "ours"], speeds[letter, side], strict=True))
+
+
+def apart(letter, side, losses):
+    """Return how far the first losses are from ours; the bound trains on half of the samples."""
+    if side == "bound":
+        return 0.0
+    return max(abs(a - b) / abs(b) for a, b in zip(losses[letter, "ours"], losses[letter, side], strict=True))
+
+
+def row(letter, side, speeds, losses, memory):
+    found = speeds[letter, side]
+    return (
+        letter,
+        side,
+        f"{statistics.median(found):,.0f}",
+        f"{min(found):,.0f} to {max(found):,.0f}",
+        f"{ratio(letter, side, speeds):.2f}",
+        f"{BARS[letter][side]:.2f}" if side in BARS[letter] else "",
+        f"{statistics.median(memory[letter, side]) / 2**20:,.0f}",
+        f"{apart(letter, side, losses):.0e}" if side not in {"ours", "bound"} else "",
+    )
+
+
+def misses(letter, side, speeds, losses, memory):
+    bar = BARS[letter].get(side, 1.0 if side in {"horovod", "deepspeed"} else None)
+    found = ratio(letter, side, speeds)
+    if bar is not None and not found >= bar:
+        yield f"{letter}: {found:.2f} times {side}, at least {bar} promised"
+    if not apart(letter, side, losses) <= APART:
+        yield f"{letter}: losses are {apart(letter, side, losses):.0e} from those of {side}, at most {APART} promised"
+    if (letter, side) == ("A", "ddp"):
+        used = statistics.median(memory[letter, "ours"]) / statistics.median(memory[letter, "ddp"])
+        if not used <= MOST_MEMORY:
+            yield f"A: {used:.2f} of DDP's memory, at most {MOST_MEMORY} promised"

@@ -1,0 +1,108 @@
+"""What is trained: five models with the batches of both ranks, the same in every process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from counterpoint.jobs.job import sequence_loss
+from counterpoint.jobs.models import GPT, GPTShape, mlp
+
+RANKS = 2
+NUM_ROWS, WIDTH, NUM_FEATURES = 1_000_000, 32, 26
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model and how it is trained.
+
+    Args:
+        build: the untrained model, the same bits every time.
+        batch: draws inputs and targets of one global batch.
+        size: samples of a global batch.
+        loss: mean over the samples.
+        optimizer: takes parameters.
+        steps: timed in one turn.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator, int], tuple[Any, Any]]
+    size: int
+    loss: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[[Any], optim.Optimizer]
+    steps: int
+
+
+class Tables(nn.Module):
+    """One table for 26 features, summed, and a small MLP behind it."""
+
+    def __init__(self, *, sparse):
+        super().__init__()
+        self.table = nn.EmbeddingBag(NUM_ROWS, WIDTH, mode="sum", sparse=sparse)
+        self.top = mlp(WIDTH, 128, 64, 2)
+
+    def forward(self, features):
+        return self.top(self.table(features))
+
+
+def vectors(width, classes, draw, count):
+    return torch.randn(count, width, generator=draw), torch.randint(0, classes, (count,), generator=draw)
+
+
+def tokens(draw, count):
+    drawn = torch.randint(0, 4096, (count, 129), generator=draw)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def features(draw, count):
+    return torch.randint(0, NUM_ROWS, (count, NUM_FEATURES), generator=draw), torch.randint(
+        0, 2, (count,), generator=draw
+    )
+
+
+def small_layers():
+    return nn.Sequential(*[layer for _ in range(100) for layer in (nn.Linear(64, 64), nn.LayerNorm(64))])
+
+
+WORKLOADS = {
+    "A": Workload(
+        partial(mlp, 1024, 4096, 4096, 1024, 10),
+        partial(vectors, 1024, 10),
+        32 * RANKS,
+        F.cross_entropy,
+        partial(optim.SGD, lr=0.01, momentum=0.9),
+        steps=12,
+    ),
+    "B": Workload(
+        lambda: GPT(GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4096, dropout=0.0)),
+        tokens,
+        8 * RANKS,
+        sequence_loss,
+        partial(optim.AdamW, lr=3e-4),
+        steps=6,
+    ),
+    "C": Workload(
+        small_layers, partial(vectors, 64, 64), 64 * RANKS, F.cross_entropy, partial(optim.SGD, lr=0.01), steps=60
+    ),
+    "D": Workload(
+        partial(Tables, sparse=True), features, 256 * RANKS, F.cross_entropy, partial(optim.SGD, lr=0.01), steps=60
+    ),
+    "E": Workload(
+        partial(Tables, sparse=False), features, 256 * RANKS, F.cross_entropy, partial(optim.SGD, lr=0.01), steps=10
+    ),
+}
+
+
+def batches(workload, count):
+    """Return so many global batches, the same for everybody."""
+    draw = torch.Generator().manual_seed(1)
+    return [workload.batch(draw, workload.size) for _ in range(count)]
+
+
+def built(workload):
+    torch.manual_seed(0)
+    return workload.build()
