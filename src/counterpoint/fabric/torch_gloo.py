@@ -26,6 +26,7 @@ from counterpoint.fabric.fingerprint import (
     unexpected,
 )  # fmt: skip
 from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, BroadcastOptions, Gloo, GlooWork, ReduceOp
+from counterpoint.fabric.gloo_numbers import given, restored
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.lanes import GLOO_TIMEOUT, Lane, Launch, Launched, Member, Start
 from counterpoint.fabric.local import reduce_in_order
@@ -86,17 +87,16 @@ class TorchFabric(JoinedFabric):
 
         def launch(gloo: Gloo) -> Launched:
             target = tensor.detach()
-            whole = target.contiguous()
+            whole = given(target, verb)
             options = AllreduceOptions()
             options.timeout = GLOO_TIMEOUT
             options.reduceOp = REDUCE_OPS[verb]  # type: ignore[assignment]  # torch's types know only its class
             works = [gloo.allreduce([whole], options)] if whole.numel() else []
 
             def finish() -> None:
-                if verb == "mean":
-                    whole.mul_(1 / len(group))
-                if whole is not target:
-                    target.copy_(whole)
+                result = restored(whole, target.dtype, verb, len(group))
+                if result is not target:
+                    target.copy_(result)
 
             return works, finish
 
