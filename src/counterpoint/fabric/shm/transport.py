@@ -62,11 +62,11 @@ class ShmFabric(JoinedFabric):
         self._forgotten: list[tuple[Recipe, Tensor]] = []
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
         count = site.num_ranks
-        self._memory = site.open_world(library)
         self._processes = site.open_processes()
+        self._memory = site.open_world(library, self._processes)
         spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
         self._world: int = library.cp_open_world(
-            self._memory.address, self.rank, count, os.getpid(), int_array(self._processes), spins
+            self._memory.address, self.rank, count, os.getpid(), int_array(tuple(self._processes.fds)), spins
         )
         self._news = News(library, self._world, self.rank)
         self._tensors = SharedTensors(library, self._world)
@@ -211,9 +211,7 @@ class ShmFabric(JoinedFabric):
         self._library.cp_close_world(self._world)
         self._memory.close()
         self._world = 0
-        for process in self._processes:
-            if process >= 0:
-                os.close(process)
+        self._processes.close()
         self._tensors.close()
         self._recipes.clear()
         self._sums.clear()
