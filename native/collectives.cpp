@@ -68,7 +68,8 @@ bool Group::advance() {
   if (!guard.owns_lock() || has_failed()) return false;  // another thread is at it
   bool moved = announce_all();
   for (bool again = true; again && !tasks_.empty() && !has_failed();) {
-    again = false;
+    again = check_all();
+    if (has_failed()) return true;
     for (Task& task : tasks_) {  // laid out ahead, as long as there are buffers
       bool went = task.announced && lay_out(task);
       again |= went;
@@ -110,35 +111,55 @@ bool Group::announce(Task& task) {
   return true;
 }
 
-// All members have announced the same; false where some have not announced yet.
+// In the order of their turns: who has told that it has checked one looks at none of the notices before it any more.
+bool Group::check_all() {
+  bool moved = false;
+  while (num_checked_ < num_announced_ && check(tasks_[num_checked_ - tasks_.front().turn])) {
+    num_checked_++;
+    moved = true;
+  }
+  return moved;
+}
+
+// All members have announced the same; false where some have not announced yet. A group fails only when all before it
+// is complete.
 bool Group::check(Task& task) {
-  if (task.checked) return true;
   if (!all_have(&Place::announced, task.turn + 1)) return false;
-  task.is_direct = true;
+  bool is_oldest = task.turn == tasks_.front().turn;
+  task.is_direct = task.request.kind != Kind::all_to_all;
   for (int place = 0; place < num_members_; place++) {
     const Notice& theirs = notice(place, task.turn);
     if (std::memcmp(theirs.fingerprint, task.request.fingerprint, sizeof(theirs.fingerprint)) != 0) {
-      failed_.store(DISAGREE, std::memory_order_release);
+      if (is_oldest) failed_.store(DISAGREE, std::memory_order_release);
       return false;
     }
     task.is_direct &= theirs.segment >= 0;
   }
-  if (task.request.kind == Kind::all_to_all) task.is_direct = false;
-  if (task.is_direct)
-    for (int place = 0; place < num_members_; place++)
-      if (direct_data(place, task) == nullptr) {
-        failed_.store(BROKEN, std::memory_order_release);
-        return false;
-      }
+  if (task.is_direct && !find_directly(task)) {
+    if (is_oldest) failed_.store(BROKEN, std::memory_order_release);
+    return false;
+  }
   task.checked = true;
   tell(&Place::checked, task.turn + 1);
+  return true;
+}
+
+// Where everybody's tensor is in this process; false where one cannot be had.
+bool Group::find_directly(Task& task) {
+  task.direct.resize(num_members_);
+  for (int place = 0; place < num_members_; place++) {
+    const Notice& theirs = notice(place, task.turn);
+    uint8_t* start = place == own_ ? nullptr : world_.segment(ranks_[place], theirs.segment);
+    if (place != own_ && start == nullptr) return false;
+    task.direct[place] = place == own_ ? task.request.data : start + theirs.offset;
+  }
   return true;
 }
 
 bool Group::lay_out(Task& task) {
   if (task.laid_out == task.num_pieces) return false;
   if (task.request.segment >= 0 && task.request.kind != Kind::all_to_all) {
-    if (!check(task)) return false;  // it may not have to be laid out at all
+    if (!task.checked) return false;  // it may not have to be laid out at all
     if (task.is_direct) {
       task.laid_out = task.num_pieces;
       return true;
@@ -157,7 +178,7 @@ bool Group::lay_out(Task& task) {
 }
 
 bool Group::take(Task& task) {
-  if (!task.announced || !check(task)) return false;
+  if (!task.checked) return false;
   if (task.is_direct) return take_directly(task);
   bool moved = false;
   while (task.taken < task.laid_out) {
@@ -199,8 +220,7 @@ bool Group::take_directly(Task& task) {
 void Group::share_directly(Task& task) {
   const Request& request = task.request;
   uint64_t size = size_of(request.dtype);
-  std::vector<uint8_t*> data(num_members_);
-  for (int place = 0; place < num_members_; place++) data[place] = direct_data(place, task);
+  const std::vector<uint8_t*>& data = task.direct;
   std::vector<const void*> ins(num_members_);
   std::vector<void*> outs(num_members_);
   if (request.kind == Kind::all_reduce) {
@@ -321,13 +341,6 @@ void Group::tell(Counter Place::* counter, uint64_t value) {
 
 uint8_t* Group::buffer(int place, uint64_t piece) const {
   return buffers_ + (place * BUFFERS + piece % BUFFERS) * piece_bytes_;
-}
-
-uint8_t* Group::direct_data(int place, const Task& task) {
-  const Notice& theirs = notice(place, task.turn);
-  if (place == own_) return task.request.data;
-  uint8_t* start = world_.segment(ranks_[place], theirs.segment);
-  return start == nullptr ? nullptr : start + theirs.offset;
 }
 
 }  // namespace cp

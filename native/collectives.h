@@ -52,6 +52,7 @@ class Group {
   struct Task {
     Request request;
     std::vector<uint64_t> bounds, out_bounds;
+    std::vector<uint8_t*> direct;  // everybody's tensor, by place, where all are in shared memory
     uint64_t turn, first_piece, num_pieces, window;  // a piece is so many numbers of a range
     bool announced = false, checked = false, is_direct = false, two_phases = false;
     uint64_t laid_out = 0, combined = 0, taken = 0;
@@ -59,6 +60,7 @@ class Group {
 
   bool announce_all();
   bool announce(Task& task);
+  bool check_all();
   bool check(Task& task);
   bool lay_out(Task& task);
   bool take(Task& task);
@@ -71,7 +73,7 @@ class Group {
   bool all_have(Counter Place::* counter, uint64_t least) const;
   void tell(Counter Place::* counter, uint64_t value);
   uint8_t* buffer(int place, uint64_t piece) const;
-  uint8_t* direct_data(int place, const Task& task);
+  bool find_directly(Task& task);
 
   World& world_;
   GroupHeader* header_;
@@ -79,7 +81,7 @@ class Group {
   uint8_t* buffers_;
   std::vector<int> ranks_;
   int num_members_, own_ = 0;
-  uint64_t num_started_ = 0, num_announced_ = 0, num_pieces_ = 0, piece_bytes_;
+  uint64_t num_started_ = 0, num_announced_ = 0, num_checked_ = 0, num_pieces_ = 0, piece_bytes_;
   std::atomic<int64_t> num_done_{0}, failed_{DONE};
   std::deque<Task> tasks_;
   std::recursive_mutex lock_;

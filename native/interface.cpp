@@ -48,6 +48,7 @@ CP_API cp::World* cp_open_world(void* memory, int32_t rank, int32_t num_ranks, i
 
 CP_API void cp_close_world(cp::World* world) { delete world; }
 CP_API int32_t cp_lost(cp::World* world) { return world->lost(); }
+CP_API int32_t cp_has_left(cp::World* world, int32_t rank) { return world->has_left(rank); }
 CP_API void cp_stop(cp::World* world, const char* reason, uint64_t num_bytes) { world->stop(reason, num_bytes); }
 
 // Who stopped, and why, into `reason`; -1 where nobody has.
@@ -138,8 +139,9 @@ CP_API int64_t cp_notice(cp::Group* group, int32_t place, int64_t turn, uint8_t*
   return notice.reading_bytes;
 }
 
-CP_API int64_t cp_send(cp::World* world, int32_t peer, const uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns) {
-  return cp::write_bytes(*world, peer, bytes, num_bytes, slice_ns);
+CP_API int64_t cp_send(cp::World* world, int32_t peer, const uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns,
+                       int32_t listens) {
+  return cp::write_bytes(*world, peer, bytes, num_bytes, slice_ns, listens != 0);
 }
 
 CP_API int64_t cp_recv(cp::World* world, int32_t peer, uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns) {

@@ -51,6 +51,8 @@ World::World(void* memory, int rank, int num_ranks, const int* pidfds, int spins
 }
 
 World::~World() {
+  seats_[rank_].has_left.store(1, std::memory_order_release);
+  ring_all();
   for (auto& [key, mapped] : segments_) munmap(mapped.first, mapped.second);
 }
 
@@ -99,12 +101,11 @@ Status World::trouble(const std::vector<int>& awaited) {
   if (header_->stop.load(std::memory_order_acquire) == 2) return STOPPED;
   std::vector<pollfd> polled;
   for (int rank : awaited) polled.push_back({pidfds_[rank], POLLIN, 0});  // poll passes over the own, which is -1
-  if (poll(polled.data(), polled.size(), 0) > 0) {
-    for (size_t i = 0; i < polled.size(); i++) {
-      if (polled[i].revents != 0) {
-        lost_ = awaited[i];
-        return header_->stop.load(std::memory_order_acquire) == 2 ? STOPPED : LOST;
-      }
+  poll(polled.data(), polled.size(), 0);
+  for (size_t i = 0; i < polled.size(); i++) {
+    if (polled[i].revents != 0 || has_left(awaited[i])) {
+      lost_ = awaited[i];
+      return header_->stop.load(std::memory_order_acquire) == 2 ? STOPPED : LOST;
     }
   }
   return DONE;
@@ -125,7 +126,10 @@ Status World::wait(const std::function<bool()>& is_done, const std::vector<int>&
       continue;
     }
     Status status = trouble(awaited);
-    if (status != DONE) return is_done() ? DONE : status;
+    if (status != DONE) {
+      advance();  // what it did before it ended, or stopped, counts
+      return is_done() ? DONE : status;
+    }
     int64_t now = now_ns();
     if (end == 0) end = now + slice_ns;
     if (now >= end) return NOT_YET;

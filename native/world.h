@@ -27,6 +27,7 @@ class World {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   int lost() const { return lost_; }
+  bool has_left(int rank) const { return seats_[rank].has_left.load(std::memory_order_acquire) != 0; }
 
   // The address of another rank's segment in this process; nullptr where it cannot be had.
   uint8_t* segment(int rank, int number);
@@ -36,7 +37,7 @@ class World {
   void ring_all();
 
   // Advances all groups until `is_done`, or for so long. NOT_YET is no error: signals can be served in between.
-  // LOST says that one of `awaited` has ended; that others have is none of this wait's business.
+  // LOST says that one of `awaited` has ended or left; that others have is none of this wait's business.
   Status wait(const std::function<bool()>& is_done, const std::vector<int>& awaited, int64_t slice_ns);
 
   // Whatever of the groups' collectives can go on without waiting has gone on; true where anything has.

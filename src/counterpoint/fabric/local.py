@@ -112,9 +112,9 @@ def exchange(operation: Operation, parts: dict[int, Part]) -> None:
 
 
 def reduce_in_order(tensors: Sequence[Tensor], verb: str) -> Tensor:
-    """Return ``((t0 + t1) + t2) + …`` in new memory, or their mean, or the largest or smallest."""
+    """Return ``((t0 + t1) + t2) + …`` in new memory, rounded once, or their mean, or the largest or smallest."""
     combine = {"max": torch.maximum, "min": torch.minimum}.get(verb, torch.add)
-    is_narrow = verb == "mean" and tensors[0].dtype in {torch.bfloat16, torch.float16}  # rounded once, at the end
+    is_narrow = tensors[0].dtype in {torch.bfloat16, torch.float16}  # added up in 32 bits, rounded once, at the end
     total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])
     for tensor in tensors[2:]:
         combine(total, tensor, out=total)
@@ -130,6 +130,7 @@ class Square:
         self.letters: defaultdict[tuple[int, int], deque[tuple[str, tuple[Tensor, ...]]]] = defaultdict(deque)
         self.encounters: dict[tuple[Group, int], Encounter] = {}
         self.turns: defaultdict[tuple[int, Group], int] = defaultdict(int)
+        self.errors: dict[Group, str] = {}
 
     def meet(self, rank: int, operation: Operation, part: Part) -> Encounter:
         """Return the encounter of the operation's group whose turn it is for this rank, which has now arrived."""
@@ -138,6 +139,8 @@ class Square:
         self.turns[rank, group] += 1
         encounter = self.encounters.setdefault((group, turn), Encounter(group, turn))
         encounter.arrive(rank, operation, part)
+        if encounter.error is not None:
+            self.errors.setdefault(group, encounter.error)
         if encounter.complete:
             del self.encounters[group, turn]
         return encounter
@@ -147,6 +150,7 @@ class Square:
         self.letters.clear()
         self.encounters.clear()
         self.turns.clear()
+        self.errors.clear()
 
 
 class LocalWork(Work):
@@ -161,9 +165,7 @@ class LocalWork(Work):
         """Let the other ranks run until the last member has arrived."""
         encounter = self._encounter
         what = f"{self._operation.kind} of {self._operation.label} among {ranks(encounter.group)}"
-        self._fabric.wait_until(lambda: encounter.over, lambda: f"{what} with {ranks(encounter.missing)}")
-        if encounter.error is not None:
-            raise PeerError(encounter.error)
+        self._fabric.await_encounter(encounter, lambda: f"{what} with {ranks(encounter.missing)}")
 
 
 class LocalFabric(Fabric):
@@ -183,6 +185,17 @@ class LocalFabric(Fabric):
         """It is over; until then, the other ranks have run."""
         if self._baton is not None:
             self._baton.wait(self.rank, over, what)
+
+    def await_encounter(self, encounter: Encounter, what: Callable[[], str]) -> None:
+        """It is over, and nothing has gone wrong in its group; members that disagreed before may never arrive.
+
+        Raises:
+            PeerError: the members disagree, or have before.
+        """
+        group, errors = encounter.group, self._square.errors
+        self.wait_until(lambda: encounter.over or group in errors, what)
+        if encounter.error is not None or not encounter.over:
+            raise PeerError(encounter.error or errors[group])
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Put copies of the tensors into the peer's box."""

@@ -10,10 +10,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from counterpoint.errors import PeerError
-from counterpoint.fabric.fingerprint import message_fingerprint
-from counterpoint.fabric.frames import Frame, Kind, Stamp, decode, encode, read_prefix
+from counterpoint.fabric.frames import Frame, decode, encode, read_prefix
 from counterpoint.fabric.gloo import Gloo, GlooWork
+from counterpoint.fabric.stamps import Stamps
 
 FIRST, REST = 1, 2  # gloo's tags for the two pieces
 FIRST_BYTES = 1024
@@ -41,21 +40,14 @@ class Mail:
     """
 
     def __init__(self, rank: int, job: int, generation: int, gloo: Gloo) -> None:
-        self._rank = rank
-        self._job = job
-        self._generation = generation
+        self._stamps = Stamps(rank, job, generation)
         self._gloo = gloo
-        self._num_sent: defaultdict[int, int] = defaultdict(int)
-        self._num_received: defaultdict[int, int] = defaultdict(int)
         self._flying: defaultdict[int, deque[Flight]] = defaultdict(deque)
         self._kept: defaultdict[int, deque[Frame]] = defaultdict(deque)
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor], deadline_s: float) -> None:
         """A copy of the tensors is under way; where very much is already, the oldest has arrived first."""
-        print_ = message_fingerprint(label, tensors)
-        stamp = Stamp(Kind.MESSAGE, self._job, self._generation, self._rank, self._num_sent[peer], print_)
-        frame = encode(stamp, label, tensors)
-        self._num_sent[peer] += 1
+        frame = encode(self._stamps.following(peer, label, tensors), label, tensors)
         self._make_room(peer, len(frame), deadline_s)
         if len(frame) <= FIRST_BYTES:
             first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
@@ -123,15 +115,5 @@ class Mail:
             whole[:FIRST_BYTES] = first
             self._gloo.recv([whole[FIRST_BYTES:]], peer, REST).wait(timedelta(seconds=deadline_s))
         frame = decode(whole)
-        expected = Stamp(
-            Kind.MESSAGE, self._job, self._generation, peer, self._num_received[peer],
-            message_fingerprint(frame.label, frame.tensors),
-        )  # fmt: skip
-        if frame.stamp != expected:
-            raise PeerError(
-                f"rank {self._rank} received {frame.stamp} for {frame.label} where {expected} should "
-                "have come from rank "
-                f"{peer}; messages come complete and in order, from ranks of one job: look for ranks of an earlier run"
-            )
-        self._num_received[peer] += 1
+        self._stamps.verify(peer, frame)
         return frame

@@ -9,8 +9,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,7 @@ import torch
 from torch.distributed import DistError
 
 from counterpoint.errors import LaunchError, PeerError
-from counterpoint.fabric.connections import Meeting, await_keys
+from counterpoint.fabric.connections import Meeting, StoreLostError, await_keys
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import digest, ranks
 from counterpoint.fabric.gloo import PrefixStore, ProcessGroupGloo, Store, TCPStore
@@ -29,6 +29,9 @@ from counterpoint.fabric.shm.memory import Site
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
 from counterpoint.fabric.torch_gloo import TorchFabric
+
+NUM_TRIES = 3  # of torch's store, each as long as it is given
+PAUSE_S = 0.02  # between two looks whether somebody listens
 
 Transport: TypeAlias = Literal["auto", "shm", "gloo"]
 
@@ -77,12 +80,13 @@ def connect(  # noqa: PLR0913 - what a rank is told
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
     store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
-    site = Site(store, rank, num_ranks, deadline_s)
+    site, place = Site(store, rank, num_ranks, deadline_s), f"{address.host}:{address.port}"
     number = int.from_bytes(digest(job)[:8], "little")
-    if shares_memory(announce(site, f"{address.host}:{address.port}"), transport):
-        return ShmFabric(site, number, generation)
-    device = ProcessGroupGloo.create_device(hostname=interface_towards(address))
-    return TorchFabric(rank, num_ranks, deadline_s, Meeting(store, device, number, generation))
+    with meeting_at(place, rank, address.kept_by):
+        if shares_memory(announce(site, place), transport):
+            return ShmFabric(site, number, generation)
+        device = ProcessGroupGloo.create_device(hostname=interface_towards(address))
+        return TorchFabric(rank, num_ranks, deadline_s, Meeting(store, device, number, generation))
 
 
 def join(store: Store, rank: int, num_ranks: int, *, deadline_s: float = 30.0, transport: Transport = "auto") -> Fabric:
@@ -102,13 +106,30 @@ def join(store: Store, rank: int, num_ranks: int, *, deadline_s: float = 30.0, t
     """
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
-    time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
-    site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, deadline_s)
-    number = int.from_bytes(digest("torch")[:8], "little")
-    if shares_memory(announce(site, "the store of their process group"), transport):
-        return ShmFabric(site, number, time_of_coming)
-    device = ProcessGroupGloo.create_default_device()
-    return TorchFabric(rank, num_ranks, deadline_s, Meeting(site.store, device, number, time_of_coming))
+    place, number = "the store of their process group", int.from_bytes(digest("torch")[:8], "little")
+    with meeting_at(place, rank, "whoever made it"):
+        time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
+        site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, deadline_s)
+        if shares_memory(announce(site, place), transport):
+            return ShmFabric(site, number, time_of_coming)
+        device = ProcessGroupGloo.create_default_device()
+        return TorchFabric(rank, num_ranks, deadline_s, Meeting(site.store, device, number, time_of_coming))
+
+
+@contextmanager
+def meeting_at(place: str, rank: int, keeper: str) -> Iterator[None]:
+    """A store that goes away while ranks meet there is a PeerError that says who kept it.
+
+    Raises:
+        PeerError: it has gone away.
+    """
+    try:
+        yield
+    except (DistError, StoreLostError) as error:
+        raise PeerError(
+            f"rank {rank} lost {place} while the ranks were meeting there; {keeper} keeps it and has ended: look at "
+            "its output"
+        ) from error
 
 
 def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
@@ -120,13 +141,35 @@ def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
             address.host, address.port, None, True, timeout, wait_for_workers=False, master_listen_fd=listen_fd
         )
     try:
-        return TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
-    except DistError as error:
+        await_listener(address, deadline_s)
+        store = TCPStore(address.host, address.port, None, False, timeout / NUM_TRIES, wait_for_workers=False)
+        store.set_timeout(timeout)
+        return store
+    except (DistError, OSError) as error:
         raise PeerError(
             f"rank {rank} found nobody at {address.host}:{address.port} within {deadline_s} s; "
             f"{address.kept_by} keeps the "
             "meeting place there: look at why it has not started, or give the address where it is"
         ) from error
+
+
+def await_listener(address: Address, deadline_s: float) -> None:
+    """Somebody listens there; torch's store would look for up to three times its timeout.
+
+    Raises:
+        OSError: nobody has come to within the deadline.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        left = end - time.monotonic()
+        try:
+            socket.create_connection((address.host, address.port), timeout=max(left, PAUSE_S)).close()
+        except OSError:
+            if left <= 0:
+                raise
+            time.sleep(PAUSE_S)
+        else:
+            return
 
 
 def listening(address: Address) -> int:
@@ -202,14 +245,19 @@ def announce(site: Site, place: str) -> list[tuple[str, str]]:
             "this job a name of its "
             "own, or raise its generation after a restart"
         )
-    told = {"facts": {"ranks": num_ranks, **versions()}, "place": [host_key(), native().reason]}
+    told = {"facts": {"ranks": num_ranks, **versions()}, "place": [host_key(), native().reason], "pid": os.getpid()}
     store.set(f"here/{rank}", json.dumps(told))
     began = time.monotonic()
-    missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], site.deadline_s)
+    lost = ""
+    try:
+        missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], site.deadline_s)
+    except StoreLostError as error:
+        missing = list(error.missing)
+        lost = ", and at why whoever kept the meeting place, rank 0 or a launcher, has ended"
     if missing:
         raise PeerError(
             f"rank {rank} waited {time.monotonic() - began:.1f} s at {place} for {ranks(missing)} "
-            f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start"
+            f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start{lost}"
         )
     heard = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
     facts = [each["facts"] for each in heard]

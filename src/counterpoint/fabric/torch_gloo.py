@@ -26,12 +26,15 @@ from counterpoint.fabric.fingerprint import (
     unexpected,
 )  # fmt: skip
 from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, BroadcastOptions, Gloo, GlooWork, ReduceOp
+from counterpoint.fabric.gloo_numbers import given, restored
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.lanes import GLOO_TIMEOUT, Lane, Launch, Launched, Member, Start
 from counterpoint.fabric.local import reduce_in_order
 from counterpoint.fabric.mail import Mail
+from counterpoint.fabric.processes import Processes, neighbours, processes_of
 
 NOTHING: Final = Finished()
+ENDING_S: Final = 0.3
 REDUCE_OPS: Final = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
@@ -50,7 +53,9 @@ class TorchFabric(JoinedFabric):
         self._connections: Connections | None = None
         self._mail: Mail | None = None
         self._deputy: Deputy | None = None
+        self._processes = Processes([])
         if meeting is not None:
+            self._processes = processes_of(meeting.store, neighbours(meeting.store, rank, num_ranks), rank, num_ranks)
             self._connections = Connections(rank, meeting, deadline_s)
             everybody = tuple(range(num_ranks))
             with self.waiting("the first connection", everybody):
@@ -86,17 +91,16 @@ class TorchFabric(JoinedFabric):
 
         def launch(gloo: Gloo) -> Launched:
             target = tensor.detach()
-            whole = target.contiguous()
+            whole = given(target, verb)
             options = AllreduceOptions()
             options.timeout = GLOO_TIMEOUT
             options.reduceOp = REDUCE_OPS[verb]  # type: ignore[assignment]  # torch's types know only its class
             works = [gloo.allreduce([whole], options)] if whole.numel() else []
 
             def finish() -> None:
-                if verb == "mean":
-                    whole.mul_(1 / len(group))
-                if whole is not target:
-                    target.copy_(whole)
+                result = restored(whole, target.dtype, verb, len(group))
+                if result is not target:
+                    target.copy_(result)
 
             return works, finish
 
@@ -208,6 +212,7 @@ class TorchFabric(JoinedFabric):
                 lane.close()
             self._lanes.clear()
             connections.close()
+            self._processes.close()
             self._connections = self._mail = self._meeting = None
 
     def finish(self, start: Start, lane: Lane) -> None:
@@ -249,7 +254,10 @@ class TorchFabric(JoinedFabric):
         return self._connections.reason() if self._connections is not None else None
 
     def cause_of(self, error: Exception) -> str:
-        """Gloo has lost a connection."""
+        """Gloo has lost a connection; a process closes them a moment before it has ended."""
+        ended = self._processes.ended(ENDING_S)
+        if ended is not None:
+            return f"rank {ended} has ended; look at the output of rank {ended}"
         return (
             f"the connection was lost ({first_words(error)}); a rank that ends takes its connections with it: look at "
             "the output of the rank that ended first"

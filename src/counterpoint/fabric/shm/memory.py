@@ -21,6 +21,7 @@ from counterpoint.fabric.connections import await_keys
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.fabric.gloo import PrefixStore
+from counterpoint.fabric.processes import Processes, early_end, processes_of
 from counterpoint.fabric.shm.segments import COOKIE_BYTES, Mapping, create, open_of
 
 PIECE_BYTES = 256 << 10
@@ -43,11 +44,11 @@ class Site:
     num_ranks: int
     deadline_s: float
 
-    def open_world(self, library: CDLL) -> Mapping:
+    def open_world(self, library: CDLL, processes: Processes) -> Mapping:
         """Return memory that all ranks have: rank 0 makes it, the others open it; all have come.
 
         Raises:
-            PeerError: some have not come when the deadline passes, or memory is short.
+            PeerError: some have not come when the deadline passes, one has ended, or memory is short.
         """
         everybody, size = tuple(range(self.num_ranks)), library.cp_world_bytes(self.num_ranks)
         if self.rank == 0:
@@ -55,38 +56,23 @@ class Site:
             library.cp_format_world(mapping.address, self.num_ranks, cookie)
             self.store.set("world/0", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
         else:
-            self._await("world", (0,))
+            self._await("world", (0,), processes)
             address = json.loads(self.store.get("world/0"))
             mapping = self._open(address, size)
             if not library.cp_is_world(mapping.address, self.num_ranks, bytes.fromhex(address["cookie"])):
                 raise PeerError(f"rank {self.rank} found other memory than rank 0 shares; start the job again")
             self.store.set(f"world/{self.rank}", "opened")
-        self._await("world", everybody)
+        self._await("world", everybody, processes)
         mapping.forget_file()
         return mapping
 
-    def open_processes(self) -> tuple[int, ...]:
-        """Return for every rank a file that can be read when its process has ended; -1 for the own rank.
+    def open_processes(self) -> Processes:
+        """Return how to tell of every rank whether its process has ended.
 
         Raises:
             PeerError: one has ended already.
         """
-        everybody = tuple(range(self.num_ranks))
-        self.store.set(f"process/{self.rank}", str(os.getpid()))
-        self._await("process", everybody)
-        found: list[int] = []
-        for other in everybody:
-            pid = int(self.store.get(f"process/{other}"))
-            try:
-                found.append(-1 if other == self.rank else os.pidfd_open(pid))
-            except OSError as error:
-                for fd in found:
-                    if fd >= 0:
-                        os.close(fd)
-                raise PeerError(
-                    f"rank {other} has ended before all ranks were connected; look at the output of rank {other}"
-                ) from error
-        return tuple(found)
+        return processes_of(self.store, range(self.num_ranks), self.rank, self.num_ranks)
 
     def _open(self, address: dict[str, Any], num_bytes: int) -> Mapping:
         try:
@@ -98,9 +84,13 @@ class Site:
                 "look at the output of the rank that ended first, or take transport='gloo'"
             ) from error
 
-    def _await(self, place: str, members: Group) -> None:
+    def _await(self, place: str, members: Group, processes: Processes) -> None:
         began = time.monotonic()
-        missing = await_keys(self.store, [f"{place}/{member}" for member in members], self.deadline_s)
+        keys = [f"{place}/{member}" for member in members]
+        missing = await_keys(self.store, keys, self.deadline_s, lambda: processes.ended() is not None)
+        ended = processes.ended()
+        if missing and ended is not None:
+            raise PeerError(early_end(ended))
         if missing:
             late = ranks([members[index] for index in missing])
             raise PeerError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 READING_BYTES = 256
 REASON_BYTES = 1024
 SLICE_NS = 100_000_000  # the longest that a call waits
@@ -110,6 +110,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_open_world": (c_void_p, (c_void_p, c_int32, c_int32, c_int32, POINTER(c_int32), c_int32)),
     "cp_close_world": (None, (c_void_p,)),
     "cp_lost": (c_int32, (c_void_p,)),
+    "cp_has_left": (c_int32, (c_void_p, c_int32)),
     "cp_stop": (None, (c_void_p, c_char_p, c_uint64)),
     "cp_stopped": (c_int32, (c_void_p, c_char_p, c_uint64)),
     "cp_register_segment": (c_int64, (c_void_p, c_int32, c_uint64, c_uint64)),
@@ -123,7 +124,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_num_done": (c_int64, (c_void_p,)),
     "cp_advance": (c_int32, (c_void_p,)),
     "cp_notice": (c_int64, (c_void_p, c_int32, c_int64, c_char_p, c_char_p)),
-    "cp_send": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int64)),
+    "cp_send": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int64, c_int32)),
     "cp_recv": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int64)),
     "cp_await_any": (c_int64, (c_void_p, POINTER(c_int32), c_int32, c_int64)),
     "cp_reduce": (

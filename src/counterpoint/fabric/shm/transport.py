@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import time
@@ -20,7 +19,6 @@ from counterpoint.fabric.fingerprint import (
     check_group,
     check_peer,
     digest,
-    disagreement,
     dtype_name,
     of_exchange,
     of_ranges,
@@ -30,9 +28,11 @@ from counterpoint.fabric.fingerprint import (
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.shm.mail import ShmMail
 from counterpoint.fabric.shm.memory import PIECE_BYTES, SharedTensors, Site, int_array, opened
-from counterpoint.fabric.shm.native import READING_BYTES, REASON_BYTES, SLICE_NS, Kind, Status, native
+from counterpoint.fabric.shm.native import SLICE_NS, Kind, Status, native
+from counterpoint.fabric.shm.news import News
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
 from counterpoint.fabric.shm.segments import Mapping, create
+from counterpoint.fabric.stamps import Stamps
 
 NOTHING: Final = Finished()
 EMPTY: Final = torch.empty(0)
@@ -60,21 +60,28 @@ class ShmFabric(JoinedFabric):
         self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
         self._groups: dict[Group, tuple[int, Mapping | None]] = {}
         self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
+        self._forgotten: list[tuple[Recipe, Tensor]] = []
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
         count = site.num_ranks
-        self._memory = site.open_world(library)
         self._processes = site.open_processes()
+        self._memory = site.open_world(library, self._processes)
         spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
         self._world: int = library.cp_open_world(
-            self._memory.address, self.rank, count, os.getpid(), int_array(self._processes), spins
+            self._memory.address, self.rank, count, os.getpid(), int_array(tuple(self._processes.fds)), spins
         )
+        self._news = News(library, self._world, self.rank)
         self._tensors = SharedTensors(library, self._world)
-        self._mail = ShmMail(library, self._world, self.rank, job, generation)
+        self._mail = ShmMail(library, self._world, count, Stamps(self.rank, job, generation))
         self.form([tuple(range(count))])
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in shared memory; a PeerError where there is not enough."""
-        return self._tensors.empty(num_elements, dtype) if self._world else super().empty(num_elements, dtype)
+        if not self._world:
+            return super().empty(num_elements, dtype)
+        try:
+            return self._tensors.empty(num_elements, dtype)
+        except PeerError as error:
+            raise self.fail(f"rank {self.rank} has {error}") from error
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into the pipe to the peer."""
@@ -225,13 +232,12 @@ class ShmFabric(JoinedFabric):
         self._library.cp_close_world(self._world)
         self._memory.close()
         self._world = 0
-        for process in self._processes:
-            if process >= 0:
-                os.close(process)
+        self._processes.close()
         self._tensors.close()
         self._recipes.clear()
         self._sums.clear()
         self._groups.clear()
+        self._forgotten.clear()
 
     def finish(self, recipe: Recipe, turn: int) -> None:
         """The collective is complete on this rank.
@@ -244,6 +250,11 @@ class ShmFabric(JoinedFabric):
         operation = recipe.operation
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             self._pump(lambda: int(self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS)), recipe)
+
+    def keep(self, recipe: Recipe, whole: Tensor) -> None:
+        """What a collective needs that nobody will wait for lives as long as the fabric is open."""
+        if self._world:
+            self._forgotten.append((recipe, whole))
 
     def _start(self, recipe: Recipe, tensor: Tensor) -> Work:
         if len(recipe.operation.group) == 1:
@@ -273,7 +284,7 @@ class ShmFabric(JoinedFabric):
             mapping: Mapping | None = None
             if self.rank == first:
                 size = library.cp_group_bytes(count, PIECE_BYTES)
-                mapping = create("counterpoint group", size, fill=False)
+                mapping = create("counterpoint group", size, fill=True)
                 library.cp_format_group(mapping.address, count, PIECE_BYTES)
                 library.cp_register_segment(world, mapping.fd, size, tag)
                 address = mapping.address
@@ -303,7 +314,7 @@ class ShmFabric(JoinedFabric):
             if status >= 0:
                 return status
             if status == Status.DISAGREE and recipe is not None:
-                raise PeerError(self._disagreement(recipe))
+                raise PeerError(self._news.disagreement(recipe))
             if status != Status.NOT_YET:
                 raise RuntimeError(Status(status).name)
             if time.monotonic() > end:
@@ -311,33 +322,17 @@ class ShmFabric(JoinedFabric):
 
     def stopped(self) -> str | None:
         """Read what a rank has written."""
-        if not self._world:
-            return None
-        room = ctypes.create_string_buffer(REASON_BYTES)
-        stopper = self._library.cp_stopped(self._world, room, REASON_BYTES)
-        return None if stopper in {-1, self.rank} else f"rank {stopper}: {room.value.decode(errors='replace')}"
+        return self._news.stopped() if self._world else None
 
     def cause_of(self, error: Exception) -> str:
-        """A process has ended, or its memory cannot be opened."""
-        lost = self._library.cp_lost(self._world) if self._world else -1
-        if lost >= 0:
-            return f"rank {lost} has ended; look at the output of rank {lost}"
-        return f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
+        """A rank has ended, or will take part in nothing more, or its memory cannot be opened."""
+        lost = self._news.lost() if self._world else None
+        return lost or f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
 
     def tell_others(self, reason: str) -> None:
-        """Write the reason where all see it, unless another rank was first, and wake them."""
+        """Write the reason where all see it."""
         if self._world:
-            raw = reason.encode()
-            self._library.cp_stop(self._world, raw, len(raw))
-
-    def _disagreement(self, recipe: Recipe) -> str:
-        turn = self._library.cp_num_done(recipe.group)
-        seen = {}
-        for place, member in enumerate(recipe.operation.group):
-            print_, words = ctypes.create_string_buffer(16), ctypes.create_string_buffer(READING_BYTES)
-            length = self._library.cp_notice(recipe.group, place, turn, print_, words)
-            seen[member] = (print_.raw, words.raw[:length].decode(errors="replace"))
-        return disagreement(seen, turn) or "the members of a group disagree"
+            self._news.post(reason)
 
 
 class ShmWork(Work):
@@ -360,3 +355,8 @@ class ShmWork(Work):
         self._fabric = None
         if self._target is not None:
             self._target.detach().copy_(self._whole)
+
+    def __del__(self) -> None:
+        """The library may still read and write the tensors of a collective that nobody has waited for."""
+        if self._fabric is not None:
+            self._fabric.keep(self._recipe, self._whole)
