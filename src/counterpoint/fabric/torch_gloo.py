@@ -29,7 +29,7 @@ from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, Broadcas
 from counterpoint.fabric.gloo_numbers import given, restored
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.lanes import GLOO_TIMEOUT, Lane, Launch, Launched, Member, Start
-from counterpoint.fabric.local import reduce_in_order
+from counterpoint.fabric.encounter import reduce_in_order
 from counterpoint.fabric.mail import Mail
 from counterpoint.fabric.processes import Processes, neighbours, processes_of
 
