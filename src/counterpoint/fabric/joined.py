@@ -26,6 +26,7 @@ class JoinedFabric(Fabric, ABC):
         self.num_ranks = num_ranks
         self.deadline_s = deadline_s
         self.failure: str | None = None
+        self.companions: tuple[JoinedFabric, ...] = ()  # other ways of this rank, which fail where this one does
 
     @abstractmethod
     def tell_others(self, reason: str) -> None:
@@ -55,7 +56,7 @@ class JoinedFabric(Fabric, ABC):
             raise self.fail(f"{story}: {self._cause(error, waited_s)}") from error
 
     def _cause(self, error: Exception, waited_s: float) -> str:
-        stopped = self.stopped()
+        stopped = next(filter(None, (way.stopped() for way in (self, *self.companions))), None)
         if stopped is not None:
             return f"stopped because of {stopped}"
         if isinstance(error, TimeoutError) or waited_s >= 0.99 * self.deadline_s:
@@ -71,8 +72,10 @@ class JoinedFabric(Fabric, ABC):
 
     def fail(self, text: str) -> PeerError:
         """Return the error; the other ranks can read it."""
+        for way in (self, *self.companions):
+            way.failure = way.failure or text
+            way.tell_others(text)
         self.failure = text
-        self.tell_others(text)
         return PeerError(text)
 
     def others(self, group: Sequence[int]) -> list[int]:

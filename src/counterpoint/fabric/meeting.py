@@ -77,7 +77,7 @@ def connect(  # noqa: PLR0913 - what a rank is told
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
     store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
-    site = Site(store, rank, num_ranks, deadline_s)
+    site = Site(store, rank, num_ranks, tuple(range(num_ranks)), deadline_s)
     number = int.from_bytes(digest(job)[:8], "little")
     if shares_memory(announce(site, f"{address.host}:{address.port}"), transport):
         return ShmFabric(site, number, generation)
@@ -103,7 +103,8 @@ def join(store: Store, rank: int, num_ranks: int, *, deadline_s: float = 30.0, t
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
     time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
-    site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, deadline_s)
+    everybody = tuple(range(num_ranks))
+    site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, everybody, deadline_s)
     number = int.from_bytes(digest("torch")[:8], "little")
     if shares_memory(announce(site, "the store of their process group"), transport):
         return ShmFabric(site, number, time_of_coming)

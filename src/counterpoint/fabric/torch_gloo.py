@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -50,6 +49,7 @@ class TorchFabric(JoinedFabric):
         self._connections: Connections | None = None
         self._mail: Mail | None = None
         self._deputy: Deputy | None = None
+        self.followers: list[Callable[[], bool]] = []  # what else its deputy does; each says whether something is left
         if meeting is not None:
             self._connections = Connections(rank, meeting, deadline_s)
             everybody = tuple(range(num_ranks))
@@ -100,7 +100,7 @@ class TorchFabric(JoinedFabric):
 
             return works, finish
 
-        return self._start(of_tensor(f"all_reduce {verb}", label, tensor, group), launch)
+        return self.start(of_tensor(f"all_reduce {verb}", label, tensor, group), launch)
 
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
@@ -121,7 +121,7 @@ class TorchFabric(JoinedFabric):
 
             return [work], lambda: own.copy_(reduce_in_order(list(parts), verb))
 
-        return self._start(operation, launch)
+        return self.start(operation, launch)
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
@@ -140,7 +140,7 @@ class TorchFabric(JoinedFabric):
             incoming, outgoing = [count * size for count in theirs], [count * size for count in counts[place]]
             return [gloo.alltoall_base(raw(received), raw(whole), incoming, outgoing, options)], None
 
-        return received, self._start(operation, launch)
+        return received, self.start(operation, launch)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
         """Start one broadcast per range, into its place."""
@@ -150,7 +150,7 @@ class TorchFabric(JoinedFabric):
             ranges = [(index, whole[start:end]) for index, (start, end) in enumerate(pairwise(bounds))]
             return [spread(gloo, raw(part), index) for index, part in ranges if len(part)], None
 
-        return self._start(operation, launch)
+        return self.start(operation, launch)
 
     def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
         """Start gloo's own broadcast."""
@@ -161,19 +161,19 @@ class TorchFabric(JoinedFabric):
             works = [spread(gloo, raw(whole), group.index(root))] if whole.numel() else []
             return works, None if whole is target else lambda: target.copy_(whole)
 
-        return self._start(of_tensor("broadcast", label, tensor, group, root=root), launch)
+        return self.start(of_tensor("broadcast", label, tensor, group, root=root), launch)
 
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
         """Exchange JSON inside the announcements, or by a second exchange where it is long."""
         written = json.dumps(value).encode()
-        work = self._start(Operation("gather_values", label, group), None, written)
+        work = self.start(Operation("gather_values", label, group), None, written)
         work.wait()
         values = work.start.values if isinstance(work, TorchWork) else [written]
         return [json.loads(text) for text in values]
 
     def barrier(self, group: Group) -> None:
         """Exchange announcements, and nothing else."""
-        self._start(Operation("barrier", "arrival", group), None).wait()
+        self.start(Operation("barrier", "arrival", group), None).wait()
 
     def form(self, groups: Sequence[Group]) -> None:
         """Open the connections of the groups that this rank is in, in sorted order."""
@@ -216,17 +216,30 @@ class TorchFabric(JoinedFabric):
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             lane.finish(start, self.deadline_s)
 
-    def _start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Work:
+    def start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Work:
+        """Announce a collective; when all members have announced the same, ``launch`` starts it, on some thread."""
         check_group(operation, self.rank, self.num_ranks)
         if len(operation.group) == 1:
             return NOTHING
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
             lane = self._lane(operation.group)
             start = lane.start(operation, launch, value)
-            self._deputy = self._deputy or Deputy(partial(advance, self._lanes))
+            self._deputy = self._deputy or Deputy(self._advance)
             self._deputy.wake()
-            advance(self._lanes)
+            self._advance()
         return TorchWork(self, start, lane)
+
+    def connection(self, name: str, group: Group) -> Gloo:
+        """Return a connection of its own among the ranks of the group, all of which have come to open it."""
+        with self.waiting(f"the connection for {name}", self.others(group)):
+            if self._connections is None:
+                raise RuntimeError("the fabric has been closed")
+            return self._connections.open(name, group)
+
+    def _advance(self) -> bool:
+        """Whatever has been announced on any lane is launched; return whether something is left to do."""
+        left = [lane.advance() for lane in list(self._lanes.values())]  # all of them, whatever the first has left
+        return any([*left, *(follow() for follow in self.followers)])
 
     def _lane(self, group: Group) -> Lane:
         """Return the group's lane; all members have come where it is new."""
@@ -275,12 +288,6 @@ class TorchWork(Work):
         if self._lane is not None:
             self._fabric.finish(self.start, self._lane)
             self._lane = None
-
-
-def advance(lanes: dict[Group, Lane]) -> bool:
-    """Whatever has been announced on any lane is launched; return whether something has not."""
-    left = [lane.advance() for lane in list(lanes.values())]  # all of them, whatever the first has left
-    return any(left)
 
 
 def raw(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
+from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import message_fingerprint
 from counterpoint.fabric.frames import PREFIX_BYTES, Frame, Kind, Stamp, decode, encode, read_prefix
 from counterpoint.fabric.shm.memory import int_array
@@ -25,14 +26,16 @@ class ShmMail:
     Args:
         library: the native part.
         world: its handle.
+        here: the ranks of this host; the library counts them from 0.
         rank: the own rank.
         job: the job's number.
         generation: of its ranks.
     """
 
-    def __init__(self, library: CDLL, world: int, rank: int, job: int, generation: int) -> None:
+    def __init__(self, library: CDLL, world: int, here: Group, rank: int, job: int, generation: int) -> None:
         self._library = library
         self._world = world
+        self._places = {other: place for place, other in enumerate(here)}
         self._rank = rank
         self._job = job
         self._generation = generation
@@ -72,16 +75,21 @@ class ShmMail:
 
     def recv_any(self, peers: Sequence[int], pump: Pump) -> tuple[int, Frame]:
         """Return one of the peers and its next message."""
-        listed = int_array(tuple(peers))
-        index = pump(lambda: int(self._library.cp_await_any(self._world, listed, len(peers), SLICE_NS)))
-        return peers[index], self.recv(peers[index], pump)
+        sender = pump(lambda: self.await_any(peers, SLICE_NS))
+        return sender, self.recv(sender, pump)
+
+    def await_any(self, peers: Sequence[int], slice_ns: int) -> int:
+        """Return which peer has sent what can be received, or a status of the library where none has within so long."""
+        listed = int_array(tuple(self._places[peer] for peer in peers))
+        index = int(self._library.cp_await_any(self._world, listed, len(peers), slice_ns))
+        return peers[index] if index >= 0 else index
 
     def _move(self, call: Callable[..., int], peer: int, raw: Tensor, pump: Pump) -> None:
         """All bytes have been put into the pipe, or come out of it; the deadline begins anew whenever some have."""
-        done, size, address = 0, len(raw), raw.data_ptr()
+        done, size, address, place = 0, len(raw), raw.data_ptr(), self._places[peer]
 
         def go() -> int:
-            moved = int(call(self._world, peer, address + done, size - done, SLICE_NS))
+            moved = int(call(self._world, place, address + done, size - done, SLICE_NS))
             return Status.NOT_YET if moved == 0 else moved
 
         while done < size:

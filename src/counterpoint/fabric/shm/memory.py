@@ -34,48 +34,50 @@ class Site:
     Args:
         store: what they tell each other where to find memory.
         rank: the own rank.
-        num_ranks: how many there are, all of them here.
+        num_ranks: how many there are.
+        here: those of this host, the own one among them, sorted.
         deadline_s: the longest that it waits for another.
     """
 
     store: PrefixStore
     rank: int
     num_ranks: int
+    here: Group
     deadline_s: float
 
     def open_world(self, library: CDLL) -> Mapping:
-        """Return memory that all ranks have: rank 0 makes it, the others open it; all have come.
+        """Return memory that all ranks of this host have: the first makes it, the others open it; all have come.
 
         Raises:
             PeerError: some have not come when the deadline passes, or memory is short.
         """
-        everybody, size = tuple(range(self.num_ranks)), library.cp_world_bytes(self.num_ranks)
-        if self.rank == 0:
+        first, count = self.here[0], len(self.here)
+        size = library.cp_world_bytes(count)
+        if self.rank == first:
             mapping, cookie = create("counterpoint world", size, fill=False), token_bytes(COOKIE_BYTES)
-            library.cp_format_world(mapping.address, self.num_ranks, cookie)
-            self.store.set("world/0", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
+            library.cp_format_world(mapping.address, count, cookie)
+            self.store.set(f"world/{first}", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
         else:
-            self._await("world", (0,))
-            address = json.loads(self.store.get("world/0"))
+            self._await("world", (first,))
+            address = json.loads(self.store.get(f"world/{first}"))
             mapping = self._open(address, size)
-            if not library.cp_is_world(mapping.address, self.num_ranks, bytes.fromhex(address["cookie"])):
-                raise PeerError(f"rank {self.rank} found other memory than rank 0 shares; start the job again")
+            if not library.cp_is_world(mapping.address, count, bytes.fromhex(address["cookie"])):
+                raise PeerError(f"rank {self.rank} found other memory than rank {first} shares; start the job again")
             self.store.set(f"world/{self.rank}", "opened")
-        self._await("world", everybody)
+        self._await("world", self.here)
         mapping.forget_file()
         return mapping
 
     def open_processes(self) -> tuple[int, ...]:
-        """Return for every rank a file that can be read when its process has ended; -1 for the own rank.
+        """Return for every rank of this host a file that can be read when its process has ended; -1 for the own rank.
 
         Raises:
             PeerError: one has ended already.
         """
-        everybody = tuple(range(self.num_ranks))
         self.store.set(f"process/{self.rank}", str(os.getpid()))
-        self._await("process", everybody)
+        self._await("process", self.here)
         found: list[int] = []
-        for other in everybody:
+        for other in self.here:
             pid = int(self.store.get(f"process/{other}"))
             try:
                 found.append(-1 if other == self.rank else os.pidfd_open(pid))

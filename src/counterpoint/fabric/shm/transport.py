@@ -19,19 +19,17 @@ from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
     check_peer,
-    digest,
-    disagreement,
     of_exchange,
     of_ranges,
     of_tensor,
     unexpected,
 )  # fmt: skip
 from counterpoint.fabric.joined import JoinedFabric
+from counterpoint.fabric.shm.groups import Groups
 from counterpoint.fabric.shm.mail import ShmMail
-from counterpoint.fabric.shm.memory import PIECE_BYTES, SharedTensors, Site, int_array
-from counterpoint.fabric.shm.native import READING_BYTES, REASON_BYTES, SLICE_NS, Kind, Status, native
+from counterpoint.fabric.shm.memory import SharedTensors, Site, int_array
+from counterpoint.fabric.shm.native import REASON_BYTES, SLICE_NS, Kind, Status, native
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
-from counterpoint.fabric.shm.segments import Mapping, create
 
 NOTHING: Final = Finished()
 EMPTY: Final = torch.empty(0)
@@ -46,7 +44,7 @@ class ShmFabric(JoinedFabric):
         Any other is copied to shared memory once, a piece at a time, while the piece before is added up.
 
     Args:
-        site: where the ranks of this host meet.
+        site: where the ranks of this host meet; all numbers that a caller gives or gets are those of the world.
         job: the job's number.
         generation: of its ranks.
     """
@@ -57,19 +55,20 @@ class ShmFabric(JoinedFabric):
         assert library is not None, "whoever chose this transport has looked"
         self._library = library
         self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
-        self._groups: dict[Group, tuple[int, Mapping | None]] = {}
+        self.here = site.here
         self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
-        count = site.num_ranks
+        count = len(site.here)
         self._memory = site.open_world(library)
         self._processes = site.open_processes()
         spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
         self._world: int = library.cp_open_world(
-            self._memory.address, self.rank, count, os.getpid(), int_array(self._processes), spins
+            self._memory.address, self.here.index(self.rank), count, os.getpid(), int_array(self._processes), spins
         )
         self._tensors = SharedTensors(library, self._world)
-        self._mail = ShmMail(library, self._world, self.rank, job, generation)
-        self.form([tuple(range(count))])
+        self._mail = ShmMail(library, self._world, self.here, self.rank, job, generation)
+        self._groups = Groups(library, self._world, self.rank, self.here)
+        self.form([self.here])
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in shared memory; a PeerError where there is not enough."""
@@ -97,6 +96,14 @@ class ShmFabric(JoinedFabric):
         with self.waiting("any message", peers):
             sender, frame = self._mail.recv_any(peers, self._pump)
         return sender, frame.label, frame.tensors
+
+    def await_any(self, peers: Sequence[int], seconds: float) -> int | None:
+        """Return which peer's message can be received without waiting for it; None where none can within so long."""
+        with self.waiting("any message", peers):
+            found = self._mail.await_any(peers, int(seconds * 1e9))
+            if found < 0 and found != Status.NOT_YET:
+                raise RuntimeError(Status(found).name)
+        return found if found >= 0 else None
 
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
@@ -127,6 +134,20 @@ class ShmFabric(JoinedFabric):
             operation = of_ranges("all_gather", label, whole, bounds, group)
             recipe = self._recipes.make(key, Kind.ALL_GATHER, operation, whole, bounds)
         return self._start(recipe, whole)
+
+    def begin(self, kind: Kind, operation: Operation, tensor: Tensor, bounds: Sequence[int] = ()) -> ShmWork | None:
+        """Start one of the library's collectives on a channel of its own; None where there is nothing to do.
+
+        Args:
+            kind: the collective.
+            operation: what it is for errors; its group and its channel say among whom, its dtype and shape what.
+            tensor: flat and contiguous.
+            bounds: of the members' ranges, in numbers, where the collective has any.
+        """
+        key = (kind, operation, *bounds)
+        recipe = self._recipes.get(key) or self._recipes.make(key, kind, operation, tensor, bounds)
+        work = self._start(recipe, tensor)
+        return work if isinstance(work, ShmWork) else None
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
@@ -183,9 +204,9 @@ class ShmFabric(JoinedFabric):
         """Open the memory of the groups that this rank is in, in sorted order."""
         for group in sorted(set(groups)):
             if self.rank in group and len(group) > 1:
-                check_group(Operation("form", "group", group), self.rank, self.num_ranks)
-                with self.waiting("form of group", group):
-                    self._group(group)
+                operation = Operation("form", "group", group)
+                check_group(operation, self.rank, self.num_ranks)
+                self._formed(operation)
 
     def stop(self, reason: str) -> None:
         """Write the reason where all see it, and wake them."""
@@ -197,10 +218,7 @@ class ShmFabric(JoinedFabric):
         if not self._world:
             return
         self.failure = self.failure or "the fabric has been closed"
-        for handle, memory in self._groups.values():
-            self._library.cp_close_group(handle)
-            if memory is not None:
-                memory.close()
+        self._groups.close()
         self._library.cp_close_world(self._world)
         self._memory.close()
         self._world = 0
@@ -210,7 +228,6 @@ class ShmFabric(JoinedFabric):
         self._tensors.close()
         self._recipes.clear()
         self._sums.clear()
-        self._groups.clear()
 
     def finish(self, recipe: Recipe, turn: int) -> None:
         """The collective is complete on this rank.
@@ -223,6 +240,22 @@ class ShmFabric(JoinedFabric):
         operation = recipe.operation
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             self._pump(lambda: int(self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS)), recipe)
+
+    def look(self, recipe: Recipe, turn: int) -> bool:
+        """Whether the collective is complete on this rank; whatever can go on without waiting has gone on.
+
+        Raises:
+            PeerError: as :meth:`finish`.
+        """
+        if self.failure is not None:
+            raise PeerError(self.failure)
+        library = self._library
+        library.cp_advance(self._world)
+        if library.cp_num_done(recipe.group) > turn:
+            return True
+        if library.cp_status(recipe.group) != 0:
+            self.finish(recipe, turn)
+        return False
 
     def _start(self, recipe: Recipe, tensor: Tensor) -> Work:
         if len(recipe.operation.group) == 1:
@@ -237,36 +270,7 @@ class ShmFabric(JoinedFabric):
 
     def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
-            return self._group(operation.group)
-
-    def _group(self, group: Group) -> int:
-        """Return the group's handle; all members have come where it is new.
-
-        Raises:
-            RuntimeError: a member has ended, or its memory cannot be opened.
-            TimeoutError: a member has not come.
-        """
-        if group not in self._groups:
-            library, world, first, count = self._library, self._world, group[0], len(group)
-            tag = int.from_bytes(digest("group", group)[:8], "little") | 1
-            mapping: Mapping | None = None
-            if self.rank == first:
-                size = library.cp_group_bytes(count, PIECE_BYTES)
-                mapping = create("counterpoint group", size, fill=False)
-                library.cp_format_group(mapping.address, count, PIECE_BYTES)
-                library.cp_register_segment(world, mapping.fd, size, tag)
-                address = mapping.address
-            else:
-                number = self._pump(lambda: int(library.cp_await_segment(world, first, tag, SLICE_NS)))
-                address = library.cp_map_segment(world, first, number) or 0
-            handle = library.cp_open_group(world, address, int_array(group), count) if address else None
-            if not handle:
-                raise RuntimeError(f"that of rank {first} cannot be opened")
-            self._groups[group] = (handle, mapping)
-            self._pump(lambda: int(library.cp_await_members(world, handle, address, SLICE_NS)))
-            if mapping is not None:
-                mapping.forget_file()
-        return self._groups[group][0]
+            return self._groups.handle(operation, self._pump)
 
     def _pump(self, call: Callable[[], int], recipe: Recipe | None = None) -> int:
         """Return what a call of the library returns when it is done; it is called again and again until then.
@@ -282,7 +286,7 @@ class ShmFabric(JoinedFabric):
             if status >= 0:
                 return status
             if status == Status.DISAGREE and recipe is not None:
-                raise PeerError(self._disagreement(recipe))
+                raise PeerError(self._groups.disagreement(recipe.operation, recipe.group))
             if status != Status.NOT_YET:
                 raise RuntimeError(Status(status).name)
             if time.monotonic() > end:
@@ -294,13 +298,15 @@ class ShmFabric(JoinedFabric):
             return None
         room = ctypes.create_string_buffer(REASON_BYTES)
         stopper = self._library.cp_stopped(self._world, room, REASON_BYTES)
-        return None if stopper in {-1, self.rank} else f"rank {stopper}: {room.value.decode(errors='replace')}"
+        if stopper < 0 or self.here[stopper] == self.rank:
+            return None
+        return f"rank {self.here[stopper]}: {room.value.decode(errors='replace')}"
 
     def cause_of(self, error: Exception) -> str:
         """A process has ended, or its memory cannot be opened."""
-        lost = self._library.cp_lost(self._world) if self._world else -1
-        if lost >= 0:
-            return f"rank {lost} has ended; look at the output of rank {lost}"
+        place = self._library.cp_lost(self._world) if self._world else -1
+        if place >= 0:
+            return f"rank {self.here[place]} has ended; look at the output of rank {self.here[place]}"
         return f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
 
     def tell_others(self, reason: str) -> None:
@@ -308,15 +314,6 @@ class ShmFabric(JoinedFabric):
         if self._world:
             raw = reason.encode()
             self._library.cp_stop(self._world, raw, len(raw))
-
-    def _disagreement(self, recipe: Recipe) -> str:
-        turn = self._library.cp_num_done(recipe.group)
-        seen = {}
-        for place, member in enumerate(recipe.operation.group):
-            print_, words = ctypes.create_string_buffer(16), ctypes.create_string_buffer(READING_BYTES)
-            length = self._library.cp_notice(recipe.group, place, turn, print_, words)
-            seen[member] = (print_.raw, words.raw[:length].decode(errors="replace"))
-        return disagreement(seen, turn) or "the members of a group disagree"
 
 
 class ShmWork(Work):
@@ -330,6 +327,10 @@ class ShmWork(Work):
         self._turn = turn
         self._whole = whole
         self._target = target
+
+    def is_over(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return self._fabric is None or self._fabric.look(self._recipe, self._turn)
 
     def wait(self) -> None:
         """Take part until it is complete; signals are served."""
