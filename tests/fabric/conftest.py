@@ -1,7 +1,9 @@
+from functools import partial
+
 import pytest
 
 from counterpoint.fabric.shm.native import native
-from tests.fabric.players import on_gloo, on_local, on_shm
+from tests.fabric.players import on_gloo, on_hosts, on_local, on_shm
 
 SHARED = [
     pytest.mark.process,
@@ -10,6 +12,8 @@ SHARED = [
 PROCESSES = [
     pytest.param(on_gloo, id="gloo", marks=pytest.mark.process),
     pytest.param(on_shm, id="shm", marks=SHARED),
+    pytest.param(partial(on_hosts, (0, 0, 1)), id="hosts001", marks=SHARED),
+    pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts010", marks=SHARED),
 ]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
@@ -24,14 +23,14 @@ from counterpoint.fabric.fingerprint import (
     of_tensor,
     unexpected,
 )  # fmt: skip
-from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, BroadcastOptions, Gloo, GlooWork, ReduceOp
+from counterpoint.fabric.gloo import Gloo
 from counterpoint.fabric.joined import JoinedFabric
-from counterpoint.fabric.lanes import GLOO_TIMEOUT, Lane, Launch, Launched, Member, Start
+from counterpoint.fabric.lanes import Lane, Launch, Member, Start
 from counterpoint.fabric.local import reduce_in_order
 from counterpoint.fabric.mail import Mail
+from counterpoint.fabric.wire import Launched, add_up, raw, spread, swap
 
 NOTHING: Final = Finished()
-REDUCE_OPS: Final = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 class TorchFabric(JoinedFabric):
@@ -81,18 +80,23 @@ class TorchFabric(JoinedFabric):
             sender, frame = self._living_mail().recv_any(peers, self.deadline_s)
         return sender, frame.label, frame.tensors
 
+    def recv_soon(self, peers: Sequence[int], seconds: float) -> tuple[int, str, tuple[Tensor, ...]] | None:
+        """Return what :meth:`recv_any` does, or None where no frame has begun to come within so long."""
+        with self.waiting("any message", peers):
+            found = self._living_mail().recv_soon(peers, seconds, self.deadline_s)
+        return None if found is None else (found[0], found[1].label, found[1].tensors)
+
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start gloo's own all-reduce; its order of addition is fixed, but depends on the number of ranks."""
 
         def launch(gloo: Gloo) -> Launched:
             target = tensor.detach()
             whole = target.contiguous()
-            options = AllreduceOptions()
-            options.timeout = GLOO_TIMEOUT
-            options.reduceOp = REDUCE_OPS[verb]  # type: ignore[assignment]  # torch's types know only its class
-            works = [gloo.allreduce([whole], options)] if whole.numel() else []
+            works, complete = add_up(gloo, whole, verb)
 
             def finish() -> None:
+                if complete is not None:
+                    complete()
                 if verb == "mean":
                     whole.mul_(1 / len(group))
                 if whole is not target:
@@ -113,12 +117,8 @@ class TorchFabric(JoinedFabric):
             own = whole.detach()[bounds[index] : bounds[index + 1]]
             parts = own.new_empty((len(group), len(own)))
             sizes = [(end - start) * whole.element_size() for start, end in pairwise(bounds)]
-            options = AllToAllOptions()
-            options.timeout = GLOO_TIMEOUT
-            work = gloo.alltoall_base(
-                raw(parts), raw(whole), [sizes[index]] * len(group), sizes, options
-            )  # sums are added here, in the order of the group: the same bits as on the local transport
-
+            work = swap(gloo, raw(parts), raw(whole), [sizes[index]] * len(group), sizes)
+            # sums are added here, in the order of the group: the same bits as on the local transport
             return [work], lambda: own.copy_(reduce_in_order(list(parts), verb))
 
         return self.start(operation, launch)
@@ -135,10 +135,8 @@ class TorchFabric(JoinedFabric):
         received = whole.new_empty(sum(theirs))
 
         def launch(gloo: Gloo) -> Launched:
-            options = AllToAllOptions()
-            options.timeout = GLOO_TIMEOUT
             incoming, outgoing = [count * size for count in theirs], [count * size for count in counts[place]]
-            return [gloo.alltoall_base(raw(received), raw(whole), incoming, outgoing, options)], None
+            return [swap(gloo, raw(received), raw(whole), incoming, outgoing)], None
 
         return received, self.start(operation, launch)
 
@@ -199,7 +197,8 @@ class TorchFabric(JoinedFabric):
                 with self.waiting("the arrival of what was sent", self.others(range(self.num_ranks))):
                     mail.flush(self.deadline_s)
         finally:
-            if self.failure is not None or not all(lane.is_quiet for lane in self._lanes.values()):
+            is_quiet = all(lane.is_quiet for lane in self._lanes.values()) and (mail is None or mail.is_quiet)
+            if self.failure is not None or not is_quiet:
                 connections.cut()
             self.failure = self.failure or "the fabric has been closed"
             if self._deputy is not None:
@@ -218,7 +217,7 @@ class TorchFabric(JoinedFabric):
 
     def start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Work:
         """Announce a collective; when all members have announced the same, ``launch`` starts it, on some thread."""
-        check_group(operation, self.rank, self.num_ranks)
+        self.check(operation)
         if len(operation.group) == 1:
             return NOTHING
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
@@ -228,6 +227,10 @@ class TorchFabric(JoinedFabric):
             self._deputy.wake()
             self._advance()
         return TorchWork(self, start, lane)
+
+    def check(self, operation: Operation) -> None:
+        """The operation is one that this rank may start; a ProgramError where it is not."""
+        check_group(operation, self.rank, self.num_ranks)
 
     def connection(self, name: str, group: Group) -> Gloo:
         """Return a connection of its own among the ranks of the group, all of which have come to open it."""
@@ -288,18 +291,6 @@ class TorchWork(Work):
         if self._lane is not None:
             self._fabric.finish(self.start, self._lane)
             self._lane = None
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, in its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def spread(gloo: Gloo, part: Tensor, root: int) -> GlooWork:
-    """Start to replace the bytes by those of member ``root``."""
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = root, 0, GLOO_TIMEOUT
-    return gloo.broadcast([part], options)
 
 
 def first_words(error: Exception) -> str:

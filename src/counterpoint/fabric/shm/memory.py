@@ -123,8 +123,8 @@ class SharedTensors:
         self._library = library
         self._world = world
         self._segments: dict[int, Mapping] = {}
-        self._starts: list[int] = []
-        self._spans: list[tuple[int, int]] = []  # end, segment; in the order of `_starts`
+        # where each begins; its end and its segment: replaced as one, for another thread may look
+        self._index: tuple[list[int], list[tuple[int, int]]] = ([], [])
         self._free: dict[int, list[tuple[int, Mapping]]] = {}
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -147,17 +147,19 @@ class SharedTensors:
             raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
         self._segments[number] = mapping
         start = mapping.address
-        at = bisect_right(self._starts, start)
-        self._starts.insert(at, start)
-        self._spans.insert(at, (start + num_bytes, number))
+        starts, spans = self._index
+        at = bisect_right(starts, start)
+        span = (start + num_bytes, number)
+        self._index = ([*starts[:at], start, *starts[at:]], [*spans[:at], span, *spans[at:]])
         return start, mapping
 
     def find(self, address: int, num_bytes: int) -> tuple[int, int]:
         """Return the segment that holds these bytes, and where in it; -1 where none does."""
-        at = bisect_right(self._starts, address) - 1 if self._starts else -1
-        if at < 0 or address + num_bytes > self._spans[at][0]:
+        starts, spans = self._index
+        at = bisect_right(starts, address) - 1 if starts else -1
+        if at < 0 or address + num_bytes > spans[at][0]:
             return -1, 0
-        return self._spans[at][1], address - self._starts[at]
+        return spans[at][1], address - starts[at]
 
     def close(self) -> None:
         """Their files are closed; the memory lives as long as tensors use it."""

@@ -135,6 +135,10 @@ class ShmFabric(JoinedFabric):
             recipe = self._recipes.make(key, Kind.ALL_GATHER, operation, whole, bounds)
         return self._start(recipe, whole)
 
+    def open_channel(self, group: Group, channel: str) -> None:
+        """The group can start collectives on this channel; all members have come."""
+        self._formed(Operation("form", "group", group, channel=channel))
+
     def begin(self, kind: Kind, operation: Operation, tensor: Tensor, bounds: Sequence[int] = ()) -> ShmWork | None:
         """Start one of the library's collectives on a channel of its own; None where there is nothing to do.
 
@@ -241,6 +245,11 @@ class ShmFabric(JoinedFabric):
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             self._pump(lambda: int(self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS)), recipe)
 
+    def pause(self, recipe: Recipe, turn: int, seconds: float) -> None:
+        """Take part until the collective is over in whatever way, or for so long."""
+        if self.failure is None:
+            self._cp_wait(self._world, recipe.group, turn, int(seconds * 1e9))
+
     def look(self, recipe: Recipe, turn: int) -> bool:
         """Whether the collective is complete on this rank; whatever can go on without waiting has gone on.
 
@@ -331,6 +340,11 @@ class ShmWork(Work):
     def is_over(self) -> bool:
         """Whether :meth:`wait` returns at once."""
         return self._fabric is None or self._fabric.look(self._recipe, self._turn)
+
+    def pause(self, seconds: float) -> None:
+        """Take part until it is over, or for so long."""
+        if self._fabric is not None:
+            self._fabric.pause(self._recipe, self._turn, seconds)
 
     def wait(self) -> None:
         """Take part until it is complete; signals are served."""
