@@ -12,18 +12,18 @@ SHARED = [
 PROCESSES = [
     pytest.param(on_gloo, id="gloo", marks=pytest.mark.process),
     pytest.param(on_shm, id="shm", marks=SHARED),
-    pytest.param(partial(on_hosts, (0, 0, 1)), id="hosts001", marks=SHARED),
-    pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts010", marks=SHARED),
 ]
+HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=SHARED)
+SLOW_HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=[*SHARED, pytest.mark.slow])
 
 
-@pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES])
+@pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES, HOSTS])
 def play(request):
     """Return ``play(scene, num_ranks)``: what each rank got, on this transport."""
     return request.param
 
 
-@pytest.fixture(params=PROCESSES)
+@pytest.fixture(params=[*PROCESSES, SLOW_HOSTS])
 def processes(request):
     """Return ``processes(scene, num_ranks, deadline_s, present)`` on a transport between processes."""
     return request.param

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch.distributed import DistError
@@ -200,6 +200,18 @@ def interface_towards(address: Address) -> str:
     with closing(socket.socket(family, kind)) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def asked_for(name: str | None) -> Transport:
+    """Return the transport of this name; ``auto`` where none was asked for.
+
+    Raises:
+        LaunchError: there is none of this name.
+    """
+    found = next((each for each in get_args(Transport) if each == (name or "auto")), None)
+    if found is None:
+        raise LaunchError(f"there is no transport {name!r}; give one of {', '.join(get_args(Transport))}")
+    return cast("Transport", found)
 
 
 def shares_memory(places: Sequence[tuple[str, str]], transport: Transport) -> bool:
