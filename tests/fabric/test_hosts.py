@@ -107,8 +107,10 @@ def test_a_disagreement_on_one_host_reaches_the_others_at_once():
     assert max(seconds for _, seconds in answers) < 2
 
 
-def dies(fabric):
+def dies(is_formed, fabric):
     """Rank 3 is killed while the others wait: rank 2 beside it, ranks 0 and 1 elsewhere."""
+    if is_formed:
+        fabric.form([(0, 1, 2, 3)])
     fabric.barrier((0, 1, 2, 3))
     if fabric.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -117,7 +119,10 @@ def dies(fabric):
     return fabric.all_reduce("a", torch.ones(1000), (0, 1, 2, 3)).wait()
 
 
-def test_a_rank_that_ends_on_another_host_is_named():
-    answers = on_hosts((0, 0, 1, 1), dies, 4, deadline_s=10.0)
+@pytest.mark.parametrize("is_formed", [True, False])
+def test_a_rank_that_ends_on_another_host_is_named(is_formed):
+    began = time.monotonic()
+    answers = on_hosts((0, 0, 1, 1), partial(dies, is_formed), 4, deadline_s=20.0)
+    assert time.monotonic() - began < 15
     assert answers[3] is None
     assert all("rank 3 has ended" in text for text in answers[:3]), answers

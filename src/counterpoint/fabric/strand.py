@@ -63,4 +63,5 @@ class Strand:
             self._flying.popleft()[1].wait(self._limit)
 
     def stop(self, reason: str) -> None:
-        """Nothing is told here: whoever executes a schedule on a strand tells the others."""
+        """What is under way is forgotten; whoever executes a schedule on a strand tells the others."""
+        self._flying.clear()

@@ -167,6 +167,7 @@ def broadcast(operation: Operation, whole: Tensor, inside: Inside, across: Acros
 
 def nothing() -> None:
     """Keep a place in the order of stages."""
+    return
 
 
 class Across:

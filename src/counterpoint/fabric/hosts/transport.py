@@ -54,6 +54,7 @@ class HostsFabric(Fabric):
         self._near = near
         self._far = far
         self._ways: dict[Group, Ways] = {}
+        far.is_part = True
         if near is not None:
             near.companions, far.companions = (far,), (near,)
         far.followers.append(self._advance)

@@ -32,7 +32,7 @@ class Groups:
         self._here = here
         self._known: dict[tuple[Group, str], tuple[int, Mapping | None]] = {}
 
-    def handle(self, operation: Operation, pump: Pump) -> int:
+    def opened(self, operation: Operation, pump: Pump) -> int:
         """Return the handle of the operation's group on its channel; all members have come where it is new.
 
         Raises:

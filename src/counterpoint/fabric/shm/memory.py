@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import time
 from bisect import bisect_right
+from collections.abc import Sequence
 from ctypes import CDLL, c_int32
 from dataclasses import dataclass
 from functools import lru_cache
@@ -165,6 +167,15 @@ class SharedTensors:
         """Their files are closed; the memory lives as long as tensors use it."""
         for mapping in self._segments.values():
             mapping.forget_file()
+
+
+def first_ended(processes: Sequence[int]) -> int:
+    """Return the place of a process that has ended, by the files of :meth:`Site.open_processes`; -1 where none has."""
+    poll = select.poll()
+    for fd in processes:
+        if fd >= 0:
+            poll.register(fd, select.POLLIN)
+    return next((processes.index(fd) for fd, _ in poll.poll(0)), -1)
 
 
 def mmap_page() -> int:

@@ -27,9 +27,10 @@ from counterpoint.fabric.fingerprint import (
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.shm.groups import Groups
 from counterpoint.fabric.shm.mail import ShmMail
-from counterpoint.fabric.shm.memory import SharedTensors, Site, int_array
+from counterpoint.fabric.shm.memory import SharedTensors, Site, first_ended, int_array
 from counterpoint.fabric.shm.native import REASON_BYTES, SLICE_NS, Kind, Status, native
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
+from counterpoint.fabric.shm.work import ShmWork
 
 NOTHING: Final = Finished()
 EMPTY: Final = torch.empty(0)
@@ -279,7 +280,7 @@ class ShmFabric(JoinedFabric):
 
     def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
-            return self._groups.handle(operation, self._pump)
+            return self._groups.opened(operation, self._pump)
 
     def _pump(self, call: Callable[[], int], recipe: Recipe | None = None) -> int:
         """Return what a call of the library returns when it is done; it is called again and again until then.
@@ -300,6 +301,8 @@ class ShmFabric(JoinedFabric):
                 raise RuntimeError(Status(status).name)
             if time.monotonic() > end:
                 raise TimeoutError
+            if any(way.stopped() for way in self.companions):
+                raise RuntimeError("a rank of another host has stopped")
 
     def stopped(self) -> str | None:
         """Read what a rank has written."""
@@ -311,11 +314,17 @@ class ShmFabric(JoinedFabric):
             return None
         return f"rank {self.here[stopper]}: {room.value.decode(errors='replace')}"
 
-    def cause_of(self, error: Exception) -> str:
-        """A process has ended, or its memory cannot be opened."""
+    def ended(self) -> str | None:
+        """Look for a rank of this host whose process has ended."""
         place = self._library.cp_lost(self._world) if self._world else -1
-        if place >= 0:
-            return f"rank {self.here[place]} has ended; look at the output of rank {self.here[place]}"
+        if place < 0 and self.companions:
+            place = first_ended(self._processes) if self._world else -1
+        if place < 0:
+            return None
+        return f"rank {self.here[place]} has ended; look at the output of rank {self.here[place]}"
+
+    def cause_of(self, error: Exception) -> str:
+        """Memory cannot be opened."""
         return f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
 
     def tell_others(self, reason: str) -> None:
@@ -323,34 +332,3 @@ class ShmFabric(JoinedFabric):
         if self._world:
             raw = reason.encode()
             self._library.cp_stop(self._world, raw, len(raw))
-
-
-class ShmWork(Work):
-    """A collective in shared memory."""
-
-    __slots__ = ("_fabric", "_recipe", "_target", "_turn", "_whole")
-
-    def __init__(self, fabric: ShmFabric, recipe: Recipe, turn: int, whole: Tensor, target: Tensor | None) -> None:
-        self._fabric: ShmFabric | None = fabric
-        self._recipe = recipe
-        self._turn = turn
-        self._whole = whole
-        self._target = target
-
-    def is_over(self) -> bool:
-        """Whether :meth:`wait` returns at once."""
-        return self._fabric is None or self._fabric.look(self._recipe, self._turn)
-
-    def pause(self, seconds: float) -> None:
-        """Take part until it is over, or for so long."""
-        if self._fabric is not None:
-            self._fabric.pause(self._recipe, self._turn, seconds)
-
-    def wait(self) -> None:
-        """Take part until it is complete; signals are served."""
-        if self._fabric is None:
-            return
-        self._fabric.finish(self._recipe, self._turn)
-        self._fabric = None
-        if self._target is not None:
-            self._target.detach().copy_(self._whole)
