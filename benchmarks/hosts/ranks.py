@@ -108,7 +108,9 @@ def main(kind, megabytes, rounds):
         for name, add_up in compared.items():
             tensor.fill_(rank + 1)
             auto.barrier(everybody)
-            sent, began = sent_bytes(), time.perf_counter()
+            sent = sent_bytes()
+            auto.barrier(everybody)  # nobody begins before all have looked
+            began = time.perf_counter()
             add_up(tensor)
             seconds = time.perf_counter() - began
             auto.barrier(everybody)
