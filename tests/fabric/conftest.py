@@ -13,8 +13,7 @@ PROCESSES = [
     pytest.param(on_gloo, id="gloo", marks=pytest.mark.process),
     pytest.param(on_shm, id="shm", marks=SHARED),
 ]
-HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=SHARED)
-SLOW_HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=[*SHARED, pytest.mark.slow])
+HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=[*SHARED, pytest.mark.slow])
 
 
 @pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES, HOSTS])
@@ -23,7 +22,7 @@ def play(request):
     return request.param
 
 
-@pytest.fixture(params=[*PROCESSES, SLOW_HOSTS])
+@pytest.fixture(params=[*PROCESSES, HOSTS])
 def processes(request):
     """Return ``processes(scene, num_ranks, deadline_s, present)`` on a transport between processes."""
     return request.param
