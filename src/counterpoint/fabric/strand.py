@@ -23,7 +23,7 @@ class Strand:
     All members have compared what they are about to do, as for gloo's own collectives, whose bytes travel alike.
 
     Cost:
-        a tensor is copied once where it is sent. Without checksums it takes a quarter of the time of a framed message.
+        a tensor is copied once where it is sent; 16 bytes go before it.
 
     Args:
         rank: the own rank.
