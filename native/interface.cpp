@@ -129,6 +129,7 @@ CP_API int64_t cp_wait(cp::World* world, cp::Group* group, int64_t turn, int64_t
 }
 
 CP_API int64_t cp_num_done(cp::Group* group) { return group->num_done(); }
+CP_API int64_t cp_status(cp::Group* group) { return group->status(); }  // DONE while nothing has gone wrong
 CP_API int32_t cp_advance(cp::World* world) { return world->advance(); }
 
 // What a member announced as its collective number `turn`, into `fingerprint` and `reading`; the reading's length.

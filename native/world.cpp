@@ -142,6 +142,11 @@ Status World::wait(const std::function<bool()>& is_done, const std::vector<int>&
   }
 }
 
+void World::add(Group* group) {
+  std::lock_guard<std::recursive_mutex> guard(lock_);  // another thread may be advancing the others
+  groups_.push_back(group);
+}
+
 void World::remove(Group* group) {
   std::lock_guard<std::recursive_mutex> guard(lock_);
   groups_.erase(std::remove(groups_.begin(), groups_.end(), group), groups_.end());

@@ -43,7 +43,7 @@ class World {
   // Whatever of the groups' collectives can go on without waiting has gone on; true where anything has.
   bool advance();
 
-  void add(Group* group) { groups_.push_back(group); }
+  void add(Group* group);
   void remove(Group* group);
   void stop(const char* reason, size_t num_bytes);
 
@@ -53,7 +53,8 @@ class World {
   WorldHeader* header_;
   Seat* seats_;
   Pipe* pipes_;
-  int rank_, num_ranks_, spins_, lost_ = -1;
+  int rank_, num_ranks_, spins_;
+  std::atomic<int> lost_{-1};
   std::vector<int> pidfds_;
   std::vector<Group*> groups_;
   std::map<std::pair<int, int>, std::pair<uint8_t*, size_t>> segments_;

@@ -61,6 +61,8 @@ class LaunchSection(Section):
     """Threads per rank; cores / ranks when left out."""
     deadline_s: float = Field(default=60.0, gt=0)
     """The longest that any rank waits for another."""
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    """What joins ranks in processes of their own: memory within a host and sockets between hosts, or one of them."""
 
 
 class OutputSection(Section):

@@ -19,6 +19,9 @@ def run(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes.")] = 1,
     port: Annotated[int | None, typer.Option(help="Where the ranks meet; a free port when left out.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks when left out.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="What joins the ranks: auto, shm (memory), gloo (sockets).")
+    ] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
 ) -> None:
     """Start a script on several ranks, as torchrun would.
@@ -38,6 +41,7 @@ def run(
         port=port,
         threads_per_rank=threads,
         deadline_s=deadline,
+        transport=transport,
     )
     if result.exit_code != 0:
         typer.echo(result.report, err=True)

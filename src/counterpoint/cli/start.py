@@ -94,7 +94,12 @@ def start_ranks(order: Order, num_ranks: int) -> None:
         command += ["--traceback"] if WANTS_TRACEBACK.get() else []
         try:
             result = run_command(
-                command, num_ranks, threads_per_rank=launch.threads, deadline_s=launch.deadline_s, on_line=show
+                command,
+                num_ranks,
+                threads_per_rank=launch.threads,
+                deadline_s=launch.deadline_s,
+                transport=launch.transport,
+                on_line=show,
             )
         finally:
             view.close()

@@ -21,12 +21,17 @@ def given(tensor: Tensor, verb: Verb) -> Tensor:
         tensor: of any dtype that can be reduced.
         verb: how.
     """
-    wide = tensor.float() if tensor.dtype in NARROW else tensor.contiguous()
+    wide = widened(tensor)
     if verb in {"sum", "mean"} or wide.dtype not in WHOLE:
         return wide
     keys = in_order(wide.view(WHOLE[wide.dtype]))
     limits = torch.iinfo(keys.dtype)
     return keys.masked_fill_(wide.isnan(), limits.max if verb == "max" else limits.min)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return the tensor, contiguous; in 32 bits where it has fewer, so that a sum is rounded once, at its end."""
+    return tensor.float().contiguous() if tensor.dtype in NARROW else tensor.contiguous()
 
 
 def restored(reduced: Tensor, dtype: torch.dtype, verb: Verb, num_ranks: int) -> Tensor:

@@ -32,14 +32,13 @@ from counterpoint.fabric.frames import (
     padded,
     read_prefix,
 )  # fmt: skip
-from counterpoint.fabric.gloo import AllgatherOptions, Gloo, GlooWork
+from counterpoint.fabric.gloo import GLOO_TIMEOUT, AllgatherOptions, Gloo, GlooWork
+from counterpoint.fabric.wire import Launched
 
 ANNOUNCEMENT_BYTES = 512
 VALUE_BYTES = 128  # a value up to this long travels inside the announcement
 SLICE_S = 0.5  # so often a wait lets Python look at signals
-GLOO_TIMEOUT = timedelta(days=1)  # deadlines are ours: one of gloo's would run while nobody waits
 
-Launched = tuple[list[GlooWork], Callable[[], object] | None]  # what is under way, and what is to be done after it
 Launch = Callable[[Gloo], Launched]
 
 

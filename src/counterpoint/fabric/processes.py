@@ -22,14 +22,13 @@ class Processes:
 
     fds: list[int]
 
-    def ended(self, seconds: float = 0.0) -> int | None:
-        """Return a rank whose process has ended, or does within so long; None where all live, or none is known."""
+    def ended(self) -> int | None:
+        """Return a rank whose process has ended; None where all live, or none is known."""
         poll = select.poll()
         for fd in self.fds:
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        ready = [fd for fd, _ in poll.poll(1000 * seconds)] if any(fd >= 0 for fd in self.fds) else []
-        return self.fds.index(ready[0]) if ready else None
+        return next((self.fds.index(fd) for fd, _ in poll.poll(0)), None)
 
     def close(self) -> None:
         """They are watched no more; a second call does nothing."""
@@ -60,6 +59,11 @@ def neighbours(store: PrefixStore, rank: int, num_ranks: int) -> list[int]:
     """Return the ranks of this host, the own one among them."""
     hosts = [json.loads(store.get(f"here/{other}"))["place"][0] for other in range(num_ranks)]
     return [other for other, host in enumerate(hosts) if host == hosts[rank]]
+
+
+def has_ended(rank: int) -> str:
+    """Say that a rank is gone."""
+    return f"rank {rank} has ended; look at the output of rank {rank}"
 
 
 def early_end(rank: int) -> str:

@@ -62,13 +62,14 @@ def script_command(script: Path, arguments: Sequence[str] = ()) -> list[str]:
     return [sys.executable, "-m", "counterpoint.launchers", str(script), *arguments]
 
 
-def run_command(
+def run_command(  # noqa: PLR0913 - what a user may say of a launch
     argv: Sequence[str],
     ranks: int,
     *,
     threads_per_rank: int | None = None,
     port: int | None = None,
     deadline_s: float | None = None,
+    transport: str | None = None,
     on_line: OnLine = write_prefixed,
 ) -> RunResult:
     """The command has run as ``ranks`` processes and every one of them has ended; none is left behind.
@@ -82,6 +83,7 @@ def run_command(
         threads_per_rank: OMP_NUM_THREADS of each; by default what the user has set, else cores // ranks, at least 1.
         port: where the ranks meet, on the loopback; None takes a free one.
         deadline_s: passed on to the ranks: how long they wait for each other to arrive.
+        transport: passed on to the ranks: what joins them.
         on_line: takes every line that a rank writes.
 
     Returns:
@@ -106,7 +108,16 @@ def run_command(
             for rank in range(ranks):
                 store_fd = meeting.fileno() if rank == 0 else None
                 found = RankEnvironment(
-                    rank, ranks, rank, ranks, LOOPBACK, meeting.getsockname()[1], job, deadline_s, store_fd
+                    rank,
+                    ranks,
+                    rank,
+                    ranks,
+                    LOOPBACK,
+                    meeting.getsockname()[1],
+                    job,
+                    deadline_s,
+                    store_fd,
+                    transport=transport,
                 )
                 watch.start(argv, found, _variables(found, folder, threads_per_rank))
         return watch.run()

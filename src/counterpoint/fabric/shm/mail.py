@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.frames import PREFIX_BYTES, Frame, decode, encode, read_prefix
 from counterpoint.fabric.shm.memory import int_array
 from counterpoint.fabric.shm.native import SLICE_NS, Status
@@ -61,26 +62,27 @@ class ShmMail:
     Args:
         library: the native part.
         world: its handle.
-        num_ranks: of the world.
+        here: the ranks of this host; the library counts them from 0.
         stamps: of the own rank.
     """
 
-    def __init__(self, library: CDLL, world: int, num_ranks: int, stamps: Stamps) -> None:
+    def __init__(self, library: CDLL, world: int, here: Group, stamps: Stamps) -> None:
         self._library = library
         self._world = world
+        self._places = {rank: place for place, rank in enumerate(here)}
         self._stamps = stamps
-        self._arrivals = [Arrival() for _ in range(num_ranks)]
+        self._arrivals = {rank: Arrival() for rank in here}
         self._kept: defaultdict[int, deque[Frame]] = defaultdict(deque)
         self._kept_bytes = 0
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor], pump: Pump) -> None:
         """The tensors are in the pipe, but for what the peer has taken out already."""
         raw = encode(self._stamps.following(peer, label, tensors), label, tensors)
-        done, size, address = 0, len(raw), raw.data_ptr()
+        done, size, address, place = 0, len(raw), raw.data_ptr(), self._places[peer]
 
         def go() -> int:
             listens = self._kept_bytes < MAX_KEPT_BYTES
-            moved = int(self._library.cp_send(self._world, peer, address + done, size - done, SLICE_NS, int(listens)))
+            moved = int(self._library.cp_send(self._world, place, address + done, size - done, SLICE_NS, int(listens)))
             if moved == 0 and listens:
                 self._take_in()
             return Status.NOT_YET if moved == 0 else moved
@@ -102,14 +104,17 @@ class ShmMail:
 
     def recv_any(self, peers: Sequence[int], pump: Pump) -> tuple[int, Frame]:
         """Return one of the peers and its next message."""
-        listed = int_array(tuple(peers))
+        sender = pump(lambda: self.await_any(peers, SLICE_NS))
+        return sender, self.recv(sender, pump)
 
-        def look() -> int:
-            kept = [index for index, peer in enumerate(peers) if self._kept[peer]]
-            return kept[0] if kept else int(self._library.cp_await_any(self._world, listed, len(peers), SLICE_NS))
-
-        peer = peers[pump(look)]
-        return peer, self.recv(peer, pump)
+    def await_any(self, peers: Sequence[int], slice_ns: int) -> int:
+        """Return which peer has sent what can be received, or a status of the library where none has within so long."""
+        kept = next((peer for peer in peers if self._kept[peer]), None)
+        if kept is not None:
+            return kept
+        listed = int_array(tuple(self._places[peer] for peer in peers))
+        index = int(self._library.cp_await_any(self._world, listed, len(peers), slice_ns))
+        return peers[index] if index >= 0 else index
 
     def _read(self, peer: int, slice_ns: int) -> int:
         """Read on from the peer's pipe within the slice; a frame that has come is kept, its bytes are verified."""
@@ -120,7 +125,8 @@ class ShmMail:
             return self._read_on(peer, arrival, slice_ns)
 
     def _read_on(self, peer: int, arrival: Arrival, slice_ns: int) -> int:
-        moved = arrival.read(lambda to, size: int(self._library.cp_recv(self._world, peer, to, size, slice_ns)))
+        place = self._places[peer]
+        moved = arrival.read(lambda to, size: int(self._library.cp_recv(self._world, place, to, size, slice_ns)))
         raw = arrival.taken()
         if raw is not None:
             frame = decode(raw)
@@ -131,7 +137,7 @@ class ShmMail:
 
     def _take_in(self) -> None:
         """What lies in the pipes to this rank is kept here, but for those that another thread is reading."""
-        for peer, arrival in enumerate(self._arrivals):
+        for peer, arrival in self._arrivals.items():
             if arrival.lock.acquire(blocking=False):
                 try:
                     while self._read_on(peer, arrival, 0) > 0:

@@ -35,44 +35,47 @@ class Site:
     Args:
         store: what they tell each other where to find memory.
         rank: the own rank.
-        num_ranks: how many there are, all of them here.
+        num_ranks: how many there are.
+        here: those of this host, the own one among them, sorted.
         deadline_s: the longest that it waits for another.
     """
 
     store: PrefixStore
     rank: int
     num_ranks: int
+    here: Group
     deadline_s: float
 
     def open_world(self, library: CDLL, processes: Processes) -> Mapping:
-        """Return memory that all ranks have: rank 0 makes it, the others open it; all have come.
+        """Return memory that all ranks of this host have: the first makes it, the others open it; all have come.
 
         Raises:
             PeerError: some have not come when the deadline passes, one has ended, or memory is short.
         """
-        everybody, size = tuple(range(self.num_ranks)), library.cp_world_bytes(self.num_ranks)
-        if self.rank == 0:
+        first, count = self.here[0], len(self.here)
+        size = library.cp_world_bytes(count)
+        if self.rank == first:
             mapping, cookie = create("counterpoint world", size, fill=False), token_bytes(COOKIE_BYTES)
-            library.cp_format_world(mapping.address, self.num_ranks, cookie)
-            self.store.set("world/0", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
+            library.cp_format_world(mapping.address, count, cookie)
+            self.store.set(f"world/{first}", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
         else:
-            self._await("world", (0,), processes)
-            address = json.loads(self.store.get("world/0"))
+            self._await("world", (first,), processes)
+            address = json.loads(self.store.get(f"world/{first}"))
             mapping = self._open(address, size)
-            if not library.cp_is_world(mapping.address, self.num_ranks, bytes.fromhex(address["cookie"])):
-                raise PeerError(f"rank {self.rank} found other memory than rank 0 shares; start the job again")
+            if not library.cp_is_world(mapping.address, count, bytes.fromhex(address["cookie"])):
+                raise PeerError(f"rank {self.rank} found other memory than rank {first} shares; start the job again")
             self.store.set(f"world/{self.rank}", "opened")
-        self._await("world", everybody, processes)
+        self._await("world", self.here, processes)
         mapping.forget_file()
         return mapping
 
     def open_processes(self) -> Processes:
-        """Return how to tell of every rank whether its process has ended.
+        """Return how to tell of every rank of this host whether its process has ended.
 
         Raises:
             PeerError: one has ended already.
         """
-        return processes_of(self.store, range(self.num_ranks), self.rank, self.num_ranks)
+        return processes_of(self.store, self.here, self.rank, self.num_ranks)
 
     def _open(self, address: dict[str, Any], num_bytes: int) -> Mapping:
         try:
@@ -111,8 +114,8 @@ class SharedTensors:
         self._library = library
         self._world = world
         self._segments: dict[int, Mapping] = {}
-        self._starts: list[int] = []
-        self._spans: list[tuple[int, int]] = []  # end, segment; in the order of `_starts`
+        # where each begins; its end and its segment: replaced as one, for another thread may look
+        self._index: tuple[list[int], list[tuple[int, int]]] = ([], [])
         self._free: dict[int, list[tuple[int, Mapping]]] = {}
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -135,17 +138,19 @@ class SharedTensors:
             raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
         self._segments[number] = mapping
         start = mapping.address
-        at = bisect_right(self._starts, start)
-        self._starts.insert(at, start)
-        self._spans.insert(at, (start + num_bytes, number))
+        starts, spans = self._index
+        at = bisect_right(starts, start)
+        span = (start + num_bytes, number)
+        self._index = ([*starts[:at], start, *starts[at:]], [*spans[:at], span, *spans[at:]])
         return start, mapping
 
     def find(self, address: int, num_bytes: int) -> tuple[int, int]:
         """Return the segment that holds these bytes, and where in it; -1 where none does."""
-        at = bisect_right(self._starts, address) - 1 if self._starts else -1
-        if at < 0 or address + num_bytes > self._spans[at][0]:
+        starts, spans = self._index
+        at = bisect_right(starts, address) - 1 if starts else -1
+        if at < 0 or address + num_bytes > spans[at][0]:
             return -1, 0
-        return self._spans[at][1], address - self._starts[at]
+        return spans[at][1], address - starts[at]
 
     def address_of(self, tensor: Tensor) -> tuple[int, int, int, int]:
         """Return where another process opens a tensor of :meth:`empty`: process, file and its bytes, first byte."""

@@ -122,6 +122,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_start": (c_int64, (c_void_p, c_void_p, c_void_p, c_int32, c_uint64)),
     "cp_wait": (c_int64, (c_void_p, c_void_p, c_int64, c_int64)),
     "cp_num_done": (c_int64, (c_void_p,)),
+    "cp_status": (c_int64, (c_void_p,)),
     "cp_advance": (c_int32, (c_void_p,)),
     "cp_notice": (c_int64, (c_void_p, c_int32, c_int64, c_char_p, c_char_p)),
     "cp_send": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int64, c_int32)),

@@ -6,7 +6,9 @@ import ctypes
 from ctypes import CDLL
 from dataclasses import dataclass
 
+from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import disagreement
+from counterpoint.fabric.processes import has_ended
 from counterpoint.fabric.shm.native import READING_BYTES, REASON_BYTES
 from counterpoint.fabric.shm.recipes import Recipe
 
@@ -19,25 +21,31 @@ class News:
         library: the native part.
         world: its handle.
         rank: the own rank.
+        here: the ranks of this host; the library counts them from 0.
     """
 
     library: CDLL
     world: int
     rank: int
+    here: Group
 
     def stopped(self) -> str | None:
         """Return "rank 2: why it stopped" of the first rank that said so, if it was another; None otherwise."""
         room = ctypes.create_string_buffer(REASON_BYTES)
         stopper = self.library.cp_stopped(self.world, room, REASON_BYTES)
-        return None if stopper in {-1, self.rank} else f"rank {stopper}: {room.value.decode(errors='replace')}"
+        if stopper < 0 or self.here[stopper] == self.rank:
+            return None
+        return f"rank {self.here[stopper]}: {room.value.decode(errors='replace')}"
 
     def lost(self) -> str | None:
         """Say which rank has ended, or takes part in nothing more; None where no wait has found one."""
-        lost = self.library.cp_lost(self.world)
-        if lost < 0:
+        place = self.library.cp_lost(self.world)
+        if place < 0:
             return None
-        ended = "has closed its fabric" if self.library.cp_has_left(self.world, lost) else "has ended"
-        return f"rank {lost} {ended}; look at the output of rank {lost}"
+        rank = self.here[place]
+        if self.library.cp_has_left(self.world, place):
+            return f"rank {rank} has closed its fabric; look at the output of rank {rank}"
+        return has_ended(rank)
 
     def post(self, reason: str) -> None:
         """Write the reason where all see it, unless another rank was first, and wake them."""

@@ -18,7 +18,6 @@ from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
     check_peer,
-    digest,
     dtype_name,
     of_exchange,
     of_ranges,
@@ -26,17 +25,19 @@ from counterpoint.fabric.fingerprint import (
     unexpected,
 )  # fmt: skip
 from counterpoint.fabric.joined import JoinedFabric
+from counterpoint.fabric.shm.groups import Groups
 from counterpoint.fabric.shm.mail import ShmMail
-from counterpoint.fabric.shm.memory import PIECE_BYTES, SharedTensors, Site, int_array, opened
+from counterpoint.fabric.shm.memory import SharedTensors, Site, int_array, opened
 from counterpoint.fabric.shm.native import SLICE_NS, Kind, Status, native
 from counterpoint.fabric.shm.news import News
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
-from counterpoint.fabric.shm.segments import Mapping, create
+from counterpoint.fabric.shm.work import ShmWork
 from counterpoint.fabric.stamps import Stamps
 
 NOTHING: Final = Finished()
 EMPTY: Final = torch.empty(0)
 SPINS, FEW_SPINS = 4000, 50  # where every rank has a core, and where ranks take turns
+LOOK_S: Final = 0.1  # so often a wait looks whether a rank of another host has stopped
 
 
 class ShmFabric(JoinedFabric):
@@ -47,7 +48,7 @@ class ShmFabric(JoinedFabric):
         Any other is copied to shared memory once, a piece at a time, while the piece before is added up.
 
     Args:
-        site: where the ranks of this host meet.
+        site: where the ranks of this host meet; all numbers that a caller gives or gets are those of the world.
         job: the job's number.
         generation: of its ranks.
     """
@@ -58,21 +59,27 @@ class ShmFabric(JoinedFabric):
         assert library is not None, "whoever chose this transport has looked"
         self._library = library
         self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
-        self._groups: dict[Group, tuple[int, Mapping | None]] = {}
+        self.here = site.here
         self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
         self._forgotten: list[tuple[Recipe, Tensor]] = []
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
-        count = site.num_ranks
+        count = len(site.here)
         self._processes = site.open_processes()
         self._memory = site.open_world(library, self._processes)
         spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
         self._world: int = library.cp_open_world(
-            self._memory.address, self.rank, count, os.getpid(), int_array(tuple(self._processes.fds)), spins
+            self._memory.address,
+            self.here.index(self.rank),
+            count,
+            os.getpid(),
+            int_array(tuple(self._processes.fds[rank] for rank in self.here)),
+            spins,
         )
-        self._news = News(library, self._world, self.rank)
+        self._news = News(library, self._world, self.rank, self.here)
         self._tensors = SharedTensors(library, self._world)
-        self._mail = ShmMail(library, self._world, count, Stamps(self.rank, job, generation))
-        self.form([tuple(range(count))])
+        self._mail = ShmMail(library, self._world, self.here, Stamps(self.rank, job, generation))
+        self._groups = Groups(library, self._world, self.rank, self.here)
+        self.form([self.here])
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in shared memory; a PeerError where there is not enough."""
@@ -106,6 +113,14 @@ class ShmFabric(JoinedFabric):
             sender, frame = self._mail.recv_any(peers, self._pump)
         return sender, frame.label, frame.tensors
 
+    def await_any(self, peers: Sequence[int], seconds: float) -> int | None:
+        """Return which peer's message can be received without waiting for it; None where none can within so long."""
+        with self.waiting("any message", peers):
+            found = self._mail.await_any(peers, int(seconds * 1e9))
+            if found < 0 and found != Status.NOT_YET:
+                raise RuntimeError(Status(found).name)
+        return found if found >= 0 else None
+
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
         last = self._sums.get(label)
@@ -135,6 +150,24 @@ class ShmFabric(JoinedFabric):
             operation = of_ranges("all_gather", label, whole, bounds, group)
             recipe = self._recipes.make(key, Kind.ALL_GATHER, operation, whole, bounds)
         return self._start(recipe, whole)
+
+    def open_channel(self, group: Group, channel: str) -> None:
+        """The group can start collectives on this channel; all members have come."""
+        self._formed(Operation("form", "group", group, channel=channel))
+
+    def begin(self, kind: Kind, operation: Operation, tensor: Tensor, bounds: Sequence[int] = ()) -> ShmWork | None:
+        """Start one of the library's collectives on a channel of its own; None where there is nothing to do.
+
+        Args:
+            kind: the collective.
+            operation: what it is for errors; its group and its channel say among whom, its dtype and shape what.
+            tensor: flat and contiguous.
+            bounds: of the members' ranges, in numbers, where the collective has any.
+        """
+        key = (kind, operation, *bounds)
+        recipe = self._recipes.get(key) or self._recipes.make(key, kind, operation, tensor, bounds)
+        work = self._start(recipe, tensor)
+        return work if isinstance(work, ShmWork) else None
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
@@ -181,8 +214,8 @@ class ShmFabric(JoinedFabric):
 
     @property
     def hosts(self) -> Sequence[int]:
-        """All ranks are on this host."""
-        return [0] * self.num_ranks
+        """Those here are on this host, whose number is its first rank; others are elsewhere."""
+        return [self.here[0] if rank in self.here else rank for rank in range(self.num_ranks)]
 
     def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Open what the first member shares."""
@@ -211,9 +244,9 @@ class ShmFabric(JoinedFabric):
         """Open the memory of the groups that this rank is in, in sorted order."""
         for group in sorted(set(groups)):
             if self.rank in group and len(group) > 1:
-                check_group(Operation("form", "group", group), self.rank, self.num_ranks)
-                with self.waiting("form of group", group):
-                    self._group(group)
+                operation = Operation("form", "group", group)
+                check_group(operation, self.rank, self.num_ranks)
+                self._formed(operation)
 
     def stop(self, reason: str) -> None:
         """Write the reason where all see it, and wake them."""
@@ -225,10 +258,7 @@ class ShmFabric(JoinedFabric):
         if not self._world:
             return
         self.failure = self.failure or "the fabric has been closed"
-        for handle, memory in self._groups.values():
-            self._library.cp_close_group(handle)
-            if memory is not None:
-                memory.close()
+        self._groups.close()
         self._library.cp_close_world(self._world)
         self._memory.close()
         self._world = 0
@@ -236,7 +266,6 @@ class ShmFabric(JoinedFabric):
         self._tensors.close()
         self._recipes.clear()
         self._sums.clear()
-        self._groups.clear()
         self._forgotten.clear()
 
     def finish(self, recipe: Recipe, turn: int) -> None:
@@ -256,6 +285,27 @@ class ShmFabric(JoinedFabric):
         if self._world:
             self._forgotten.append((recipe, whole))
 
+    def pause(self, recipe: Recipe, turn: int, seconds: float) -> None:
+        """Take part until the collective is over in whatever way, or for so long."""
+        if self.failure is None:
+            self._cp_wait(self._world, recipe.group, turn, int(seconds * 1e9))
+
+    def look(self, recipe: Recipe, turn: int) -> bool:
+        """Whether the collective is complete on this rank; whatever can go on without waiting has gone on.
+
+        Raises:
+            PeerError: as :meth:`finish`.
+        """
+        if self.failure is not None:
+            raise PeerError(self.failure)
+        library = self._library
+        library.cp_advance(self._world)
+        if library.cp_num_done(recipe.group) > turn:
+            return True
+        if library.cp_status(recipe.group) != 0:
+            self.finish(recipe, turn)
+        return False
+
     def _start(self, recipe: Recipe, tensor: Tensor) -> Work:
         if len(recipe.operation.group) == 1:
             return NOTHING
@@ -269,36 +319,7 @@ class ShmFabric(JoinedFabric):
 
     def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
-            return self._group(operation.group)
-
-    def _group(self, group: Group) -> int:
-        """Return the group's handle; all members have come where it is new.
-
-        Raises:
-            RuntimeError: a member has ended, or its memory cannot be opened.
-            TimeoutError: a member has not come.
-        """
-        if group not in self._groups:
-            library, world, first, count = self._library, self._world, group[0], len(group)
-            tag = int.from_bytes(digest("group", group)[:8], "little") | 1
-            mapping: Mapping | None = None
-            if self.rank == first:
-                size = library.cp_group_bytes(count, PIECE_BYTES)
-                mapping = create("counterpoint group", size, fill=True)
-                library.cp_format_group(mapping.address, count, PIECE_BYTES)
-                library.cp_register_segment(world, mapping.fd, size, tag)
-                address = mapping.address
-            else:
-                number = self._pump(lambda: int(library.cp_await_segment(world, first, tag, SLICE_NS)))
-                address = library.cp_map_segment(world, first, number) or 0
-            handle = library.cp_open_group(world, address, int_array(group), count) if address else None
-            if not handle:
-                raise RuntimeError(f"that of rank {first} cannot be opened")
-            self._groups[group] = (handle, mapping)
-            self._pump(lambda: int(library.cp_await_members(world, handle, address, SLICE_NS)))
-            if mapping is not None:
-                mapping.forget_file()
-        return self._groups[group][0]
+            return self._groups.opened(operation, self._pump)
 
     def _pump(self, call: Callable[[], int], recipe: Recipe | None = None) -> int:
         """Return what a call of the library returns when it is done; it is called again and again until then.
@@ -308,7 +329,7 @@ class ShmFabric(JoinedFabric):
             RuntimeError: somebody has stopped, or is lost.
             TimeoutError: the deadline has passed.
         """
-        end = time.monotonic() + self.deadline_s
+        end, look = time.monotonic() + self.deadline_s, time.monotonic() + LOOK_S
         while True:
             status = call()
             if status >= 0:
@@ -317,46 +338,27 @@ class ShmFabric(JoinedFabric):
                 raise PeerError(self._news.disagreement(recipe))
             if status != Status.NOT_YET:
                 raise RuntimeError(Status(status).name)
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 raise TimeoutError
+            if now > look and self.companions:
+                if any(way.stopped() for way in self.companions):
+                    raise RuntimeError("a rank of another host has stopped")
+                look = now + LOOK_S
 
     def stopped(self) -> str | None:
         """Read what a rank has written."""
         return self._news.stopped() if self._world else None
 
+    def ended(self) -> str | None:
+        """Say which rank has ended, or will take part in nothing more, where a wait has found one."""
+        return self._news.lost() if self._world else None
+
     def cause_of(self, error: Exception) -> str:
-        """A rank has ended, or will take part in nothing more, or its memory cannot be opened."""
-        lost = self._news.lost() if self._world else None
-        return lost or f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
+        """Memory cannot be opened."""
+        return f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
 
     def tell_others(self, reason: str) -> None:
         """Write the reason where all see it."""
         if self._world:
             self._news.post(reason)
-
-
-class ShmWork(Work):
-    """A collective in shared memory."""
-
-    __slots__ = ("_fabric", "_recipe", "_target", "_turn", "_whole")
-
-    def __init__(self, fabric: ShmFabric, recipe: Recipe, turn: int, whole: Tensor, target: Tensor | None) -> None:
-        self._fabric: ShmFabric | None = fabric
-        self._recipe = recipe
-        self._turn = turn
-        self._whole = whole
-        self._target = target
-
-    def wait(self) -> None:
-        """Take part until it is complete; signals are served."""
-        if self._fabric is None:
-            return
-        self._fabric.finish(self._recipe, self._turn)
-        self._fabric = None
-        if self._target is not None:
-            self._target.detach().copy_(self._whole)
-
-    def __del__(self) -> None:
-        """The library may still read and write the tensors of a collective that nobody has waited for."""
-        if self._fabric is not None:
-            self._fabric.keep(self._recipe, self._whole)
