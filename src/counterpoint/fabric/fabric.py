@@ -42,11 +42,18 @@ class Fabric(ABC):
     same order. Starting never waits for another member. A collective over one rank does nothing.
 
     After a ``PeerError`` the fabric may only be closed: what the ranks still hold in common is unknown.
+
+    Attributes:
+        rank: the own one.
+        num_ranks: how many there are.
+        deadline_s: the longest that any wait may last.
+        shares_memory: whether collectives work in tensors from :meth:`empty` without a copy.
     """
 
     rank: int
     num_ranks: int
     deadline_s: float
+    shares_memory: bool = False
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor, its numbers unspecified, that collectives of this fabric need not copy if they can."""

@@ -142,6 +142,7 @@ class SharedTensors:
         mapping = create("counterpoint tensors", num_bytes, fill=True)
         number = int(self._library.cp_register_segment(self._world, mapping.fd, num_bytes, TENSORS))
         if number < 0:
+            mapping.close()
             raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
         self._segments[number] = mapping
         start = mapping.address
@@ -158,9 +159,15 @@ class SharedTensors:
         return self._spans[at][1], address - self._starts[at]
 
     def close(self) -> None:
-        """Their files are closed; the memory lives as long as tensors use it."""
+        """Their files are closed, and what no tensor uses is gone; other memory lives as long as tensors use it."""
         for mapping in self._segments.values():
             mapping.forget_file()
+        self._segments.clear()
+        self._starts.clear()
+        self._spans.clear()
+        for free in self._free.values():
+            free.clear()
+        self._free.clear()
 
 
 def mmap_page() -> int:

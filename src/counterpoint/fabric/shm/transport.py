@@ -51,6 +51,8 @@ class ShmFabric(JoinedFabric):
         generation: of its ranks.
     """
 
+    shares_memory = True
+
     def __init__(self, site: Site, job: int, generation: int) -> None:
         super().__init__(site.rank, site.num_ranks, site.deadline_s)
         library = native().library
