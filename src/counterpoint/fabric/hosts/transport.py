@@ -77,6 +77,10 @@ class HostsFabric(Fabric):
         """Return a flat tensor in memory that the ranks of this host share, where they do."""
         return (self._near or self._far).empty(num_elements, dtype)
 
+    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a flat tensor in memory that the ranks of this host share, where they do and there is enough."""
+        return (self._near or self._far).spare(num_elements, dtype)
+
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into the pipe to the peer, or into a frame that goes by a socket."""
         self._towards(peer).send(peer, label, tensors)

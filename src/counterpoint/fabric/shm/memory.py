@@ -135,6 +135,7 @@ class SharedTensors:
         mapping = create("counterpoint tensors", num_bytes, fill=True)
         number = int(self._library.cp_register_segment(self._world, mapping.fd, num_bytes, TENSORS))
         if number < 0:
+            mapping.close()
             raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
         self._segments[number] = mapping
         start = mapping.address
@@ -159,9 +160,14 @@ class SharedTensors:
         return os.getpid(), mapping.fd, len(mapping.memory), offset
 
     def close(self) -> None:
-        """Their files are closed; the memory lives as long as tensors use it."""
+        """Their files are closed, and what no tensor uses is gone; other memory lives as long as tensors use it."""
         for mapping in self._segments.values():
             mapping.forget_file()
+        self._segments.clear()
+        self._index = ([], [])
+        for free in self._free.values():
+            free.clear()
+        self._free.clear()
 
 
 def opened(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - as it came through JSON

@@ -90,6 +90,13 @@ class ShmFabric(JoinedFabric):
         except PeerError as error:
             raise self.fail(f"rank {self.rank} has {error}") from error
 
+    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a flat tensor in shared memory, where there is enough."""
+        try:
+            return self._tensors.empty(num_elements, dtype) if self._world else None
+        except PeerError:
+            return None
+
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into the pipe to the peer."""
         check_peer(peer, self.rank, self.num_ranks, label)
