@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -17,30 +15,23 @@ from counterpoint.fabric.fabric import Finished, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
-    check_peer,
     dtype_name,
     of_exchange,
     of_ranges,
     of_tensor,
-    unexpected,
 )  # fmt: skip
-from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.shm.groups import Groups
-from counterpoint.fabric.shm.mail import ShmMail
-from counterpoint.fabric.shm.memory import SharedTensors, Site, int_array, opened
-from counterpoint.fabric.shm.native import SLICE_NS, Kind, Status, native
-from counterpoint.fabric.shm.news import News
+from counterpoint.fabric.shm.memory import Site, opened
+from counterpoint.fabric.shm.native import SLICE_NS, Kind
+from counterpoint.fabric.shm.rank import ShmRank
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
 from counterpoint.fabric.shm.work import ShmWork
-from counterpoint.fabric.stamps import Stamps
 
 NOTHING: Final = Finished()
 EMPTY: Final = torch.empty(0)
-SPINS, FEW_SPINS = 4000, 50  # where every rank has a core, and where ranks take turns
-LOOK_S: Final = 0.1  # so often a wait looks whether a rank of another host has stopped
 
 
-class ShmFabric(JoinedFabric):
+class ShmFabric(ShmRank):
     """One rank among processes of one host; :func:`~counterpoint.fabric.meeting.connect` makes it.
 
     Cost:
@@ -54,79 +45,13 @@ class ShmFabric(JoinedFabric):
     """
 
     def __init__(self, site: Site, job: int, generation: int) -> None:
-        super().__init__(site.rank, site.num_ranks, site.deadline_s)
-        library = native().library
-        assert library is not None, "whoever chose this transport has looked"
-        self._library = library
-        self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
-        self.here = site.here
+        super().__init__(site, job, generation)
+        self._cp_start, self._cp_wait = self._library.cp_start, self._library.cp_wait
         self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
         self._forgotten: list[tuple[Recipe, Tensor]] = []
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
-        count = len(site.here)
-        self._processes = site.open_processes()
-        self._memory = site.open_world(library, self._processes)
-        spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
-        self._world: int = library.cp_open_world(
-            self._memory.address,
-            self.here.index(self.rank),
-            count,
-            os.getpid(),
-            int_array(tuple(self._processes.fds[rank] for rank in self.here)),
-            spins,
-        )
-        self._news = News(library, self._world, self.rank, self.here)
-        self._tensors = SharedTensors(library, self._world)
-        self._mail = ShmMail(library, self._world, self.here, Stamps(self.rank, job, generation))
-        self._groups = Groups(library, self._world, self.rank, self.here)
+        self._groups = Groups(self._library, self._world, self.rank, self.here)
         self.form([self.here])
-
-    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor in shared memory; a PeerError where there is not enough."""
-        if not self._world:
-            return super().empty(num_elements, dtype)
-        try:
-            return self._tensors.empty(num_elements, dtype)
-        except PeerError as error:
-            raise self.fail(f"rank {self.rank} has {error}") from error
-
-    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a flat tensor in shared memory, where there is enough."""
-        try:
-            return self._tensors.empty(num_elements, dtype) if self._world else None
-        except PeerError:
-            return None
-
-    def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors into the pipe to the peer."""
-        check_peer(peer, self.rank, self.num_ranks, label)
-        with self.waiting(f"room to send {label}", (peer,)):
-            self._mail.send(peer, label, tensors, self._pump)
-
-    def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
-        """Wait for the peer's next message and verify it."""
-        check_peer(peer, self.rank, self.num_ranks, label)
-        with self.waiting(label, (peer,)):
-            frame = self._mail.recv(peer, self._pump)
-            if frame.label != label:
-                raise PeerError(unexpected(self.rank, label, peer, frame.label))
-        return frame.tensors
-
-    def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:
-        """Wait for a message of any of the peers."""
-        for peer in peers:
-            check_peer(peer, self.rank, self.num_ranks, "any message")
-        with self.waiting("any message", peers):
-            sender, frame = self._mail.recv_any(peers, self._pump)
-        return sender, frame.label, frame.tensors
-
-    def await_any(self, peers: Sequence[int], seconds: float) -> int | None:
-        """Return which peer's message can be received without waiting for it; None where none can within so long."""
-        with self.waiting("any message", peers):
-            found = self._mail.await_any(peers, int(seconds * 1e9))
-            if found < 0 and found != Status.NOT_YET:
-                raise RuntimeError(Status(found).name)
-        return found if found >= 0 else None
 
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
@@ -219,11 +144,6 @@ class ShmFabric(JoinedFabric):
         raw = values.numpy().tobytes()
         return [json.loads(raw[start:stop]) for start, stop in pairwise(bounds)]
 
-    @property
-    def hosts(self) -> Sequence[int]:
-        """Those here are on this host, whose number is its first rank; others are elsewhere."""
-        return [self.here[0] if rank in self.here else rank for rank in range(self.num_ranks)]
-
     def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Open what the first member shares."""
         operation = Operation("shared", label, group, dtype_name(dtype), (num_elements,))
@@ -255,25 +175,15 @@ class ShmFabric(JoinedFabric):
                 check_group(operation, self.rank, self.num_ranks)
                 self._formed(operation)
 
-    def stop(self, reason: str) -> None:
-        """Write the reason where all see it, and wake them."""
-        if self._world:
-            self.fail(reason)
-
     def close(self) -> None:
         """Let go of everything; what was sent stays in the pipes until the others have let go, too."""
-        if not self._world:
-            return
-        self.failure = self.failure or "the fabric has been closed"
-        self._groups.close()
-        self._library.cp_close_world(self._world)
-        self._memory.close()
-        self._world = 0
-        self._processes.close()
-        self._tensors.close()
-        self._recipes.clear()
-        self._sums.clear()
-        self._forgotten.clear()
+        if self._world:
+            self.failure = self.failure or "the fabric has been closed"
+            self._groups.close()
+            self._recipes.clear()
+            self._sums.clear()
+            self._leave()
+            self._forgotten.clear()
 
     def finish(self, recipe: Recipe, turn: int) -> None:
         """The collective is complete on this rank.
@@ -327,45 +237,3 @@ class ShmFabric(JoinedFabric):
     def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
             return self._groups.opened(operation, self._pump)
-
-    def _pump(self, call: Callable[[], int], recipe: Recipe | None = None) -> int:
-        """Return what a call of the library returns when it is done; it is called again and again until then.
-
-        Raises:
-            PeerError: the members of the recipe's group disagree.
-            RuntimeError: somebody has stopped, or is lost.
-            TimeoutError: the deadline has passed.
-        """
-        end, look = time.monotonic() + self.deadline_s, time.monotonic() + LOOK_S
-        while True:
-            status = call()
-            if status >= 0:
-                return status
-            if status == Status.DISAGREE and recipe is not None:
-                raise PeerError(self._news.disagreement(recipe))
-            if status != Status.NOT_YET:
-                raise RuntimeError(Status(status).name)
-            now = time.monotonic()
-            if now > end:
-                raise TimeoutError
-            if now > look and self.companions:
-                if any(way.stopped() for way in self.companions):
-                    raise RuntimeError("a rank of another host has stopped")
-                look = now + LOOK_S
-
-    def stopped(self) -> str | None:
-        """Read what a rank has written."""
-        return self._news.stopped() if self._world else None
-
-    def ended(self) -> str | None:
-        """Say which rank has ended, or will take part in nothing more, where a wait has found one."""
-        return self._news.lost() if self._world else None
-
-    def cause_of(self, error: Exception) -> str:
-        """Memory cannot be opened."""
-        return f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
-
-    def tell_others(self, reason: str) -> None:
-        """Write the reason where all see it."""
-        if self._world:
-            self._news.post(reason)
