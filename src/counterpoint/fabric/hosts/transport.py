@@ -40,8 +40,8 @@ class HostsFabric(Fabric):
 
     Cost:
         between hosts goes what one rank of each host would have to send: a sum of ``n`` bytes over ``H`` hosts takes
-        ``2 n (H-1) / H`` out of each, however many ranks it has. Waiting for a message of ranks here and elsewhere at
-        once looks for those here every 4 ms at the latest.
+        ``2 n (H-1) / H`` out of each, however many ranks it has; 16-bit numbers go as 32-bit ones, rounded at the end.
+        Waiting for a message of ranks here and elsewhere at once looks for those here every 4 ms at the latest.
 
     Args:
         near: the ranks of this host; None for a rank that shares memory with nobody.
