@@ -26,3 +26,9 @@ def play(request):
 def processes(request):
     """Return ``processes(scene, num_ranks, deadline_s, present)`` on a transport between processes."""
     return request.param
+
+
+@pytest.fixture(params=PROCESSES)
+def neighbours(request):
+    """Return ``neighbours(scene, num_ranks, deadline_s, present)``, as ``processes``, all of them on one host."""
+    return request.param

@@ -14,7 +14,7 @@ import torch
 from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric import Address, connect
 from counterpoint.fabric.gloo import TCPStore
-from tests.fabric.players import on_gloo, resources
+from tests.fabric.players import on_gloo, on_hosts, resources
 
 pytestmark = pytest.mark.process
 TRIO = (0, 1, 2)
@@ -61,10 +61,18 @@ def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
 
 
 @pytest.mark.parametrize("wait", [in_recv, in_sum])
-def test_a_dead_peer_is_noticed_and_named_at_once(processes, wait):
-    dead, text = processes(partial(wait, "dies"), 2, deadline_s=10.0)
+def test_a_dead_peer_is_noticed_and_named_at_once(neighbours, wait):
+    dead, text = neighbours(partial(wait, "dies"), 2, deadline_s=10.0)
     assert dead is None
     assert re.match(rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: rank 0 has ended; look at ", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [in_recv, in_sum])
+def test_a_dead_peer_beside_which_nobody_is_left_is_noticed_at_once(wait):
+    dead, text = on_hosts((0, 1), partial(wait, "dies"), 2, deadline_s=10.0)
+    assert dead is None
+    assert re.match(rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: the connection was lost \(", text)
 
 
 def add_up_for_ever(rank, address, transport):
