@@ -10,13 +10,13 @@ constexpr uint64_t MOST_AT_ONCE = PIPE_BYTES / 4;  // then the other side can be
 
 }  // namespace
 
-int64_t write_bytes(World& world, int peer, const uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns) {
+int64_t write_bytes(World& world, int peer, const uint8_t* bytes, uint64_t num_bytes) {
   Pipe& pipe = world.pipe(world.rank(), peer);
   uint64_t done = 0, written = pipe.written.load(std::memory_order_relaxed);
   auto room = [&] { return PIPE_BYTES - (written - pipe.read.load(std::memory_order_acquire)); };
   while (done < num_bytes) {
     if (room() == 0) {
-      Status status = world.wait([&] { return room() > 0; }, {peer}, slice_ns);
+      Status status = world.wait([&] { return room() > 0; }, {peer});
       if (status == NOT_YET) return static_cast<int64_t>(done);
       if (status != DONE) return status;
     }
@@ -31,13 +31,13 @@ int64_t write_bytes(World& world, int peer, const uint8_t* bytes, uint64_t num_b
   return static_cast<int64_t>(done);
 }
 
-int64_t read_bytes(World& world, int peer, uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns) {
+int64_t read_bytes(World& world, int peer, uint8_t* bytes, uint64_t num_bytes) {
   Pipe& pipe = world.pipe(peer, world.rank());
   uint64_t done = 0, read = pipe.read.load(std::memory_order_relaxed);
   auto there = [&] { return pipe.written.load(std::memory_order_acquire) - read; };
   while (done < num_bytes) {
     if (there() == 0) {
-      Status status = world.wait([&] { return there() > 0; }, {peer}, slice_ns);
+      Status status = world.wait([&] { return there() > 0; }, {peer});
       if (status == NOT_YET) return static_cast<int64_t>(done);
       if (status != DONE) return status;
     }
@@ -52,7 +52,7 @@ int64_t read_bytes(World& world, int peer, uint8_t* bytes, uint64_t num_bytes, i
   return static_cast<int64_t>(done);
 }
 
-int64_t await_any(World& world, const int* peers, int num_peers, int64_t slice_ns) {
+int64_t await_any(World& world, const int* peers, int num_peers) {
   int64_t found = NOT_YET;
   auto look = [&] {
     for (int i = 0; i < num_peers; i++) {
@@ -64,7 +64,7 @@ int64_t await_any(World& world, const int* peers, int num_peers, int64_t slice_n
     }
     return false;
   };
-  Status status = world.wait(look, std::vector<int>(peers, peers + num_peers), slice_ns);
+  Status status = world.wait(look, std::vector<int>(peers, peers + num_peers));
   return status == DONE ? found : status;
 }
 

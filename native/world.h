@@ -12,13 +12,22 @@
 namespace cp {
 
 // What a call returns to Python: 0 or more is a result, less than 0 one of these.
-enum Status : int64_t { DONE = 0, NOT_YET = -1, STOPPED = -2, LOST = -3, DISAGREE = -4, BROKEN = -5 };
+enum Status : int64_t { DONE = 0, NOT_YET = -1, STOPPED = -2, LOST = -3, DISAGREE = -4, BROKEN = -5, COMPLETE = -6 };
+
+// Lets a moment pass between two looks at memory that another core writes.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 class Group;
 
 class World {
  public:
-  World(void* memory, int rank, int num_ranks, const int* pidfds, int spins);
+  World(void* memory, int rank, int num_ranks, const int* pidfds, int spins, int64_t slice_ns);
   ~World();
 
   Seat& seat(int rank) { return seats_[rank]; }
@@ -27,6 +36,7 @@ class World {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   int lost() const { return lost_; }
+  int looks() const { return spins_ / 800; }  // a microsecond or two; none where ranks take turns on a core
 
   // The address of another rank's segment in this process; nullptr where it cannot be had.
   uint8_t* segment(int rank, int number);
@@ -35,9 +45,9 @@ class World {
   void ring(const std::vector<int>& ranks);
   void ring_all();
 
-  // Advances all groups until `is_done`, or for so long. NOT_YET is no error: signals can be served in between.
+  // Advances all groups until `is_done`, or for a slice of time. NOT_YET is no error: signals can be served in between.
   // LOST says that one of `awaited` has ended; that others have is none of this wait's business.
-  Status wait(const std::function<bool()>& is_done, const std::vector<int>& awaited, int64_t slice_ns);
+  Status wait(const std::function<bool()>& is_done, const std::vector<int>& awaited);
 
   // Whatever of the groups' collectives can go on without waiting has gone on; true where anything has.
   bool advance();
@@ -53,6 +63,7 @@ class World {
   Seat* seats_;
   Pipe* pipes_;
   int rank_, num_ranks_, spins_, lost_ = -1;
+  int64_t slice_ns_;
   std::vector<int> pidfds_;
   std::vector<Group*> groups_;
   std::map<std::pair<int, int>, std::pair<uint8_t*, size_t>> segments_;

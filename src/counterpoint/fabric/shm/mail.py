@@ -14,7 +14,7 @@ from counterpoint.errors import PeerError
 from counterpoint.fabric.fingerprint import message_fingerprint
 from counterpoint.fabric.frames import PREFIX_BYTES, Frame, Kind, Stamp, decode, encode, read_prefix
 from counterpoint.fabric.shm.memory import int_array
-from counterpoint.fabric.shm.native import SLICE_NS, Status
+from counterpoint.fabric.shm.native import Status
 
 Pump: TypeAlias = Callable[[Callable[[], int]], int]
 
@@ -73,7 +73,7 @@ class ShmMail:
     def recv_any(self, peers: Sequence[int], pump: Pump) -> tuple[int, Frame]:
         """Return one of the peers and its next message."""
         listed = int_array(tuple(peers))
-        index = pump(lambda: int(self._library.cp_await_any(self._world, listed, len(peers), SLICE_NS)))
+        index = pump(lambda: int(self._library.cp_await_any(self._world, listed, len(peers))))
         return peers[index], self.recv(peers[index], pump)
 
     def _move(self, call: Callable[..., int], peer: int, raw: Tensor, pump: Pump) -> None:
@@ -81,7 +81,7 @@ class ShmMail:
         done, size, address = 0, len(raw), raw.data_ptr()
 
         def go() -> int:
-            moved = int(call(self._world, peer, address + done, size - done, SLICE_NS))
+            moved = int(call(self._world, peer, address + done, size - done))
             return Status.NOT_YET if moved == 0 else moved
 
         while done < size:

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from ctypes import CDLL, c_int32
 from dataclasses import dataclass
 from functools import lru_cache
@@ -115,11 +116,13 @@ class SharedTensors:
     Args:
         library: the native part.
         world: its handle.
+        on_new: is called when memory that was not shared before may be now.
     """
 
-    def __init__(self, library: CDLL, world: int) -> None:
+    def __init__(self, library: CDLL, world: int, on_new: Callable[[], None]) -> None:
         self._library = library
         self._world = world
+        self._on_new = on_new
         self._segments: dict[int, Mapping] = {}
         self._starts: list[int] = []
         self._spans: list[tuple[int, int]] = []  # end, segment; in the order of `_starts`
@@ -148,6 +151,7 @@ class SharedTensors:
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._spans.insert(at, (start + num_bytes, number))
+        self._on_new()
         return start, mapping
 
     def find(self, address: int, num_bytes: int) -> tuple[int, int]:

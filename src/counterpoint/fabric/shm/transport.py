@@ -35,7 +35,7 @@ from counterpoint.fabric.shm.segments import Mapping, create
 
 NOTHING: Final = Finished()
 EMPTY: Final = torch.empty(0)
-SPINS, FEW_SPINS = 4000, 50  # where every rank has a core, and where ranks take turns
+SPINS, FEW_SPINS = 16000, 200  # where every rank has a core, and where ranks take turns
 
 
 class ShmFabric(JoinedFabric):
@@ -44,6 +44,7 @@ class ShmFabric(JoinedFabric):
     Cost:
         tensors from :meth:`empty` are added up where they lie: every rank reads and writes its share of everybody's.
         Any other is copied to shared memory once, a piece at a time, while the piece before is added up.
+        Up to 32 KB, a start looks for the others for a microsecond or two, and what is complete by then needs no wait.
 
     Args:
         site: where the ranks of this host meet.
@@ -58,16 +59,16 @@ class ShmFabric(JoinedFabric):
         self._library = library
         self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
         self._groups: dict[Group, tuple[int, Mapping | None]] = {}
-        self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
+        self._sums: dict[str, tuple[Recipe, torch.dtype, Group, Verb, torch.Size]] = {}  # found faster than by a key
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
         count = site.num_ranks
         self._memory = site.open_world(library)
         self._processes = site.open_processes()
         spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
         self._world: int = library.cp_open_world(
-            self._memory.address, self.rank, count, os.getpid(), int_array(self._processes), spins
+            self._memory.address, self.rank, count, os.getpid(), int_array(self._processes), spins, SLICE_NS
         )
-        self._tensors = SharedTensors(library, self._world)
+        self._tensors = SharedTensors(library, self._world, self._recipes.forget_places)
         self._mail = ShmMail(library, self._world, self.rank, job, generation)
         self.form([tuple(range(count))])
 
@@ -101,12 +102,17 @@ class ShmFabric(JoinedFabric):
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
         last = self._sums.get(label)
-        if last is not None and (last[1:4] == (tensor.shape, group, verb)) and last[4] is tensor.dtype:
-            return self._start(last[0], tensor)
-        operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
-        recipe = self._recipes.make(key_of(verb, label, tensor, group), Kind.ALL_REDUCE, operation, tensor)
-        self._sums[label] = (recipe, tensor.shape, group, verb, tensor.dtype)
-        return self._start(recipe, tensor)
+        if last is not None:
+            recipe, dtype, members, kind, shape = last
+            if dtype is tensor.dtype and members == group and kind == verb and shape == tensor.shape:
+                return self._start(recipe, tensor)
+        key = key_of(verb, label, tensor, group)
+        known = self._recipes.get(key)
+        if known is None:
+            operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
+            known = self._recipes.make(key, Kind.ALL_REDUCE, operation, tensor)
+        self._sums[label] = (known, tensor.dtype, group, verb, tensor.shape)
+        return self._start(known, tensor)
 
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
@@ -218,22 +224,25 @@ class ShmFabric(JoinedFabric):
         Raises:
             PeerError: the members disagree, one is gone, or the deadline has passed.
         """
-        if self.failure is None and self._cp_wait(self._world, recipe.group, turn, SLICE_NS) == 0:
+        if self.failure is None and self._cp_wait(recipe.group, turn) == 0:
             return
         operation = recipe.operation
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
-            self._pump(lambda: int(self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS)), recipe)
+            self._pump(lambda: int(self._cp_wait(recipe.group, turn)), recipe)
 
     def _start(self, recipe: Recipe, tensor: Tensor) -> Work:
-        if len(recipe.operation.group) == 1:
+        if not recipe.group:
             return NOTHING
         if self.failure is not None:
             raise PeerError(self.failure)
         whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         address = whole.data_ptr()
-        segment, offset = self._tensors.find(address, recipe.num_bytes)
-        turn = self._cp_start(recipe.group, recipe.address, address, segment, offset)
-        return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
+        if address != recipe.address:
+            recipe.place(address, *self._tensors.find(address, recipe.num_bytes))
+        turn = self._cp_start(recipe.reference)
+        if turn >= 0 or whole is not tensor:
+            return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
+        return NOTHING
 
     def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
@@ -257,13 +266,13 @@ class ShmFabric(JoinedFabric):
                 library.cp_register_segment(world, mapping.fd, size, tag)
                 address = mapping.address
             else:
-                number = self._pump(lambda: int(library.cp_await_segment(world, first, tag, SLICE_NS)))
+                number = self._pump(lambda: int(library.cp_await_segment(world, first, tag)))
                 address = library.cp_map_segment(world, first, number) or 0
             handle = library.cp_open_group(world, address, int_array(group), count) if address else None
             if not handle:
                 raise RuntimeError(f"that of rank {first} cannot be opened")
             self._groups[group] = (handle, mapping)
-            self._pump(lambda: int(library.cp_await_members(world, handle, address, SLICE_NS)))
+            self._pump(lambda: int(library.cp_await_members(handle, address)))
             if mapping is not None:
                 mapping.forget_file()
         return self._groups[group][0]
