@@ -54,7 +54,9 @@ def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     began = time.monotonic()
     text = processes(partial(wait, "is late"), 2, deadline_s=0.6)[1]
     story = rf"PeerError: rank 1 waited (\d\.\d) s for {WAITS[wait]}: the deadline of 0\.6 s has passed; "
-    assert 0.6 <= float(re.match(story, text).group(1)) < LATE_S
+    found = re.match(story, text)
+    assert found is not None, text
+    assert 0.6 <= float(found[1]) < LATE_S
     assert time.monotonic() - began < 10
 
 

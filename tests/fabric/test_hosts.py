@@ -88,6 +88,25 @@ def test_messages_from_here_and_elsewhere_come_in_the_order_of_each_sender():
     assert on_hosts(UNEVEN, serve, 3) == [expected, 1, 2]
 
 
+def meet_in_memory(fabric):
+    """Ranks 0 and 1 write into memory that they share; rank 2 is elsewhere."""
+    found = fabric.shared("memory of all", 3, torch.float32, (0, 1, 2))
+    fabric.meet("all are here", (0, 1, 2)).wait()
+    if fabric.rank == 2:
+        return list(fabric.hosts), found
+    memory = fabric.shared("memory of two", 3, torch.float32, (0, 1))
+    memory[fabric.rank] = fabric.rank + 1
+    fabric.meet("both have written", (0, 1)).wait()
+    values = memory.tolist()
+    fabric.barrier((0, 1))
+    return list(fabric.hosts), found, values
+
+
+def test_ranks_of_one_host_have_memory_in_common_and_others_none():
+    here = ([0, 0, 2], None, [1.0, 2.0, 0.0])
+    assert on_hosts(UNEVEN, meet_in_memory, 3) == [here, here, ([0, 0, 2], None)]
+
+
 def disagree(fabric):
     """Rank 1 adds up another tensor than rank 0 of its host and rank 2 elsewhere."""
     began = time.monotonic()
