@@ -6,7 +6,7 @@
 namespace cp {
 namespace {
 
-constexpr int MOST_READERS = 4;             // so many members each add up everything; more share the work
+constexpr int MOST_READERS = 3;             // so many members each add up everything; more share the work
 constexpr uint64_t SMALL_BYTES = 32 << 10;  // as they do with little, where a second round costs more than it saves
 constexpr uint64_t TINY_BYTES = 4 << 10;    // are laid out wherever the tensor is: one round instead of two
 
