@@ -21,14 +21,14 @@ bool anybody_has_written(World& world) {
 
 }  // namespace
 
-int64_t write_bytes(World& world, int peer, const uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns, bool listens) {
+int64_t write_bytes(World& world, int peer, const uint8_t* bytes, uint64_t num_bytes, bool listens) {
   Pipe& pipe = world.pipe(world.rank(), peer);
   uint64_t done = 0, written = pipe.written.load(std::memory_order_relaxed);
   auto room = [&] { return PIPE_BYTES - (written - pipe.read.load(std::memory_order_acquire)); };
   while (done < num_bytes) {
     if (room() == 0) {
       auto can_go_on = [&] { return room() > 0 || (listens && anybody_has_written(world)); };
-      Status status = world.wait(can_go_on, {peer}, slice_ns);
+      Status status = world.wait(can_go_on, {peer});
       if (status == NOT_YET || (status == DONE && room() == 0)) return static_cast<int64_t>(done);
       if (status != DONE) return status;
     }

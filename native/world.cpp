@@ -27,14 +27,6 @@ int64_t now_ns() {
       .count();
 }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) {
   timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
@@ -42,8 +34,8 @@ void sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) 
 
 }  // namespace
 
-World::World(void* memory, int rank, int num_ranks, const int* pidfds, int spins)
-    : rank_(rank), num_ranks_(num_ranks), spins_(spins), pidfds_(pidfds, pidfds + num_ranks) {
+World::World(void* memory, int rank, int num_ranks, const int* pidfds, int spins, int64_t slice_ns)
+    : rank_(rank), num_ranks_(num_ranks), spins_(spins), slice_ns_(slice_ns), pidfds_(pidfds, pidfds + num_ranks) {
   auto* bytes = static_cast<uint8_t*>(memory);
   header_ = reinterpret_cast<WorldHeader*>(bytes);
   seats_ = reinterpret_cast<Seat*>(bytes + aligned(sizeof(WorldHeader)));
@@ -118,7 +110,7 @@ Status World::wait(const std::function<bool()>& is_done, const std::vector<int>&
     advance();
     if (is_done()) return DONE;
     if (turn < spins_) {
-      for (int i = 0; i < 8; i++) relax();
+      relax();
       continue;
     }
     if (turn < spins_ + YIELDS) {

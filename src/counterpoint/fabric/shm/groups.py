@@ -8,7 +8,6 @@ from ctypes import CDLL
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import Operation, digest
 from counterpoint.fabric.shm.memory import PIECE_BYTES, int_array
-from counterpoint.fabric.shm.native import SLICE_NS
 from counterpoint.fabric.shm.segments import Mapping, create
 
 Pump = Callable[[Callable[[], int]], int]
@@ -51,13 +50,13 @@ class Groups:
                 library.cp_register_segment(world, mapping.fd, size, tag)
                 address = mapping.address
             else:
-                number = pump(lambda: int(library.cp_await_segment(world, first, tag, SLICE_NS)))
+                number = pump(lambda: int(library.cp_await_segment(world, first, tag)))
                 address = library.cp_map_segment(world, first, number) or 0
             handle = library.cp_open_group(world, address, int_array(tuple(places)), count) if address else None
             if not handle:
                 raise RuntimeError(f"that of rank {operation.group[0]} cannot be opened")
             self._known[key] = (handle, mapping)
-            pump(lambda: int(library.cp_await_members(world, handle, address, SLICE_NS)))
+            pump(lambda: int(library.cp_await_members(handle, address)))
             if mapping is not None:
                 mapping.forget_file()
         return self._known[key][0]

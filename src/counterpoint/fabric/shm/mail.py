@@ -82,7 +82,7 @@ class ShmMail:
 
         def go() -> int:
             listens = self._kept_bytes < MAX_KEPT_BYTES
-            moved = int(self._library.cp_send(self._world, place, address + done, size - done, SLICE_NS, int(listens)))
+            moved = int(self._library.cp_send(self._world, place, address + done, size - done, int(listens)))
             if moved == 0 and listens:
                 self._take_in()
             return Status.NOT_YET if moved == 0 else moved

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from ctypes import CDLL, c_int32
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,11 +109,13 @@ class SharedTensors:
     Args:
         library: the native part.
         world: its handle.
+        on_new: is called when memory that was not shared before may be now.
     """
 
-    def __init__(self, library: CDLL, world: int) -> None:
+    def __init__(self, library: CDLL, world: int, on_new: Callable[[], None]) -> None:
         self._library = library
         self._world = world
+        self._on_new = on_new
         self._segments: dict[int, Mapping] = {}
         # where each begins; its end and its segment: replaced as one, for another thread may look
         self._index: tuple[list[int], list[tuple[int, int]]] = ([], [])
@@ -143,6 +146,7 @@ class SharedTensors:
         at = bisect_right(starts, start)
         span = (start + num_bytes, number)
         self._index = ([*starts[:at], start, *starts[at:]], [*spans[:at], span, *spans[at:]])
+        self._on_new()
         return start, mapping
 
     def find(self, address: int, num_bytes: int) -> tuple[int, int]:

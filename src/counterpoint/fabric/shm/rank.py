@@ -7,25 +7,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.fingerprint import check_peer, unexpected
 from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.shm.mail import ShmMail
-from counterpoint.fabric.shm.memory import SharedTensors, Site, int_array
-from counterpoint.fabric.shm.native import Status, native
+from counterpoint.fabric.shm.memory import Site, int_array
+from counterpoint.fabric.shm.native import SLICE_NS, Status, native
 from counterpoint.fabric.shm.news import News
 from counterpoint.fabric.shm.recipes import Recipe
 from counterpoint.fabric.stamps import Stamps
 
-SPINS, FEW_SPINS = 4000, 50  # where every rank has a core, and where ranks take turns
+SPINS, FEW_SPINS = 16000, 200  # where every rank has a core, and where ranks take turns
 LOOK_S: Final = 0.1  # so often a wait looks whether a rank of another host has stopped
 
 
 class ShmRank(JoinedFabric):
-    """What a rank has in shared memory but for collectives, which :class:`~.transport.ShmFabric` adds.
+    """What a rank has in shared memory but for tensors and collectives, which :class:`~.transport.ShmFabric` adds.
 
     Args:
         site: where the ranks of this host meet.
@@ -44,31 +43,14 @@ class ShmRank(JoinedFabric):
         fds = int_array(tuple(self._processes.fds[rank] for rank in self.here))
         place, count = self.here.index(self.rank), len(self.here)
         spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
-        self._world: int = library.cp_open_world(self._memory.address, place, count, os.getpid(), fds, spins)
+        self._world: int = library.cp_open_world(self._memory.address, place, count, os.getpid(), fds, spins, SLICE_NS)
         self._news = News(library, self._world, self.rank, self.here)
-        self._tensors = SharedTensors(library, self._world)
         self._mail = ShmMail(library, self._world, self.here, Stamps(self.rank, job, generation))
 
     @property
     def hosts(self) -> Sequence[int]:
         """Those here are on this host, whose number is its first rank; others are elsewhere."""
         return [self.here[0] if rank in self.here else rank for rank in range(self.num_ranks)]
-
-    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor in shared memory; a PeerError where there is not enough."""
-        if not self._world:
-            return super().empty(num_elements, dtype)
-        try:
-            return self._tensors.empty(num_elements, dtype)
-        except PeerError as error:
-            raise self.fail(f"rank {self.rank} has {error}") from error
-
-    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a flat tensor in shared memory, where there is enough."""
-        try:
-            return self._tensors.empty(num_elements, dtype) if self._world else None
-        except PeerError:
-            return None
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into the pipe to the peer."""
@@ -112,7 +94,6 @@ class ShmRank(JoinedFabric):
         self._memory.close()
         self._world = 0
         self._processes.close()
-        self._tensors.close()
 
     def _pump(self, call: Callable[[], int], recipe: Recipe | None = None) -> int:
         """Return what a call of the library returns when it is done; it is called again and again until then.

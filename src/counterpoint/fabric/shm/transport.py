@@ -21,8 +21,8 @@ from counterpoint.fabric.fingerprint import (
     of_tensor,
 )  # fmt: skip
 from counterpoint.fabric.shm.groups import Groups
-from counterpoint.fabric.shm.memory import Site, opened
-from counterpoint.fabric.shm.native import SLICE_NS, Kind
+from counterpoint.fabric.shm.memory import SharedTensors, Site, opened
+from counterpoint.fabric.shm.native import Kind
 from counterpoint.fabric.shm.rank import ShmRank
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
 from counterpoint.fabric.shm.work import ShmWork
@@ -37,6 +37,7 @@ class ShmFabric(ShmRank):
     Cost:
         tensors from :meth:`empty` are added up where they lie: every rank reads and writes its share of everybody's.
         Any other is copied to shared memory once, a piece at a time, while the piece before is added up.
+        Up to 32 KB, a start looks for the others for a microsecond or two, and what is complete by then needs no wait.
 
     Args:
         site: where the ranks of this host meet; all numbers that a caller gives or gets are those of the world.
@@ -47,21 +48,43 @@ class ShmFabric(ShmRank):
     def __init__(self, site: Site, job: int, generation: int) -> None:
         super().__init__(site, job, generation)
         self._cp_start, self._cp_wait = self._library.cp_start, self._library.cp_wait
-        self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
+        self._sums: dict[str, tuple[Recipe, torch.dtype, Group, Verb, torch.Size]] = {}  # found faster than by a key
         self._forgotten: list[tuple[Recipe, Tensor]] = []
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
+        self._tensors = SharedTensors(self._library, self._world, self._recipes.forget_places)
         self._groups = Groups(self._library, self._world, self.rank, self.here)
         self.form([self.here])
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor in shared memory; a PeerError where there is not enough."""
+        if not self._world:
+            return super().empty(num_elements, dtype)
+        try:
+            return self._tensors.empty(num_elements, dtype)
+        except PeerError as error:
+            raise self.fail(f"rank {self.rank} has {error}") from error
+
+    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a flat tensor in shared memory, where there is enough."""
+        try:
+            return self._tensors.empty(num_elements, dtype) if self._world else None
+        except PeerError:
+            return None
 
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
         last = self._sums.get(label)
-        if last is not None and (last[1:4] == (tensor.shape, group, verb)) and last[4] is tensor.dtype:
-            return self._start(last[0], tensor)
-        operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
-        recipe = self._recipes.make(key_of(verb, label, tensor, group), Kind.ALL_REDUCE, operation, tensor)
-        self._sums[label] = (recipe, tensor.shape, group, verb, tensor.dtype)
-        return self._start(recipe, tensor)
+        if last is not None:
+            recipe, dtype, members, kind, shape = last
+            if dtype is tensor.dtype and members == group and kind == verb and shape == tensor.shape:
+                return self._start(recipe, tensor)
+        key = key_of(verb, label, tensor, group)
+        known = self._recipes.get(key)
+        if known is None:
+            operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
+            known = self._recipes.make(key, Kind.ALL_REDUCE, operation, tensor)
+        self._sums[label] = (known, tensor.dtype, group, verb, tensor.shape)
+        return self._start(known, tensor)
 
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
@@ -183,6 +206,7 @@ class ShmFabric(ShmRank):
             self._recipes.clear()
             self._sums.clear()
             self._leave()
+            self._tensors.close()
             self._forgotten.clear()
 
     def finish(self, recipe: Recipe, turn: int) -> None:
@@ -191,11 +215,11 @@ class ShmFabric(ShmRank):
         Raises:
             PeerError: the members disagree, one is gone, or the deadline has passed.
         """
-        if self.failure is None and self._cp_wait(self._world, recipe.group, turn, SLICE_NS) == 0:
+        if self.failure is None and self._cp_wait(recipe.group, turn) == 0:
             return
         operation = recipe.operation
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
-            self._pump(lambda: int(self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS)), recipe)
+            self._pump(lambda: int(self._cp_wait(recipe.group, turn)), recipe)
 
     def keep(self, recipe: Recipe, whole: Tensor) -> None:
         """What a collective needs that nobody will wait for lives as long as the fabric is open."""
@@ -205,7 +229,7 @@ class ShmFabric(ShmRank):
     def pause(self, recipe: Recipe, turn: int, seconds: float) -> None:
         """Take part until the collective is over in whatever way, or for so long."""
         if self.failure is None:
-            self._cp_wait(self._world, recipe.group, turn, int(seconds * 1e9))
+            self._library.cp_pause(recipe.group, turn, int(seconds * 1e9))
 
     def look(self, recipe: Recipe, turn: int) -> bool:
         """Whether the collective is complete on this rank; whatever can go on without waiting has gone on.
@@ -224,15 +248,18 @@ class ShmFabric(ShmRank):
         return False
 
     def _start(self, recipe: Recipe, tensor: Tensor) -> Work:
-        if len(recipe.operation.group) == 1:
+        if not recipe.group:
             return NOTHING
         if self.failure is not None:
             raise PeerError(self.failure)
         whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         address = whole.data_ptr()
-        segment, offset = self._tensors.find(address, recipe.num_bytes)
-        turn = self._cp_start(recipe.group, recipe.address, address, segment, offset)
-        return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
+        if address != recipe.address:
+            recipe.place(address, *self._tensors.find(address, recipe.num_bytes))
+        turn = self._cp_start(recipe.reference)
+        if turn >= 0 or whole is not tensor:
+            return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
+        return NOTHING
 
     def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
