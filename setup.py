@@ -20,10 +20,17 @@ class PlainLibrary(build_ext):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """One wheel per platform for all Pythons."""
+    """One wheel per platform for all Pythons; without the native part, one for all platforms."""
+
+    def run(self) -> None:
+        """Build first: only then is it known whether there is a native part."""
+        self.run_command("build")
+        library = self.get_finalized_command("build_ext").get_outputs()
+        self.root_is_pure = not any(Path(path).exists() for path in library)
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return a tag that binds the wheel to the platform alone."""
+        """Return a tag that binds the wheel to the platform, if to anything."""
         return "py3", "none", super().get_tag()[2]
 
 

@@ -6,14 +6,19 @@
 namespace cp {
 namespace {
 
-constexpr int MOST_READERS = 4;           // so many members each add up everything; more share the work
+constexpr int MOST_READERS = 3;             // so many members each add up everything; more share the work
 constexpr uint64_t SMALL_BYTES = 32 << 10;  // as they do with little, where a second round costs more than it saves
+constexpr uint64_t TINY_BYTES = 4 << 10;    // are laid out wherever the tensor is: one round instead of two
 
-// The part of `count` numbers that member `place` of `num_members` works on, its ends on cache lines.
-std::pair<uint64_t, uint64_t> share(uint64_t count, int place, int num_members) {
-  constexpr uint64_t line = 64;
-  auto edge = [&](int at) { return at == num_members ? count : count * at / num_members / line * line; };
-  return {edge(place), edge(place + 1)};
+// These bytes will soon be written: other cores give them up meanwhile.
+void claim(const uint8_t* bytes, uint64_t num_bytes) {
+  for (uint64_t at = 0; at < num_bytes; at += 64) {
+#if defined(__x86_64__)
+    asm volatile("prefetchw %0" : : "m"(bytes[at]));
+#else
+    __builtin_prefetch(bytes + at, 1);
+#endif
+  }
 }
 
 }  // namespace
@@ -42,8 +47,14 @@ int64_t Group::start(const Request& request) {
   task.first_piece = num_pieces_;
   num_pieces_ += task.num_pieces;
   int64_t turn = static_cast<int64_t>(task.turn);
-  advance();
-  return turn;
+  bool is_small = task.is_small;
+  advance();  // the task may be gone now
+  bool is_urgent = is_small && tasks_.size() == 1;  // a second call from Python would cost as much
+  for (int look = 0; is_urgent && look < world_.looks() && !is_done(turn); look++) {
+    relax();
+    advance();
+  }
+  return num_done() > turn ? COMPLETE : turn;
 }
 
 // How the collective is cut into pieces: the same on all members, wherever their tensors are.
@@ -59,8 +70,10 @@ void Group::plan(Task& task) {
   if (request.kind == Kind::barrier) longest = 0;
   task.window = (has_slots ? piece_bytes_ / num_members_ / 64 * 64 : piece_bytes_) / size;
   task.num_pieces = (longest + task.window - 1) / task.window;
-  task.two_phases =
-      request.kind == Kind::all_reduce && num_members_ > MOST_READERS && request.count * size > SMALL_BYTES;
+  uint64_t num_bytes = request.count * size;
+  task.two_phases = request.kind == Kind::all_reduce && num_members_ > MOST_READERS && num_bytes > SMALL_BYTES;
+  task.is_small = request.kind == Kind::all_reduce && num_bytes <= SMALL_BYTES;
+  task.is_tiny = request.kind == Kind::all_reduce && num_bytes <= TINY_BYTES;
 }
 
 bool Group::advance() {
@@ -68,7 +81,8 @@ bool Group::advance() {
   if (!guard.owns_lock() || has_failed()) return false;  // another thread is at it
   bool moved = announce_all();
   for (bool again = true; again && !tasks_.empty() && !has_failed();) {
-    again = false;
+    again = check_all();
+    if (has_failed()) return true;
     for (Task& task : tasks_) {  // laid out ahead, as long as there are buffers
       bool went = task.announced && lay_out(task);
       again |= went;
@@ -84,6 +98,7 @@ bool Group::advance() {
     }
     moved |= again;
   }
+  ring();
   return moved;
 }
 
@@ -106,39 +121,63 @@ bool Group::announce(Task& task) {
   notice.reading_bytes = static_cast<uint32_t>(std::min<size_t>(task.request.reading_bytes, READING_BYTES));
   std::memcpy(notice.reading, task.request.reading, notice.reading_bytes);
   task.announced = true;
+  bool is_next = places_[own_].laid_out.load(std::memory_order_relaxed) == task.first_piece;  // all before are there
+  bool is_early = task.is_small && is_next && (task.is_tiny || task.request.segment < 0);
+  if (is_early) lay_out(task);  // then the others see both at once
   tell(&Place::announced, task.turn + 1);
+  if (is_early) claim(buffer(own_, task.first_piece + 1), task.request.count * size_of(task.request.dtype));
   return true;
 }
 
-// All members have announced the same; false where some have not announced yet.
+// In the order of their turns: who has told that it has checked one looks at none of the notices before it any more.
+bool Group::check_all() {
+  bool moved = false;
+  while (num_checked_ < num_announced_ && check(tasks_[num_checked_ - tasks_.front().turn])) {
+    num_checked_++;
+    moved = true;
+  }
+  return moved;
+}
+
+// All members have announced the same; false where some have not announced yet. A group fails only when all before it
+// is complete.
 bool Group::check(Task& task) {
-  if (task.checked) return true;
   if (!all_have(&Place::announced, task.turn + 1)) return false;
-  task.is_direct = true;
+  bool is_oldest = task.turn == tasks_.front().turn;
+  task.is_direct = task.request.kind != Kind::all_to_all && !task.is_tiny;
   for (int place = 0; place < num_members_; place++) {
     const Notice& theirs = notice(place, task.turn);
     if (std::memcmp(theirs.fingerprint, task.request.fingerprint, sizeof(theirs.fingerprint)) != 0) {
-      failed_.store(DISAGREE, std::memory_order_release);
+      if (is_oldest) failed_.store(DISAGREE, std::memory_order_release);
       return false;
     }
     task.is_direct &= theirs.segment >= 0;
   }
-  if (task.request.kind == Kind::all_to_all) task.is_direct = false;
-  if (task.is_direct)
-    for (int place = 0; place < num_members_; place++)
-      if (direct_data(place, task) == nullptr) {
-        failed_.store(BROKEN, std::memory_order_release);
-        return false;
-      }
+  if (task.is_direct && !find_directly(task)) {
+    if (is_oldest) failed_.store(BROKEN, std::memory_order_release);
+    return false;
+  }
   task.checked = true;
   tell(&Place::checked, task.turn + 1);
   return true;
 }
 
+// Where everybody's tensor is in this process; false where one cannot be had.
+bool Group::find_directly(Task& task) {
+  task.direct.resize(num_members_);
+  for (int place = 0; place < num_members_; place++) {
+    const Notice& theirs = notice(place, task.turn);
+    uint8_t* start = place == own_ ? nullptr : world_.segment(ranks_[place], theirs.segment);
+    if (place != own_ && start == nullptr) return false;
+    task.direct[place] = place == own_ ? task.request.data : start + theirs.offset;
+  }
+  return true;
+}
+
 bool Group::lay_out(Task& task) {
   if (task.laid_out == task.num_pieces) return false;
-  if (task.request.segment >= 0 && task.request.kind != Kind::all_to_all) {
-    if (!check(task)) return false;  // it may not have to be laid out at all
+  if (task.request.segment >= 0 && task.request.kind != Kind::all_to_all && !task.is_tiny) {
+    if (!task.checked) return false;  // it may not have to be laid out at all
     if (task.is_direct) {
       task.laid_out = task.num_pieces;
       return true;
@@ -148,6 +187,7 @@ bool Group::lay_out(Task& task) {
   while (task.laid_out < task.num_pieces) {
     uint64_t number = task.first_piece + task.laid_out;
     if (number >= BUFFERS && !all_have(&Place::taken, number - BUFFERS + 1)) break;
+    if (!task.is_small) ring();
     copy_in(task, task.laid_out++);
     tell(&Place::laid_out, number + 1);
     moved = true;
@@ -157,7 +197,7 @@ bool Group::lay_out(Task& task) {
 }
 
 bool Group::take(Task& task) {
-  if (!task.announced || !check(task)) return false;
+  if (!task.checked) return false;
   if (task.is_direct) return take_directly(task);
   bool moved = false;
   while (task.taken < task.laid_out) {
@@ -165,12 +205,14 @@ bool Group::take(Task& task) {
     if (!all_have(&Place::laid_out, number + 1)) break;
     if (task.two_phases) {
       if (task.combined == task.taken) {
+        ring();
         combine(task, task.combined++);
         tell(&Place::combined, number + 1);
         moved = true;
       }
       if (!all_have(&Place::combined, number + 1)) break;
     }
+    if (!task.is_small) ring();
     copy_out(task, task.taken++);
     tell(&Place::taken, number + 1);
     moved = true;
@@ -184,6 +226,7 @@ bool Group::take_directly(Task& task) {
   if (task.taken == task.num_pieces) return false;
   bool moved = false;
   if (task.combined == 0 && task.num_pieces > 0) {
+    ring();
     share_directly(task);
     task.combined = task.laid_out = task.num_pieces;
     tell(&Place::laid_out, end);
@@ -196,116 +239,6 @@ bool Group::take_directly(Task& task) {
   return true;
 }
 
-void Group::share_directly(Task& task) {
-  const Request& request = task.request;
-  uint64_t size = size_of(request.dtype);
-  std::vector<uint8_t*> data(num_members_);
-  for (int place = 0; place < num_members_; place++) data[place] = direct_data(place, task);
-  std::vector<const void*> ins(num_members_);
-  std::vector<void*> outs(num_members_);
-  if (request.kind == Kind::all_reduce) {
-    auto [low, high] = share(request.count, own_, num_members_);
-    for (int place = 0; place < num_members_; place++) ins[place] = outs[place] = data[place] + low * size;
-    reduce(outs.data(), num_members_, ins.data(), num_members_, high - low, request.dtype, request.verb, request.scale);
-  } else if (request.kind == Kind::reduce_scatter) {
-    uint64_t low = task.bounds[own_], high = task.bounds[own_ + 1];
-    for (int place = 0; place < num_members_; place++) ins[place] = data[place] + low * size;
-    outs[0] = data[own_] + low * size;
-    reduce(outs.data(), 1, ins.data(), num_members_, high - low, request.dtype, request.verb, request.scale);
-  } else if (request.kind == Kind::all_gather) {
-    for (int place = 0; place < num_members_; place++) {
-      uint64_t low = task.bounds[place], high = task.bounds[place + 1];
-      if (place != own_ && low < high) std::memcpy(data[own_] + low * size, data[place] + low * size, (high - low) * size);
-    }
-  } else if (request.kind == Kind::broadcast && own_ != request.root) {
-    std::memcpy(data[own_], data[request.root], request.count * size);
-  }
-}
-
-void Group::copy_in(Task& task, uint64_t piece) {
-  const Request& request = task.request;
-  uint64_t size = size_of(request.dtype), low = piece * task.window;
-  uint8_t* to = buffer(own_, task.first_piece + piece);
-  auto copy = [&](uint8_t* target, uint64_t start, uint64_t stop) {
-    uint64_t first = start + low, last = std::min(stop, first + task.window);
-    if (first < last) std::memcpy(target, request.data + first * size, (last - first) * size);
-  };
-  switch (request.kind) {
-    case Kind::all_reduce: return copy(to, 0, request.count);
-    case Kind::broadcast: return own_ == request.root ? copy(to, 0, request.count) : void();
-    case Kind::all_gather: return copy(to, task.bounds[own_], task.bounds[own_ + 1]);
-    case Kind::reduce_scatter:
-    case Kind::all_to_all:
-      for (int place = 0; place < num_members_; place++)
-        if (place != own_) copy(to + place * task.window * size, task.bounds[place], task.bounds[place + 1]);
-      return;
-    case Kind::barrier: return;
-  }
-}
-
-void Group::combine(Task& task, uint64_t piece) {
-  const Request& request = task.request;
-  uint64_t size = size_of(request.dtype), number = task.first_piece + piece;
-  uint64_t count = std::min(task.window, request.count - piece * task.window);
-  auto [low, high] = share(count, own_, num_members_);
-  std::vector<const void*> ins(num_members_);
-  for (int place = 0; place < num_members_; place++) ins[place] = buffer(place, number) + low * size;
-  void* out = buffer(own_, number) + low * size;
-  reduce(&out, 1, ins.data(), num_members_, high - low, request.dtype, request.verb, request.scale);
-}
-
-void Group::copy_out(Task& task, uint64_t piece) {
-  const Request& request = task.request;
-  uint64_t size = size_of(request.dtype), low = piece * task.window, number = task.first_piece + piece;
-  std::vector<const void*> ins(num_members_);
-  void* out;
-  switch (request.kind) {
-    case Kind::all_reduce: {
-      uint64_t count = std::min(task.window, request.count - low);
-      uint8_t* own = request.data + low * size;
-      if (task.two_phases) {
-        for (int place = 0; place < num_members_; place++) {
-          auto [first, last] = share(count, place, num_members_);
-          std::memcpy(own + first * size, buffer(place, number) + first * size, (last - first) * size);
-        }
-        return;
-      }
-      for (int place = 0; place < num_members_; place++) ins[place] = place == own_ ? own : buffer(place, number);
-      out = own;
-      return reduce(&out, 1, ins.data(), num_members_, count, request.dtype, request.verb, request.scale);
-    }
-    case Kind::broadcast: {
-      uint64_t count = std::min(task.window, request.count - low);
-      if (own_ != request.root) std::memcpy(request.data + low * size, buffer(request.root, number), count * size);
-      return;
-    }
-    case Kind::all_gather:
-      for (int place = 0; place < num_members_; place++) {
-        uint64_t first = task.bounds[place] + low, last = std::min(task.bounds[place + 1], first + task.window);
-        if (place != own_ && first < last)
-          std::memcpy(request.data + first * size, buffer(place, number), (last - first) * size);
-      }
-      return;
-    case Kind::reduce_scatter: {
-      uint64_t first = task.bounds[own_] + low, last = std::min(task.bounds[own_ + 1], first + task.window);
-      if (first >= last) return;
-      for (int place = 0; place < num_members_; place++)
-        ins[place] = place == own_ ? request.data + first * size : buffer(place, number) + own_ * task.window * size;
-      out = request.data + first * size;
-      return reduce(&out, 1, ins.data(), num_members_, last - first, request.dtype, request.verb, request.scale);
-    }
-    case Kind::all_to_all:
-      for (int place = 0; place < num_members_; place++) {
-        uint64_t first = task.out_bounds[place] + low, last = std::min(task.out_bounds[place + 1], first + task.window);
-        const uint8_t* from = place == own_ ? request.data + (task.bounds[own_] + low) * size
-                                            : buffer(place, number) + own_ * task.window * size;
-        if (first < last) std::memcpy(request.out + first * size, from, (last - first) * size);
-      }
-      return;
-    case Kind::barrier: return;
-  }
-}
-
 bool Group::all_have(Counter Place::* counter, uint64_t least) const {
   for (int place = 0; place < num_members_; place++)
     if ((places_[place].*counter).load(std::memory_order_acquire) < least) return false;
@@ -316,18 +249,17 @@ bool Group::all_have(Counter Place::* counter, uint64_t least) const {
 void Group::tell(Counter Place::* counter, uint64_t value) {
   Counter& own = places_[own_].*counter;
   if (own.load(std::memory_order_relaxed) < value) own.store(value, std::memory_order_release);
-  world_.ring(ranks_);
+  has_told_ = true;
+}
+
+// Those who sleep hear what has been told: before anything that takes long, and before this rank looks no further.
+void Group::ring() {
+  if (has_told_) world_.ring(ranks_);
+  has_told_ = false;
 }
 
 uint8_t* Group::buffer(int place, uint64_t piece) const {
   return buffers_ + (place * BUFFERS + piece % BUFFERS) * piece_bytes_;
-}
-
-uint8_t* Group::direct_data(int place, const Task& task) {
-  const Notice& theirs = notice(place, task.turn);
-  if (place == own_) return task.request.data;
-  uint8_t* start = world_.segment(ranks_[place], theirs.segment);
-  return start == nullptr ? nullptr : start + theirs.offset;
 }
 
 }  // namespace cp

@@ -7,10 +7,13 @@
 
 namespace cp {
 
+class Group;
+
 enum class Kind : uint32_t { all_reduce = 0, reduce_scatter = 1, all_gather = 2, broadcast = 3, all_to_all = 4, barrier = 5 };
 
 // A collective as a rank asks for it; Python fills it in. Bounds count numbers, not bytes.
 struct Request {
+  Group* group;
   Kind kind;
   Dtype dtype;
   Verb verb;
@@ -34,7 +37,7 @@ class Group {
   Group(World& world, void* memory, const int* ranks, int num_members);
   ~Group();
 
-  // Returns the collective's number; it has been announced, or will be as soon as there is room to.
+  // Returns the collective's number, or COMPLETE; it has been announced, or will be as soon as there is room to.
   int64_t start(const Request& request);
 
   // Whatever can go on without waiting has gone on; true where anything has.
@@ -45,6 +48,7 @@ class Group {
   Status status() const { return static_cast<Status>(failed_.load(std::memory_order_acquire)); }
   int64_t num_done() const { return num_done_.load(std::memory_order_acquire); }
   const std::vector<int>& ranks() const { return ranks_; }
+  World& world() { return world_; }
   const Notice& notice(int place, int64_t turn) const { return places_[place].notices[turn % NOTICES]; }
   std::recursive_mutex& lock() { return lock_; }
 
@@ -52,13 +56,15 @@ class Group {
   struct Task {
     Request request;
     std::vector<uint64_t> bounds, out_bounds;
+    std::vector<uint8_t*> direct;  // everybody's tensor, by place, where all are in shared memory
     uint64_t turn, first_piece, num_pieces, window;  // a piece is so many numbers of a range
-    bool announced = false, checked = false, is_direct = false, two_phases = false;
+    bool announced = false, checked = false, is_direct = false, two_phases = false, is_small = false, is_tiny = false;
     uint64_t laid_out = 0, combined = 0, taken = 0;
   };
 
   bool announce_all();
   bool announce(Task& task);
+  bool check_all();
   bool check(Task& task);
   bool lay_out(Task& task);
   bool take(Task& task);
@@ -70,8 +76,9 @@ class Group {
   void share_directly(Task& task);
   bool all_have(Counter Place::* counter, uint64_t least) const;
   void tell(Counter Place::* counter, uint64_t value);
+  void ring();
   uint8_t* buffer(int place, uint64_t piece) const;
-  uint8_t* direct_data(int place, const Task& task);
+  bool find_directly(Task& task);
 
   World& world_;
   GroupHeader* header_;
@@ -79,7 +86,8 @@ class Group {
   uint8_t* buffers_;
   std::vector<int> ranks_;
   int num_members_, own_ = 0;
-  uint64_t num_started_ = 0, num_announced_ = 0, num_pieces_ = 0, piece_bytes_;
+  uint64_t num_started_ = 0, num_announced_ = 0, num_checked_ = 0, num_pieces_ = 0, piece_bytes_;
+  bool has_told_ = false;
   std::atomic<int64_t> num_done_{0}, failed_{DONE};
   std::deque<Task> tasks_;
   std::recursive_mutex lock_;

@@ -40,14 +40,15 @@ CP_API int32_t cp_is_world(const void* memory, uint32_t num_ranks, const uint8_t
 }
 
 CP_API cp::World* cp_open_world(void* memory, int32_t rank, int32_t num_ranks, int32_t pid, const int32_t* pidfds,
-                                int32_t spins) {
-  auto* world = new cp::World(memory, rank, num_ranks, pidfds, spins);
+                                int32_t spins, int64_t slice_ns) {
+  auto* world = new cp::World(memory, rank, num_ranks, pidfds, spins, slice_ns);
   world->seat(rank).pid = pid;
   return world;
 }
 
 CP_API void cp_close_world(cp::World* world) { delete world; }
 CP_API int32_t cp_lost(cp::World* world) { return world->lost(); }
+CP_API int32_t cp_has_left(cp::World* world, int32_t rank) { return world->has_left(rank); }
 CP_API void cp_stop(cp::World* world, const char* reason, uint64_t num_bytes) { world->stop(reason, num_bytes); }
 
 // Who stopped, and why, into `reason`; -1 where nobody has.
@@ -71,7 +72,7 @@ CP_API int64_t cp_register_segment(cp::World* world, int32_t fd, uint64_t num_by
 }
 
 // The number of the newest segment that a rank shares for this, as soon as it does.
-CP_API int64_t cp_await_segment(cp::World* world, int32_t rank, uint64_t tag, int64_t slice_ns) {
+CP_API int64_t cp_await_segment(cp::World* world, int32_t rank, uint64_t tag) {
   int64_t found = cp::NOT_YET;
   cp::Seat& owner = world->seat(rank);
   auto look = [&] {
@@ -83,7 +84,7 @@ CP_API int64_t cp_await_segment(cp::World* world, int32_t rank, uint64_t tag, in
       }
     return false;
   };
-  cp::Status status = world->wait(look, {rank}, slice_ns);
+  cp::Status status = world->wait(look, {rank});
   return status == cp::DONE ? found : status;
 }
 
@@ -103,31 +104,31 @@ CP_API cp::Group* cp_open_group(cp::World* world, void* memory, const int32_t* r
 }
 
 // DONE when all members have joined.
-CP_API int64_t cp_await_members(cp::World* world, cp::Group* group, void* memory, int64_t slice_ns) {
+CP_API int64_t cp_await_members(cp::Group* group, void* memory) {
   auto* header = static_cast<cp::GroupHeader*>(memory);
-  return world->wait([&] { return header->num_joined.load() == header->num_members; }, group->ranks(), slice_ns);
+  return group->world().wait([&] { return header->num_joined.load() == header->num_members; }, group->ranks());
 }
 
 CP_API void cp_close_group(cp::Group* group) { delete group; }
 
-// The request is a pattern that serves again and again; only the places of its tensor change.
-CP_API int64_t cp_start(cp::Group* group, const cp::Request* request, uint8_t* data, int32_t segment, uint64_t offset) {
-  cp::Request own = *request;
-  own.data = data;
-  own.segment = segment;
-  own.offset = offset;
-  return group->start(own);
-}
+// The request is copied: it may serve again at once, with the tensor at another place.
+CP_API int64_t cp_start(const cp::Request* request) { return request->group->start(*request); }
 
-CP_API int64_t cp_wait(cp::World* world, cp::Group* group, int64_t turn, int64_t slice_ns) {
+CP_API int64_t cp_wait(cp::Group* group, int64_t turn) {
   if (!group->is_done(turn)) {
-    cp::Status status = world->wait([&] { return group->is_done(turn); }, group->ranks(), slice_ns);
+    cp::Status status = group->world().wait([&] { return group->is_done(turn); }, group->ranks());
     if (status != cp::DONE) return status;
   }
   return group->num_done() > turn ? cp::DONE : group->status();
 }
 
+// It is over, in whatever way, or so much time has passed.
+CP_API void cp_pause(cp::Group* group, int64_t turn, int64_t slice_ns) {
+  if (!group->is_done(turn)) group->world().wait([&] { return group->is_done(turn); }, group->ranks(), slice_ns);
+}
+
 CP_API int64_t cp_num_done(cp::Group* group) { return group->num_done(); }
+CP_API int64_t cp_status(cp::Group* group) { return group->status(); }  // DONE while nothing has gone wrong
 CP_API int32_t cp_advance(cp::World* world) { return world->advance(); }
 
 // What a member announced as its collective number `turn`, into `fingerprint` and `reading`; the reading's length.
@@ -138,8 +139,8 @@ CP_API int64_t cp_notice(cp::Group* group, int32_t place, int64_t turn, uint8_t*
   return notice.reading_bytes;
 }
 
-CP_API int64_t cp_send(cp::World* world, int32_t peer, const uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns) {
-  return cp::write_bytes(*world, peer, bytes, num_bytes, slice_ns);
+CP_API int64_t cp_send(cp::World* world, int32_t peer, const uint8_t* bytes, uint64_t num_bytes, int32_t listens) {
+  return cp::write_bytes(*world, peer, bytes, num_bytes, listens != 0);
 }
 
 CP_API int64_t cp_recv(cp::World* world, int32_t peer, uint8_t* bytes, uint64_t num_bytes, int64_t slice_ns) {

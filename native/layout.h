@@ -8,7 +8,7 @@
 
 namespace cp {
 
-constexpr uint32_t LAYOUT_VERSION = 1;
+constexpr uint32_t LAYOUT_VERSION = 3;
 constexpr uint64_t WORLD_MAGIC = 0x31444c524f575043;  // "CPWORLD1"
 constexpr uint64_t GROUP_MAGIC = 0x3150554f52475043;  // "CPGROUP1"
 
@@ -33,6 +33,7 @@ struct Segment {
 struct alignas(64) Seat {
   std::atomic<uint32_t> bell;
   std::atomic<uint32_t> asleep;
+  std::atomic<uint32_t> has_left;  // 1: it lives, but has closed its world
   int32_t pid;
   alignas(64) std::atomic<uint32_t> num_segments;
   Segment segments[MAX_SEGMENTS];

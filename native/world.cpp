@@ -27,14 +27,6 @@ int64_t now_ns() {
       .count();
 }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) {
   timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
@@ -42,8 +34,8 @@ void sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) 
 
 }  // namespace
 
-World::World(void* memory, int rank, int num_ranks, const int* pidfds, int spins)
-    : rank_(rank), num_ranks_(num_ranks), spins_(spins), pidfds_(pidfds, pidfds + num_ranks) {
+World::World(void* memory, int rank, int num_ranks, const int* pidfds, int spins, int64_t slice_ns)
+    : rank_(rank), num_ranks_(num_ranks), spins_(spins), slice_ns_(slice_ns), pidfds_(pidfds, pidfds + num_ranks) {
   auto* bytes = static_cast<uint8_t*>(memory);
   header_ = reinterpret_cast<WorldHeader*>(bytes);
   seats_ = reinterpret_cast<Seat*>(bytes + aligned(sizeof(WorldHeader)));
@@ -51,6 +43,8 @@ World::World(void* memory, int rank, int num_ranks, const int* pidfds, int spins
 }
 
 World::~World() {
+  seats_[rank_].has_left.store(1, std::memory_order_release);
+  ring_all();
   for (auto& [key, mapped] : segments_) munmap(mapped.first, mapped.second);
 }
 
@@ -99,12 +93,11 @@ Status World::trouble(const std::vector<int>& awaited) {
   if (header_->stop.load(std::memory_order_acquire) == 2) return STOPPED;
   std::vector<pollfd> polled;
   for (int rank : awaited) polled.push_back({pidfds_[rank], POLLIN, 0});  // poll passes over the own, which is -1
-  if (poll(polled.data(), polled.size(), 0) > 0) {
-    for (size_t i = 0; i < polled.size(); i++) {
-      if (polled[i].revents != 0) {
-        lost_ = awaited[i];
-        return header_->stop.load(std::memory_order_acquire) == 2 ? STOPPED : LOST;
-      }
+  poll(polled.data(), polled.size(), 0);
+  for (size_t i = 0; i < polled.size(); i++) {
+    if (polled[i].revents != 0 || has_left(awaited[i])) {
+      lost_ = awaited[i];
+      return header_->stop.load(std::memory_order_acquire) == 2 ? STOPPED : LOST;
     }
   }
   return DONE;
@@ -117,7 +110,7 @@ Status World::wait(const std::function<bool()>& is_done, const std::vector<int>&
     advance();
     if (is_done()) return DONE;
     if (turn < spins_) {
-      for (int i = 0; i < 8; i++) relax();
+      relax();
       continue;
     }
     if (turn < spins_ + YIELDS) {
@@ -125,7 +118,10 @@ Status World::wait(const std::function<bool()>& is_done, const std::vector<int>&
       continue;
     }
     Status status = trouble(awaited);
-    if (status != DONE) return is_done() ? DONE : status;
+    if (status != DONE) {
+      advance();  // what it did before it ended, or stopped, counts
+      return is_done() ? DONE : status;
+    }
     int64_t now = now_ns();
     if (end == 0) end = now + slice_ns;
     if (now >= end) return NOT_YET;
@@ -136,6 +132,11 @@ Status World::wait(const std::function<bool()>& is_done, const std::vector<int>&
     if (!moved && !is_done()) sleep_on(own.bell, heard, std::min(end - now, NAP_NS));
     own.asleep.fetch_sub(1);
   }
+}
+
+void World::add(Group* group) {
+  std::lock_guard<std::recursive_mutex> guard(lock_);  // another thread may be advancing the others
+  groups_.push_back(group);
 }
 
 void World::remove(Group* group) {

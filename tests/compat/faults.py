@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests.compat.groups import resources
+from tests.compat.groups import entries, resources
 
 
 def other_shape(rank, _):
@@ -72,6 +72,7 @@ def comes_and_goes(rank, size):
     """Return what the process has before and after many groups, with work of each kind in them."""
     store, found = dist.distributed_c10d._get_default_store(), []
     dist.destroy_process_group()
+    num_threads = entries("task")
     for _ in range(4):
         timeout = timedelta(seconds=20)
         dist.init_process_group("counterpoint", store=store, rank=rank, world_size=size, timeout=timeout)
@@ -84,7 +85,7 @@ def comes_and_goes(rank, size):
         received.wait()
         dist.all_reduce(torch.ones(3), async_op=True)
         dist.destroy_process_group()
-        found.append(resources())
+        found.append(resources(num_threads))
     return found
 
 

@@ -1,7 +1,8 @@
 """Run a scene, a function of rank and number of ranks, in real process groups of torch, and see what each rank got."""
 
-import gc
+import os
 import socket
+import time
 from contextlib import closing
 from datetime import timedelta
 from functools import cache, partial
@@ -15,6 +16,7 @@ from counterpoint.fabric.gloo import TCPStore
 from counterpoint.fabric.torch_group.group import create
 from tests.fabric.players import CONTEXT, heard, told
 
+SETTLED_S = 5.0
 OVER_GLOO = "over_gloo"  # ours, as it is where the ranks are not on one host
 
 
@@ -63,9 +65,19 @@ def told_of_torch(rank, *, num_ranks, scene):
         return f"{type(error).__name__}: {error}"
 
 
-def resources():
-    """Threads, open files and mappings of shared memory of this process; tensors may wait to be collected before."""
-    gc.collect()
-    threads, files = (len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd"))
+def resources(num_threads=0):
+    """Threads, open files and mappings of shared memory of this process, without a collection of garbage.
+
+    Args:
+        num_threads: more than these are given time to end: the kernel has a thread for a moment after it was joined.
+    """
+    end = time.monotonic() + SETTLED_S
+    while (threads := entries("task")) > num_threads > 0 and time.monotonic() < end:
+        os.sched_yield()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    return threads, files, maps.count("memfd:counterpoint")
+    return threads, entries("fd"), maps.count("memfd:counterpoint")
+
+
+def entries(folder):
+    """Return how many of something ``/proc`` shows for this process."""
+    return len(list(Path("/proc/self", folder).iterdir()))

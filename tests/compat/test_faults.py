@@ -2,7 +2,6 @@
 
 import pytest
 
-from counterpoint.fabric.shm.native import native
 from tests.compat import faults
 from tests.compat.groups import OVER_GLOO, on_ranks
 
@@ -47,11 +46,10 @@ def test_a_wait_with_a_deadline_ends_by_it():
     assert "waited 0.5 s for all_reduce sum of a tensor with rank 1: the deadline of 0.5 s has passed" in waiting
 
 
-def test_a_rank_that_ends_is_named_at_once():
-    waiting, ended = on_ranks(faults.gone, 2)
-    shares_memory = native().library is not None
-    expected = "rank 1 has ended; look at the output of rank 1" if shares_memory else "the connection was lost ("
-    assert f"all_reduce sum of a tensor with rank 1: {expected}" in waiting
+@BOTH
+def test_a_rank_that_ends_is_named_at_once(backend):
+    waiting, ended = on_ranks(faults.gone, 2, backend)
+    assert "all_reduce sum of a tensor with rank 1: rank 1 has ended; look at the output of rank 1" in waiting
     assert ended is None
 
 

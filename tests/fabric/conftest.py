@@ -1,7 +1,9 @@
+from functools import partial
+
 import pytest
 
 from counterpoint.fabric.shm.native import native
-from tests.fabric.players import on_gloo, on_local, on_shm
+from tests.fabric.players import on_gloo, on_hosts, on_local, on_shm
 
 SHARED = [
     pytest.mark.process,
@@ -11,15 +13,22 @@ PROCESSES = [
     pytest.param(on_gloo, id="gloo", marks=pytest.mark.process),
     pytest.param(on_shm, id="shm", marks=SHARED),
 ]
+HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=[*SHARED, pytest.mark.slow])
 
 
-@pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES])
+@pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES, HOSTS])
 def play(request):
     """Return ``play(scene, num_ranks)``: what each rank got, on this transport."""
     return request.param
 
 
-@pytest.fixture(params=PROCESSES)
+@pytest.fixture(params=[*PROCESSES, HOSTS])
 def processes(request):
     """Return ``processes(scene, num_ranks, deadline_s, present)`` on a transport between processes."""
+    return request.param
+
+
+@pytest.fixture(params=PROCESSES)
+def neighbours(request):
+    """Return ``neighbours(scene, num_ranks, deadline_s, present)``, as ``processes``, all of them on one host."""
     return request.param

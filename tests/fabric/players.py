@@ -35,7 +35,13 @@ def on_shm(scene, num_ranks, deadline_s=10.0, present=None):
     return on_processes("shm", scene, num_ranks, deadline_s, present)
 
 
-def on_processes(transport, scene, num_ranks, deadline_s, present):
+def on_hosts(hosts, scene, num_ranks, deadline_s=10.0, present=None):
+    """Play it in processes that meet as if they were on several hosts, one name for each rank; more ranks wrap."""
+    names = [f"h{hosts[rank % len(hosts)]}" for rank in range(num_ranks)]
+    return on_processes("auto", scene, num_ranks, deadline_s, present, names)
+
+
+def on_processes(transport, scene, num_ranks, deadline_s, present, hosts=None):
     """Play it in processes; None for a rank that ended without an answer, or was not present."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
@@ -43,8 +49,9 @@ def on_processes(transport, scene, num_ranks, deadline_s, present):
         for rank in range(num_ranks) if present is None else present:
             ours, theirs = CONTEXT.Pipe()
             listening = listener if rank == 0 else None
+            host = None if hosts is None else hosts[rank]
             player = CONTEXT.Process(
-                target=play, args=(theirs, scene, (rank, num_ranks, deadline_s, transport), listening, port)
+                target=play, args=(theirs, scene, (rank, num_ranks, deadline_s, transport, host), listening, port)
             )
             player.start()
             theirs.close()
@@ -66,11 +73,11 @@ def heard(player, pipe, deadline_s):
 def play(pipe, scene, who, listener, port):
     """Be one rank in a process of its own."""
     torch.set_num_threads(1)
-    rank, num_ranks, deadline_s, transport = who
+    rank, num_ranks, deadline_s, transport, host = who
     address = Address("127.0.0.1", port, None if listener is None else listener.detach())
 
     def entered(_):
-        fabric = connect(rank, num_ranks, address, job="test", deadline_s=deadline_s, transport=transport)
+        fabric = connect(rank, num_ranks, address, job="test", deadline_s=deadline_s, transport=transport, host=host)
         try:
             return scene(fabric)
         finally:

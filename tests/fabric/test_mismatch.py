@@ -1,6 +1,8 @@
 """Ranks that are about to do different things all get one error that names both, and nothing is added up."""
 
 import re
+import signal
+import time
 from functools import partial
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from counterpoint.errors import PeerError, ProgramError
 from counterpoint.fabric import LocalWorld
+from tests.fabric.players import on_local
 
 PAIR = (0, 1)
 SORTED = "a group is a sorted tuple of ranks below 2, rank 0 included"
@@ -18,8 +21,8 @@ def two(first, second):
     return {0: first, 1: second}
 
 
-def reduce(label="a", tensor=None):
-    return lambda fabric, own: fabric.all_reduce(label, own if tensor is None else tensor, PAIR)
+def reduce(label="a", tensor=None, verb="sum"):
+    return lambda fabric, own: fabric.all_reduce(label, own if tensor is None else tensor, PAIR, verb)
 
 
 def cast(root):
@@ -34,9 +37,25 @@ def join(bounds):
     return lambda fabric, own: fabric.all_gather("a", own, bounds, PAIR)
 
 
+def swap(counts):
+    return lambda fabric, own: fabric.all_to_all("a", own, counts, PAIR)[1]
+
+
+def both(first, second):
+    """One starts two and waits for the second."""
+
+    def act(fabric, own):
+        first(fabric, own)
+        return second(fabric, own)
+
+    return act
+
+
 CASES = {
     "kind": (0, two(reduce(), cast(0)), "all_reduce sum of a", "broadcast of a"),
     "reduction": (0, two(scatter([0, 2, 4]), join([0, 2, 4])), "reduce_scatter sum of a", "all_gather of a"),
+    "verb": (0, two(reduce(), reduce(verb="max")), "all_reduce sum of a", "all_reduce max of a"),
+    "one more": (0, two(both(reduce("a"), reduce("b")), reduce("b")), "sum of a, float32", "sum of b, float32"),
     "order": (0, two(reduce("a"), reduce("b")), "sum of a, float32", "sum of b, float32"),
     "shape": (0, two(reduce(), reduce(tensor=torch.ones(8))), "float32 (4,)", "float32 (8,)"),
     "reshaped": (0, two(reduce(), reduce(tensor=torch.ones(2, 2))), "float32 (4,)", "float32 (2, 2)"),
@@ -45,29 +64,70 @@ CASES = {
     "ranges": (0, two(scatter([0, 2, 4]), scatter([0, 1, 4])), "bounds (0, 2, 4)", "bounds (0, 1, 4)"),
     "later": (2, two(reduce(), reduce("b")), "sum of a, float32", "sum of b, float32"),
 }
+RARER = {
+    "mean": (0, two(reduce(), reduce(verb="mean")), "all_reduce sum of a", "all_reduce mean of a"),
+    "exchange": (0, two(swap([[2, 2], [2, 2]]), swap([[2, 2], [3, 1]])), "(2, 2, 2, 2)", "(2, 2, 3, 1)"),
+    "name": (0, two(reduce("grad of w1"), reduce("grad of w2")), "sum of grad of w1", "sum of grad of w2"),
+    "one less": (1, two(reduce("b"), both(reduce("a"), reduce("b"))), "sum of b, float32", "sum of a, float32"),
+}
 
 
 def differ(case, fabric):
     """Do something in common some times, then what this rank alone does."""
-    turn, actions, *_ = CASES[case]
+    turn, actions, *_ = (CASES | RARER)[case]
     for index in range(turn):
         fabric.all_reduce(f"common{index}", torch.ones(1), PAIR).wait()
-    own = torch.full((4,), float(fabric.rank))
+    own, began = torch.full((4,), float(fabric.rank)), time.monotonic()
     try:
         actions[fabric.rank](fabric, own).wait()
     except PeerError as error:
-        return str(error), own.tolist()
+        return str(error), own.tolist(), time.monotonic() - began
     return None
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_members_get_one_error_and_keep_their_tensors(play, case):
-    turn, _, mine, theirs = CASES[case]
-    (text, own), (other_text, other_own) = play(partial(differ, case), 2)
+    check_told(play, case)
+
+
+@pytest.mark.parametrize("case", RARER)
+def test_so_they_do_in_one_process_where_they_differ_in_less(case):
+    check_told(on_local, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RARER)
+def test_so_they_do_between_processes_where_they_differ_in_less(processes, case):
+    check_told(processes, case)
+
+
+def check_told(play, case):
+    """Both ranks know within two seconds what each of them does, and hold what they held."""
+    turn, _, mine, theirs = (CASES | RARER)[case]
+    (text, own, seconds), (other_text, other_own, other_seconds) = play(partial(differ, case), 2)
+    assert max(seconds, other_seconds) < 2
     assert (own, other_own) == ([0.0] * 4, [1.0] * 4)
     assert text == other_text
     assert text.startswith(f"ranks 0 and 1 disagree on collective {turn} of their group: rank 0 starts ")
     assert text.index(mine) < text.index("; rank 1 starts ") < text.rindex(theirs)
+
+
+def one_more(fabric):
+    """Rank 1 has left when rank 0 starts its second."""
+    fabric.all_reduce("a", torch.ones(1), PAIR).wait()
+    if fabric.rank == 1:
+        fabric.close()
+        return signal.sigtimedwait([signal.SIGUSR1], 1.0)
+    return fabric.all_reduce("b", torch.ones(1), PAIR).wait()
+
+
+def test_a_collective_for_which_a_member_has_left_ends_at_once(processes):
+    """In shared memory it lasted until the deadline, as long as the other process lived."""
+    began = time.monotonic()
+    text, _ = processes(one_more, 2, deadline_s=10.0)
+    assert re.match(r"PeerError: rank 0 waited 0\.\d s for all_reduce sum of b with rank 1: ", text)
+    assert "rank 1 has closed its fabric" in text or "the connection was lost" in text
+    assert time.monotonic() - began < 5
 
 
 def third(fabric):

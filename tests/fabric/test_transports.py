@@ -42,6 +42,33 @@ def test_two_hundred_messages_arrive_in_order(play):
     assert play(many_letters, 2)[1] == sum(7 * index * index for index in range(200))
 
 
+def cross(fabric):
+    """Both send more than lies between two ranks, and receive afterwards."""
+    other, own = 1 - fabric.rank, torch.full((1_000_000,), float(fabric.rank))
+    for index in range(3):
+        fabric.send(other, f"x{index}", [own])
+    return [fabric.recv(other, f"x{index}")[0].unique().tolist() for index in range(3)]
+
+
+def test_large_messages_pass_both_ways_at_once(play):
+    """In shared memory both ranks waited for room until the deadline."""
+    assert play(cross, 2) == [[[1.0]] * 3, [[0.0]] * 3]
+
+
+def round_about(fabric):
+    """All send in a circle of three, and receive afterwards what has come between two large messages."""
+    following, before = (fabric.rank + 1) % 3, (fabric.rank - 1) % 3
+    for index in range(40):
+        fabric.send(following, f"small{index}", [torch.tensor(index)])
+    fabric.send(following, "large", [torch.full((1_000_000,), fabric.rank)])
+    small = [fabric.recv_any([before])[2][0].item() for _ in range(40)]
+    return small == list(range(40)), fabric.recv(before, "large")[0].unique().item()
+
+
+def test_large_messages_pass_in_a_circle_at_once(play):
+    assert play(round_about, 3) == [(True, 2), (True, 0), (True, 1)]
+
+
 def serve(fabric):
     """Rank 0 answers whoever comes, then hears from one peer only while the other has written first."""
     if fabric.rank:
@@ -197,6 +224,40 @@ def verbs(fabric):
 def test_numbers_become_one_in_four_ways(play):
     expected = {"sum": (9.0, True, 9.0), "mean": (3.0, True, 3.0), "max": (6.0, True, 6.0), "min": (1.0, True, 1.0)}
     assert play(verbs, 3) == [expected] * 3
+
+
+def nans(fabric):
+    """One rank after the other has NaN in the first place."""
+    wrong = []
+    for place in TRIO:
+        for dtype in DTYPES[:4]:
+            for verb in ("sum", "mean", "max", "min"):
+                own = torch.full((3,), float(fabric.rank), dtype=dtype)
+                own[0] = math.nan if fabric.rank == place else 1.0
+                fabric.all_reduce("loss", own, TRIO, verb).wait()
+                wrong += [] if own.isnan().tolist() == [True, False, False] else [(place, dtype, verb)]
+    return wrong
+
+
+def test_nan_wins_on_whichever_rank_it_is(play):
+    """On gloo it lost where it was not on the first rank."""
+    assert play(nans, 3) == [[]] * 3
+
+
+def narrow(fabric):
+    """In steps of 16 bits, 2048 + 1 + 1 would stay 2048, and 3 times 40000 is no number."""
+    found = []
+    for ask in ("sum", "mean"):
+        own = torch.tensor([[2048.0, 1.0, 1.0][fabric.rank]] if ask == "sum" else [40000.0], dtype=torch.float16)
+        whole = own.repeat(3)
+        fabric.all_reduce("a", own, TRIO, ask).wait()
+        fabric.reduce_scatter("b", whole, [0, 1, 2, 3], TRIO, ask).wait()
+        found += [own.item(), whole[fabric.rank].item()]
+    return found
+
+
+def test_16_bit_numbers_are_added_up_in_32_bits_and_rounded_once(play):
+    assert play(narrow, 3) == [[2050.0, 2050.0, 40000.0, 40000.0]] * 3
 
 
 COUNTS = [[1, 2, 0], [0, 1, 3], [70000, 0, 1]]

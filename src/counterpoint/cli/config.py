@@ -67,6 +67,8 @@ class LaunchSection(Section):
     """On which cores each rank may compute."""
     deadline_s: float = Field(default=60.0, gt=0)
     """The longest that any rank waits for another."""
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    """What joins ranks in processes of their own: memory within a host and sockets between hosts, or one of them."""
 
 
 class OutputSection(Section):

@@ -21,6 +21,9 @@ def run(
     port: Annotated[int | None, typer.Option(help="Where the ranks meet; a free port when left out.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank; cores / ranks when left out.")] = None,
     bind: Annotated[Binding, typer.Option(help="On which cores each rank may compute.")] = DEFAULT_BINDING,
+    transport: Annotated[
+        str | None, typer.Option(help="What joins the ranks: auto, shm (memory), gloo (sockets).")
+    ] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
 ) -> None:
     """Start a script on several ranks, as torchrun would.
@@ -41,6 +44,7 @@ def run(
         threads_per_rank=threads,
         bind=bind,
         deadline_s=deadline,
+        transport=transport,
     )
     if result.exit_code != 0:
         typer.echo(result.report, err=True)

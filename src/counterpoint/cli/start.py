@@ -99,6 +99,7 @@ def start_ranks(order: Order, num_ranks: int) -> None:
                 threads_per_rank=launch.threads,
                 bind=launch.bind,
                 deadline_s=launch.deadline_s,
+                transport=launch.transport,
                 on_line=show,
             )
         finally:

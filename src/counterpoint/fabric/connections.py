@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -101,6 +101,19 @@ class Connections:
         self._meeting = None
 
 
+class StoreLostError(RuntimeError):
+    """The store is gone, with whoever kept it.
+
+    Args:
+        missing: the places of the keys that were not in it.
+        cause: what torch says.
+    """
+
+    def __init__(self, missing: Sequence[int], cause: str) -> None:
+        super().__init__(cause)
+        self.missing = missing
+
+
 def cut(connections: Sequence[Gloo]) -> None:
     """All pairs of these connections are closed.
 
@@ -114,17 +127,30 @@ def cut(connections: Sequence[Gloo]) -> None:
             continue  # it has expired, or was closed before
 
 
-def await_keys(store: PrefixStore, keys: Sequence[str], deadline_s: float) -> list[int]:
-    """Return the places of the keys that are not in the store when all are, time is up or the store is lost."""
+def await_keys(
+    store: PrefixStore, keys: Sequence[str], deadline_s: float, is_vain: Callable[[], bool] = lambda: False
+) -> list[int]:
+    """Return the places of the keys that are not in the store when all are, or time is up.
+
+    Args:
+        store: where they will be.
+        keys: to wait for.
+        deadline_s: the longest that this lasts.
+        is_vain: whether to wait no longer.
+
+    Raises:
+        StoreLostError: it is, which says little of those that are missing.
+    """
     end = time.monotonic() + deadline_s
     missing = list(range(len(keys)))
     pause_s = 0.0005
     while True:
-        try:  # not store.wait: it is deaf to signals, and writes to stderr when it expires
+        # not store.wait: it is deaf to signals, and writes to stderr when it expires
+        try:
             missing = [index for index in missing if not store.check([keys[index]])]
-        except RuntimeError:
-            return missing
-        if not missing or time.monotonic() > end:
+        except RuntimeError as error:
+            raise StoreLostError(missing, str(error)) from error
+        if not missing or time.monotonic() > end or is_vain():
             return missing
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, MAX_PAUSE_S)

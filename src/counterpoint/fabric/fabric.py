@@ -42,6 +42,11 @@ class Fabric(ABC):
     same order. Starting never waits for another member. A collective over one rank does nothing.
 
     After a ``PeerError`` the fabric may only be closed: what the ranks still hold in common is unknown.
+
+    Attributes:
+        rank: the own one.
+        num_ranks: how many there are.
+        deadline_s: the longest that any wait may last.
     """
 
     rank: int
@@ -51,6 +56,10 @@ class Fabric(ABC):
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor, its numbers unspecified, that collectives of this fabric need not copy if they can."""
         return torch.empty(num_elements, dtype=dtype)
+
+    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor as :meth:`empty` does; None where it would spare no copy, or memory is short."""
+        return None
 
     @property
     def hosts(self) -> Sequence[int]:

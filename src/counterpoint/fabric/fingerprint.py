@@ -23,6 +23,7 @@ class Operation:
     Attributes:
         kind: the collective, with how it reduces: ``all_reduce sum``.
         root: the rank whose value counts, -1 where all do.
+        channel: tells apart what one group does for different purposes, each in an order of its own.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Operation:
     shape: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
     root: int = -1
+    channel: str = ""
 
     @property
     def reduces(self) -> bool:

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
 )
 
 __all__ = [
+    "GLOO_TIMEOUT",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceOptions",
@@ -45,6 +46,9 @@ __all__ = [
 ]
 
 
+GLOO_TIMEOUT = timedelta(days=1)  # deadlines are ours: one of gloo's would run while nobody waits
+
+
 class GlooWork(Protocol):
     """A torch ``Work``: its waits and its errors are RuntimeErrors."""
 
@@ -53,6 +57,10 @@ class GlooWork(Protocol):
 
     def is_completed(self) -> bool:
         """Whether a collective has ended, well or not; always false for a message that nobody has waited for."""
+
+
+class GlooMessage(GlooWork, Protocol):
+    """A receive from whoever sends first."""
 
     def _source_rank(self) -> int: ...
 
@@ -78,7 +86,7 @@ class Gloo(Protocol):
     def recv(self, tensors: Sequence[Tensor], src_rank: int, tag: int, /) -> GlooWork:
         """Start to receive."""
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> GlooWork:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> GlooMessage:
         """Start to receive from whoever sends first."""
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions, /) -> GlooWork:

@@ -11,6 +11,10 @@ from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import ranks
 
+NAMING_S = 0.5  # so long a rank that has lost a connection waits for one that knows why
+ENDING_S = 0.3  # where all can tell: a process closes its connections a moment before it has ended
+LOOK_S = 0.02
+
 
 class JoinedFabric(Fabric, ABC):
     """One rank among processes.
@@ -26,6 +30,8 @@ class JoinedFabric(Fabric, ABC):
         self.num_ranks = num_ranks
         self.deadline_s = deadline_s
         self.failure: str | None = None
+        self.is_part = False  # of a fabric with several ways, on some of which ranks may know more
+        self.companions: tuple[JoinedFabric, ...] = ()  # other ways of this rank, which fail where this one does
 
     @abstractmethod
     def tell_others(self, reason: str) -> None:
@@ -55,7 +61,7 @@ class JoinedFabric(Fabric, ABC):
             raise self.fail(f"{story}: {self._cause(error, waited_s)}") from error
 
     def _cause(self, error: Exception, waited_s: float) -> str:
-        stopped = self.stopped()
+        stopped = self.stopped_anywhere()
         if stopped is not None:
             return f"stopped because of {stopped}"
         if isinstance(error, TimeoutError) or waited_s >= 0.99 * self.deadline_s:
@@ -63,7 +69,25 @@ class JoinedFabric(Fabric, ABC):
                 f"the deadline of {self.deadline_s:.1f} s has passed; every member must come within it: look at what "
                 "the others did instead, or raise the deadline where they are only slow"
             )
-        return self.cause_of(error)
+        end = time.monotonic() + (NAMING_S if self.is_part else ENDING_S)
+        while True:
+            ended = next(filter(None, (way.ended() for way in (self, *self.companions))), None)
+            if ended is not None:
+                return ended
+            stopped = self.stopped_anywhere()
+            if stopped is not None:
+                return f"stopped because of {stopped}"
+            if time.monotonic() >= end:
+                return self.cause_of(error)
+            time.sleep(LOOK_S)
+
+    def stopped_anywhere(self) -> str | None:
+        """Return what :meth:`stopped` says on this or another way of this rank."""
+        return next(filter(None, (way.stopped() for way in (self, *self.companions))), None)
+
+    def ended(self) -> str | None:
+        """Say which rank has ended, where this way can tell; None otherwise."""
+        return None
 
     @abstractmethod
     def stopped(self) -> str | None:
@@ -71,8 +95,10 @@ class JoinedFabric(Fabric, ABC):
 
     def fail(self, text: str) -> PeerError:
         """Return the error; the other ranks can read it."""
+        for way in (self, *self.companions):
+            way.failure = way.failure or text
+            way.tell_others(text)
         self.failure = text
-        self.tell_others(text)
         return PeerError(text)
 
     def others(self, group: Sequence[int]) -> list[int]:

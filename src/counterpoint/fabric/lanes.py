@@ -32,14 +32,13 @@ from counterpoint.fabric.frames import (
     padded,
     read_prefix,
 )  # fmt: skip
-from counterpoint.fabric.gloo import AllgatherOptions, Gloo, GlooWork
+from counterpoint.fabric.gloo import GLOO_TIMEOUT, AllgatherOptions, Gloo, GlooWork
+from counterpoint.fabric.wire import Launched
 
 ANNOUNCEMENT_BYTES = 512
 VALUE_BYTES = 128  # a value up to this long travels inside the announcement
 SLICE_S = 0.5  # so often a wait lets Python look at signals
-GLOO_TIMEOUT = timedelta(days=1)  # deadlines are ours: one of gloo's would run while nobody waits
 
-Launched = tuple[list[GlooWork], Callable[[], object] | None]  # what is under way, and what is to be done after it
 Launch = Callable[[Gloo], Launched]
 
 
@@ -81,6 +80,7 @@ class Lane:
         self._queue: deque[Start] = deque()
         self._open: set[Start] = set()
         self._turn = 0
+        self._error: Exception | None = None  # of the first that failed; its members may announce nothing after it
         self._lock = Lock()
 
     def start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Start:
@@ -109,13 +109,13 @@ class Lane:
     def finish(self, start: Start, deadline_s: float) -> None:
         """The collective is complete on this rank; a PeerError where the members disagree, otherwise as `wait_for`."""
         end = time.monotonic() + deadline_s
-        while not start.launched and start.error is None:
+        while not start.launched and self._error is None:
             with self._lock:  # where the deputy is just launching it, this waits until it has
                 oldest = self._queue[0] if self._queue else start
             wait_for(oldest.announcement, end - time.monotonic())
             self.advance()
-        if start.error is not None:
-            raise start.error
+        if not start.launched:
+            raise start.error or self._error or RuntimeError("the fabric has been closed")
         for work in start.works:
             wait_for(work, end - time.monotonic())
         if start.after is not None:
@@ -136,6 +136,7 @@ class Lane:
                 start.error = (
                     None  # its traceback leads back to the start, and would keep gloo's threads until collected
                 )
+            self._error = None
             self._queue.clear()
             self._open.clear()
             self._announcements = self._data = None
@@ -150,6 +151,7 @@ class Lane:
             start.launched = True
         except Exception as error:  # noqa: BLE001 - whoever waits for the collective raises it
             start.error = error
+            self._error = self._error or error
 
     def _compare(self, start: Start) -> None:
         """All members are about to do the same.

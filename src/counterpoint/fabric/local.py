@@ -13,14 +13,13 @@ from torch import Tensor
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.baton import Baton
+from counterpoint.fabric.encounter import Encounter, Part
 from counterpoint.fabric.fabric import Fabric, Finished, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
     check_peer,
-    disagreement,
     dtype_name,
-    fingerprint,
     of_exchange,
     of_ranges,
     of_tensor,
@@ -30,97 +29,7 @@ from counterpoint.fabric.fingerprint import (
 from counterpoint.fabric.frames import described
 
 T = TypeVar("T")
-Part = Tensor | tuple[Tensor, Tensor] | bytes | None
 NOTHING: Final = Finished()
-
-
-class Encounter:
-    """One collective of one group, from its first member's arrival to its last's.
-
-    Args:
-        group: who is expected.
-        turn: the collectives that the group has started before.
-    """
-
-    def __init__(self, group: Group, turn: int) -> None:
-        self.group = group
-        self.turn = turn
-        self.parts: dict[int, Part] = {}
-        self.error: str | None = None
-        self.over = False
-        self._seen: dict[int, tuple[bytes, str]] = {}
-
-    def arrive(self, rank: int, operation: Operation, part: Part) -> None:
-        """The member's part is in; with the last one, all parts have become what the operation makes of them."""
-        self._seen[rank] = (fingerprint(operation), str(operation))
-        self.parts[rank] = part
-        if self.error is None:
-            self.error = disagreement(self._seen, self.turn)
-        if self.error is None and self.complete:
-            carry_out(operation, {member: self.parts[member] for member in self.group})
-        self.over = self.complete or self.error is not None
-
-    @property
-    def complete(self) -> bool:
-        """All members have arrived."""
-        return len(self.parts) == len(self.group)
-
-    @property
-    def missing(self) -> list[int]:
-        """Members that have not arrived."""
-        return [member for member in self.group if member not in self.parts]
-
-
-@torch.no_grad()
-def carry_out(operation: Operation, parts: dict[int, Part]) -> None:
-    """Every part is what the operation makes of all of them; sums are added in the order of the group."""
-    what, _, verb = operation.kind.partition(" ")
-    if what == "all_to_all":
-        exchange(operation, parts)
-        return
-    tensors = {rank: part.detach() for rank, part in parts.items() if isinstance(part, Tensor)}
-    owners = list(zip(tensors, operation.bounds, operation.bounds[1:], strict=False))
-    if what == "all_reduce":
-        total = reduce_in_order(list(tensors.values()), verb)
-        for tensor in tensors.values():
-            tensor.copy_(total)
-    elif what == "reduce_scatter":
-        for rank, start, end in owners:
-            tensors[rank][start:end] = reduce_in_order([tensor[start:end] for tensor in tensors.values()], verb)
-    else:  # a barrier has no tensors, and values are taken from the encounter
-        spread(operation, tensors, owners)
-
-
-def spread(operation: Operation, tensors: dict[int, Tensor], owners: Sequence[tuple[int, int, int]]) -> None:
-    """Every tensor is the root's, or every range that of its owner."""
-    if operation.kind == "broadcast":
-        for rank in tensors.keys() - {operation.root}:
-            tensors[rank].copy_(tensors[operation.root])
-    for rank, start, end in owners:
-        for other in tensors.keys() - {rank}:
-            tensors[other][start:end] = tensors[rank][start:end]
-
-
-def exchange(operation: Operation, parts: dict[int, Part]) -> None:
-    """Every member's second tensor is what the others' first ones have for it."""
-    count = len(parts)
-    pairs = [part for part in parts.values() if isinstance(part, tuple)]
-    counts = [operation.bounds[at * count : (at + 1) * count] for at in range(count)]
-    sent = [torch.split(whole, list(row)) for (whole, _), row in zip(pairs, counts, strict=True)]
-    for place, (_, received) in enumerate(pairs):
-        torch.cat([pieces[place] for pieces in sent], out=received)
-
-
-def reduce_in_order(tensors: Sequence[Tensor], verb: str) -> Tensor:
-    """Return ``((t0 + t1) + t2) + …`` in new memory, or their mean, or the largest or smallest."""
-    combine = {"max": torch.maximum, "min": torch.minimum}.get(verb, torch.add)
-    is_narrow = verb == "mean" and tensors[0].dtype in {torch.bfloat16, torch.float16}  # rounded once, at the end
-    total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])
-    for tensor in tensors[2:]:
-        combine(total, tensor, out=total)
-    if verb == "mean":
-        total *= 1 / len(tensors)
-    return total.to(tensors[0].dtype)
 
 
 class Square:
@@ -130,6 +39,7 @@ class Square:
         self.letters: defaultdict[tuple[int, int], deque[tuple[str, tuple[Tensor, ...]]]] = defaultdict(deque)
         self.encounters: dict[tuple[Group, int], Encounter] = {}
         self.turns: defaultdict[tuple[int, Group], int] = defaultdict(int)
+        self.errors: dict[Group, str] = {}
 
     def meet(self, rank: int, operation: Operation, part: Part) -> Encounter:
         """Return the encounter of the operation's group whose turn it is for this rank, which has now arrived."""
@@ -138,6 +48,8 @@ class Square:
         self.turns[rank, group] += 1
         encounter = self.encounters.setdefault((group, turn), Encounter(group, turn))
         encounter.arrive(rank, operation, part)
+        if encounter.error is not None:
+            self.errors.setdefault(group, encounter.error)
         if encounter.complete:
             del self.encounters[group, turn]
         return encounter
@@ -147,6 +59,7 @@ class Square:
         self.letters.clear()
         self.encounters.clear()
         self.turns.clear()
+        self.errors.clear()
 
 
 class LocalWork(Work):
@@ -161,9 +74,7 @@ class LocalWork(Work):
         """Let the other ranks run until the last member has arrived."""
         encounter = self._encounter
         what = f"{self._operation.kind} of {self._operation.label} among {ranks(encounter.group)}"
-        self._fabric.wait_until(lambda: encounter.over, lambda: f"{what} with {ranks(encounter.missing)}")
-        if encounter.error is not None:
-            raise PeerError(encounter.error)
+        self._fabric.await_encounter(encounter, lambda: f"{what} with {ranks(encounter.missing)}")
 
 
 class LocalFabric(Fabric):
@@ -183,6 +94,17 @@ class LocalFabric(Fabric):
         """It is over; until then, the other ranks have run."""
         if self._baton is not None:
             self._baton.wait(self.rank, over, what)
+
+    def await_encounter(self, encounter: Encounter, what: Callable[[], str]) -> None:
+        """It is over, and nothing has gone wrong in its group; members that disagreed before may never arrive.
+
+        Raises:
+            PeerError: the members disagree, or have before.
+        """
+        group, errors = encounter.group, self._square.errors
+        self.wait_until(lambda: encounter.over or group in errors, what)
+        if encounter.error is not None or not encounter.over:
+            raise PeerError(encounter.error or errors[group])
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Put copies of the tensors into the peer's box."""

@@ -6,14 +6,14 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event, Thread
 
 import torch
 from torch import Tensor
 
-from counterpoint.errors import PeerError
-from counterpoint.fabric.fingerprint import message_fingerprint
-from counterpoint.fabric.frames import Frame, Kind, Stamp, decode, encode, read_prefix
-from counterpoint.fabric.gloo import Gloo, GlooWork
+from counterpoint.fabric.frames import Frame, decode, encode, read_prefix
+from counterpoint.fabric.gloo import GLOO_TIMEOUT, Gloo, GlooWork
+from counterpoint.fabric.stamps import Stamps
 
 FIRST, REST = 1, 2  # gloo's tags for the two pieces
 FIRST_BYTES = 1024
@@ -34,6 +34,38 @@ class Flight:
         return sum(map(len, self.pieces))
 
 
+class Catch:
+    """A receive from whoever sends first, held by a thread: gloo can neither be asked whether one is over nor end it.
+
+    Args:
+        gloo: the connection; no other receive of first pieces may be started on it until this one is over.
+    """
+
+    def __init__(self, gloo: Gloo) -> None:
+        self._first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        self._work = gloo.recv_anysource([self._first], FIRST)
+        self._error: RuntimeError | None = None
+        self._over = Event()
+        Thread(target=self._hold, name="catch", daemon=True).start()
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether it is over, or has come to be within so long."""
+        return self._over.wait(seconds)
+
+    def taken(self) -> tuple[int, Tensor]:
+        """Return the sender and the first piece, once it is over; a RuntimeError where the connection has ended."""
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        return self._work._source_rank(), self._first  # noqa: SLF001 - its public twin is deprecated
+
+    def _hold(self) -> None:
+        try:
+            self._work.wait(GLOO_TIMEOUT)
+        except RuntimeError as error:
+            self._error = error
+        self._over.set()
+
+
 class Mail:
     """The messages of one rank.
 
@@ -41,21 +73,15 @@ class Mail:
     """
 
     def __init__(self, rank: int, job: int, generation: int, gloo: Gloo) -> None:
-        self._rank = rank
-        self._job = job
-        self._generation = generation
+        self._stamps = Stamps(rank, job, generation)
         self._gloo = gloo
-        self._num_sent: defaultdict[int, int] = defaultdict(int)
-        self._num_received: defaultdict[int, int] = defaultdict(int)
         self._flying: defaultdict[int, deque[Flight]] = defaultdict(deque)
         self._kept: defaultdict[int, deque[Frame]] = defaultdict(deque)
+        self._catch: Catch | None = None
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor], deadline_s: float) -> None:
         """A copy of the tensors is under way; where very much is already, the oldest has arrived first."""
-        print_ = message_fingerprint(label, tensors)
-        stamp = Stamp(Kind.MESSAGE, self._job, self._generation, self._rank, self._num_sent[peer], print_)
-        frame = encode(stamp, label, tensors)
-        self._num_sent[peer] += 1
+        frame = encode(self._stamps.following(peer, label, tensors), label, tensors)
         self._make_room(peer, len(frame), deadline_s)
         if len(frame) <= FIRST_BYTES:
             first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
@@ -68,6 +94,8 @@ class Mail:
 
     def recv(self, peer: int, deadline_s: float) -> Frame:
         """Return the peer's next message; a PeerError where it is damaged, of another job, or one before it is lost."""
+        while self._catch is not None and not self._kept[peer]:
+            self._keep_caught(deadline_s)
         if self._kept[peer]:
             return self._kept[peer].popleft()
         first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
@@ -77,14 +105,38 @@ class Mail:
     def recv_any(self, peers: Sequence[int], deadline_s: float) -> tuple[int, Frame]:
         """Return one of the peers and its next message, as :meth:`recv`; messages of others are kept for later."""
         while True:
-            for peer in peers:
-                if self._kept[peer]:
-                    return peer, self._kept[peer].popleft()
+            found = self._kept_of(peers)
+            if found is not None:
+                return found
+            if self._catch is not None:
+                self._keep_caught(deadline_s)
+                continue
             first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
             work = self._gloo.recv_anysource([first], FIRST)
             work.wait(timedelta(seconds=deadline_s))
             sender = work._source_rank()  # noqa: SLF001 - its public twin is deprecated
             self._kept[sender].append(self._complete(sender, first, deadline_s))
+
+    def recv_soon(self, peers: Sequence[int], seconds: float, deadline_s: float) -> tuple[int, Frame] | None:
+        """Return one of the peers and its next message, as :meth:`recv`; None where none has begun within so long."""
+        found = self._kept_of(peers)
+        if found is not None:
+            return found
+        self._catch = self._catch or Catch(self._gloo)
+        if self._catch.is_over(seconds):
+            self._keep_caught(deadline_s)
+        return self._kept_of(peers)
+
+    def _kept_of(self, peers: Sequence[int]) -> tuple[int, Frame] | None:
+        return next(((peer, self._kept[peer].popleft()) for peer in peers if self._kept[peer]), None)
+
+    def _keep_caught(self, deadline_s: float) -> None:
+        """The message that a thread waits for is kept; a TimeoutError where it does not come."""
+        if self._catch is None or not self._catch.is_over(deadline_s):
+            raise TimeoutError
+        sender, first = self._catch.taken()
+        self._catch = None
+        self._kept[sender].append(self._complete(sender, first, deadline_s))
 
     def flush(self, deadline_s: float) -> None:
         """All that was sent has left this rank."""
@@ -94,8 +146,8 @@ class Mail:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is under way."""
-        return not any(self._flying.values())
+        """Nothing is under way, and no thread waits for anything."""
+        return self._catch is None and not any(self._flying.values())
 
     def _make_room(self, peer: int, num_bytes: int, deadline_s: float) -> None:
         flights = self._flying[peer]
@@ -123,15 +175,5 @@ class Mail:
             whole[:FIRST_BYTES] = first
             self._gloo.recv([whole[FIRST_BYTES:]], peer, REST).wait(timedelta(seconds=deadline_s))
         frame = decode(whole)
-        expected = Stamp(
-            Kind.MESSAGE, self._job, self._generation, peer, self._num_received[peer],
-            message_fingerprint(frame.label, frame.tensors),
-        )  # fmt: skip
-        if frame.stamp != expected:
-            raise PeerError(
-                f"rank {self._rank} received {frame.stamp} for {frame.label} where {expected} should "
-                "have come from rank "
-                f"{peer}; messages come complete and in order, from ranks of one job: look for ranks of an earlier run"
-            )
-        self._num_received[peer] += 1
+        self._stamps.verify(peer, frame)
         return frame

@@ -9,26 +9,30 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch.distributed import DistError
 
 from counterpoint.errors import LaunchError, PeerError
-from counterpoint.fabric.connections import Meeting, await_keys
+from counterpoint.fabric.connections import Meeting, StoreLostError, await_keys
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import digest, ranks
 from counterpoint.fabric.gloo import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from counterpoint.fabric.hosts.transport import HostsFabric
 from counterpoint.fabric.shm.memory import Site
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
 from counterpoint.fabric.torch_gloo import TorchFabric
+
+NUM_TRIES = 3  # of torch's store, each as long as it is given
+PAUSE_S = 0.02  # between two looks whether somebody listens
 
 Transport: TypeAlias = Literal["auto", "shm", "gloo"]
 
@@ -59,6 +63,7 @@ def connect(  # noqa: PLR0913 - what a rank is told
     generation: int = 0,
     deadline_s: float = 30.0,
     transport: Transport = "auto",
+    host: str | None = None,
 ) -> Fabric:
     """Return this rank's fabric: all ranks have arrived and run the same versions; otherwise a PeerError names who.
 
@@ -69,7 +74,10 @@ def connect(  # noqa: PLR0913 - what a rank is told
         job: tells jobs apart that meet at one address.
         generation: tells apart the ranks of one job before and after a restart.
         deadline_s: the longest that any wait may last.
-        transport: ``shm`` for shared memory, ``gloo`` for sockets; ``auto`` takes shared memory where all ranks can.
+        transport: ``shm`` for shared memory, ``gloo`` for sockets; ``auto`` takes shared memory among the ranks of each
+            host that can, and sockets between hosts.
+        host: ranks of equal names share memory; found out where it is left out. Another name keeps ranks of one host
+            apart, as if they were on two.
 
     Raises:
         LaunchError: shared memory was asked for, and some rank has none or is on another host.
@@ -77,12 +85,14 @@ def connect(  # noqa: PLR0913 - what a rank is told
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
     store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
-    site = Site(store, rank, num_ranks, deadline_s)
+    site, place = Site(store, rank, num_ranks, tuple(range(num_ranks)), deadline_s), f"{address.host}:{address.port}"
     number = int.from_bytes(digest(job)[:8], "little")
-    if shares_memory(announce(site, f"{address.host}:{address.port}"), transport):
-        return ShmFabric(site, number, generation)
-    device = ProcessGroupGloo.create_device(hostname=interface_towards(address))
-    return TorchFabric(rank, num_ranks, deadline_s, Meeting(store, device, number, generation))
+    with meeting_at(place, rank, address.kept_by):
+        places = announce(site, place, host or host_key())
+        return joined(
+            site, places, transport, number, generation,
+            lambda: ProcessGroupGloo.create_device(hostname=interface_towards(address)),
+        )  # fmt: skip
 
 
 def join(store: Store, rank: int, num_ranks: int, *, deadline_s: float = 30.0, transport: Transport = "auto") -> Fabric:
@@ -102,13 +112,73 @@ def join(store: Store, rank: int, num_ranks: int, *, deadline_s: float = 30.0, t
     """
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
-    time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
-    site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, deadline_s)
-    number = int.from_bytes(digest("torch")[:8], "little")
-    if shares_memory(announce(site, "the store of their process group"), transport):
-        return ShmFabric(site, number, time_of_coming)
-    device = ProcessGroupGloo.create_default_device()
-    return TorchFabric(rank, num_ranks, deadline_s, Meeting(site.store, device, number, time_of_coming))
+    place, number = "the store of their process group", int.from_bytes(digest("torch")[:8], "little")
+    with meeting_at(place, rank, "whoever made it"):
+        time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
+        everybody = tuple(range(num_ranks))
+        site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, everybody, deadline_s)
+        places = announce(site, place, host_key())
+        return joined(site, places, transport, number, time_of_coming, ProcessGroupGloo.create_default_device)
+
+
+@contextmanager
+def meeting_at(place: str, rank: int, keeper: str) -> Iterator[None]:
+    """A store that goes away while ranks meet there is a PeerError that says who kept it.
+
+    Raises:
+        PeerError: it has gone away.
+    """
+    try:
+        yield
+    except (DistError, StoreLostError) as error:
+        raise PeerError(
+            f"rank {rank} lost {place} while the ranks were meeting there; {keeper} keeps it and has ended: look at "
+            "its output"
+        ) from error
+
+
+def joined(
+    site: Site,
+    places: Sequence[tuple[str, str]],
+    transport: Transport,
+    job: int,
+    generation: int,
+    device: Callable[[], ProcessGroupGloo.Device],
+) -> Fabric:
+    """Return the fabric that fits where the ranks are.
+
+    Args:
+        site: who this rank is.
+        places: each rank's host, and why it cannot share memory; empty where it can.
+        transport: what was asked for.
+        job: its number.
+        generation: of its ranks.
+        device: makes what gloo listens on.
+
+    Raises:
+        LaunchError: shared memory was asked for, and cannot be had.
+    """
+    rank, num_ranks = site.rank, site.num_ranks
+    if shares_memory(places, transport):
+        return ShmFabric(site, job, generation)
+    far = TorchFabric(rank, num_ranks, site.deadline_s, Meeting(site.store, device(), job, generation))
+    hosts = host_numbers(places)
+    if transport == "gloo" or len(set(hosts)) == num_ranks:
+        return far
+    here = tuple(other for other in range(num_ranks) if hosts[other] == hosts[rank])
+    near = ShmFabric(replace(site, here=here), job, generation) if len(here) > 1 else None
+    return HostsFabric(near, far, hosts)
+
+
+def host_numbers(places: Sequence[tuple[str, str]]) -> list[int]:
+    """Return the first rank of each rank's host; a rank that cannot share memory counts as a host of its own.
+
+    Example:
+        >>> host_numbers([("a", ""), ("b", ""), ("a", ""), ("a", "no native part")])
+        [0, 1, 0, 3]
+    """
+    able = [host if not why else None for host, why in places]
+    return [rank if host is None else able.index(host) for rank, host in enumerate(able)]
 
 
 def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
@@ -120,13 +190,35 @@ def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
             address.host, address.port, None, True, timeout, wait_for_workers=False, master_listen_fd=listen_fd
         )
     try:
-        return TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
-    except DistError as error:
+        await_listener(address, deadline_s)
+        store = TCPStore(address.host, address.port, None, False, timeout / NUM_TRIES, wait_for_workers=False)
+        store.set_timeout(timeout)
+        return store
+    except (DistError, OSError) as error:
         raise PeerError(
             f"rank {rank} found nobody at {address.host}:{address.port} within {deadline_s} s; "
             f"{address.kept_by} keeps the "
             "meeting place there: look at why it has not started, or give the address where it is"
         ) from error
+
+
+def await_listener(address: Address, deadline_s: float) -> None:
+    """Somebody listens there; torch's store would look for up to three times its timeout.
+
+    Raises:
+        OSError: nobody has come to within the deadline.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        left = end - time.monotonic()
+        try:
+            socket.create_connection((address.host, address.port), timeout=max(left, PAUSE_S)).close()
+        except OSError:
+            if left <= 0:
+                raise
+            time.sleep(PAUSE_S)
+        else:
+            return
 
 
 def listening(address: Address) -> int:
@@ -151,6 +243,18 @@ def interface_towards(address: Address) -> str:
     with closing(socket.socket(family, kind)) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def asked_for(name: str | None) -> Transport:
+    """Return the transport of this name; ``auto`` where none was asked for.
+
+    Raises:
+        LaunchError: there is none of this name.
+    """
+    found = next((each for each in get_args(Transport) if each == (name or "auto")), None)
+    if found is None:
+        raise LaunchError(f"there is no transport {name!r}; give one of {', '.join(get_args(Transport))}")
+    return cast("Transport", found)
 
 
 def shares_memory(places: Sequence[tuple[str, str]], transport: Transport) -> bool:
@@ -185,12 +289,13 @@ def host_key() -> str:
     return f"{kernel} {socket.gethostname()} {Path(container).readlink() if container.exists() else ''} {os.getuid()}"
 
 
-def announce(site: Site, place: str) -> list[tuple[str, str]]:
+def announce(site: Site, place: str, host: str) -> list[tuple[str, str]]:
     """Return each rank's host, and why it cannot share memory: all are here, and run the same versions.
 
     Args:
         site: who this rank is, and whom it meets.
         place: where, for errors.
+        host: this rank's; ranks of one host could share memory.
 
     Raises:
         PeerError: some are not, when the deadline passes; this rank was here before; or the ranks run other versions.
@@ -202,14 +307,19 @@ def announce(site: Site, place: str) -> list[tuple[str, str]]:
             "this job a name of its "
             "own, or raise its generation after a restart"
         )
-    told = {"facts": {"ranks": num_ranks, **versions()}, "place": [host_key(), native().reason]}
+    told = {"facts": {"ranks": num_ranks, **versions()}, "place": [host, native().reason], "pid": os.getpid()}
     store.set(f"here/{rank}", json.dumps(told))
     began = time.monotonic()
-    missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], site.deadline_s)
+    lost = ""
+    try:
+        missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], site.deadline_s)
+    except StoreLostError as error:
+        missing = list(error.missing)
+        lost = ", and at why whoever kept the meeting place, rank 0 or a launcher, has ended"
     if missing:
         raise PeerError(
             f"rank {rank} waited {time.monotonic() - began:.1f} s at {place} for {ranks(missing)} "
-            f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start"
+            f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start{lost}"
         )
     heard = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
     facts = [each["facts"] for each in heard]

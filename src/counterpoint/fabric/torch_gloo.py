@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.connections import Connections, Meeting
 from counterpoint.fabric.deputy import Deputy
+from counterpoint.fabric.encounter import reduce_in_order
 from counterpoint.fabric.fabric import Finished, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
@@ -25,14 +24,14 @@ from counterpoint.fabric.fingerprint import (
     of_tensor,
     unexpected,
 )  # fmt: skip
-from counterpoint.fabric.gloo import AllreduceOptions, AllToAllOptions, BroadcastOptions, Gloo, GlooWork, ReduceOp
+from counterpoint.fabric.gloo import Gloo
 from counterpoint.fabric.joined import JoinedFabric
-from counterpoint.fabric.lanes import GLOO_TIMEOUT, Lane, Launch, Launched, Member, Start
-from counterpoint.fabric.local import reduce_in_order
+from counterpoint.fabric.lanes import Lane, Launch, Member, Start
 from counterpoint.fabric.mail import Mail
+from counterpoint.fabric.processes import Processes, has_ended, neighbours, processes_of
+from counterpoint.fabric.wire import Launched, add_up, raw, spread, swap
 
 NOTHING: Final = Finished()
-REDUCE_OPS: Final = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 class TorchFabric(JoinedFabric):
@@ -50,7 +49,10 @@ class TorchFabric(JoinedFabric):
         self._connections: Connections | None = None
         self._mail: Mail | None = None
         self._deputy: Deputy | None = None
+        self._processes = Processes([])
+        self.followers: list[Callable[[], bool]] = []  # what else its deputy does; each says whether something is left
         if meeting is not None:
+            self._processes = processes_of(meeting.store, neighbours(meeting.store, rank, num_ranks), rank, num_ranks)
             self._connections = Connections(rank, meeting, deadline_s)
             everybody = tuple(range(num_ranks))
             with self.waiting("the first connection", everybody):
@@ -81,26 +83,19 @@ class TorchFabric(JoinedFabric):
             sender, frame = self._living_mail().recv_any(peers, self.deadline_s)
         return sender, frame.label, frame.tensors
 
+    def recv_soon(self, peers: Sequence[int], seconds: float) -> tuple[int, str, tuple[Tensor, ...]] | None:
+        """Return what :meth:`recv_any` does, or None where no frame has begun to come within so long."""
+        with self.waiting("any message", peers):
+            found = self._living_mail().recv_soon(peers, seconds, self.deadline_s)
+        return None if found is None else (found[0], found[1].label, found[1].tensors)
+
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start gloo's own all-reduce; its order of addition is fixed, but depends on the number of ranks."""
 
         def launch(gloo: Gloo) -> Launched:
-            target = tensor.detach()
-            whole = target.contiguous()
-            options = AllreduceOptions()
-            options.timeout = GLOO_TIMEOUT
-            options.reduceOp = REDUCE_OPS[verb]  # type: ignore[assignment]  # torch's types know only its class
-            works = [gloo.allreduce([whole], options)] if whole.numel() else []
+            return add_up(gloo, tensor.detach(), verb, len(group))
 
-            def finish() -> None:
-                if verb == "mean":
-                    whole.mul_(1 / len(group))
-                if whole is not target:
-                    target.copy_(whole)
-
-            return works, finish
-
-        return self._start(of_tensor(f"all_reduce {verb}", label, tensor, group), launch)
+        return self.start(of_tensor(f"all_reduce {verb}", label, tensor, group), launch)
 
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
@@ -113,15 +108,11 @@ class TorchFabric(JoinedFabric):
             own = whole.detach()[bounds[index] : bounds[index + 1]]
             parts = own.new_empty((len(group), len(own)))
             sizes = [(end - start) * whole.element_size() for start, end in pairwise(bounds)]
-            options = AllToAllOptions()
-            options.timeout = GLOO_TIMEOUT
-            work = gloo.alltoall_base(
-                raw(parts), raw(whole), [sizes[index]] * len(group), sizes, options
-            )  # sums are added here, in the order of the group: the same bits as on the local transport
-
+            work = swap(gloo, raw(parts), raw(whole), [sizes[index]] * len(group), sizes)
+            # sums are added here, in the order of the group: the same bits as on the local transport
             return [work], lambda: own.copy_(reduce_in_order(list(parts), verb))
 
-        return self._start(operation, launch)
+        return self.start(operation, launch)
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
@@ -135,12 +126,10 @@ class TorchFabric(JoinedFabric):
         received = whole.new_empty(sum(theirs))
 
         def launch(gloo: Gloo) -> Launched:
-            options = AllToAllOptions()
-            options.timeout = GLOO_TIMEOUT
             incoming, outgoing = [count * size for count in theirs], [count * size for count in counts[place]]
-            return [gloo.alltoall_base(raw(received), raw(whole), incoming, outgoing, options)], None
+            return [swap(gloo, raw(received), raw(whole), incoming, outgoing)], None
 
-        return received, self._start(operation, launch)
+        return received, self.start(operation, launch)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
         """Start one broadcast per range, into its place."""
@@ -150,7 +139,7 @@ class TorchFabric(JoinedFabric):
             ranges = [(index, whole[start:end]) for index, (start, end) in enumerate(pairwise(bounds))]
             return [spread(gloo, raw(part), index) for index, part in ranges if len(part)], None
 
-        return self._start(operation, launch)
+        return self.start(operation, launch)
 
     def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
         """Start gloo's own broadcast."""
@@ -161,19 +150,19 @@ class TorchFabric(JoinedFabric):
             works = [spread(gloo, raw(whole), group.index(root))] if whole.numel() else []
             return works, None if whole is target else lambda: target.copy_(whole)
 
-        return self._start(of_tensor("broadcast", label, tensor, group, root=root), launch)
+        return self.start(of_tensor("broadcast", label, tensor, group, root=root), launch)
 
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
         """Exchange JSON inside the announcements, or by a second exchange where it is long."""
         written = json.dumps(value).encode()
-        work = self._start(Operation("gather_values", label, group), None, written)
+        work = self.start(Operation("gather_values", label, group), None, written)
         work.wait()
         values = work.start.values if isinstance(work, TorchWork) else [written]
         return [json.loads(text) for text in values]
 
     def meet(self, label: str, group: Group) -> Work:
         """Start to exchange announcements, and nothing else."""
-        return self._start(Operation("barrier", label, group), None)
+        return self.start(Operation("barrier", label, group), None)
 
     def form(self, groups: Sequence[Group]) -> None:
         """Open the connections of the groups that this rank is in, in sorted order."""
@@ -199,7 +188,8 @@ class TorchFabric(JoinedFabric):
                 with self.waiting("the arrival of what was sent", self.others(range(self.num_ranks))):
                     mail.flush(self.deadline_s)
         finally:
-            if self.failure is not None or not all(lane.is_quiet for lane in self._lanes.values()):
+            is_quiet = all(lane.is_quiet for lane in self._lanes.values()) and (mail is None or mail.is_quiet)
+            if self.failure is not None or not is_quiet:
                 connections.cut()
             self.failure = self.failure or "the fabric has been closed"
             if self._deputy is not None:
@@ -208,6 +198,7 @@ class TorchFabric(JoinedFabric):
                 lane.close()
             self._lanes.clear()
             connections.close()
+            self._processes.close()
             self._connections = self._mail = self._meeting = None
 
     def finish(self, start: Start, lane: Lane) -> None:
@@ -216,17 +207,34 @@ class TorchFabric(JoinedFabric):
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             lane.finish(start, self.deadline_s)
 
-    def _start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Work:
-        check_group(operation, self.rank, self.num_ranks)
+    def start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Work:
+        """Announce a collective; when all members have announced the same, ``launch`` starts it, on some thread."""
+        self.check(operation)
         if len(operation.group) == 1:
             return NOTHING
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
             lane = self._lane(operation.group)
             start = lane.start(operation, launch, value)
-            self._deputy = self._deputy or Deputy(partial(advance, self._lanes))
+            self._deputy = self._deputy or Deputy(self._advance)
             self._deputy.wake()
-            advance(self._lanes)
+            self._advance()
         return TorchWork(self, start, lane)
+
+    def check(self, operation: Operation) -> None:
+        """The operation is one that this rank may start; a ProgramError where it is not."""
+        check_group(operation, self.rank, self.num_ranks)
+
+    def connection(self, name: str, group: Group) -> Gloo:
+        """Return a connection of its own among the ranks of the group, all of which have come to open it."""
+        with self.waiting(f"the connection for {name}", self.others(group)):
+            if self._connections is None:
+                raise RuntimeError("the fabric has been closed")
+            return self._connections.open(name, group)
+
+    def _advance(self) -> bool:
+        """Whatever has been announced on any lane is launched; return whether something is left to do."""
+        left = [lane.advance() for lane in list(self._lanes.values())]  # all of them, whatever the first has left
+        return any([*left, *(follow() for follow in self.followers)])
 
     def _lane(self, group: Group) -> Lane:
         """Return the group's lane; all members have come where it is new."""
@@ -247,6 +255,11 @@ class TorchFabric(JoinedFabric):
     def stopped(self) -> str | None:
         """Look into the store."""
         return self._connections.reason() if self._connections is not None else None
+
+    def ended(self) -> str | None:
+        """Look for a rank of this host whose process has ended."""
+        rank = self._processes.ended()
+        return None if rank is None else has_ended(rank)
 
     def cause_of(self, error: Exception) -> str:
         """Gloo has lost a connection."""
@@ -275,24 +288,6 @@ class TorchWork(Work):
         if self._lane is not None:
             self._fabric.finish(self.start, self._lane)
             self._lane = None
-
-
-def advance(lanes: dict[Group, Lane]) -> bool:
-    """Whatever has been announced on any lane is launched; return whether something has not."""
-    left = [lane.advance() for lane in list(lanes.values())]  # all of them, whatever the first has left
-    return any(left)
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, in its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def spread(gloo: Gloo, part: Tensor, root: int) -> GlooWork:
-    """Start to replace the bytes by those of member ``root``."""
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = root, 0, GLOO_TIMEOUT
-    return gloo.broadcast([part], options)
 
 
 def first_words(error: Exception) -> str:

@@ -10,6 +10,7 @@ from counterpoint.errors import LaunchError
 
 STORE_FD = "COUNTERPOINT_STORE_FD"
 DEADLINE_S = "COUNTERPOINT_DEADLINE_S"
+TRANSPORT = "COUNTERPOINT_TRANSPORT"
 ERROR_FILE = "COUNTERPOINT_ERROR_FILE"
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,6 +31,7 @@ class RankEnvironment:
         job: name of the run, the same on every rank and no other run's.
         deadline_s: how long ranks wait for each other to arrive; None leaves it to the fabric.
         store_fd: on rank 0, a socket that is bound to ``master_port`` already; None: bind it yourself.
+        transport: what joins the ranks: ``shm``, ``gloo``, or what is best; None leaves it to the fabric.
         agent_keeps_store: the launcher serves the store itself, as torchrun's agent does.
     """
 
@@ -43,6 +45,7 @@ class RankEnvironment:
     deadline_s: float | None = None
     store_fd: int | None = None
     agent_keeps_store: bool = False
+    transport: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
 
 def rank_variables(found: RankEnvironment) -> dict[str, str]:
     """Return the variables that make ``detect`` find this; they are torchrun's, and a few of our own."""
-    own = {STORE_FD: found.store_fd, DEADLINE_S: found.deadline_s}
+    own = {STORE_FD: found.store_fd, DEADLINE_S: found.deadline_s, TRANSPORT: found.transport}
     return {
         "RANK": str(found.rank),
         "WORLD_SIZE": str(found.world_size),
@@ -111,6 +114,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> RankEnvironment:
         deadline_s=_seconds(deadline_s) if deadline_s else None,
         store_fd=_count(variables, STORE_FD) if store_fd else None,
         agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        transport=variables.get(TRANSPORT) or None,
     )
     _check(found, variables)
     return found

@@ -73,6 +73,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     bind: Binding = DEFAULT_BINDING,
     port: int | None = None,
     deadline_s: float | None = None,
+    transport: str | None = None,
     on_line: OnLine = write_prefixed,
 ) -> RunResult:
     """The command has run as ``ranks`` processes and every one of them has ended; none is left behind.
@@ -88,6 +89,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         bind: on which cores each may compute; see :func:`counterpoint.world.placement.place`.
         port: where the ranks meet, on the loopback; None takes a free one.
         deadline_s: passed on to the ranks: how long they wait for each other to arrive.
+        transport: passed on to the ranks: what joins them.
         on_line: takes every line that a rank writes.
 
     Returns:
@@ -115,7 +117,16 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
             for rank in range(ranks):
                 store_fd = meeting.fileno() if rank == 0 else None
                 found = RankEnvironment(
-                    rank, ranks, rank, ranks, LOOPBACK, meeting.getsockname()[1], job, deadline_s, store_fd
+                    rank,
+                    ranks,
+                    rank,
+                    ranks,
+                    LOOPBACK,
+                    meeting.getsockname()[1],
+                    job,
+                    deadline_s,
+                    store_fd,
+                    transport=transport,
                 )
                 where = placement.places[rank]
                 watch.start(argv, found, _variables(found, folder, where.threads), where)

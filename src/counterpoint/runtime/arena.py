@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
-from counterpoint.fabric.local import reduce_in_order
+from counterpoint.fabric.encounter import reduce_in_order
 from counterpoint.runtime.commons import Commons
 from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span
 

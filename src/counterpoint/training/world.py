@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from counterpoint.errors import LaunchError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
-from counterpoint.fabric.meeting import Address, connect
+from counterpoint.fabric.meeting import Address, asked_for, connect
 from counterpoint.launchers.environment import RankEnvironment
 
 T = TypeVar("T")
@@ -100,7 +100,14 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
         environment.store_fd,
         kept_by="launcher" if environment.agent_keeps_store else "rank 0",
     )
-    fabric = connect(environment.rank, environment.world_size, address, job=environment.job, deadline_s=patience)
+    fabric = connect(
+        environment.rank,
+        environment.world_size,
+        address,
+        job=environment.job,
+        deadline_s=patience,
+        transport=asked_for(environment.transport),
+    )
     atexit.register(fabric.close)
     known.append(fabric)
     return JoinedWorld(fabric)

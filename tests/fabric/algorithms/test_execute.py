@@ -41,7 +41,7 @@ def promised(name, num_ranks, length):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_does_in_one_process_what_its_schedule_promises(name, num_ranks):
-    for length, eager_bytes in ((3, 0), (1001, 0), (1001, 1 << 20)):
+    for length, eager_bytes in ((3, 0), (1001, 0), (1001, 1 << 20), (1001, 256)):
         scene = partial(summed, name=name, length=length, eager_bytes=eager_bytes)
         assert on_local(scene, num_ranks) == promised(name, num_ranks, length)
 
@@ -57,7 +57,9 @@ def test_so_it_does_between_processes(name, play):
 @pytest.mark.parametrize("play", PROCESSES)
 @pytest.mark.parametrize("name", ["butterfly", "ring"])
 def test_messages_larger_than_any_buffer_between_two_processes_pass(name, play):
-    assert play(partial(summed, name=name, length=2_000_000), 2) == promised(name, 2, 2_000_000)
+    for eager_bytes in (0, 3 << 18):
+        scene = partial(summed, name=name, length=2_000_000, eager_bytes=eager_bytes)
+        assert play(scene, 2) == promised(name, 2, 2_000_000)
 
 
 def test_a_group_may_be_some_of_the_ranks_in_any_order():

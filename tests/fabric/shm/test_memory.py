@@ -2,8 +2,10 @@
 
 import os
 import re
+import resource
 import signal
 import stat
+import weakref
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,43 @@ def test_too_little_memory_is_named_with_what_is_free_and_needed(monkeypatch):
         segments.create("big", 5000, fill=True)
 
 
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [
+        ("0::/jobs/7", {"jobs/memory.max": "max", "jobs/memory.current": "1",
+                        "jobs/7/memory.max": "9000", "jobs/7/memory.current": "8000",
+                        "jobs/7/memory.stat": "anon 5000\nactive_file 1000\ninactive_file 2000\n"}),
+        ("3:cpu:/\n4:memory:/jobs/7", {"memory/jobs/memory.limit_in_bytes": "6000",
+                                       "memory/jobs/memory.usage_in_bytes": "3000",
+                                       "memory/jobs/memory.stat": "active_file 9\ntotal_active_file 1000\n"}),
+    ],
+)  # fmt: skip
+def test_what_is_free_is_what_the_control_groups_leave_without_pages_that_can_be_dropped(tmp_path, version, files):
+    for name, text in {
+        "proc/meminfo": "MemFree: 1 kB\nMemAvailable: 100 kB\n", "proc/self/cgroup": f"{version}\n",
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert segments.available_bytes(tmp_path) == 4000
+
+
+def short_of_files(fabric):
+    """Rank 1 may open no more files; rank 0 waits for it."""
+    if fabric.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        fabric.empty(5000, torch.float32)
+    fabric.barrier(PAIR)
+
+
+def test_a_limit_of_the_process_is_named_on_all_ranks():
+    story = (
+        "rank 1 has no shared memory for counterpoint tensors: 20480 bytes are needed, which this process may not have "
+    )
+    texts = on_shm(short_of_files, 2)
+    assert all(story in text and "(too many open files; its limit is 3): raise ulimit -n" in text for text in texts)
+
+
 def borrow(fabric):
     """A freed tensor's memory is used again; a tensor outlives its fabric."""
     first = fabric.empty(100_000, torch.float32)
@@ -54,6 +93,29 @@ def borrow(fabric):
 
 def test_freed_memory_is_used_again_and_tensors_outlive_the_fabric():
     assert on_shm(borrow, 2) == [(True, [3.0] * 10)] * 2
+
+
+def forget(fabric):
+    """Nobody keeps the work or the tensor of a collective for which the other rank has yet to come."""
+    fabric.barrier(PAIR)
+    if fabric.rank == 1:
+        fabric.recv(0, "forgotten")
+        fabric.all_reduce("a", torch.ones(9), PAIR).wait()
+        return fabric.barrier(PAIR)
+    tensor = torch.ones(9)
+    seen = weakref.ref(tensor)
+    fabric.all_reduce("a", tensor, PAIR)
+    del tensor
+    lives = seen() is not None
+    fabric.send(1, "forgotten", [])
+    fabric.barrier(PAIR)
+    fabric.close()
+    return lives, seen() is None
+
+
+def test_a_tensor_lives_until_its_collective_is_over_though_nobody_keeps_it():
+    """The library wrote into memory that was free."""
+    assert on_shm(forget, 2)[0] == (True, True)
 
 
 def die(fabric):

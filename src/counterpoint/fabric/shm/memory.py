@@ -7,6 +7,7 @@ import json
 import os
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from ctypes import CDLL, c_int32
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from counterpoint.fabric.connections import await_keys
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.fabric.gloo import PrefixStore
+from counterpoint.fabric.processes import Processes, early_end, processes_of
 from counterpoint.fabric.shm.segments import COOKIE_BYTES, Mapping, create, open_of
 
 PIECE_BYTES = 256 << 10
@@ -34,59 +36,47 @@ class Site:
     Args:
         store: what they tell each other where to find memory.
         rank: the own rank.
-        num_ranks: how many there are, all of them here.
+        num_ranks: how many there are.
+        here: those of this host, the own one among them, sorted.
         deadline_s: the longest that it waits for another.
     """
 
     store: PrefixStore
     rank: int
     num_ranks: int
+    here: Group
     deadline_s: float
 
-    def open_world(self, library: CDLL) -> Mapping:
-        """Return memory that all ranks have: rank 0 makes it, the others open it; all have come.
+    def open_world(self, library: CDLL, processes: Processes) -> Mapping:
+        """Return memory that all ranks of this host have: the first makes it, the others open it; all have come.
 
         Raises:
-            PeerError: some have not come when the deadline passes, or memory is short.
+            PeerError: some have not come when the deadline passes, one has ended, or memory is short.
         """
-        everybody, size = tuple(range(self.num_ranks)), library.cp_world_bytes(self.num_ranks)
-        if self.rank == 0:
+        first, count = self.here[0], len(self.here)
+        size = library.cp_world_bytes(count)
+        if self.rank == first:
             mapping, cookie = create("counterpoint world", size, fill=False), token_bytes(COOKIE_BYTES)
-            library.cp_format_world(mapping.address, self.num_ranks, cookie)
-            self.store.set("world/0", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
+            library.cp_format_world(mapping.address, count, cookie)
+            self.store.set(f"world/{first}", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
         else:
-            self._await("world", (0,))
-            address = json.loads(self.store.get("world/0"))
+            self._await("world", (first,), processes)
+            address = json.loads(self.store.get(f"world/{first}"))
             mapping = self._open(address, size)
-            if not library.cp_is_world(mapping.address, self.num_ranks, bytes.fromhex(address["cookie"])):
-                raise PeerError(f"rank {self.rank} found other memory than rank 0 shares; start the job again")
+            if not library.cp_is_world(mapping.address, count, bytes.fromhex(address["cookie"])):
+                raise PeerError(f"rank {self.rank} found other memory than rank {first} shares; start the job again")
             self.store.set(f"world/{self.rank}", "opened")
-        self._await("world", everybody)
+        self._await("world", self.here, processes)
         mapping.forget_file()
         return mapping
 
-    def open_processes(self) -> tuple[int, ...]:
-        """Return for every rank a file that can be read when its process has ended; -1 for the own rank.
+    def open_processes(self) -> Processes:
+        """Return how to tell of every rank of this host whether its process has ended.
 
         Raises:
             PeerError: one has ended already.
         """
-        everybody = tuple(range(self.num_ranks))
-        self.store.set(f"process/{self.rank}", str(os.getpid()))
-        self._await("process", everybody)
-        found: list[int] = []
-        for other in everybody:
-            pid = int(self.store.get(f"process/{other}"))
-            try:
-                found.append(-1 if other == self.rank else os.pidfd_open(pid))
-            except OSError as error:
-                for fd in found:
-                    if fd >= 0:
-                        os.close(fd)
-                raise PeerError(
-                    f"rank {other} has ended before all ranks were connected; look at the output of rank {other}"
-                ) from error
-        return tuple(found)
+        return processes_of(self.store, self.here, self.rank, self.num_ranks)
 
     def _open(self, address: dict[str, Any], num_bytes: int) -> Mapping:
         try:
@@ -98,9 +88,13 @@ class Site:
                 "look at the output of the rank that ended first, or take transport='gloo'"
             ) from error
 
-    def _await(self, place: str, members: Group) -> None:
+    def _await(self, place: str, members: Group, processes: Processes) -> None:
         began = time.monotonic()
-        missing = await_keys(self.store, [f"{place}/{member}" for member in members], self.deadline_s)
+        keys = [f"{place}/{member}" for member in members]
+        missing = await_keys(self.store, keys, self.deadline_s, lambda: processes.ended() is not None)
+        ended = processes.ended()
+        if missing and ended is not None:
+            raise PeerError(early_end(ended))
         if missing:
             late = ranks([members[index] for index in missing])
             raise PeerError(
@@ -115,14 +109,16 @@ class SharedTensors:
     Args:
         library: the native part.
         world: its handle.
+        on_new: is called when memory that was not shared before may be now.
     """
 
-    def __init__(self, library: CDLL, world: int) -> None:
+    def __init__(self, library: CDLL, world: int, on_new: Callable[[], None]) -> None:
         self._library = library
         self._world = world
+        self._on_new = on_new
         self._segments: dict[int, Mapping] = {}
-        self._starts: list[int] = []
-        self._spans: list[tuple[int, int]] = []  # end, segment; in the order of `_starts`
+        # where each begins; its end and its segment: replaced as one, for another thread may look
+        self._index: tuple[list[int], list[tuple[int, int]]] = ([], [])
         self._free: dict[int, list[tuple[int, Mapping]]] = {}
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -142,20 +138,24 @@ class SharedTensors:
         mapping = create("counterpoint tensors", num_bytes, fill=True)
         number = int(self._library.cp_register_segment(self._world, mapping.fd, num_bytes, TENSORS))
         if number < 0:
+            mapping.close()
             raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
         self._segments[number] = mapping
         start = mapping.address
-        at = bisect_right(self._starts, start)
-        self._starts.insert(at, start)
-        self._spans.insert(at, (start + num_bytes, number))
+        starts, spans = self._index
+        at = bisect_right(starts, start)
+        span = (start + num_bytes, number)
+        self._index = ([*starts[:at], start, *starts[at:]], [*spans[:at], span, *spans[at:]])
+        self._on_new()
         return start, mapping
 
     def find(self, address: int, num_bytes: int) -> tuple[int, int]:
         """Return the segment that holds these bytes, and where in it; -1 where none does."""
-        at = bisect_right(self._starts, address) - 1 if self._starts else -1
-        if at < 0 or address + num_bytes > self._spans[at][0]:
+        starts, spans = self._index
+        at = bisect_right(starts, address) - 1 if starts else -1
+        if at < 0 or address + num_bytes > spans[at][0]:
             return -1, 0
-        return self._spans[at][1], address - self._starts[at]
+        return spans[at][1], address - starts[at]
 
     def address_of(self, tensor: Tensor) -> tuple[int, int, int, int]:
         """Return where another process opens a tensor of :meth:`empty`: process, file and its bytes, first byte."""
@@ -164,9 +164,14 @@ class SharedTensors:
         return os.getpid(), mapping.fd, len(mapping.memory), offset
 
     def close(self) -> None:
-        """Their files are closed; the memory lives as long as tensors use it."""
+        """Their files are closed, and what no tensor uses is gone; other memory lives as long as tensors use it."""
         for mapping in self._segments.values():
             mapping.forget_file()
+        self._segments.clear()
+        self._index = ([], [])
+        for free in self._free.values():
+            free.clear()
+        self._free.clear()
 
 
 def opened(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - as it came through JSON

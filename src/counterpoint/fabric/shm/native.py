@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 3
 READING_BYTES = 256
 REASON_BYTES = 1024
 SLICE_NS = 100_000_000  # the longest that a call waits
@@ -47,12 +47,14 @@ class Status(IntEnum):
     LOST = -3
     DISAGREE = -4
     BROKEN = -5
+    COMPLETE = -6
 
 
 class Request(Structure):
     """A collective as the library is asked for it; ``native/collectives.h`` says what each field is."""
 
     _fields_ = (
+        ("group", c_void_p),
         ("kind", c_uint32),
         ("dtype", c_uint32),
         ("verb", c_uint32),
@@ -99,7 +101,7 @@ class Step(Structure):
     )
 
 
-SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_layout_version": (c_uint32, ()),
     "cp_instruction_set": (c_char_p, ()),
     "cp_world_bytes": (c_uint64, (c_uint32,)),
@@ -107,23 +109,26 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "cp_format_world": (None, (c_void_p, c_uint32, c_char_p)),
     "cp_format_group": (None, (c_void_p, c_uint32, c_uint64)),
     "cp_is_world": (c_int32, (c_void_p, c_uint32, c_char_p)),
-    "cp_open_world": (c_void_p, (c_void_p, c_int32, c_int32, c_int32, POINTER(c_int32), c_int32)),
+    "cp_open_world": (c_void_p, (c_void_p, c_int32, c_int32, c_int32, POINTER(c_int32), c_int32, c_int64)),
     "cp_close_world": (None, (c_void_p,)),
     "cp_lost": (c_int32, (c_void_p,)),
+    "cp_has_left": (c_int32, (c_void_p, c_int32)),
     "cp_stop": (None, (c_void_p, c_char_p, c_uint64)),
     "cp_stopped": (c_int32, (c_void_p, c_char_p, c_uint64)),
     "cp_register_segment": (c_int64, (c_void_p, c_int32, c_uint64, c_uint64)),
-    "cp_await_segment": (c_int64, (c_void_p, c_int32, c_uint64, c_int64)),
+    "cp_await_segment": (c_int64, (c_void_p, c_int32, c_uint64)),
     "cp_map_segment": (c_void_p, (c_void_p, c_int32, c_int32)),
-    "cp_await_members": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "cp_await_members": (c_int64, (c_void_p, c_void_p)),
     "cp_open_group": (c_void_p, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "cp_close_group": (None, (c_void_p,)),
-    "cp_start": (c_int64, (c_void_p, c_void_p, c_void_p, c_int32, c_uint64)),
-    "cp_wait": (c_int64, (c_void_p, c_void_p, c_int64, c_int64)),
+    "cp_start": (c_int64, None),  # always of a byref, which costs least where no types are given
+    "cp_wait": (c_int64, (c_void_p, c_int64)),
+    "cp_pause": (None, (c_void_p, c_int64, c_int64)),
     "cp_num_done": (c_int64, (c_void_p,)),
+    "cp_status": (c_int64, (c_void_p,)),
     "cp_advance": (c_int32, (c_void_p,)),
     "cp_notice": (c_int64, (c_void_p, c_int32, c_int64, c_char_p, c_char_p)),
-    "cp_send": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int64)),
+    "cp_send": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int32)),
     "cp_recv": (c_int64, (c_void_p, c_int32, c_void_p, c_uint64, c_int64)),
     "cp_await_any": (c_int64, (c_void_p, POINTER(c_int32), c_int32, c_int64)),
     "cp_reduce": (

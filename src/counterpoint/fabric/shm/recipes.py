@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_uint64
+from ctypes import byref, c_uint64
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,7 +27,8 @@ class Recipe:
         group: the group's handle; 0 for a rank alone.
         num_bytes: of the tensor.
         kept: what the request points to.
-        address: of the request.
+        reference: to the request.
+        address: of the tensor that the request is for now; 0 where it must be looked for.
     """
 
     operation: Operation
@@ -35,7 +36,13 @@ class Recipe:
     group: int
     num_bytes: int
     kept: tuple[Any, ...]
-    address: int
+    reference: Any
+    address: int = 0
+
+    def place(self, address: int, segment: int, offset: int) -> None:
+        """The next start is for the tensor at this address, in this segment of the rank or, with -1, in none."""
+        self.request.data, self.request.segment, self.request.offset = address, segment, offset
+        self.address = address
 
     def exchange(self, bounds: Sequence[int], received: Tensor, longest: int) -> None:
         """Ask for an exchange: what comes, and how long the longest range between any two members is, in numbers."""
@@ -83,7 +90,9 @@ class Recipes:
         verb = operation.kind.partition(" ")[2] or "sum"
         edges = (c_uint64 * len(bounds))(*(bound * unit for bound in bounds)) if bounds else None
         print_, words = fingerprint(operation), reading(operation).encode()[:READING_BYTES]
+        handle = self._formed(operation) if len(operation.group) > 1 else 0
         request = Request(
+            group=handle,
             kind=kind,
             dtype=DTYPES[tensor.dtype] if operation.reduces else BYTES,
             verb=VERBS[verb],
@@ -96,12 +105,16 @@ class Recipes:
             reading=words,
             reading_bytes=len(words),
         )
-        handle = self._formed(operation) if len(operation.group) > 1 else 0
         num_bytes = tensor.numel() * tensor.element_size()
-        recipe = Recipe(operation, request, handle, num_bytes, (print_, words, edges), addressof(request))
+        recipe = Recipe(operation, request, handle, num_bytes, (print_, words, edges), byref(request))
         if key:
             self._known[key] = recipe
         return recipe
+
+    def forget_places(self) -> None:
+        """Where private memory was there may be shared memory now."""
+        for recipe in list(self._known.values()):  # another thread may add one
+            recipe.address = 0
 
     def clear(self) -> None:
         """Forget all."""

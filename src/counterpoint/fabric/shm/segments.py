@@ -8,16 +8,23 @@ is when it begins with the number that its maker told.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import resource
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from counterpoint.errors import PeerError
 
 COOKIE_BYTES = 16
 HUGE_FROM = 4 << 20
+LIMITS = {
+    errno.EMFILE: (resource.RLIMIT_NOFILE, "-n"), errno.EFBIG: (resource.RLIMIT_FSIZE, "-f"),
+}  # fmt: skip
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -62,8 +69,9 @@ def create(name: str, num_bytes: int, *, fill: bool) -> Mapping:
         PeerError: there is not enough memory.
     """
     require_memory(name, num_bytes)
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = -1
     try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
         if fill:
@@ -71,8 +79,9 @@ def create(name: str, num_bytes: int, *, fill: bool) -> Mapping:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         return Mapping(mapped(fd, num_bytes), fd)
     except OSError as error:
-        os.close(fd)
-        raise PeerError(shortage(name, num_bytes, available_bytes(), os.strerror(error.errno or 0))) from error
+        if fd >= 0:
+            os.close(fd)
+        raise PeerError(refusal(name, num_bytes, error.errno or 0)) from error
 
 
 def open_of(pid: int, fd: int, num_bytes: int) -> Mapping:
@@ -107,6 +116,27 @@ def require_memory(name: str, num_bytes: int) -> None:
         raise PeerError(shortage(name, num_bytes, free, "it would have to swap or to end a process"))
 
 
+def refusal(name: str, num_bytes: int, number: int) -> str:
+    """Say why the kernel gives none: a limit of this process, or a shortage.
+
+    Args:
+        name: of the segment.
+        num_bytes: of the segment.
+        number: the kernel's error.
+    """
+    free, cause = available_bytes(), os.strerror(number).lower()
+    if number == errno.ENOMEM and num_bytes <= free:
+        limit, option = resource.RLIMIT_AS, "-v"
+    elif number in LIMITS:
+        limit, option = LIMITS[number]
+    else:
+        return shortage(name, num_bytes, free, cause)
+    return (
+        f"no shared memory for {name}: {num_bytes} bytes are needed, which this process may not have ({cause}; its "
+        f"limit is {resource.getrlimit(limit)[0]}): raise ulimit {option}, or take transport='gloo'"
+    )
+
+
 def shortage(name: str, num_bytes: int, free: int, cause: str) -> str:
     """Say that memory is short, with the free and the needed bytes."""
     return (
@@ -115,28 +145,66 @@ def shortage(name: str, num_bytes: int, free: int, cause: str) -> str:
     )
 
 
-def available_bytes() -> int:
-    """Return how much memory this process may still take: the host's, or what its control group leaves."""
-    free = int(field(Path("/proc/meminfo"), "MemAvailable:", "0").split()[0]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        values = [text.strip() for text in map(read, (limit, used))]
-        if all(value.isdigit() for value in values):
-            free = min(free, max(int(values[0]) - int(values[1]), 0))
-    return free
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return how much memory this process may still take: the host's, or what its control groups leave.
+
+    Args:
+        root: of the file system in which the kernel tells.
+    """
+    unknown = str(sys.maxsize >> 10)  # the kernel does not say, or this process may open no file: it will find out
+    host = int(field(root / "proc/meminfo", "MemAvailable:", unknown).split()[0]) << 10
+    return min([host, *(group.free_bytes() for group in control_groups(root))])
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """Processes that have a limit in common, as the kernel shows them in a folder.
+
+    Args:
+        folder: of this group.
+        limit: the file with the most it may take; no number where it may take anything.
+        used: the file with what it has taken, the pages of files that the kernel can drop included.
+        caches: the lines of ``memory.stat`` that say how many these are.
+    """
+
+    folder: Path
+    limit: str
+    used: str
+    caches: tuple[str, ...]
+
+    def free_bytes(self) -> int:
+        """Return how much its processes may still take."""
+        limit, used = (read(self.folder / name).strip() for name in (self.limit, self.used))
+        if not limit.isdigit() or not used.isdigit():
+            return sys.maxsize
+        dropped = sum(int(field(self.folder / "memory.stat", f"{name} ", "0")) for name in self.caches)
+        return max(int(limit) - int(used) + dropped, 0)
+
+
+def control_groups(root: Path) -> Iterator[ControlGroup]:
+    """Yield the groups that this process is in, and those that these are in: each of them limits it."""
+    mounted = root / "sys/fs/cgroup"
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        for path in (PurePosixPath(place), *PurePosixPath(place).parents):
+            within = path.relative_to("/")
+            if controllers == "":
+                yield ControlGroup(mounted / within, "memory.max", "memory.current", ("inactive_file", "active_file"))
+            elif controllers == "memory":
+                caches = ("total_inactive_file", "total_active_file")
+                folder = mounted / "memory" / within
+                yield ControlGroup(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", caches)
 
 
 def field(path: Path, name: str, default: str) -> str:
     """Return what follows a name at the beginning of a line of a file."""
-    found = [line.removeprefix(name).strip() for line in read(str(path)).splitlines() if line.startswith(name)]
+    found = [line.removeprefix(name).strip() for line in read(path).splitlines() if line.startswith(name)]
     return found[0] if found else default
 
 
-def read(path: str) -> str:
+def read(path: Path) -> str:
     """Return a file's text; nothing where there is none."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -18,96 +15,76 @@ from counterpoint.fabric.fabric import Finished, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import (
     Operation,
     check_group,
-    check_peer,
-    digest,
-    disagreement,
     dtype_name,
     of_exchange,
     of_ranges,
     of_tensor,
-    unexpected,
 )  # fmt: skip
-from counterpoint.fabric.joined import JoinedFabric
-from counterpoint.fabric.shm.mail import ShmMail
-from counterpoint.fabric.shm.memory import PIECE_BYTES, SharedTensors, Site, int_array, opened
-from counterpoint.fabric.shm.native import READING_BYTES, REASON_BYTES, SLICE_NS, Kind, Status, native
+from counterpoint.fabric.shm.groups import Groups
+from counterpoint.fabric.shm.memory import SharedTensors, Site, opened
+from counterpoint.fabric.shm.native import Kind
+from counterpoint.fabric.shm.rank import ShmRank
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
-from counterpoint.fabric.shm.segments import Mapping, create
+from counterpoint.fabric.shm.work import ShmWork
 
 NOTHING: Final = Finished()
 EMPTY: Final = torch.empty(0)
-SPINS, FEW_SPINS = 4000, 50  # where every rank has a core, and where ranks take turns
 
 
-class ShmFabric(JoinedFabric):
+class ShmFabric(ShmRank):
     """One rank among processes of one host; :func:`~counterpoint.fabric.meeting.connect` makes it.
 
     Cost:
         tensors from :meth:`empty` are added up where they lie: every rank reads and writes its share of everybody's.
         Any other is copied to shared memory once, a piece at a time, while the piece before is added up.
+        Up to 32 KB, a start looks for the others for a microsecond or two, and what is complete by then needs no wait.
 
     Args:
-        site: where the ranks of this host meet.
+        site: where the ranks of this host meet; all numbers that a caller gives or gets are those of the world.
         job: the job's number.
         generation: of its ranks.
     """
 
     def __init__(self, site: Site, job: int, generation: int) -> None:
-        super().__init__(site.rank, site.num_ranks, site.deadline_s)
-        library = native().library
-        assert library is not None, "whoever chose this transport has looked"
-        self._library = library
-        self._cp_start, self._cp_wait = library.cp_start, library.cp_wait
-        self._groups: dict[Group, tuple[int, Mapping | None]] = {}
-        self._sums: dict[str, tuple[Recipe, torch.Size, Group, Verb, torch.dtype]] = {}  # found faster than by a key
+        super().__init__(site, job, generation)
+        self._cp_start, self._cp_wait = self._library.cp_start, self._library.cp_wait
+        self._sums: dict[str, tuple[Recipe, torch.dtype, Group, Verb, torch.Size]] = {}  # found faster than by a key
+        self._forgotten: list[tuple[Recipe, Tensor]] = []
         self._recipes = Recipes(self.rank, self.num_ranks, self._formed)
-        count = site.num_ranks
-        self._memory = site.open_world(library)
-        self._processes = site.open_processes()
-        spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
-        self._world: int = library.cp_open_world(
-            self._memory.address, self.rank, count, os.getpid(), int_array(self._processes), spins
-        )
-        self._tensors = SharedTensors(library, self._world)
-        self._mail = ShmMail(library, self._world, self.rank, job, generation)
-        self.form([tuple(range(count))])
+        self._tensors = SharedTensors(self._library, self._world, self._recipes.forget_places)
+        self._groups = Groups(self._library, self._world, self.rank, self.here)
+        self.form([self.here])
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in shared memory; a PeerError where there is not enough."""
-        return self._tensors.empty(num_elements, dtype) if self._world else super().empty(num_elements, dtype)
+        if not self._world:
+            return super().empty(num_elements, dtype)
+        try:
+            return self._tensors.empty(num_elements, dtype)
+        except PeerError as error:
+            raise self.fail(f"rank {self.rank} has {error}") from error
 
-    def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors into the pipe to the peer."""
-        check_peer(peer, self.rank, self.num_ranks, label)
-        with self.waiting(f"room to send {label}", (peer,)):
-            self._mail.send(peer, label, tensors, self._pump)
-
-    def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
-        """Wait for the peer's next message and verify it."""
-        check_peer(peer, self.rank, self.num_ranks, label)
-        with self.waiting(label, (peer,)):
-            frame = self._mail.recv(peer, self._pump)
-            if frame.label != label:
-                raise PeerError(unexpected(self.rank, label, peer, frame.label))
-        return frame.tensors
-
-    def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:
-        """Wait for a message of any of the peers."""
-        for peer in peers:
-            check_peer(peer, self.rank, self.num_ranks, "any message")
-        with self.waiting("any message", peers):
-            sender, frame = self._mail.recv_any(peers, self._pump)
-        return sender, frame.label, frame.tensors
+    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a flat tensor in shared memory, where there is enough."""
+        try:
+            return self._tensors.empty(num_elements, dtype) if self._world else None
+        except PeerError:
+            return None
 
     def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
         """Start to add up; sums are made in the order of the group, and are the same bits on all members."""
         last = self._sums.get(label)
-        if last is not None and (last[1:4] == (tensor.shape, group, verb)) and last[4] is tensor.dtype:
-            return self._start(last[0], tensor)
-        operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
-        recipe = self._recipes.make(key_of(verb, label, tensor, group), Kind.ALL_REDUCE, operation, tensor)
-        self._sums[label] = (recipe, tensor.shape, group, verb, tensor.dtype)
-        return self._start(recipe, tensor)
+        if last is not None:
+            recipe, dtype, members, kind, shape = last
+            if dtype is tensor.dtype and members == group and kind == verb and shape == tensor.shape:
+                return self._start(recipe, tensor)
+        key = key_of(verb, label, tensor, group)
+        known = self._recipes.get(key)
+        if known is None:
+            operation = of_tensor(f"all_reduce {verb}", label, tensor, group)
+            known = self._recipes.make(key, Kind.ALL_REDUCE, operation, tensor)
+        self._sums[label] = (known, tensor.dtype, group, verb, tensor.shape)
+        return self._start(known, tensor)
 
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
@@ -128,6 +105,24 @@ class ShmFabric(JoinedFabric):
             operation = of_ranges("all_gather", label, whole, bounds, group)
             recipe = self._recipes.make(key, Kind.ALL_GATHER, operation, whole, bounds)
         return self._start(recipe, whole)
+
+    def open_channel(self, group: Group, channel: str) -> None:
+        """The group can start collectives on this channel; all members have come."""
+        self._formed(Operation("form", "group", group, channel=channel))
+
+    def begin(self, kind: Kind, operation: Operation, tensor: Tensor, bounds: Sequence[int] = ()) -> ShmWork | None:
+        """Start one of the library's collectives on a channel of its own; None where there is nothing to do.
+
+        Args:
+            kind: the collective.
+            operation: what it is for errors; its group and its channel say among whom, its dtype and shape what.
+            tensor: flat and contiguous.
+            bounds: of the members' ranges, in numbers, where the collective has any.
+        """
+        key = (kind, operation, *bounds)
+        recipe = self._recipes.get(key) or self._recipes.make(key, kind, operation, tensor, bounds)
+        work = self._start(recipe, tensor)
+        return work if isinstance(work, ShmWork) else None
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
@@ -172,11 +167,6 @@ class ShmFabric(JoinedFabric):
         raw = values.numpy().tobytes()
         return [json.loads(raw[start:stop]) for start, stop in pairwise(bounds)]
 
-    @property
-    def hosts(self) -> Sequence[int]:
-        """All ranks are on this host."""
-        return [0] * self.num_ranks
-
     def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Open what the first member shares."""
         operation = Operation("shared", label, group, dtype_name(dtype), (num_elements,))
@@ -204,34 +194,20 @@ class ShmFabric(JoinedFabric):
         """Open the memory of the groups that this rank is in, in sorted order."""
         for group in sorted(set(groups)):
             if self.rank in group and len(group) > 1:
-                check_group(Operation("form", "group", group), self.rank, self.num_ranks)
-                with self.waiting("form of group", group):
-                    self._group(group)
-
-    def stop(self, reason: str) -> None:
-        """Write the reason where all see it, and wake them."""
-        if self._world:
-            self.fail(reason)
+                operation = Operation("form", "group", group)
+                check_group(operation, self.rank, self.num_ranks)
+                self._formed(operation)
 
     def close(self) -> None:
         """Let go of everything; what was sent stays in the pipes until the others have let go, too."""
-        if not self._world:
-            return
-        self.failure = self.failure or "the fabric has been closed"
-        for handle, memory in self._groups.values():
-            self._library.cp_close_group(handle)
-            if memory is not None:
-                memory.close()
-        self._library.cp_close_world(self._world)
-        self._memory.close()
-        self._world = 0
-        for process in self._processes:
-            if process >= 0:
-                os.close(process)
-        self._tensors.close()
-        self._recipes.clear()
-        self._sums.clear()
-        self._groups.clear()
+        if self._world:
+            self.failure = self.failure or "the fabric has been closed"
+            self._groups.close()
+            self._recipes.clear()
+            self._sums.clear()
+            self._leave()
+            self._tensors.close()
+            self._forgotten.clear()
 
     def finish(self, recipe: Recipe, turn: int) -> None:
         """The collective is complete on this rank.
@@ -239,124 +215,52 @@ class ShmFabric(JoinedFabric):
         Raises:
             PeerError: the members disagree, one is gone, or the deadline has passed.
         """
-        if self.failure is None and self._cp_wait(self._world, recipe.group, turn, SLICE_NS) == 0:
+        if self.failure is None and self._cp_wait(recipe.group, turn) == 0:
             return
         operation = recipe.operation
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
-            self._pump(lambda: int(self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS)), recipe)
+            self._pump(lambda: int(self._cp_wait(recipe.group, turn)), recipe)
+
+    def keep(self, recipe: Recipe, whole: Tensor) -> None:
+        """What a collective needs that nobody will wait for lives as long as the fabric is open."""
+        if self._world:
+            self._forgotten.append((recipe, whole))
+
+    def pause(self, recipe: Recipe, turn: int, seconds: float) -> None:
+        """Take part until the collective is over in whatever way, or for so long."""
+        if self.failure is None:
+            self._library.cp_pause(recipe.group, turn, int(seconds * 1e9))
+
+    def look(self, recipe: Recipe, turn: int) -> bool:
+        """Whether the collective is complete on this rank; whatever can go on without waiting has gone on.
+
+        Raises:
+            PeerError: as :meth:`finish`.
+        """
+        if self.failure is not None:
+            raise PeerError(self.failure)
+        library = self._library
+        library.cp_advance(self._world)
+        if library.cp_num_done(recipe.group) > turn:
+            return True
+        if library.cp_status(recipe.group) != 0:
+            self.finish(recipe, turn)
+        return False
 
     def _start(self, recipe: Recipe, tensor: Tensor) -> Work:
-        if len(recipe.operation.group) == 1:
+        if not recipe.group:
             return NOTHING
         if self.failure is not None:
             raise PeerError(self.failure)
         whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         address = whole.data_ptr()
-        segment, offset = self._tensors.find(address, recipe.num_bytes)
-        turn = self._cp_start(recipe.group, recipe.address, address, segment, offset)
-        return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
+        if address != recipe.address:
+            recipe.place(address, *self._tensors.find(address, recipe.num_bytes))
+        turn = self._cp_start(recipe.reference)
+        if turn >= 0 or whole is not tensor:
+            return ShmWork(self, recipe, turn, whole, None if whole is tensor else tensor)
+        return NOTHING
 
     def _formed(self, operation: Operation) -> int:
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
-            return self._group(operation.group)
-
-    def _group(self, group: Group) -> int:
-        """Return the group's handle; all members have come where it is new.
-
-        Raises:
-            RuntimeError: a member has ended, or its memory cannot be opened.
-            TimeoutError: a member has not come.
-        """
-        if group not in self._groups:
-            library, world, first, count = self._library, self._world, group[0], len(group)
-            tag = int.from_bytes(digest("group", group)[:8], "little") | 1
-            mapping: Mapping | None = None
-            if self.rank == first:
-                size = library.cp_group_bytes(count, PIECE_BYTES)
-                mapping = create("counterpoint group", size, fill=False)
-                library.cp_format_group(mapping.address, count, PIECE_BYTES)
-                library.cp_register_segment(world, mapping.fd, size, tag)
-                address = mapping.address
-            else:
-                number = self._pump(lambda: int(library.cp_await_segment(world, first, tag, SLICE_NS)))
-                address = library.cp_map_segment(world, first, number) or 0
-            handle = library.cp_open_group(world, address, int_array(group), count) if address else None
-            if not handle:
-                raise RuntimeError(f"that of rank {first} cannot be opened")
-            self._groups[group] = (handle, mapping)
-            self._pump(lambda: int(library.cp_await_members(world, handle, address, SLICE_NS)))
-            if mapping is not None:
-                mapping.forget_file()
-        return self._groups[group][0]
-
-    def _pump(self, call: Callable[[], int], recipe: Recipe | None = None) -> int:
-        """Return what a call of the library returns when it is done; it is called again and again until then.
-
-        Raises:
-            PeerError: the members of the recipe's group disagree.
-            RuntimeError: somebody has stopped, or is lost.
-            TimeoutError: the deadline has passed.
-        """
-        end = time.monotonic() + self.deadline_s
-        while True:
-            status = call()
-            if status >= 0:
-                return status
-            if status == Status.DISAGREE and recipe is not None:
-                raise PeerError(self._disagreement(recipe))
-            if status != Status.NOT_YET:
-                raise RuntimeError(Status(status).name)
-            if time.monotonic() > end:
-                raise TimeoutError
-
-    def stopped(self) -> str | None:
-        """Read what a rank has written."""
-        if not self._world:
-            return None
-        room = ctypes.create_string_buffer(REASON_BYTES)
-        stopper = self._library.cp_stopped(self._world, room, REASON_BYTES)
-        return None if stopper in {-1, self.rank} else f"rank {stopper}: {room.value.decode(errors='replace')}"
-
-    def cause_of(self, error: Exception) -> str:
-        """A process has ended, or its memory cannot be opened."""
-        lost = self._library.cp_lost(self._world) if self._world else -1
-        if lost >= 0:
-            return f"rank {lost} has ended; look at the output of rank {lost}"
-        return f"shared memory cannot be used ({error}); look at the output of the rank that ended first"
-
-    def tell_others(self, reason: str) -> None:
-        """Write the reason where all see it, unless another rank was first, and wake them."""
-        if self._world:
-            raw = reason.encode()
-            self._library.cp_stop(self._world, raw, len(raw))
-
-    def _disagreement(self, recipe: Recipe) -> str:
-        turn = self._library.cp_num_done(recipe.group)
-        seen = {}
-        for place, member in enumerate(recipe.operation.group):
-            print_, words = ctypes.create_string_buffer(16), ctypes.create_string_buffer(READING_BYTES)
-            length = self._library.cp_notice(recipe.group, place, turn, print_, words)
-            seen[member] = (print_.raw, words.raw[:length].decode(errors="replace"))
-        return disagreement(seen, turn) or "the members of a group disagree"
-
-
-class ShmWork(Work):
-    """A collective in shared memory."""
-
-    __slots__ = ("_fabric", "_recipe", "_target", "_turn", "_whole")
-
-    def __init__(self, fabric: ShmFabric, recipe: Recipe, turn: int, whole: Tensor, target: Tensor | None) -> None:
-        self._fabric: ShmFabric | None = fabric
-        self._recipe = recipe
-        self._turn = turn
-        self._whole = whole
-        self._target = target
-
-    def wait(self) -> None:
-        """Take part until it is complete; signals are served."""
-        if self._fabric is None:
-            return
-        self._fabric.finish(self._recipe, self._turn)
-        self._fabric = None
-        if self._target is not None:
-            self._target.detach().copy_(self._whole)
+            return self._groups.opened(operation, self._pump)

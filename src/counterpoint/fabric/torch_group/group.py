@@ -24,6 +24,7 @@ from counterpoint.fabric.gloo import (
     Store,
 )
 from counterpoint.fabric.meeting import Transport, join
+from counterpoint.fabric.torch_group.buckets import Buckets, is_called_by_backward
 from counterpoint.fabric.torch_group.collectives import Collectives
 from counterpoint.fabric.torch_group.messages import Messages, MessageWork
 from counterpoint.fabric.torch_group.work import Options, Queue, Started, TorchWork, seconds_of
@@ -62,13 +63,16 @@ class FabricGroup(ProcessGroup):  # type: ignore[misc]  # see above
         super().__init__(fabric.rank, fabric.num_ranks)
         self.fabric = fabric
         self._collectives = Collectives(fabric)
+        self._buckets = Buckets(fabric)
         self._messages = Messages(fabric)
         self._queue = Queue(fabric)
         self._names = {"name": "", "desc": ""}
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> TorchWork:  # noqa: ANN401 - two kinds of options
-        """Start to reduce."""
+        """Start to reduce; DDP's buckets come to lie where they need not be copied."""
         opts = opts or AllreduceOptions()
+        for tensor in map(dense, tensors if is_called_by_backward() else ()):
+            self._buckets.see(tensor)
         return self._add(opts, *[self._collectives.all_reduce(dense(tensor), opts.reduceOp) for tensor in tensors])
 
     allreduce_coalesced = allreduce

@@ -1,0 +1,126 @@
+"""One rank of the measurement: all contenders in turns; each rank prints as JSON what it has seen.
+
+``ranks.py sums MB ROUNDS`` on 2 hosts of 2 ranks, ``ranks.py link MB ROUNDS`` on hosts of one rank each.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from counterpoint.fabric import Address, connect
+from counterpoint.fabric.algorithms import execute, row_of
+from counterpoint.fabric.algorithms.butterflies import halving_doubling
+from counterpoint.fabric.algorithms.hierarchies import hierarchical
+from counterpoint.fabric.algorithms.rings import ring
+from counterpoint.fabric.strand import Strand
+
+MB = 1 << 20
+EAGER_BYTES = 3 * MB // 2
+PORT, PIECE = 29600, 1 << 20
+
+
+def sent_bytes():
+    """Return what this host has sent through its interface."""
+    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "eth0":
+            return int(figures.split()[8])
+    raise RuntimeError("this host has no eth0: run me in the lab")
+
+
+def by_schedule(strand, schedule, group):
+    row = row_of(schedule, group, strand.rank)
+
+    def add_up(tensor):
+        execute(strand, row, "sum", [tensor], eager_bytes=EAGER_BYTES)
+        strand.flush()
+
+    return add_up
+
+
+def by_fabric(fabric):
+    everybody = tuple(range(fabric.num_ranks))
+    return lambda tensor: fabric.all_reduce("sum", tensor, everybody).wait()
+
+
+def contenders(kind, auto, gloo):
+    """Return what is compared: ``sum(tensor)`` by name."""
+    everybody = tuple(range(gloo.num_ranks))
+    strand = Strand(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.deadline_s)
+    if kind == "sums":  # ranks 0, 1 on one host, 2, 3 on the other
+        return {
+            "connect": by_fabric(auto),
+            "hierarchical": by_schedule(strand, hierarchical((0, 0, 1, 1), ring), everybody),
+            "ring in host order": by_schedule(strand, ring(4), everybody),
+            "ring interleaved": by_schedule(strand, ring(4), (0, 2, 1, 3)),
+            "gloo": by_fabric(gloo),
+        }
+    return {
+        "ring": by_schedule(strand, ring(len(everybody)), everybody),
+        "halving-doubling": by_schedule(strand, halving_doubling(len(everybody)), everybody),
+        "gloo": by_fabric(gloo),
+    }
+
+
+def plain_transfer(fabric, num_bytes):
+    """Return the seconds that rank 0 takes to send rank 1, on another host, so much on a TCP connection."""
+    if fabric.rank > 1:
+        return None
+    data, address = bytearray(PIECE), os.environ["MASTER_ADDR"]
+    if fabric.rank == 0:
+        with socket.create_server((socket.gethostbyname(address), PORT)) as listener:
+            fabric.send(1, "listening", [])
+            with listener.accept()[0] as peer:
+                began = time.perf_counter()
+                for _ in range(num_bytes // PIECE):
+                    peer.sendall(data)
+                peer.recv(1)
+                return time.perf_counter() - began
+    fabric.recv(0, "listening")
+    with socket.create_connection((address, PORT)) as peer:
+        left = num_bytes
+        while left:
+            left -= peer.recv_into(data)
+        peer.sendall(b"!")
+    return None
+
+
+def main(kind, megabytes, rounds):
+    """Be one rank."""
+    torch.set_num_threads(1)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    auto = connect(rank, count, Address(host, port), job="auto")
+    gloo = connect(rank, count, Address(host, port + 1), job="gloo", transport="gloo")
+    everybody, num_elements = tuple(range(count)), megabytes * MB // 4
+    found = {"plain transfer": []}
+    compared = contenders(kind, auto, gloo)
+    tensor = auto.empty(num_elements, torch.float32)
+    for turn in range(rounds + 1):  # the first warms up
+        if kind == "link":
+            seconds = plain_transfer(gloo, megabytes * MB)
+            found["plain transfer"] += [seconds] if turn else []
+        for name, add_up in compared.items():
+            tensor.fill_(rank + 1)
+            auto.barrier(everybody)
+            sent = sent_bytes()
+            auto.barrier(everybody)  # nobody begins before all have looked
+            began = time.perf_counter()
+            add_up(tensor)
+            seconds = time.perf_counter() - began
+            auto.barrier(everybody)
+            assert float(tensor[0]) == float(tensor[-1]) == count * (count + 1) / 2, f"{name} added up wrongly"
+            if turn:
+                found.setdefault(name, []).append((seconds, sent_bytes() - sent))
+    print(json.dumps(found))
+    auto.close()
+    gloo.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

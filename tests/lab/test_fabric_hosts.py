@@ -1,0 +1,25 @@
+"""Ranks of two hosts of the lab find out where they are, and send between hosts what one rank of each would."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import Lab
+
+RANKS = Path(__file__).parents[2] / "benchmarks" / "hosts" / "ranks.py"
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_host_send_what_one_would_alone():
+    if reason := Lab.why_not():
+        pytest.skip(reason)
+    with Lab(hosts=2, rate="1gbit") as lab:
+        ended = lab.run_ranks([sys.executable, str(RANKS), "sums", "4", "1"], per_host=2, deadline_s=60)
+    found = json.loads(ended[0].text().splitlines()[-1])
+    sent = {name: turns[0][1] / (4 << 20) for name, turns in found.items() if turns}
+    assert 1.0 <= sent["connect"] < 1.05
+    assert 1.0 <= sent["hierarchical"] < 1.05
+    assert 1.5 <= sent["ring in host order"] < 1.58
+    assert 3.0 <= sent["ring interleaved"] < 3.15
