@@ -212,17 +212,21 @@ class ShmFabric(JoinedFabric):
         self._sums.clear()
         self._groups.clear()
 
-    def finish(self, recipe: Recipe, turn: int) -> None:
-        """The collective is complete on this rank.
+    def finish(self, recipe: Recipe, turn: int, patience_s: float | None = None) -> bool:
+        """Return whether the collective is complete on this rank; it is, where no patience is given.
 
         Raises:
             PeerError: the members disagree, one is gone, or the deadline has passed.
         """
-        if self.failure is None and self._cp_wait(self._world, recipe.group, turn, SLICE_NS) == 0:
-            return
+        if self.failure is None:
+            slice_ns = SLICE_NS if patience_s is None else int(patience_s * 1e9)
+            status = self._cp_wait(self._world, recipe.group, turn, slice_ns)
+            if status == 0 or (status == Status.NOT_YET and patience_s is not None):
+                return bool(status == 0)
         operation = recipe.operation
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             self._pump(lambda: int(self._library.cp_wait(self._world, recipe.group, turn, SLICE_NS)), recipe)
+        return True
 
     def _start(self, recipe: Recipe, tensor: Tensor) -> Work:
         if len(recipe.operation.group) == 1:
@@ -333,9 +337,14 @@ class ShmWork(Work):
 
     def wait(self) -> None:
         """Take part until it is complete; signals are served."""
-        if self._fabric is None:
-            return
-        self._fabric.finish(self._recipe, self._turn)
-        self._fabric = None
-        if self._target is not None:
-            self._target.detach().copy_(self._whole)
+        self.completes_within(None)
+
+    def completes_within(self, seconds: float | None) -> bool:
+        """Take part for that long; until it is complete where None."""
+        if self._fabric is not None:
+            if not self._fabric.finish(self._recipe, self._turn, seconds):
+                return False
+            self._fabric = None
+            if self._target is not None:
+                self._target.detach().copy_(self._whole)
+        return True
