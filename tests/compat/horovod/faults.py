@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import counterpoint.compat.horovod.torch as hvd
-from counterpoint.compat.horovod.world import PROCESS
+from counterpoint.compat.horovod.world import the_world
 
 
 def other_names():
@@ -41,8 +41,9 @@ def asks_for_what_never_comes():
         while not hvd.poll(handle):
             pass
     else:
-        PROCESS.world.fabric.deadline_s = 20.0
-        PROCESS.world.fabric.recv(0, "what never comes, either")
+        fabric = the_world().fabric
+        fabric.deadline_s = 20.0
+        fabric.recv(0, "what never comes, either")
 
 
 def is_gone():

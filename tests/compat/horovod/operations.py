@@ -180,7 +180,8 @@ def expected_gradients(rank, size):
     rows = [torch.arange(2.0 * len(part), dtype=torch.float64) for part in torch.arange(2).tensor_split(size)]
     return [
         3 * size * here, 2 * here, places.view(-1, 2)[2 * rank : 2 * rank + 2],
-        here if rank == 1 else 0 * here, size * places.view(size, 4)[rank].view(2, 2), size * torch.cat(rows).view(2, 2),
+        here if rank == 1 else 0 * here, size * places.view(size, 4)[rank].view(2, 2),
+        size * torch.cat(rows).view(2, 2),
     ]  # fmt: skip
 
 
@@ -188,7 +189,7 @@ def sets_of_ranks():
     """All but the last rank, and the last; then one is removed, and a set of the same ranks is added again."""
     most, last = list(range(hvd.size() - 1)), hvd.size() - 1
     first, second = hvd.add_process_set(most), hvd.add_process_set(hvd.ProcessSet([last]))
-    found = [second.process_set_id, second.included(), first.size(), hvd.global_process_set.ranks]
+    found: list[object] = [second.process_set_id, second.included(), first.size(), hvd.global_process_set.ranks]
     if first.included():
         found += [first.rank(), hvd.allreduce(mine(2), op=hvd.Sum, process_set=first)]
         found += [hvd.allgather(mine(1), process_set=first), hvd.broadcast(mine(1), last - 1, process_set=first)]

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 import counterpoint.compat.horovod.torch as hvd
-from counterpoint.compat.horovod.process_sets import settle
+from counterpoint.compat.horovod.rank_sets import settle
 from counterpoint.compat.horovod.world import PROCESS, HorovodWorld, Places
 from counterpoint.errors import CounterpointError
 from counterpoint.fabric import Address, connect
@@ -54,7 +54,8 @@ def play(pipe, scenes, who, listener, port):
             rank, num_ranks, Address("127.0.0.1", port, listen_fd), deadline_s=deadline_s, transport=transport
         )
         kept = Board.keep("127.0.0.1", deadline_s) if rank == 0 else None
-        (board_port, *_) = fabric.gather_values("board", kept.port if kept else 0, tuple(range(num_ranks)))
+        board_port, *_ = fabric.gather_values("board", kept.port if kept else 0, tuple(range(num_ranks)))
+        assert isinstance(board_port, int)
         board = kept or Board.visit("127.0.0.1", board_port, deadline_s)
         places = Places(tuple(range(num_ranks)), (num_ranks,) * num_ranks, rank)
         PROCESS.world = HorovodWorld(fabric, places, SMALL_BUCKET_BYTES, lambda: board)

@@ -1,6 +1,7 @@
 """Objects and states that travel, batch normalization, ranks that run out of data, and the timeline: as scenes."""
 
 import json
+import logging
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import counterpoint.compat.horovod.torch as hvd
+from counterpoint.compat.horovod import joining
+from counterpoint.compat.horovod.world import the_world
 from tests.compat.horovod.players import told
 from tests.compat.horovod.training import WIDE, Net, loss_of, sgd, values
 
@@ -121,6 +124,20 @@ def written_timeline():
         return [tracks, [event["name"] for event in events if event.get("ph") == "X"]]
 
 
+def stalled():
+    """Return what rank 0 logs while rank 1 does not come, until it does."""
+    board, found = the_world().joining.board(), []
+    assert board is not None
+    listener = logging.Handler()
+    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("counterpoint.horovod").addHandler(listener)
+    joining.STALL_S = 0.05  # type: ignore[misc]  # of this rank's process only
+    while hvd.rank() != 0 and board.read("stalled/0") is None:
+        pass
+    hvd.allreduce(torch.ones(1), name="loss")
+    return [*found, board.read("stalled/0")] if hvd.rank() == 0 else []
+
+
 def begun_again():
     """Return what is known before and after a shutdown and a second start."""
     before = hvd.rank()
@@ -133,5 +150,6 @@ def begun_again():
 
 
 SCENES = (
-    objects, foreign_objects, states, normalized, uneven, zeros_of_joined_ranks, written_timeline, begun_again,
+    objects, foreign_objects, states, normalized, uneven, zeros_of_joined_ranks, written_timeline, stalled,
+    begun_again,
 )  # fmt: skip

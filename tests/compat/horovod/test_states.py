@@ -104,6 +104,15 @@ def test_rank_0_writes_a_timeline_with_a_track_for_every_tensor(num_ranks, trans
     assert first == [["loss", "weight"], ["WAIT_FOR_ALLREDUCE", "ALLREDUCE", "WAIT_FOR_BROADCAST", "BROADCAST"]]
 
 
+@WORLDS
+def test_a_rank_that_waits_for_long_says_for_whom(num_ranks, transport):
+    (text, afterwards), *_ = ranks_of(states.stalled, num_ranks, transport)
+    missing = "rank 1 is" if num_ranks == 2 else "ranks 1, 2 are"
+    assert text.startswith("rank 0 has waited 0 s for allreduce of loss; ")
+    assert f"{missing} not waiting for it: look at what they do instead" in text
+    assert afterwards is None
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_it_can_be_shut_down_and_begun_again(num_ranks):
     for again, is_initialized, text, included, number, total in ranks_of(states.begun_again, num_ranks, "auto"):

@@ -22,6 +22,7 @@ ADVICE = [
     "hvd.elastic.TorchState does not exist here",
     "give op alone",
     "add up to the rows",
+    "1 parameters, the first with shape (5,), were added to the optimizer or unfrozen",
     "add it before it is used",
 ]
 
@@ -43,6 +44,13 @@ def test_a_sum_is_as_many_means_as_there_are_ranks(num_ranks, transport):
     expected = training.solo(num_ranks, factor=num_ranks)
     for found in ranks_of(num_ranks, transport):
         assert found["added_up"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@WORLDS
+def test_an_optimizer_that_computes_the_loss_itself_finds_that_of_all_ranks(num_ranks, transport):
+    expected = training.solo_by_closures(num_ranks)
+    for found in ranks_of(num_ranks, transport):
+        assert found["by_closures"] == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @WORLDS

@@ -1,6 +1,8 @@
 """Training with ``DistributedOptimizer``, each way as a scene; and the same training by one rank on all data."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +23,9 @@ class Net(nn.Module):
         self.frozen, self.left_out = nn.Linear(7, 7, dtype=WIDE), nn.Linear(3, 3, dtype=WIDE)
         self.sometimes, self.last = nn.Linear(7, 7, dtype=WIDE), nn.Linear(7, 3, dtype=WIDE)
         self.frozen.requires_grad_(False)
+
+    def trained(self):
+        return [param for param in self.parameters() if param.requires_grad]
 
     def forward(self, x, rank):
         x = self.same(self.same(torch.tanh(self.first(x))))
@@ -122,25 +127,39 @@ def with_gradients_kept():
     return values(model)
 
 
-def by_closures():
-    """An optimizer that computes the loss itself, as often as it likes."""
-    model = Net()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+def descend(optimizer, loss):
+    """Take steps with an optimizer that computes the loss itself, as often as it likes."""
     for step in range(STEPS):
 
         def closure(step=step):
             optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank(), step)
-            loss.backward()
-            return loss
+            found = loss(step)
+            found.backward()
+            return found
 
         optimizer.step(closure)
+
+
+def lbfgs(params):
+    return torch.optim.LBFGS(params, lr=0.5, max_iter=3)
+
+
+def by_closures():
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(lbfgs(model.trained()), model.named_parameters())
+    descend(optimizer, lambda step: loss_of(model, hvd.rank(), step))
     return values(model)
 
 
-REFERENCES = {
+def solo_by_closures(size):
+    model = Net()
+    descend(lbfgs(model.trained()), lambda step: sum(loss_of(model, rank, step) for rank in range(size)) / size)
+    return values(model)
+
+
+REFERENCES: dict[Callable[[], object], dict[str, Any]] = {
     plainly: {}, accumulated: {"passes": 2}, clipped: {"clip": 0.1}, predivided: {}, in_groups: {},
-    by_adam: {"make": partial(torch.optim.Adam, lr=0.01)}, with_gradients_kept: {}, by_closures: {},
+    by_adam: {"make": partial(torch.optim.Adam, lr=0.01)}, with_gradients_kept: {},
 }  # fmt: skip
 
 
@@ -156,7 +175,8 @@ def embedded(*, as_dense):
         if (step, hvd.rank()) != (0, 1):
             table(rows_of(hvd.rank(), step)).square().sum().backward()
         optimizer.step()
-    return [values(table), table.weight.grad.is_sparse]
+    grad = table.weight.grad
+    return [values(table), grad is not None and grad.is_sparse]
 
 
 def sparse():
@@ -249,10 +269,12 @@ def misused():
     said(lambda: hvd.elastic.TorchState)
     said(lambda: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum))
     said(lambda: hvd.alltoall(torch.ones(3), [1, 1]))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+    said(optimizer.step)
     said(lambda: hvd.allreduce(torch.ones(2), process_set=hvd.ProcessSet([0])))
     return found
 
 
 SCENES = (
-    *REFERENCES, added_up, sparse, sparse_as_dense, by_adasum, with_half_the_bytes, by_a_schedule, misused,
+    *REFERENCES, added_up, by_closures, sparse, sparse_as_dense, by_adasum, with_half_the_bytes, by_a_schedule, misused,
 )  # fmt: skip

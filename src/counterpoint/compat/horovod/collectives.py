@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.compat.horovod.errors import HorovodInternalError
-from counterpoint.compat.horovod.handles import Call, Handle, Part, Result
+from counterpoint.compat.horovod.handles import Call, Part, Pending, Result
 from counterpoint.compat.horovod.reductions import Reduce, combine, scale
 from counterpoint.compat.horovod.world import HorovodWorld
 from counterpoint.errors import PlanError
@@ -58,7 +58,7 @@ class Fused:
     rows: Tensor | None
 
 
-def all_reduce(world: HorovodWorld, outputs: Sequence[Tensor], among: Among, reduce: Reduce) -> Handle:
+def all_reduce(world: HorovodWorld, outputs: Sequence[Tensor], among: Among, reduce: Reduce) -> Pending:
     """Start to replace the tensors by what becomes of all members' tensors; several of one dtype travel as one.
 
     Args:
@@ -131,7 +131,7 @@ def _unfuse(fused: Fused, outputs: Sequence[Tensor], reduce: Reduce, num_ranks: 
             tensor.copy_(piece.view(tensor.shape))
 
 
-def all_gather(world: HorovodWorld, tensors: Sequence[Tensor], among: Among) -> Handle:
+def all_gather(world: HorovodWorld, tensors: Sequence[Tensor], among: Among) -> Pending:
     """Start to collect every member's tensors, along their first dim; the shapes of all are here already.
 
     Raises:
@@ -202,7 +202,7 @@ def _require_fit(
         )
 
 
-def broadcast(world: HorovodWorld, output: Tensor, root: int, among: Among) -> Handle:
+def broadcast(world: HorovodWorld, output: Tensor, root: int, among: Among) -> Pending:
     """Start to replace the tensor by the root's."""
     require_member(f"broadcast of {among.name}", root, among.group)
     work = lambda: [world.fabric.broadcast(among.name, output, among.group, root)]  # noqa: E731
@@ -222,7 +222,7 @@ def require_member(what: str, root: int, group: Group) -> None:
         )
 
 
-def all_to_all(world: HorovodWorld, tensor: Tensor, splits: Sequence[int], among: Among) -> Handle:
+def all_to_all(world: HorovodWorld, tensor: Tensor, splits: Sequence[int], among: Among) -> Pending:
     """Start to send every member its rows; the result is what they send, and how many rows each sends.
 
     Raises:
@@ -253,7 +253,7 @@ def all_to_all(world: HorovodWorld, tensor: Tensor, splits: Sequence[int], among
     return world.start(Call("alltoall", among.name, among.group), works, finish)
 
 
-def reduce_scatter(world: HorovodWorld, tensors: Sequence[Tensor], among: Among, reduce: Reduce) -> Handle:
+def reduce_scatter(world: HorovodWorld, tensors: Sequence[Tensor], among: Among, reduce: Reduce) -> Pending:
     """Start to reduce the tensors and to give each member its rows: the first members one more where they do not fit.
 
     Raises:

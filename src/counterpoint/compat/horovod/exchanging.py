@@ -11,8 +11,8 @@ from torch.autograd import Function
 
 from counterpoint.compat.horovod import collectives
 from counterpoint.compat.horovod.collectives import Among
-from counterpoint.compat.horovod.handles import Handle
-from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_set, member_of
+from counterpoint.compat.horovod.handles import Pending
+from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
 from counterpoint.compat.horovod.reducing import UNNAMED, copies
 from counterpoint.compat.horovod.reductions import Op, Reduce
 from counterpoint.compat.horovod.waiting import finish, finish_list, finish_one
@@ -20,7 +20,7 @@ from counterpoint.compat.horovod.world import the_world
 from counterpoint.errors import PlanError
 
 
-def _among(name: str | None, process_set: ProcessSet) -> Among:
+def _among(name: str | None, process_set: RankSet) -> Among:
     return Among(name or UNNAMED, member_of(process_set))
 
 
@@ -80,7 +80,7 @@ class _AllToAll(Function):
         return None, None, result[0]
 
 
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: RankSet = global_process_set) -> Tensor:
     """Return all members' tensors, one behind the other along the first dim, in which they may differ.
 
     Raises:
@@ -90,26 +90,26 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor], name: str | None = None, process_set: RankSet = global_process_set
 ) -> list[Tensor]:
     """Return all members' tensors, each list place by itself."""
     return list(_AllGather.apply(_among(name, process_set), *tensors))  # type: ignore[no-untyped-call]
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: RankSet = global_process_set) -> Pending:
     """Return the handle of an allgather; it waits here until all members have told the shapes of their tensors."""
     return grouped_allgather_async([tensor], name, process_set)
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+    tensors: Sequence[Tensor], name: str | None = None, process_set: RankSet = global_process_set
+) -> Pending:
     """Return the handle of an allgather of several tensors."""
     return collectives.all_gather(the_world(), tensors, _among(name, process_set))
 
 
 def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: RankSet = global_process_set
 ) -> Tensor:
     """Return the root's tensor; this rank's stays as it is."""
     result: Tensor = _Broadcast.apply(_among(name, process_set), root_rank, tensor)  # type: ignore[no-untyped-call]
@@ -117,21 +117,21 @@ def broadcast(
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: RankSet = global_process_set
+) -> Pending:
     """Return the handle of a broadcast into a new tensor."""
     return collectives.broadcast(the_world(), copies([tensor])[0], root_rank, _among(name, process_set))
 
 
 def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: RankSet = global_process_set
+) -> Pending:
     """Return the handle of a broadcast into the tensor itself."""
     return collectives.broadcast(the_world(), tensor.detach(), root_rank, _among(name, process_set))
 
 
 def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: RankSet = global_process_set
 ) -> Tensor:
     """Return the tensor, which holds the root's numbers."""
     finish(broadcast_async_(tensor, root_rank, name, process_set))
@@ -154,8 +154,8 @@ def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor | tuple[Tensor, Tensor]:
+    process_set: RankSet = global_process_set,
+) -> Any:  # noqa: ANN401 - a tensor, or two
     """Return the rows that all members send to this one; where splits are given, also how many each has sent.
 
     Args:
@@ -177,8 +177,8 @@ def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+    process_set: RankSet = global_process_set,
+) -> Pending:
     """Return the handle of an alltoall, whose result is the rows and how many each has sent.
 
     It waits here until all members have told how they split.
@@ -188,7 +188,7 @@ def alltoall_async(
 
 
 def sparse_allreduce_async(
-    tensor: Tensor, name: str, op: Op, process_set: ProcessSet = global_process_set
+    tensor: Tensor, name: str, op: Op, process_set: RankSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Return what ``synchronize`` takes: all members' entries of a sparse tensor together, or their mean.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +14,8 @@ from counterpoint.compat.horovod.collectives import Among
 from counterpoint.compat.horovod.compression import Compressor
 from counterpoint.compat.horovod.errors import CallOrderError
 from counterpoint.compat.horovod.exchanging import sparse_allreduce_async
-from counterpoint.compat.horovod.handles import Handle
-from counterpoint.compat.horovod.process_sets import ProcessSet, member_of
+from counterpoint.compat.horovod.handles import Pending
+from counterpoint.compat.horovod.rank_sets import RankSet, member_of
 from counterpoint.compat.horovod.reductions import Op, Reduce
 from counterpoint.compat.horovod.waiting import finish, finish_one
 from counterpoint.compat.horovod.world import AGREEMENT, the_world
@@ -38,7 +38,7 @@ class Settings:
 
     compression: type[Compressor]
     reduce: Reduce
-    process_set: ProcessSet
+    process_set: RankSet
     groups: tuple[tuple[int, ...], ...] | None = None
     sparse_as_dense: bool = False
 
@@ -60,7 +60,7 @@ class Bucket:
     name: str
     missing: set[int] = field(default_factory=set)
     context: dict[int, object] = field(default_factory=dict)
-    handle: Handle | None = None
+    handle: Pending | None = None
 
 
 class Gradients:
@@ -78,6 +78,7 @@ class Gradients:
     def __init__(self, named: Named, settings: Settings) -> None:
         self.passes = 1
         self._named = [(name, param) for name, param in named if param.requires_grad]
+        self._known = {id(param) for _, param in self._named}
         self._settings = settings
         self._left = [1] * len(self._named)
         self._ready: list[int] = []
@@ -91,6 +92,20 @@ class Gradients:
         own = weakref.ref(self)
         for number, (_, param) in enumerate(self._named):
             param.register_post_accumulate_grad_hook(_hook(own, number))  # type: ignore[no-untyped-call]
+
+    def require_all(self, params: Iterable[Tensor]) -> None:
+        """All trained parameters are known here.
+
+        Raises:
+            CallOrderError: some came later, and their gradients would be those of this rank alone.
+        """
+        unknown = [param for param in params if param.requires_grad and id(param) not in self._known]
+        if unknown:
+            raise CallOrderError(
+                f"{len(unknown)} parameters, the first with shape {tuple(unknown[0].shape)}, were added to the "
+                "optimizer or unfrozen after DistributedOptimizer was called; their gradients would stay those of this "
+                "rank: call hvd.DistributedOptimizer again, on a new optimizer with all parameters"
+            )
 
     def expect(self, passes: int) -> None:
         """A step has so many backward passes from now on; what was counted is forgotten."""

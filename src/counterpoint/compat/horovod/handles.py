@@ -56,7 +56,7 @@ class Call:
         return f"{self.kind} of {self.name}"
 
 
-class Handle:
+class Pending:
     """What an asynchronous operation returns: for ``poll`` and ``synchronize``, and kept until then.
 
     Args:
@@ -115,14 +115,14 @@ class Outstanding:
     def __init__(self, patiently: Callable[[Work, Call], None]) -> None:
         self.timeline: Timeline | None = None
         self._patiently = patiently
-        self._handles: dict[Handle, float] = {}
+        self._handles: dict[Pending, float] = {}
 
-    def add(self, handle: Handle) -> Handle:
+    def add(self, handle: Pending) -> Pending:
         """Remember it."""
         self._handles[handle] = self.timeline.now_us() if self.timeline is not None else 0.0
         return handle
 
-    def finish(self, handle: Handle) -> Result:
+    def finish(self, handle: Pending) -> Result:
         """Return its result, when it is there."""
         if handle.is_done:
             return handle.wait(self._patiently)
@@ -141,6 +141,6 @@ class Outstanding:
         while self._handles:
             self.finish(next(iter(self._handles)))
 
-    def of_all_ranks(self) -> list[Handle]:
+    def of_all_ranks(self) -> list[Pending]:
         """Return the operations in which all ranks take part, in the order in which they were started."""
         return [handle for handle in self._handles if handle.turn >= 0]

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Final
 
 from counterpoint.compat.horovod.errors import HorovodInternalError
-from counterpoint.compat.horovod.handles import Call, Handle, Part
+from counterpoint.compat.horovod.handles import Call, Part, Pending
 from counterpoint.fabric.board import Board
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.fingerprint import ranks
@@ -35,13 +35,16 @@ class Joining:
         fabric: of this rank.
         board: opens the board when it is needed for the first time; None where there is none.
         started: the operations of all ranks that this rank has started and not waited for.
+
+    Attributes:
+        board: as given.
     """
 
     def __init__(
-        self, fabric: Fabric, board: Callable[[], Board | None], started: Callable[[], Sequence[Handle]]
+        self, fabric: Fabric, board: Callable[[], Board | None], started: Callable[[], Sequence[Pending]]
     ) -> None:
         self._fabric = fabric
-        self._open = board
+        self.board = board
         self._started = started
         self._round = 0
         self._somebody_has_joined = False
@@ -73,10 +76,10 @@ class Joining:
                 has_stalled = True
             pause_s = min(2 * pause_s, LONG_MOMENT_S)
             self._look(call)
-        if has_stalled and (board := self._open()) is not None:
+        if has_stalled and (board := self.board()) is not None:
             board.clear(f"stalled/{self._fabric.rank}")
 
-    def ask(self, handle: Handle) -> bool:
+    def ask(self, handle: Pending) -> bool:
         """Return whether it is over; a program that asks again and again is told in the end what is wrong.
 
         Raises:
@@ -103,11 +106,14 @@ class Joining:
         Raises:
             HorovodInternalError: the others do what this rank cannot follow, or nothing within the deadline.
         """
-        board, rank, num_ranks = self._open(), self._fabric.rank, self._fabric.num_ranks
+        board, rank, num_ranks = self.board(), self._fabric.rank, self._fabric.num_ranks
         if num_ranks == 1:
             return 0, turn
         if board is None:
-            raise HorovodInternalError("join needs ranks in processes of their own: start them with counterpoint run")
+            raise HorovodInternalError(
+                "join needs a port at which rank 0 can be reached, and none could be opened; pad the data instead, so "
+                "that all ranks have the same number of batches, or give a MASTER_ADDR that is an address of its host"
+            )
         place = f"join/{self._round}"
         board.post(f"{place}/here/{rank}", "here")
         if board.count(f"{place}/count") == num_ranks:
@@ -165,7 +171,7 @@ class Joining:
 
     def _look(self, call: Call) -> None:
         """If somebody has joined, those who have know what this rank has started."""
-        board = None if self._somebody_has_joined and len(call.group) == self._fabric.num_ranks else self._open()
+        board = None if self._somebody_has_joined and len(call.group) == self._fabric.num_ranks else self.board()
         if board is None or board.read(f"join/{self._round}/count") is None:
             return
         absent = sorted(set(self._joined(board)) & set(call.group))
@@ -180,7 +186,7 @@ class Joining:
             raise self._refuse(board, call, f"{ranks(absent)} joined; a rank that has joined follows only")
 
     def _post(self, call: Call, turn: int) -> None:
-        board = self._open()
+        board = self.board()
         if board is None or turn < 0:
             return
         if call.parts is None:
@@ -215,7 +221,7 @@ class Joining:
 
     def _report_stall(self, call: Call, waited_s: float) -> None:
         """Say who is not there, as far as it is known: those that do not wait for the same."""
-        board = self._open()
+        board = self.board()
         if board is None:
             return
         board.post(f"stalled/{self._fabric.rank}", str(call))

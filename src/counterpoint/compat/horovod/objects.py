@@ -11,7 +11,7 @@ from torch import Tensor
 
 from counterpoint.compat.horovod import collectives
 from counterpoint.compat.horovod.collectives import DTYPES, Among
-from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_set, member_of
+from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
 from counterpoint.compat.horovod.waiting import finish_one
 from counterpoint.compat.horovod.world import the_world
 from counterpoint.errors import DataError
@@ -124,7 +124,7 @@ def broadcast_object(
     obj: Any = None,  # noqa: ANN401 - whatever can travel
     root_rank: int = 0,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> Any:  # noqa: ANN401
     """Return the root's object: the root itself its own, all others an equal one.
 
@@ -155,7 +155,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any,  # noqa: ANN401 - whatever can travel
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> list[Any]:
     """Return all members' objects, in the order of their ranks; the types are those of :func:`broadcast_object`.
 

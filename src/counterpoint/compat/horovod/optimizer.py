@@ -17,7 +17,7 @@ from counterpoint.compat.horovod.collectives import Among
 from counterpoint.compat.horovod.compression import Compression, Compressor
 from counterpoint.compat.horovod.errors import CallOrderError
 from counterpoint.compat.horovod.gradients import Gradients, Named, Settings
-from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_set, member_of
+from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
 from counterpoint.compat.horovod.reductions import Op, Reduce
 from counterpoint.compat.horovod.waiting import finish_list
 from counterpoint.compat.horovod.world import the_world
@@ -35,6 +35,7 @@ class OfAllRanks:
     _is_synchronized: bool
     _synchronizes: bool
     backward_passes_per_step: int
+    param_groups: list[dict[str, Any]]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """A step has so many backward passes from now on."""
@@ -56,6 +57,7 @@ class OfAllRanks:
             HorovodInternalError: another rank has other parameters, is gone or late.
         """
         if self._gradients is not None:
+            self._gradients.require_all(param for group in self.param_groups for param in group["params"])
             self._gradients.finish()
         self._is_synchronized = True
 
@@ -116,7 +118,7 @@ class DeltasOfAllRanks:
 
     _named: Named
     _compression: type[Compressor]
-    _process_set: ProcessSet
+    _process_set: RankSet
     backward_passes_per_step: int
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -163,7 +165,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> O:
     """Return an optimizer of the same class, with the same parameters, options and state, that all ranks step together.
 

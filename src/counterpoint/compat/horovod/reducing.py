@@ -13,8 +13,8 @@ from torch.autograd import Function
 from counterpoint.compat.horovod import collectives
 from counterpoint.compat.horovod.collectives import Among
 from counterpoint.compat.horovod.compression import Compression, Compressor
-from counterpoint.compat.horovod.handles import Handle
-from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_set, member_of
+from counterpoint.compat.horovod.handles import Pending
+from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
 from counterpoint.compat.horovod.reductions import Op, Reduce, op_of
 from counterpoint.compat.horovod.waiting import finish, finish_list
 from counterpoint.compat.horovod.world import the_world
@@ -27,18 +27,18 @@ class Asked:
     """What a call asks for, apart from its tensors."""
 
     name: str
-    process_set: ProcessSet
+    process_set: RankSet
     reduce: Reduce
 
     def among(self) -> Among:
         """Return the name and the members."""
         return Among(self.name, member_of(self.process_set))
 
-    def start(self, outputs: Sequence[Tensor]) -> Handle:
+    def start(self, outputs: Sequence[Tensor]) -> Pending:
         """Start to replace the tensors."""
         return collectives.all_reduce(the_world(), outputs, self.among(), self.reduce)
 
-    def scatter(self, tensors: Sequence[Tensor]) -> Handle:
+    def scatter(self, tensors: Sequence[Tensor]) -> Pending:
         """Start to reduce the tensors, and to give each member its rows."""
         return collectives.reduce_scatter(the_world(), tensors, self.among(), self.reduce)
 
@@ -86,7 +86,7 @@ def allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> Tensor:
     """Return what becomes of all ranks' tensors; gradients flow back the same way.
 
@@ -118,7 +118,7 @@ def grouped_allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> list[Tensor]:
     """Return what becomes of all ranks' tensors, each with its own; those of one dtype travel as one message."""
     asked = Asked(name or UNNAMED, process_set, Reduce(op_of(op, average), prescale_factor, postscale_factor))
@@ -134,8 +134,8 @@ def allreduce_async(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+    process_set: RankSet = global_process_set,
+) -> Pending:
     """Return the handle of an allreduce into a new tensor."""
     reduce = Reduce(op_of(op, average), prescale_factor, postscale_factor)
     return Asked(name or UNNAMED, process_set, reduce).start(copies([tensor]))
@@ -148,8 +148,8 @@ def allreduce_async_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+    process_set: RankSet = global_process_set,
+) -> Pending:
     """Return the handle of an allreduce in the tensor itself, which nobody may touch until it is over."""
     return grouped_allreduce_async_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -161,7 +161,7 @@ def allreduce_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> Tensor:
     """Return the tensor, which holds what becomes of all ranks'."""
     finish(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
@@ -175,8 +175,8 @@ def grouped_allreduce_async(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+    process_set: RankSet = global_process_set,
+) -> Pending:
     """Return the handle of a grouped allreduce into new tensors."""
     reduce = Reduce(op_of(op, average), prescale_factor, postscale_factor)
     return Asked(name or UNNAMED, process_set, reduce).start(copies(tensors))
@@ -189,8 +189,8 @@ def grouped_allreduce_async_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+    process_set: RankSet = global_process_set,
+) -> Pending:
     """Return the handle of a grouped allreduce in the tensors themselves."""
     reduce = Reduce(op_of(op, average), prescale_factor, postscale_factor)
     return Asked(name or UNNAMED, process_set, reduce).start([tensor.detach() for tensor in tensors])
@@ -203,7 +203,7 @@ def grouped_allreduce_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> list[Tensor]:
     """Return the tensors, which hold what becomes of all ranks'."""
     finish(grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set))
@@ -215,7 +215,7 @@ def reducescatter(
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: Op = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
@@ -229,7 +229,7 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: Op = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
@@ -244,10 +244,10 @@ def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
     op: Op = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Pending:
     """Return the handle of a reducescatter; the tensor stays as it is."""
     return grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
 
@@ -256,10 +256,10 @@ def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
     op: Op = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Pending:
     """Return the handle of a reducescatter of several tensors."""
     reduce = Reduce(op_of(op, None), prescale_factor, postscale_factor)
     return Asked(name or UNNAMED, process_set, reduce).scatter(tensors)

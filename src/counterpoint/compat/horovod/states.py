@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from counterpoint.compat.horovod import collectives
 from counterpoint.compat.horovod.collectives import Among
 from counterpoint.compat.horovod.objects import broadcast_object
-from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_set, member_of
+from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
 from counterpoint.compat.horovod.waiting import finish
 from counterpoint.compat.horovod.world import the_world
 from counterpoint.errors import PlanError
@@ -20,7 +20,7 @@ from counterpoint.errors import PlanError
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Tensor] | Tensor],
     root_rank: int = 0,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> None:
     """The tensors hold the root's numbers, on all members.
 
@@ -63,7 +63,7 @@ def broadcast_optimizer_state(
     optimizer: Optimizer,
     root_rank: int = 0,
     model: object = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: RankSet = global_process_set,
 ) -> None:
     """The optimizer has the root's state and options, on all members; their parameters stay as they are.
 

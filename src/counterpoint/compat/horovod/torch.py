@@ -30,8 +30,8 @@ from counterpoint.compat.horovod.exchanging import (
 )
 from counterpoint.compat.horovod.objects import allgather_object, broadcast_object
 from counterpoint.compat.horovod.optimizer import DistributedOptimizer
-from counterpoint.compat.horovod.process_sets import (
-    ProcessSet,
+from counterpoint.compat.horovod.rank_sets import (
+    RankSet,
     add_process_set,
     global_process_set,
     remove_process_set,
@@ -58,6 +58,7 @@ from counterpoint.compat.horovod.waiting import barrier, join, poll, synchronize
 from counterpoint.compat.horovod.world import PROCESS, open_process_world, the_world
 from counterpoint.errors import PlanError
 
+ProcessSet = RankSet
 Average, Sum, Adasum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.ADASUM, Op.MIN, Op.MAX, Op.PRODUCT
 
 __all__ = [
@@ -75,7 +76,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[RankSet] | str | None = None) -> None:
     """This process is a rank among those that its launcher started; alone where none did. A second call does nothing.
 
     Args:

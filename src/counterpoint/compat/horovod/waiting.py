@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,40 +11,40 @@ from torch import Tensor
 from counterpoint.compat.horovod import collectives
 from counterpoint.compat.horovod.collectives import Among
 from counterpoint.compat.horovod.errors import as_horovod_raises
-from counterpoint.compat.horovod.handles import Handle, Result
-from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_set, member_of
+from counterpoint.compat.horovod.handles import Pending, Result
+from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
 from counterpoint.compat.horovod.reductions import Op, Reduce
 from counterpoint.compat.horovod.world import the_world
 
 
-def finish(handle: Handle) -> Result:
+def finish(handle: Pending) -> Result:
     """Return the result of the operation, when it is there."""
     return the_world().outstanding.finish(handle)
 
 
-def finish_one(handle: Handle) -> Tensor:
+def finish_one(handle: Pending) -> Tensor:
     """Return the one tensor that the operation results in."""
     result = finish(handle)
     assert isinstance(result, Tensor)
     return result
 
 
-def finish_list(handle: Handle) -> list[Tensor]:
+def finish_list(handle: Pending) -> list[Tensor]:
     """Return the tensors that the operation results in."""
     result = finish(handle)
     return [result] if isinstance(result, Tensor) else list(result or [])
 
 
-def synchronize(handle: Handle | Callable[[], Tensor]) -> Result:
+def synchronize(handle: Pending | Callable[[], Tensor]) -> Any:  # noqa: ANN401 - a tensor, or several
     """Return the result of an asynchronous operation, when it is there.
 
     Raises:
         HorovodInternalError: another rank disagrees, is gone or late.
     """
-    return finish(handle) if isinstance(handle, Handle) else handle()
+    return finish(handle) if isinstance(handle, Pending) else handle()
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Pending) -> bool:
     """Return whether the operation is over, so that ``synchronize`` returns at once; it goes on while it is asked.
 
     Raises:
@@ -74,7 +75,7 @@ def join(device: int = -1) -> int:
     return the_world().join()
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
+def barrier(process_set: RankSet = global_process_set) -> None:
     """All members have come to this point.
 
     Raises:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from counterpoint.compat.horovod.errors import as_horovod_raises
-from counterpoint.compat.horovod.handles import Call, Handle, Outstanding, Part, Result
+from counterpoint.compat.horovod.handles import Call, Outstanding, Part, Pending, Result
 from counterpoint.compat.horovod.joining import Joining
 from counterpoint.compat.horovod.timeline import Timeline
-from counterpoint.errors import PlanError
+from counterpoint.errors import LaunchError, PlanError
 from counterpoint.fabric.board import Board
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.launchers.environment import detect
@@ -69,7 +69,7 @@ class HorovodWorld:
         self.joining = Joining(fabric, board, self.outstanding.of_all_ranks)
         self._turn = 0
 
-    def start(self, call: Call, works: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Handle:
+    def start(self, call: Call, works: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Pending:
         """Return the handle of an operation that has been started.
 
         Args:
@@ -86,7 +86,7 @@ class HorovodWorld:
             self._turn += 1
         with as_horovod_raises(), torch.no_grad():
             self.joining.announce(call, turn)
-            return self.outstanding.add(Handle(call, works(), finish, turn))
+            return self.outstanding.add(Pending(call, works(), finish, turn))
 
     def numbers(self, what: str, name: str, own: Sequence[int], group: Group) -> list[list[int]]:
         """Return every member's numbers, when they are there; all give equally many."""
@@ -169,8 +169,8 @@ def open_process_world() -> HorovodWorld:
     else:
         host, kept = environment.master_addr, None
         if fabric.rank == 0:
-            kept = Board.keep(host, fabric.deadline_s)
-            own = (*own[:2], kept.port)
+            kept = _keep(host, fabric.deadline_s)
+            own = (*own[:2], kept.port if kept is not None else 0)
         told: list[Any] = fabric.gather_values("places of ranks", [*own, variables.fusion_bytes], tuple(range(size)))
         local_ranks, local_sizes, ports, fusion = zip(*told, strict=True)
         places = Places(local_ranks, local_sizes, fabric.rank)
@@ -181,8 +181,18 @@ def open_process_world() -> HorovodWorld:
     return world
 
 
+def _keep(host: str, deadline_s: float) -> Board | None:
+    """Return a new board; None where this host cannot listen at the address by which it is known."""
+    try:
+        return Board.keep(host, deadline_s)
+    except LaunchError:
+        return None
+
+
 def _visit(host: str, port: int, deadline_s: float) -> Board | None:
-    """Return the board of rank 0; None where that rank has ended, which the fabric will tell."""
+    """Return the board of rank 0; None where there is none, or that rank has ended, which the fabric will tell."""
+    if port == 0:
+        return None
     try:
         return Board.visit(host, port, deadline_s)
     except RuntimeError:

@@ -10,8 +10,8 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Group
 
 
-class ProcessSet:
-    """Ranks that run operations together; a member of the whole job may be in many.
+class RankSet:
+    """Horovod's ``ProcessSet``: ranks that run operations together; a member of the whole job may be in many.
 
     Args:
         ranks: whose set it is, as ranks of the whole job.
@@ -52,7 +52,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-class GlobalProcessSet(ProcessSet):
+class AllRanks(RankSet):
     """All ranks; what they are is known from ``init`` on."""
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class GlobalProcessSet(ProcessSet):
         self.ranks = None
 
 
-global_process_set = GlobalProcessSet()
+global_process_set = AllRanks()
 
 
-def member_of(process_set: ProcessSet) -> Group:
+def member_of(process_set: RankSet) -> Group:
     """Return the ranks of the set, this one among them.
 
     Raises:
@@ -85,7 +85,7 @@ def member_of(process_set: ProcessSet) -> Group:
     return group
 
 
-def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+def add_process_set(process_set: RankSet | Iterable[int]) -> RankSet:
     """Return the set, known to all ranks; every rank calls this with the same ranks.
 
     Raises:
@@ -93,7 +93,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         PlanError: some of them do not exist, or the set exists already.
     """
     world = the_world()
-    new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    new = process_set if isinstance(process_set, RankSet) else RankSet(process_set)
     group = tuple(new.ranks or ())
     if not group or len(set(group)) != len(group) or not set(group) <= set(world.everybody):
         raise PlanError(
@@ -109,7 +109,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     return new
 
 
-def remove_process_set(process_set: ProcessSet) -> bool:
+def remove_process_set(process_set: RankSet) -> bool:
     """Return whether the set was known, and is no more; every rank calls this. The set of all ranks stays.
 
     Raises:
@@ -125,7 +125,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def settle(world: HorovodWorld | None, process_sets: Sequence[ProcessSet]) -> None:
+def settle(world: HorovodWorld | None, process_sets: Sequence[RankSet]) -> None:
     """The set of all ranks is that of this world, and those given are known; none where there is no world."""
     global_process_set.ranks = None if world is None else list(world.everybody)
     for process_set in process_sets:
