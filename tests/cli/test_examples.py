@@ -80,3 +80,15 @@ def test_the_digits_have_the_same_losses_under_every_launcher():
 def test_launched_ranks_return_the_same_losses():
     first, second = lines("examples/launch.py")
     assert first.removeprefix("rank 0") == second.removeprefix("rank 1")
+
+
+def test_a_script_of_horovod_learns_the_digits(capsys):
+    assert example("horovod_mnist").main(["--epochs", "1"]) > 0.8
+    assert capsys.readouterr().out.startswith("epoch 0: ")
+
+
+@pytest.mark.process
+def test_a_script_of_horovod_runs_on_ranks():
+    reached = lines("-m", "counterpoint", "run", "-n", "2", "examples/horovod_mnist.py", "--epochs", "1")
+    assert len(reached) == 1
+    assert reached[0].endswith(" % of the held-out digits")

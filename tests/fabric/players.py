@@ -11,7 +11,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.fabric import Address, LocalWorld, connect
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.fabric.players"])
+CONTEXT.set_forkserver_preload(["tests.fabric.players", "torch._dynamo"])  # the first optimizer imports the second
 
 
 def told(scene, fabric):

@@ -26,6 +26,18 @@ class Work(ABC):
             PeerError: the members disagree, one of them is gone, or the deadline has passed.
         """
 
+    def completes_within(self, seconds: float) -> bool:
+        """Return whether it is complete on this rank after at most that long, with this rank taking part.
+
+        A transport that cannot tell without waiting waits.
+
+        Raises:
+            PeerError: the members disagree, or one of them is gone.
+        """
+        del seconds
+        self.wait()
+        return True
+
 
 class Finished(Work):
     """A collective of one rank, which is complete before it starts."""

@@ -289,6 +289,18 @@ class TorchWork(Work):
             self._fabric.finish(self.start, self._lane)
             self._lane = None
 
+    def completes_within(self, seconds: float) -> bool:
+        """Wait for that long; what goes wrong otherwise is told by :meth:`wait`."""
+        if self._lane is not None and self._fabric.failure is None:
+            try:
+                self._lane.finish(self.start, seconds)
+            except TimeoutError:
+                return False
+            except (PeerError, RuntimeError):
+                self.wait()
+        self.wait()
+        return True
+
 
 def first_words(error: Exception) -> str:
     """Return what an error of gloo says first, without its source file and its good wishes."""

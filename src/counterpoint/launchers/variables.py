@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+from counterpoint.errors import LaunchError
+
+MEBIBYTE = 1 << 20
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -12,3 +17,35 @@ def threads_wanted(environ: Mapping[str, str] | None = None) -> int | None:
     """Return the threads per process that the user has asked for with OMP_NUM_THREADS; None if they have not."""
     text = (os.environ if environ is None else environ).get(THREADS, "")
     return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class HorovodVariables:
+    """What Horovod's users set in the environment, as far as it means something here.
+
+    Args:
+        fusion_bytes: gradients are reduced together up to this size; 0: each alone.
+        timeline: the file for a timeline of the whole run; None for none.
+    """
+
+    fusion_bytes: int = 128 * MEBIBYTE
+    timeline: str | None = None
+
+
+def horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodVariables:
+    """Return HOROVOD_FUSION_THRESHOLD, in bytes, and HOROVOD_TIMELINE.
+
+    Raises:
+        LaunchError: the threshold is no number of bytes.
+    """
+    variables = os.environ if environ is None else environ
+    text = variables.get("HOROVOD_FUSION_THRESHOLD", "").strip()
+    if text and not (text.isascii() and text.isdigit()):
+        raise LaunchError(
+            f"HOROVOD_FUSION_THRESHOLD={text!r} is not a number of bytes; give one, such as {64 * MEBIBYTE}, or 0 to "
+            "reduce every gradient alone"
+        )
+    default = HorovodVariables()
+    return HorovodVariables(
+        int(text) if text else default.fusion_bytes, variables.get("HOROVOD_TIMELINE") or default.timeline
+    )

@@ -49,6 +49,12 @@ class ShmWork(Work):
         if self._fabric is not None:
             self._fabric.pause(self._recipe, self._turn, seconds)
 
+    def completes_within(self, seconds: float) -> bool:
+        """Take part for that long, and look."""
+        if not self.is_over():
+            self.pause(seconds)
+        return self.is_over()
+
     def wait(self) -> None:
         """Take part until it is complete; signals are served."""
         if self._fabric is not None:

@@ -1,0 +1,191 @@
+"""Objects travel as data: JSON beside raw tensors. Nothing is pickled, so nothing that arrives can run code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.compat.horovod import collectives
+from counterpoint.compat.horovod.collectives import DTYPES, Among
+from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
+from counterpoint.compat.horovod.waiting import finish_one
+from counterpoint.compat.horovod.world import the_world
+from counterpoint.errors import DataError
+from counterpoint.fabric.fingerprint import dtype_name
+
+TENSOR_TYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
+
+
+def encode(value: object, where: str = "the object") -> Tensor:
+    """Return the value as bytes: None, numbers, text, bytes, lists, tuples, sets, dicts, dtypes, tensors and arrays.
+
+    Args:
+        value: what travels.
+        where: what it is called, for the error.
+
+    Raises:
+        DataError: a part of it is something else.
+
+    Example:
+        >>> decode(encode({"epoch": 3, 7: (1.5, None)}))
+        {'epoch': 3, 7: (1.5, None)}
+    """
+    payload: list[Tensor] = []
+    head = json.dumps(_to_tree(value, where, payload)).encode()
+    size = torch.tensor([len(head)], dtype=torch.int64).view(torch.uint8)
+    return torch.cat([size, _bytes(head), *payload])
+
+
+def decode(raw: Tensor) -> Any:  # noqa: ANN401 - whatever was encoded
+    """Return the value, its tensors in memory of their own."""
+    start = 8 + int(raw[:8].clone().view(torch.int64))
+    tree = json.loads(raw[8:start].numpy().tobytes())
+    return _from_tree(tree, raw[start:])
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _to_tree(value: object, where: str, payload: list[Tensor]) -> object:
+    """Return JSON in which all but plain values say what they are; tensors are added to the payload."""
+    match value:
+        case None | bool() | str():
+            return value
+        case int() | float() if type(value) in {int, float}:
+            return value
+        case list() | tuple() | set() | frozenset() if type(value) in {list, tuple, set, frozenset}:
+            items = [_to_tree(item, f"{where}[{index}]", payload) for index, item in enumerate(value)]
+            return [type(value).__name__, *items]
+        case dict():
+            pairs = [
+                [_to_tree(key, f"a key of {where}", payload), _to_tree(item, f"{where}[{key!r}]", payload)]
+                for key, item in value.items()
+            ]
+            return ["dict", *pairs]
+        case bytes():
+            return ["bytes", *_stored(_bytes(value), payload)]
+        case torch.dtype():
+            return ["dtype", dtype_name(value)]
+        case Tensor() if value.layout == torch.strided and value.dtype in DTYPES:
+            return ["tensor", *_stored(value.detach().cpu(), payload)]
+        case np.ndarray() | np.generic() if np.asarray(value).dtype.kind in "biufc":
+            array = np.asarray(value)
+            raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else _bytes(b"")
+            kind = "array" if isinstance(value, np.ndarray) else "number"
+            return [kind, array.dtype.str, list(array.shape), *_stored(raw, payload)]
+        case _:
+            raise DataError(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel between ranks; "
+                "objects travel as data and are never pickled: send numbers, text, lists, tuples, sets, dicts, tensors "
+                "and numpy arrays, such as its state_dict(), and build the object from them on the other side"
+            )
+
+
+def _stored(tensor: Tensor, payload: list[Tensor]) -> list[object]:
+    """Return dtype, shape and where its bytes are in the payload, where they now are."""
+    whole = tensor.contiguous()
+    start = sum(len(part) for part in payload)
+    raw = whole.reshape(-1).view(torch.uint8) if whole.numel() else _bytes(b"")
+    payload.append(raw)
+    return [dtype_name(whole.dtype), list(whole.shape), start, len(raw)]
+
+
+def _loaded(facts: list[Any], payload: Tensor) -> Tensor:
+    name, shape, start, size = facts
+    return payload[start : start + size].clone().view(TENSOR_TYPES[name]).view(shape)
+
+
+def _from_tree(tree: Any, payload: Tensor) -> Any:  # noqa: ANN401 - one line for each type
+    if not isinstance(tree, list):
+        return tree
+    kind, *items = tree
+    if kind == "dict":
+        return {_from_tree(key, payload): _from_tree(item, payload) for key, item in items}
+    if kind == "tensor":
+        return _loaded(items, payload)
+    if kind == "bytes":
+        return _loaded(items, payload).numpy().tobytes()
+    if kind == "dtype":
+        return TENSOR_TYPES[items[0]]
+    if kind in {"array", "number"}:
+        raw = _loaded(items[2:], payload).numpy().tobytes()
+        array = np.frombuffer(raw, dtype=np.dtype(items[0])).reshape(items[1]).copy()
+        return array if kind == "array" else array[()]
+    found = [_from_tree(item, payload) for item in items]
+    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](found)
+
+
+def broadcast_object(
+    obj: Any = None,  # noqa: ANN401 - whatever can travel
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: RankSet = global_process_set,
+) -> Any:  # noqa: ANN401
+    """Return the root's object: the root itself its own, all others an equal one.
+
+    Args:
+        obj: None, numbers, text, bytes, lists, tuples, sets, dicts, dtypes, tensors and numpy arrays, nested at will;
+            what the other ranks give is not looked at.
+        root_rank: a rank of the whole job.
+        name: for errors.
+        process_set: who takes part.
+
+    Raises:
+        DataError: a part of the object is of another type; it names which. The other ranks are told, too.
+        HorovodInternalError: another rank is gone or late.
+    """
+    world, group = the_world(), member_of(process_set)
+    name = name or "an object"
+    collectives.require_member(f"broadcast_object of {name}", root_rank, group)
+    is_root = world.fabric.rank == root_rank
+    raw, error = _attempt(obj) if is_root else (torch.empty(0, dtype=torch.uint8), None)
+    sizes = world.numbers("size of", name, [-1 if error is not None else len(raw)], group)
+    _require_sent(sizes, group, name, error)
+    if not is_root:
+        raw = torch.empty(sizes[group.index(root_rank)][0], dtype=torch.uint8)
+    finish_one(collectives.broadcast(world, raw, root_rank, Among(name, group)))
+    return obj if is_root else decode(raw)
+
+
+def allgather_object(
+    obj: Any,  # noqa: ANN401 - whatever can travel
+    name: str | None = None,
+    process_set: RankSet = global_process_set,
+) -> list[Any]:
+    """Return all members' objects, in the order of their ranks; the types are those of :func:`broadcast_object`.
+
+    Raises:
+        DataError: a part of the own object is of another type.
+        HorovodInternalError: another rank is gone or late, or has an object that cannot travel.
+    """
+    world, group = the_world(), member_of(process_set)
+    name = name or "an object"
+    raw, error = _attempt(obj)
+    sizes = world.numbers("size of", name, [-1 if error is not None else len(raw)], group)
+    _require_sent(sizes, group, name, error)
+    whole = finish_one(collectives.all_gather(world, [raw], Among(name, group)))
+    return [decode(part) for part in torch.split(whole, [size for (size,) in sizes])]
+
+
+def _attempt(value: object) -> tuple[Tensor, DataError | None]:
+    try:
+        return encode(value), None
+    except DataError as error:
+        return torch.empty(0, dtype=torch.uint8), error
+
+
+def _require_sent(sizes: list[list[int]], group: tuple[int, ...], name: str, own: DataError | None) -> None:
+    """All objects can travel; the rank whose does not says why, and the others say whose it is."""
+    if own is not None:
+        raise own
+    for member, (size,) in zip(group, sizes, strict=True):
+        if size < 0:
+            raise DataError(
+                f"{name} of rank {member} cannot travel between ranks; objects travel as data and are never pickled: "
+                f"the error of rank {member} says which part it is"
+            )

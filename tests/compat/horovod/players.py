@@ -1,0 +1,78 @@
+"""Run scenes, functions without arguments that use ``hvd``, on ranks in processes, and see what each rank got."""
+
+import os
+import socket
+from contextlib import closing
+from functools import cache
+
+import torch
+
+import counterpoint.compat.horovod.torch as hvd
+from counterpoint.compat.horovod.rank_sets import settle
+from counterpoint.compat.horovod.world import PROCESS, HorovodWorld, Places
+from counterpoint.errors import CounterpointError
+from counterpoint.fabric import Address, connect
+from counterpoint.fabric.board import Board
+from counterpoint.launchers.environment import RankEnvironment, rank_variables
+from tests.fabric.players import CONTEXT, heard
+
+SMALL_BUCKET_BYTES = 600
+
+
+def on_ranks(scenes, num_ranks, transport="auto", deadline_s=20.0):
+    """Return for each rank what its scenes returned, by name; None where it ended without a word."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        players = []
+        for rank in range(num_ranks):
+            ours, theirs = CONTEXT.Pipe()
+            who = (rank, num_ranks, transport, deadline_s)
+            player = CONTEXT.Process(target=play, args=(theirs, scenes, who, None if rank else listener, port))
+            player.start()
+            theirs.close()
+            players.append((player, ours))
+        return [heard(*player, deadline_s) for player in players]
+
+
+@cache
+def once_on_ranks(scenes, num_ranks, transport):
+    """Return what :func:`on_ranks` does, for tests that look at different parts of it."""
+    return on_ranks(scenes, num_ranks, transport)
+
+
+def play(pipe, scenes, who, listener, port):
+    """Be one rank in a process of its own."""
+    torch.set_num_threads(1)
+    rank, num_ranks, transport, deadline_s = who
+    listen_fd = None if listener is None else listener.detach()
+    if transport == "auto":
+        found = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", deadline_s, listen_fd)
+        os.environ.update(rank_variables(found), HOROVOD_FUSION_THRESHOLD=str(SMALL_BUCKET_BYTES))
+        hvd.init()
+    else:
+        fabric = connect(
+            rank, num_ranks, Address("127.0.0.1", port, listen_fd), deadline_s=deadline_s, transport=transport
+        )
+        kept = Board.keep("127.0.0.1", deadline_s) if rank == 0 else None
+        board_port, *_ = fabric.gather_values("board", kept.port if kept else 0, tuple(range(num_ranks)))
+        assert isinstance(board_port, int)
+        board = kept or Board.visit("127.0.0.1", board_port, deadline_s)
+        places = Places(tuple(range(num_ranks)), (num_ranks,) * num_ranks, rank)
+        PROCESS.world = HorovodWorld(fabric, places, SMALL_BUCKET_BYTES, lambda: board)
+        settle(PROCESS.world, ())
+    pipe.send({scene.__name__: told(scene) for scene in scenes})
+
+
+def told(scene):
+    """What the scene returns, or the error it ends with, as text."""
+    try:
+        return plain(scene())
+    except (CounterpointError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def plain(value):
+    """Return the value with tensors as lists, for a pipe would share their memory."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

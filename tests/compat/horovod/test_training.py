@@ -1,0 +1,89 @@
+"""``DistributedOptimizer`` trains what one rank with all data trains."""
+
+import pytest
+import torch
+
+from counterpoint.fabric.algorithms.adasum import adasum
+from tests.compat.horovod import training
+from tests.compat.horovod.players import once_on_ranks
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+WORLDS = pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
+ADVICE = [
+    "call it before backward(), or after step()",
+    "raise backward_passes_per_step to accumulate gradients locally",
+    "named_parameters has w more than once",
+    "named_parameters leaves out 1 of the optimizer's 2 parameters, the first with shape (2,)",
+    "leave it out, or use op=Average",
+    "give a number from 1",
+    "gradients are averaged or added",
+    "give each parameter once",
+    "use op=Average to clip gradients of all ranks",
+    "hvd.elastic.TorchState does not exist here",
+    "give op alone",
+    "add up to the rows",
+    "1 parameters, the first with shape (5,), were added to the optimizer or unfrozen",
+    "add it before it is used",
+]
+
+
+def ranks_of(num_ranks, transport):
+    return once_on_ranks(training.SCENES, num_ranks, transport)
+
+
+@WORLDS
+@pytest.mark.parametrize("scene", training.REFERENCES, ids=lambda scene: scene.__name__)
+def test_ranks_train_what_one_rank_with_all_data_trains(scene, num_ranks, transport):
+    expected = training.solo(num_ranks, **training.REFERENCES[scene])
+    for found in ranks_of(num_ranks, transport):
+        assert found[scene.__name__] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@WORLDS
+def test_a_sum_is_as_many_means_as_there_are_ranks(num_ranks, transport):
+    expected = training.solo(num_ranks, factor=num_ranks)
+    for found in ranks_of(num_ranks, transport):
+        assert found["added_up"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@WORLDS
+def test_an_optimizer_that_computes_the_loss_itself_finds_that_of_all_ranks(num_ranks, transport):
+    expected = training.solo_by_closures(num_ranks)
+    for found in ranks_of(num_ranks, transport):
+        assert found["by_closures"] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@WORLDS
+@pytest.mark.parametrize("name", ["sparse", "sparse_as_dense"])
+def test_a_sparse_embedding_trains_and_keeps_its_sparse_gradients(name, num_ranks, transport):
+    expected = training.solo_embedded(num_ranks)
+    for found in ranks_of(num_ranks, transport):
+        weights, is_sparse = found[name]
+        assert weights == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert is_sparse
+
+
+@WORLDS
+def test_adasum_combines_the_steps_of_the_ranks_by_parameter(num_ranks, transport):
+    ranks = [found["by_adasum"] for found in ranks_of(num_ranks, transport)]
+    steps = [[torch.tensor(step, dtype=torch.float64) for _, step in own] for own, _ in ranks]
+    for _, moved in ranks:
+        for at, (_, found) in enumerate(moved):
+            expected = adasum([own[at] for own in steps])
+            assert torch.allclose(torch.tensor(found, dtype=torch.float64), expected, rtol=1e-12, atol=1e-12)
+
+
+@WORLDS
+def test_gradients_in_half_precision_lead_nearly_to_the_same(num_ranks, transport):
+    assert all(found["with_half_the_bytes"] == [True, True] for found in ranks_of(num_ranks, transport))
+
+
+@WORLDS
+def test_the_new_optimizer_is_of_the_old_one_s_class_and_shares_its_options(num_ranks, transport):
+    assert all(found["by_a_schedule"] == [0.25, "SGD", True] for found in ranks_of(num_ranks, transport))
+
+
+@pytest.mark.parametrize(("place", "advice"), list(enumerate(ADVICE)))
+def test_a_mistake_is_told_with_its_remedy(place, advice):
+    for found in ranks_of(2, "auto"):
+        assert advice in found["misused"][place]
