@@ -14,7 +14,7 @@ from benchmarks.lab import Lab
 
 ROUNDS, MEGABYTES, RATE, BYTES_PER_S = 5, 16, "1gbit", 125e6
 WIRE = {"hierarchical": 1.0, "connect": 1.0, "ring in host order": 1.5, "ring interleaved": 3.0}
-FASTER = {"ring in host order": 1.3, "ring interleaved": 2.5}
+FASTER = {"ring in host order": 1.3, "ring interleaved": 2.5, "gloo": 1.3}
 HEADERS = 0.03  # of frames and announcements, above the bytes of the tensors
 LINK_SHARE = 0.85
 
@@ -45,9 +45,8 @@ def between_two(rounds, missed, figures):
         yield "2 x 2", name, f"{1e3 * statistics.median(seconds):.0f}", f"{sent:.3f}", f"{ratio:.2f}", f"{own:.2f}", "-"
         if name in WIRE and not WIRE[name] <= sent <= WIRE[name] * (1 + HEADERS):
             missed.append(f"{name}: {sent:.3f} n crossed the wire instead of {WIRE[name]} n")
-        for what, value in (("connect", ratio), ("hierarchical", own)):
-            if name in FASTER and not value >= FASTER[name]:
-                missed.append(f"{what} is {value:.2f} times as fast as {name}; at least {FASTER[name]} promised")
+        if name in FASTER and not ratio >= FASTER[name]:
+            missed.append(f"connect is {ratio:.2f} times as fast as {name}; at least {FASTER[name]} promised")
 
 
 def between_four(rounds, missed, figures):

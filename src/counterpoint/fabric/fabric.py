@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -111,6 +112,17 @@ class Fabric(ABC):
         Raises:
             PeerError: the next message has another label, the peer is gone, or the deadline has passed.
         """
+
+    def ask(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Return what receives the peer's next message, :meth:`recv`; messages are asked for in their order.
+
+        Args:
+            peer: who sends it.
+            label: its label.
+            like: as it looks, for those who can make room for it beforehand.
+        """
+        del like
+        return partial(self.recv, peer, label)
 
     @abstractmethod
     def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:

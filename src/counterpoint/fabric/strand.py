@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from counterpoint.fabric.frames import CODES, DTYPES
+from counterpoint.errors import ProgramError
 from counterpoint.fabric.gloo import Gloo, GlooWork
 from counterpoint.fabric.wire import raw
 
-LOOKS, CONTENT = 1, 2  # gloo's tags: how a tensor looks, and its bytes
+CONTENT = 2  # gloo's tag
 MOST_FLYING = 64
 
 
@@ -23,7 +23,7 @@ class Strand:
     All members have compared what they are about to do, as for gloo's own collectives, whose bytes travel alike.
 
     Cost:
-        a tensor is copied once where it is sent; 16 bytes go before it.
+        a tensor is copied once where it is sent.
 
     Args:
         rank: the own rank.
@@ -42,20 +42,25 @@ class Strand:
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Copies of the tensors are on their way; a RuntimeError where the connection is lost."""
         for tensor in tensors:
-            looks = torch.tensor([CODES[tensor.dtype], tensor.numel()])
-            for piece, tag in ((looks, LOOKS), (tensor.detach().clone(), CONTENT)):
-                self._flying.append((piece, self._gloo.send([raw(piece)], self._places[peer], tag)))
+            piece = tensor.detach().clone()
+            self._flying.append((piece, self._gloo.send([raw(piece)], self._places[peer], CONTENT)))
         while len(self._flying) > MOST_FLYING:
             self._flying.popleft()[1].wait(self._limit)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
-        """Return the next tensor of a peer; a RuntimeError where none comes in time."""
-        looks = torch.empty(2, dtype=torch.int64)
-        self._gloo.recv([raw(looks)], self._places[peer], LOOKS).wait(self._limit)
-        code, length = looks.tolist()
-        tensor = torch.empty(length, dtype=DTYPES[code])
-        self._gloo.recv([raw(tensor)], self._places[peer], CONTENT).wait(self._limit)
-        return (tensor,)
+        """Nothing can be received that was not asked for: a strand does not say how long a message is."""
+        raise ProgramError(f"{label} of rank {peer} on a strand has to be asked for, with what it looks like: use ask")
+
+    def ask(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Make room for a peer's next tensor; waiting is a RuntimeError where it comes late or is longer."""
+        tensor = torch.empty_like(like)
+        work = self._gloo.recv([raw(tensor)], self._places[peer], CONTENT)
+
+        def wait() -> tuple[Tensor, ...]:
+            work.wait(self._limit)
+            return (tensor,)
+
+        return wait
 
     def flush(self) -> None:
         """All that was sent has left this rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +26,9 @@ class Messages(Protocol):
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
         """Return the tensors of the peer's next message, in memory that nobody else has."""
+
+    def ask(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Start to receive the peer's next message, which looks like this, and return what waits for it."""
 
     def stop(self, reason: str) -> None:
         """The other ranks learn that this rank cannot go on."""
@@ -117,12 +120,14 @@ class _Rank:
         come = [move.chunks for move in moves if move.sender not in self._buffers]
         ahead = deque((move, piece) for move in moves if move.sender in self._buffers
                       for piece in self._pieces(self._as_it_stands(move, come)))  # fmt: skip
+        asked = deque(self._ask(move, piece) for move, piece in coming[: NUM_AHEAD - 1])
         for _ in range(min(NUM_AHEAD - 1, len(ahead)) if coming else len(ahead)):
             self._send(*ahead.popleft())
-        for move, piece in coming:
+        for index, (move, piece) in enumerate(coming):
+            asked += [self._ask(*following) for following in coming[index + NUM_AHEAD - 1 : index + NUM_AHEAD]]
             if ahead:
                 self._send(*ahead.popleft())
-            _apply(piece, move, self._receive(move, piece))
+            _apply(piece, move, self._looked_at(move, piece, asked.popleft()()))
         for move, piece in ahead:
             self._send(move, piece)
 
@@ -139,9 +144,14 @@ class _Rank:
     def _send(self, move: Move, piece: Tensor) -> None:
         self._fabric.send(self._row.group[move.receiver], self._label, (piece,))
 
+    def _ask(self, move: Move, piece: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        return self._fabric.ask(self._row.group[move.sender], self._label, piece)
+
     def _receive(self, move: Move, here: Tensor) -> Tensor:
+        return self._looked_at(move, here, self._fabric.recv(self._row.group[move.sender], self._label))
+
+    def _looked_at(self, move: Move, here: Tensor, messages: Sequence[Tensor]) -> Tensor:
         peer = self._row.group[move.sender]
-        messages = self._fabric.recv(peer, self._label)
         if [_looks(message) for message in messages] != [_looks(here)]:
             story = (
                 f"rank {peer} sent {', '.join(map(_looks, messages))} of {self._label} where rank {self._row.rank} has "
