@@ -180,6 +180,7 @@ class Arena:
             gathered = self.commons.gather() if self.filled.isdisjoint(gathered) else frozenset()
             self.filled |= gathered
             self.reached |= gathered
+            self.commons.tables.stained |= gathered
             slots = self.commons.large if gathered else slots
         for slot in slots:
             self.move(slot)
