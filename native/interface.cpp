@@ -4,6 +4,7 @@
 #include "collectives.h"
 #include "pipes.h"
 #include "reduce.h"
+#include "rows.h"
 #include "update.h"
 
 #define CP_API extern "C" __attribute__((visibility("default")))
@@ -157,3 +158,4 @@ CP_API void cp_reduce(void* const* outs, int32_t num_outs, const void* const* in
 }
 
 CP_API void cp_update(const cp::Step* step) { cp::update(*step); }
+CP_API void cp_add_rows(const cp::Rows* rows) { cp::add_rows(*rows); }

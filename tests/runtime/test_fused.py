@@ -9,6 +9,7 @@ from torch import nn, optim
 
 from counterpoint.fabric.shm.native import native
 from counterpoint.runtime.fused import can_update, update
+from counterpoint.runtime.tables import Stretch
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
 RULES: dict[str, Any] = {
@@ -35,7 +36,7 @@ def both(rule, dtype, num_parts, num_steps=4):
         theirs.grad = sum(parts[1:], parts[0])
         one.step()
         with torch.no_grad():
-            update(other, other.param_groups[0], ours, parts)
+            update(other, other.param_groups[0], ours, [Stretch(0, ours.numel(), parts)])
     return theirs, ours, one, other
 
 

@@ -8,16 +8,19 @@ tensors are used as they are. Where replicas have memory in common, their arenas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from counterpoint.errors import DataError
 from counterpoint.fabric.encounter import reduce_in_order
+from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.runtime.commons import Commons
 from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span
+from counterpoint.runtime.rows import Piece, piece_of
+from counterpoint.runtime.strewn import Strewn
+from counterpoint.runtime.tables import Stretch
 
 Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
 
@@ -35,10 +38,16 @@ class Arena:
         params: the rank's parameters by name; they become views of the buffer.
         home: the part whose weights are kept when nothing is gathered.
         empty: makes memory for gradients of so many elements; the fabric's own need not be copied by collectives.
+        sparse: the parameters with sparse gradients, whichever arena they lie in.
     """
 
     def __init__(
-        self, layout: Layout, params: Mapping[str, nn.Parameter], home: Span, empty: Allocate = new_tensor
+        self,
+        layout: Layout,
+        params: Mapping[str, nn.Parameter],
+        home: Span,
+        empty: Allocate = new_tensor,
+        sparse: frozenset[str] = frozenset(),
     ) -> None:
         self.layout = layout
         self.empty = empty
@@ -51,6 +60,8 @@ class Arena:
         self.part: Tensor | None = None
         self.kept: Tensor | None = None
         self.commons: Commons | None = None
+        self.sparse = sparse
+        self.strewn = Strewn(layout, sparse)
         self.filled: set[str] = set()  # the parameters whose place in the flat gradient holds theirs
         self.reached: set[str] = set()  # those on which autograd has put a gradient in this step
         if home != WHOLE:
@@ -67,6 +78,7 @@ class Arena:
         """Live in memory that the replicas have in common; what it holds are the weights of all of them."""
         self.clear()
         self.commons = commons
+        self.strewn = Strewn(self.layout, frozenset() if self.layout.cut_anywhere else self.sparse)
         self.house(commons.weights)
         commons.receive(self.layout, self.params, self.move)
 
@@ -77,12 +89,15 @@ class Arena:
             self.house(self.weights.clone())
             left.cease()
             self.commons = None
+            self.strewn = Strewn(self.layout, self.sparse)
             self.clear()
         return left
 
     def begin(self) -> None:
         """Start a step, in which no parameter has got a gradient."""
         self.reached.clear()
+        if self.commons is not None:
+            self.commons.tables.begin()
 
     def restore_weights(self) -> None:
         """Give the full buffer its memory back and put the kept share into it; the rest is unspecified."""
@@ -110,30 +125,34 @@ class Arena:
         return self.gradient
 
     def move(self, slot: Slot) -> None:
-        """Put the gradient that autograd has put on a parameter where it belongs in the flat one, if there is any.
-
-        Raises:
-            DataError: it is sparse, which a flat buffer cannot hold.
-        """
+        """Put the gradient that autograd has put on a parameter where it belongs in the flat one, if there is any."""
         param = self.params[slot.name]
         fresh = param.grad
         if fresh is None:
             return
-        if fresh.is_sparse:
-            raise DataError(
-                f"the gradient of {slot.name} is sparse, but it has to be added up over ranks as a dense one; "
-                "build the embedding with sparse=False"
-            )
-        view = self.buffer()[slot.start : slot.stop].view(slot.shape)
-        (view.add_ if slot.name in self.filled else view.copy_)(fresh)
-        self.filled.add(slot.name)
-        self.reached.add(slot.name)
         param.grad = None
+        if fresh.is_sparse and self.commons is not None and slot.name in self.commons.tables.board.tables:
+            self.add_rows(slot, piece_of(fresh))
+            return
+        if self.commons is None and slot.name in self.strewn.slots:
+            self.strewn.take(slot.name, fresh)
+            self.reached.add(slot.name)
+            return
+        view, has_some = self.landing(slot)
+        (view.add_ if has_some else view.copy_)(fresh.to_dense() if fresh.is_sparse else fresh)
+
+    def add_rows(self, slot: Slot, piece: Piece) -> None:
+        """Note that a table's gradient has these rows, too; only where replicas can show them to each other."""
+        assert self.commons is not None, "there is memory in common"
+        self.commons.tables.board.add(slot.name, piece)
+        self.reached.add(slot.name)
 
     def landing(self, slot: Slot) -> tuple[Tensor, bool]:
         """Return where a gradient is written that autograd will not hand over, and whether it adds to what is there."""
         has_some = self.gradient is not None and slot.name in self.filled
         view = self.buffer()[slot.start : slot.stop].view(slot.shape)
+        if self.commons is not None:
+            self.commons.tables.stained.add(slot.name)
         self.filled.add(slot.name)
         self.reached.add(slot.name)
         return view, has_some
@@ -141,26 +160,61 @@ class Arena:
     def fold(self) -> Tensor:
         """Return the flat gradient, after moving into it what autograd has put on the parameters.
 
-        Raises:
-            DataError: a gradient is sparse.
+        What is in the places of tables with sparse gradients is unspecified.
         """
+        self.gather()
         whole = self.buffer()
+        for slot in self.layout.slots:
+            if slot.name not in self.filled and (self.commons is not None or slot.name not in self.strewn.slots):
+                whole[slot.start : slot.stop].zero_()
+                self.filled.add(slot.name)
+        if self.commons is not None:
+            self.commons.tables.absorb(self.filled)
+        return whole
+
+    def gather(self) -> None:
+        """Move into the flat gradient what autograd has put on the parameters; the rest of it is unspecified."""
+        self.buffer()
         slots: Sequence[Slot] = self.layout.slots
         if self.commons is not None and not self.filled.issuperset(gathered := self.commons.small_names):
             gathered = self.commons.gather() if self.filled.isdisjoint(gathered) else frozenset()
             self.filled |= gathered
             self.reached |= gathered
+            self.commons.tables.stained |= gathered
             slots = self.commons.large if gathered else slots
         for slot in slots:
             self.move(slot)
-            if slot.name not in self.filled:
-                whole[slot.start : slot.stop].zero_()
-                self.filled.add(slot.name)
-        return whole
 
-    def add(self, gradient: Tensor) -> None:
-        """Add a whole flat gradient that has come from elsewhere; it may be used as memory."""
-        if self.gradient is None and self.commons is None:
+    def announce(self) -> None:
+        """This replica's gradient is where the others can read it, as soon as all have met."""
+        assert self.commons is not None, "there is memory in common"
+        self.gather()
+        tables, flat = self.commons.tables, self.buffer()
+        for slot in self.layout.slots if len(self.filled) < len(self.params) else ():
+            if slot.name not in self.filled and slot.name not in tables.board.tables:
+                flat[slot.start : slot.stop].zero_()
+                self.filled.add(slot.name)
+        tables.absorb(self.filled)
+        tables.board.publish(self.filled)
+
+    def message(self) -> list[Tensor]:
+        """Return the gradient as tensors to be sent; :meth:`receive` is its opposite."""
+        whole = self.fold()
+        if not self.strewn.slots:
+            return [whole]
+        ranges = [whole[low:high] for low, high in self.strewn.dense_ranges(0, self.layout.num_elements)]
+        return [torch.cat(ranges) if ranges else whole[:0], *self.strewn.message()]
+
+    def receive(self, tensors: Iterator[Tensor]) -> None:
+        """Add a gradient that has come from elsewhere; its tensors may be used as memory."""
+        gradient = next(tensors)
+        if self.strewn.slots:
+            whole, begun = self.fold(), 0
+            for low, high in self.strewn.dense_ranges(0, self.layout.num_elements):
+                whole[low:high] += gradient[begun : begun + high - low]
+                begun += high - low
+            self.strewn.receive(tensors)
+        elif self.gradient is None and self.commons is None:
             self.gradient, self.filled = gradient, set(self.params)
         else:
             self.fold().add_(gradient)
@@ -177,25 +231,49 @@ class Arena:
         if self.part is not mine:
             self.gradient = None
 
-    def show(self) -> None:
+    def show(self, fabric: Fabric, group: Group, label: str) -> None:
         """All replicas see each other's gradients, of which this rank will add up its share where it is needed."""
         assert self.commons is not None, "there is memory in common"
+        if self.commons.tables.board.tables:
+            self.commons.tables.board.settle(fabric, group, label)
+            if not self.layout.cut_anywhere:
+                self.strewn.rows = self.commons.tables.as_pieces()
         self.commons.is_shown = True
 
-    def parts(self, start: int, stop: int, span: Span) -> list[Tensor]:
-        """Return what adds up to the gradient of a range: each replica's, or the sum where it has been made."""
+    def stretches(self, start: int, stop: int, span: Span, *, as_rows: bool) -> list[Stretch]:
+        """Return what adds up to the gradient of a range: each replica's, or the sum where it has been made.
+
+        Args:
+            start: the first element.
+            stop: one past the last.
+            span: the part that this rank updates.
+            as_rows: whether rows of tables may be left as such.
+        """
         if self.commons is not None and self.commons.is_shown and self.part is None:
-            return [row[start:stop] for row in self.commons.rows]
+            return list(self.commons.tables.stretches(start, stop, as_rows=as_rows))
         low = self.layout.range_of(span)[0] if self.part is not None else 0
-        return [(self.fold() if self.part is None else self.part)[start - low : stop - low]]
+        whole = self.fold() if self.part is None else self.part
+        if self.commons is None:
+            self.strewn.add_to(whole, low)
+        return [Stretch(start, stop, [whole[start - low : stop - low]])]
 
     def add_up(self, span: Span) -> None:
         """Make the sum of this rank's share, if the replicas' gradients have only been shown so far."""
         if self.commons is not None and self.commons.is_shown and self.part is None:
             start, stop = self.layout.range_of(span)
-            mine = self.commons.own[start:stop]
-            mine.copy_(reduce_in_order([row[start:stop] for row in self.commons.rows], "sum"))
-            self.part = mine
+            for stretch in self.commons.tables.stretches(start, stop, as_rows=False):
+                mine, parts = self.commons.own[stretch.start : stretch.stop], stretch.parts
+                total = reduce_in_order(parts, "sum") if len(parts) > 1 else parts[0]
+                if total.data_ptr() != mine.data_ptr():
+                    mine.copy_(total)
+            self.part = self.commons.own[start:stop]
+
+    def sum_of(self, span: Span) -> Tensor:
+        """Return what is to be added up with other ranks': the sum of this rank's share, or the whole gradient."""
+        self.add_up(span)
+        if self.commons is not None:
+            self.commons.tables.stain()
+        return self.fold() if self.part is None else self.part
 
     def drop_gradient(self) -> None:
         """Free the flat gradient; a share that was a view of it becomes a tensor of its own."""
@@ -206,10 +284,12 @@ class Arena:
     def clear(self) -> None:
         """Forget all gradients."""
         self.gradient = self.part = None
+        self.strewn.clear()
         for param in self.params.values():
             param.grad = None
         if self.commons is not None:
             self.commons.is_shown = False
+            self.commons.tables.clear()
 
     def view_of(self, start: int, stop: int) -> Tensor:
         """Return the weights of a range as the optimizer updates them, in a parameter's shape where it is one."""
@@ -232,10 +312,14 @@ class Arena:
             self.kept[start - self.home[0] : stop - self.home[0]].copy_(flat[start - slot.start : stop - slot.start])
 
     def gradient_of(self, start: int, stop: int, span: Span) -> Tensor:
-        """Return the gradient that belongs to :meth:`view_of` the same range."""
+        """Return the gradient that belongs to :meth:`view_of` the same range; sparse where its optimizer wants that."""
+        for slot in self.layout.slots if not self.layout.cut_anywhere else ():
+            sparse = self.strewn.sparse(slot.name, slot.shape) if (slot.start, slot.stop) == (start, stop) else None
+            if sparse is not None:
+                return sparse
         self.add_up(span)
-        (whole,) = self.parts(start, stop, span)
-        return self._shaped(whole, start, stop)
+        (stretch,) = self.stretches(start, stop, span, as_rows=False)
+        return self._shaped(stretch.parts[0], start, stop)
 
     def _shaped(self, flat: Tensor, start: int, stop: int) -> Tensor:
         if self.layout.cut_anywhere:

@@ -25,6 +25,7 @@ from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
+from counterpoint.runtime.strewn import sparse_names
 from counterpoint.runtime.vote import Guard
 
 
@@ -75,7 +76,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
     params = own_params(parts.spec, cut, model, (row.slice_index, row.num_slices), needed)
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
-    store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty)
+    store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, sparse_names(model))
     interpreter = Interpreter(
         row.body,
         model=bind(parts, cut, row.body, training=True),
@@ -213,8 +214,10 @@ def domain_of(program: Program, rank: int) -> list[int]:
 
 def structure(model: nn.Module) -> list[str]:
     """Return one line per parameter and buffer, to be compared between ranks."""
+    sparse = sparse_names(model)
     lines = [
         f"{name} {tuple(param.shape)} {param.dtype} {'trainable' if param.requires_grad else 'frozen'}"
+        f"{', with sparse gradients' if name in sparse else ''}"
         for name, param in model.named_parameters()
     ]
     return lines + [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]

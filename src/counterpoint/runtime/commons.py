@@ -10,7 +10,7 @@ as it is complete, while it is still in the cache and before the next one needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from counterpoint.runtime.board import Board
 from counterpoint.runtime.layout import Layout, Slot
+from counterpoint.runtime.rows import is_table
+from counterpoint.runtime.tables import Tables
 
 ALIGNED_BYTES = 64
 SMALL_BYTES = 64 << 10
 """A gradient up to this size waits for the others of its kind."""
+
+
+def is_small(slot: Slot, layout: Layout) -> bool:
+    """Tell whether a gradient waits for the others of its kind."""
+    return (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES
+
+
+def table_slots(layout: Layout, sparse: Collection[str]) -> list[Slot]:
+    """Return the parameters whose gradients may be shown as rows: those that are large, or sparse as the model says."""
+    return [
+        slot for slot in layout.slots if is_table(slot.shape) and (slot.name in sparse or not is_small(slot, layout))
+    ]
 
 
 def row_elements(num_elements: int, dtype: torch.dtype) -> int:
@@ -39,13 +54,15 @@ class Commons:
         layout: what lies in a row.
         num_replicas: how many there are.
         place: the own one among them.
+        board: where they show rows of gradients.
     """
 
-    def __init__(self, memory: Tensor, layout: Layout, num_replicas: int, place: int) -> None:
+    def __init__(self, memory: Tensor, layout: Layout, num_replicas: int, place: int, board: Board) -> None:
         rows = memory.view(num_replicas + 1, -1)[:, : layout.num_elements]
         self.weights = rows[0]
         self.rows = list(rows[1:])
         self.own = self.rows[place]
+        self.tables = Tables(layout, self.rows, self.own, board)
         self.is_shown = False
         self.large: list[Slot] = []
         self._small: list[tuple[nn.Parameter, Tensor]] = []
@@ -55,7 +72,7 @@ class Commons:
     def receive(self, layout: Layout, params: Mapping[str, nn.Parameter], move: Callable[[Slot], None]) -> None:
         """Large gradients come here by ``move`` as soon as they are complete, small ones by :meth:`gather`."""
         for slot in layout.slots:
-            if (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES:
+            if is_small(slot, layout):
                 self._small.append((params[slot.name], self.own[slot.start : slot.stop].view(slot.shape)))
             else:
                 self.large.append(slot)

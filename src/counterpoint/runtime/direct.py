@@ -1,8 +1,8 @@
-"""Weight gradients of linear layers, written where they belong instead of handed over by autograd.
+"""Weight gradients of linear layers and tables, written where they belong instead of handed over by autograd.
 
 A weight's gradient is a matrix product. Autograd lets it make a new tensor, which then has to be added to or copied to
 the flat gradient: for a large weight that is more memory traffic than the rest of the layer's step. Here the product
-writes its result straight into its place.
+writes its result straight into its place. That of a table is noted as rows: :mod:`counterpoint.runtime.lookup`.
 
 Only a plain backward does so. A gradient that is itself to be differentiated, or that somebody else asks autograd for,
 is made in torch's own way.
@@ -18,16 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from counterpoint.runtime.lookup import TABLES, Shelf, look_up
+
 LINEAR: frozenset[Callable[..., Any]] = frozenset({F.linear, torch.ops.aten.linear.default})
 
 
-class Place(Protocol):
+class Place(Shelf, Protocol):
     """Where a weight's gradient belongs."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether what autograd makes now are the gradients of a step."""
-        ...
 
     def target(self) -> tuple[Tensor, bool]:
         """Return the memory, in the weight's shape, and whether something is in it to be added to."""
@@ -64,7 +61,7 @@ class Linear(torch.autograd.Function):
 
 
 class Directly(TorchFunctionMode):
-    """While this is active, linear layers with one of these weights use :class:`Linear`.
+    """While this is active, linear layers with one of these weights use :class:`Linear`, and tables :class:`Lookup`.
 
     Args:
         places: by the weights' identity.
@@ -87,6 +84,11 @@ class Directly(TorchFunctionMode):
             if place is not None:
                 bias = args[2] if len(args) > 2 else None
                 return Linear.apply(args[0], args[1], bias, place)  # type: ignore[no-untyped-call]
+        if func in TABLES and torch.is_grad_enabled():
+            call = TABLES[func](*args, **(kwargs or {}))
+            place = self.places.get(id(call.weight)) if call is not None else None
+            if call is not None and place is not None:
+                return look_up(call, place)
         return func(*args, **(kwargs or {}))
 
 

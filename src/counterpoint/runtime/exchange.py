@@ -13,7 +13,9 @@ from counterpoint.program.instruction import Collective, Value
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.compute import Bundle, Compute
+from counterpoint.runtime.layout import Span
 from counterpoint.runtime.store import Store, UnitStore
+from counterpoint.runtime.strewn import Several
 
 _Begun: TypeAlias = tuple[Arena | None, Work, Collective]
 """The arena a collective works on, if any, the work, and the word."""
@@ -53,7 +55,7 @@ class Exchange:
         if value.name == "weight":
             self.fabric.send(peer, label, [arena.weights for arena in unit.arenas])
         else:
-            self.fabric.send(peer, label, [arena.fold() for arena in unit.arenas])
+            self.fabric.send(peer, label, [tensor for arena in unit.arenas for tensor in arena.message()])
             unit.clear()
 
     def recv(self, value: Value, peer: int) -> None:
@@ -115,25 +117,47 @@ class Exchange:
         group = word.group
         if arena.commons is not None and word.verb in {"share", "join"}:
             if word.verb == "share":
-                arena.fold()
+                arena.announce()
             return self.fabric.meet(label, group)
         if word.verb == "copy":
             return self.fabric.broadcast(label, arena.weights.data, group, group[0])
         if word.verb == "join":
             arena.restore_weights()
             return self.fabric.all_gather(label, arena.weights.data, arena.layout.bounds(len(group)), group)
-        if word.verb == "share":
-            return self.fabric.reduce_scatter(label, arena.fold(), arena.layout.bounds(len(group)), group)
         span = self.store.units[word.value.blocks].role.span
-        if span is not None:
-            arena.add_up(span)
-        return self.fabric.all_reduce(label, arena.fold() if arena.part is None else arena.part, group)
+        return self.begin_sum(word, arena, label, span if word.verb == "sum" else None)
+
+    def begin_sum(self, word: Collective, arena: Arena, label: str, span: Span | None) -> Work:
+        """Start to add up one arena's gradient, or this rank's share of it, range by range between rows of tables.
+
+        Args:
+            word: the share or sum.
+            arena: whose gradient.
+            label: what it is called.
+            span: the share that is added up where there is one already; None for the whole gradient.
+        """
+        group = word.group
+        flat = arena.fold() if span is None else arena.sum_of(span)
+        has_share = arena.part is not None and word.verb == "sum"
+        low = arena.layout.range_of(span)[0] if has_share and span is not None else 0
+        strewn, bounds = arena.strewn, arena.layout.bounds(len(group))
+        works: list[Work] = []
+        if strewn.slots:
+            strewn.gather(self.fabric, group, label, has_share=has_share)
+        for start, stop in strewn.dense_ranges(low, low + len(flat)):
+            part = flat[start - low : stop - low]
+            if word.verb == "share":
+                inside = [min(max(bound, start), stop) - start for bound in bounds]
+                works.append(self.fabric.reduce_scatter(label, part, inside, group))
+            else:
+                works.append(self.fabric.all_reduce(label, part, group))
+        return works[0] if len(works) == 1 else Several(works)
 
     def finish(self, arena: Arena | None, word: Collective) -> None:
         """Put the result of a collective where it belongs."""
         if arena is not None and arena.commons is not None:
             if word.verb == "share":
-                arena.show()
+                arena.show(self.fabric, word.group, format_value(word.value))
         elif arena is not None and word.verb == "share":
             bounds = arena.layout.bounds(len(word.group))
             at = word.group.index(self.fabric.rank)
@@ -163,5 +187,6 @@ def put_weights(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
 
 def add_gradient(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
     """Add a received gradient to a unit's."""
-    for arena, tensor in zip(unit.arenas, tensors, strict=True):
-        arena.add(tensor)
+    left = iter(tensors)
+    for arena in unit.arenas:
+        arena.receive(left)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, optim
 
 from counterpoint.fabric.shm.native import DTYPES, Step, native
+from counterpoint.runtime.rows import add_rows
+from counterpoint.runtime.tables import Stretch
 
 Options = Mapping[str, Any]
 
@@ -29,24 +31,39 @@ def can_update(optimizer: optim.Optimizer) -> bool:
     return True
 
 
-def update(optimizer: optim.Optimizer, options: Options, weights: Tensor, gradients: Sequence[Tensor]) -> None:
+def takes_rows(optimizer: optim.Optimizer, options: Options) -> bool:
+    """Tell whether a step changes only weights with a gradient, and by a multiple of it, so that rows can be added."""
+    return type(optimizer) is optim.SGD and not options["momentum"] and not options["weight_decay"]
+
+
+def update(optimizer: optim.Optimizer, options: Options, weights: Tensor, gradient: Sequence[Stretch]) -> None:
     """Take one step on one tensor; :func:`can_update` has said that this is possible.
 
     Args:
         optimizer: keeps the state, as after a step of its own.
         options: of the tensor's group.
         weights: the tensor.
-        gradients: their sum, in this order, is its gradient.
+        gradient: what adds up to it, range by range; there are rows only where :func:`takes_rows` says so.
     """
     library = native().library
     assert library is not None, "whoever comes here has asked"
     number, describe = KINDS[type(optimizer)]
     step = describe(optimizer.state[weights], options, weights)
-    step.kind, step.dtype, step.count = number, DTYPES[weights.dtype], weights.numel()
-    step.weights, step.num_parts = weights.data_ptr(), len(gradients)
+    step.kind, step.dtype = number, DTYPES[weights.dtype]
     step.maximize = int(bool(options.get("maximize")))
-    step.parts = (c_void_p * len(gradients))(*(part.data_ptr() for part in gradients))
-    library.cp_update(byref(step))
+    first, begin = [step.state0, step.state1, step.state2], gradient[0].start if gradient else 0
+    for stretch in gradient:
+        low, high = stretch.start - begin, stretch.stop - begin
+        if not stretch.parts:
+            factor = float(options["lr"]) * (1.0 if step.maximize else -1.0)
+            add_rows(weights.detach().view(-1)[low:high], stretch.low, stretch.pieces, factor)
+            continue
+        skipped_bytes = low * weights.element_size()
+        step.count, step.weights = high - low, weights.data_ptr() + skipped_bytes
+        step.state0, step.state1, step.state2 = (None if at is None else at + skipped_bytes for at in first)
+        step.num_parts = len(stretch.parts)
+        step.parts = (c_void_p * len(stretch.parts))(*(part.data_ptr() for part in stretch.parts))
+        library.cp_update(byref(step))
 
 
 def _sgd(state: dict[str, Any], options: Options, weights: Tensor) -> Step:

@@ -269,7 +269,8 @@ class Interpreter:
     def push(self, value: Value, peer: int) -> None:
         """Send a gradient to its server; nothing but the label when the step is left out here."""
         unit = self.store.units[value.blocks]
-        gradients = [] if self.is_left_out() else [arena.fold() for arena in unit.arenas]
+        arenas = [] if self.is_left_out() else unit.arenas
+        gradients = [tensor for arena in arenas for tensor in arena.message()]
         self.fabric.send(peer, format_value(value), gradients)
         unit.clear()
 

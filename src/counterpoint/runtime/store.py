@@ -9,14 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
 from counterpoint.runtime.arena import Allocate, Arena, new_tensor
-from counterpoint.runtime.commons import Commons, row_elements
-from counterpoint.runtime.fused import can_update, update
-from counterpoint.runtime.layout import Slot, lay_out
+from counterpoint.runtime.board import Board, note_elements
+from counterpoint.runtime.commons import Commons, row_elements, table_slots
+from counterpoint.runtime.fused import can_update, takes_rows, update
+from counterpoint.runtime.layout import Slot, Span, lay_out
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import UnitRole
+from counterpoint.runtime.rows import Piece
 
 
 @dataclass(slots=True)
@@ -48,14 +50,12 @@ class UnitStore:
             for group, start, stop in arena.layout.updated(span)
         ]
 
-    def parts(self) -> list[list[Tensor]]:
-        """Return for each of :meth:`targets` what adds up to its gradient; only where there are arenas."""
+    def places(self) -> list[tuple[Arena, int, int, Span]]:
+        """Return for each of :meth:`targets` its arena, its range there, and the share; only where there are arenas."""
         span = self.role.span
         if span is None:
             return []
-        return [
-            arena.parts(start, stop, span) for arena in self.arenas for _, start, stop in arena.layout.updated(span)
-        ]
+        return [(arena, start, stop, span) for arena in self.arenas for _, start, stop in arena.layout.updated(span)]
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that belong to :meth:`targets`; parameters without one are left out."""
@@ -106,6 +106,10 @@ class Landing(NamedTuple):
         """Return the memory, in the weight's shape, and whether something is in it to be added to."""
         return self.arena.landing(self.slot)
 
+    def add(self, piece: Piece) -> None:
+        """Take rows in the place of a gradient of the weight's size."""
+        self.arena.add_rows(self.slot, piece)
+
 
 class Store:
     """The parameters, buffers and optimizers of one rank.
@@ -117,9 +121,10 @@ class Store:
         names_of: the parameters of each unit.
         face: the user's optimizer.
         empty: makes memory for gradients that other ranks need.
+        sparse: the parameters with sparse gradients.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of one rank
         self,
         units: Mapping[Unit, UnitRole],
         params: Mapping[str, nn.Parameter],
@@ -127,11 +132,13 @@ class Store:
         names_of: Mapping[Unit, tuple[str, ...]],
         face: Face,
         empty: Allocate = new_tensor,
+        sparse: frozenset[str] = frozenset(),
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
         self.face = face
         self.empty = empty
+        self.sparse = sparse
         self.units = {
             unit: UnitStore(unit, role, {name: self.params[name] for name in names_of[unit]})
             for unit, role in units.items()
@@ -164,7 +171,8 @@ class Store:
                 memory = fabric.shared(label, (len(group) + 1) * row_elements(count, dtype), dtype, group)
                 if memory is None:
                     continue
-                commons = Commons(memory, arena.layout, len(group), group.index(fabric.rank))
+                board = board_of(arena, fabric, group, f"notes of {label}")
+                commons = Commons(memory, arena.layout, len(group), group.index(fabric.rank), board)
                 if fabric.rank == group[0]:
                     commons.weights.copy_(arena.weights)
                 fabric.meet(label, group).wait()
@@ -203,7 +211,7 @@ class Store:
             (name, tuple(param.shape), param.dtype, self.face.group_of[name]) for name, param in store.params.items()
         ]
         layouts = lay_out(described, cut_anywhere=self.face.is_elementwise)
-        return [Arena(layout, store.params, store.role.home, self.empty) for layout in layouts]
+        return [Arena(layout, store.params, store.role.home, self.empty, self.sparse) for layout in layouts]
 
     def optimizer(self, units: tuple[Unit, ...]) -> tuple[optim.Optimizer | None, list[Tensor]]:
         """Return the optimizer over some units and the tensors it updates, made when first asked for.
@@ -232,11 +240,13 @@ class Store:
             return False
         if not all(self.units[unit].arenas for unit in units) or not can_update(made):
             return False
-        parts = [part for unit in units for part in self.units[unit].parts()]
-        places = {id(tensor): part for tensor, part in zip(tensors, parts, strict=True)}
+        found = [place for unit in units for place in self.units[unit].places()]
+        places = {id(tensor): place for tensor, place in zip(tensors, found, strict=True)}
         for group in made.param_groups:
             for tensor in group["params"]:
-                update(made, group, tensor, places[id(tensor)])
+                arena, start, stop, span = places[id(tensor)]
+                stretches = arena.stretches(start, stop, span, as_rows=takes_rows(made, group))
+                update(made, group, tensor, stretches)
         return True
 
     def _update_by_steps(self, made: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> None:
@@ -259,3 +269,13 @@ class Store:
         """Forget all gradients."""
         for store in self.units.values():
             store.clear()
+
+
+def board_of(arena: Arena, fabric: Fabric, group: Group, label: str) -> Board:
+    """Return where replicas show each other rows of an arena's tables; all of them call it together."""
+    tables, dtype = table_slots(arena.layout, arena.sparse), arena.layout.dtype
+    if not tables:
+        return Board(torch.zeros(len(group), 0, dtype=torch.int64), tables, dtype, group.index(fabric.rank))
+    notes = fabric.shared(label, len(group) * note_elements(len(tables)), torch.int64, group)
+    assert notes is not None, "these ranks have memory in common"
+    return Board(notes.view(len(group), -1), tables, dtype, group.index(fabric.rank))

@@ -26,7 +26,8 @@ class Data:
         update: ``own`` for every copy updates all, ``shared`` for each its share.
 
     Cost:
-        Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates.
+        Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates; sparse gradients, of which only
+        rows travel, are counted as dense ones.
         Memory per rank: as without it; with a shared update optimizer state ``1/n``, on one host weights ``1/n``, too.
 
     Source:

@@ -101,6 +101,35 @@ class Step(Structure):
     )
 
 
+class RowPart(Structure):
+    """What one replica adds to rows of a table; ``native/rows.h`` says what each field is."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("at", c_void_p),
+        ("values", c_void_p),
+        ("count", c_uint64),
+        ("each", c_uint64),
+    )
+
+
+class Rows(Structure):
+    """Rows of a table and what is added to them; ``native/rows.h`` says what each field is."""
+
+    _fields_ = (
+        ("dtype", c_uint32),
+        ("num_parts", c_int32),
+        ("is_clearing", c_int32),
+        ("unused", c_int32),
+        ("parts", POINTER(RowPart)),
+        ("into", c_void_p),
+        ("width", c_uint64),
+        ("low", c_uint64),
+        ("high", c_uint64),
+        ("factor", c_double),
+    )
+
+
 SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_layout_version": (c_uint32, ()),
     "cp_instruction_set": (c_char_p, ()),
@@ -136,6 +165,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
         (POINTER(c_void_p), c_int32, POINTER(c_void_p), c_int32, c_uint64, c_uint32, c_uint32, c_double),
     ),
     "cp_update": (None, (POINTER(Step),)),
+    "cp_add_rows": (None, (POINTER(Rows),)),
 }
 
 
