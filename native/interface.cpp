@@ -123,9 +123,10 @@ CP_API int64_t cp_wait(cp::Group* group, int64_t turn) {
   return group->num_done() > turn ? cp::DONE : group->status();
 }
 
-// It is over, in whatever way, or so much time has passed.
-CP_API void cp_pause(cp::Group* group, int64_t turn, int64_t slice_ns) {
-  if (!group->is_done(turn)) group->world().wait([&] { return group->is_done(turn); }, group->ranks(), slice_ns);
+// DONE when it is over, in whatever way; otherwise NOT_YET after so much time, or why it will not be.
+CP_API int64_t cp_pause(cp::Group* group, int64_t turn, int64_t slice_ns) {
+  if (group->is_done(turn)) return cp::DONE;
+  return group->world().wait([&] { return group->is_done(turn); }, group->ranks(), slice_ns);
 }
 
 CP_API int64_t cp_num_done(cp::Group* group) { return group->num_done(); }

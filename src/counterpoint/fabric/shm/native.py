@@ -152,7 +152,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_close_group": (None, (c_void_p,)),
     "cp_start": (c_int64, None),  # always of a byref, which costs least where no types are given
     "cp_wait": (c_int64, (c_void_p, c_int64)),
-    "cp_pause": (None, (c_void_p, c_int64, c_int64)),
+    "cp_pause": (c_int64, (c_void_p, c_int64, c_int64)),
     "cp_num_done": (c_int64, (c_void_p,)),
     "cp_status": (c_int64, (c_void_p,)),
     "cp_advance": (c_int32, (c_void_p,)),

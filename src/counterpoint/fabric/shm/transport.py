@@ -22,7 +22,7 @@ from counterpoint.fabric.fingerprint import (
 )  # fmt: skip
 from counterpoint.fabric.shm.groups import Groups
 from counterpoint.fabric.shm.memory import SharedTensors, Site, opened
-from counterpoint.fabric.shm.native import Kind
+from counterpoint.fabric.shm.native import Kind, Status
 from counterpoint.fabric.shm.rank import ShmRank
 from counterpoint.fabric.shm.recipes import Recipe, Recipes, key_of
 from counterpoint.fabric.shm.work import ShmWork
@@ -226,10 +226,11 @@ class ShmFabric(ShmRank):
         if self._world:
             self._forgotten.append((recipe, whole))
 
-    def pause(self, recipe: Recipe, turn: int, seconds: float) -> None:
-        """Take part until the collective is over in whatever way, or for so long."""
-        if self.failure is None:
-            self._library.cp_pause(recipe.group, turn, int(seconds * 1e9))
+    def pause(self, recipe: Recipe, turn: int, seconds: float) -> bool:
+        """Take part until the collective is over in whatever way, or for so long; return whether it may still be."""
+        if self.failure is not None:
+            return False
+        return self._library.cp_pause(recipe.group, turn, int(seconds * 1e9)) in {Status.DONE, Status.NOT_YET}
 
     def look(self, recipe: Recipe, turn: int) -> bool:
         """Whether the collective is complete on this rank; whatever can go on without waiting has gone on.

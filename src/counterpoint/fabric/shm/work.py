@@ -19,8 +19,8 @@ class Carrier(Protocol):
     def look(self, recipe: Recipe, turn: int) -> bool:
         """Whether it is, without waiting."""
 
-    def pause(self, recipe: Recipe, turn: int, seconds: float) -> None:
-        """It is over, or so much time has passed."""
+    def pause(self, recipe: Recipe, turn: int, seconds: float) -> bool:
+        """Return whether it may still be complete: it is over, or so much time has passed."""
 
     def keep(self, recipe: Recipe, whole: Tensor) -> None:
         """What a collective needs that nobody will wait for lives as long as the fabric is open."""
@@ -51,8 +51,10 @@ class ShmWork(Work):
 
     def completes_within(self, seconds: float) -> bool:
         """Take part for that long, and look."""
-        if not self.is_over():
-            self.pause(seconds)
+        if self.is_over():
+            return True
+        if self._fabric is not None and not self._fabric.pause(self._recipe, self._turn, seconds):
+            self.wait()  # says why it will not be
         return self.is_over()
 
     def wait(self) -> None:
