@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
+from counterpoint.compiler.compile import Compiled, compile, sizes_in, value_bytes  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
@@ -170,7 +170,7 @@ def _play(compiled: Compiled, cluster: Cluster, samples: int) -> tuple[float, fl
     costs = model_costs(
         compiled.model,
         cluster,
-        lambda value: value_bytes(value, compiled.model, samples),
+        sizes_in(compiled.model, samples),
         samples_per_micro=samples,
     )
     rows = compiled.program.unroll(1)

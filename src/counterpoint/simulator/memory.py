@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -37,12 +38,14 @@ class _Held:
     grads: dict[_Unit, Fraction] = field(default_factory=dict)
     shares: dict[_Unit, Fraction] = field(default_factory=dict)
     states: dict[_Unit, Fraction] = field(default_factory=dict)
+    residuals: dict[_Unit, Fraction] = field(default_factory=dict)
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def num_bytes(self, size_of: Callable[[Value], int], num_states: int) -> Fraction:
         """Return the bytes of everything held."""
         total = Fraction(sum(self.alive.values()))
-        for parts, times in ((self.weights, 1), (self.grads, 1), (self.shares, 1), (self.states, num_states)):
+        held = ((self.weights, 1), (self.grads, 1), (self.shares, 1), (self.states, num_states), (self.residuals, 2))
+        for parts, times in held:
             total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
         return total
 
@@ -53,7 +56,8 @@ def peak_bytes(program: Program, size_of: Callable[[Value], int], *, num_states:
     A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
     backward, or its arrival on a server, to its update or departure, in part once it has been shared out and
     released; a server that does not wait holds one gradient at a time; an optimizer keeps ``num_states``
-    values per parameter (two for Adam) of what its rank updates. What an operator inside a block needs for its
+    values per parameter (two for Adam) of what its rank updates. A code keeps what it has not sent twice: as it is, and
+    as it will be if the step is applied. What an operator inside a block needs for its
     backward is not in the program and not counted.
 
     Args:
@@ -76,8 +80,8 @@ def _outline(word: Instruction) -> tuple[object, ...]:
     match word:
         case Forward(block) | Backward(block):
             return type(word), block
-        case Collective(verb, value, group, phase):
-            return verb, value.name, value.blocks, len(group), phase
+        case Collective(_, value, group, phase):
+            return word.name, value.name, value.blocks, len(group), phase
         case Release(value):
             return "release", value.name, value.blocks
         case Update():
@@ -112,6 +116,8 @@ def _begin(row: Words, units: list[_Unit]) -> _Held:
                 held.weights[unit] = Fraction(1, len(group))
             case Collective("share", Value("grad", unit), group):
                 parts[unit] = Fraction(1, len(group))
+            case Collective("sum", Value("grad", unit), code=code) if code and find_code(code).kind.keeps:
+                held.residuals[unit] = Fraction(1)
             case Forward(block):
                 held.weights.update({unit: Fraction(1) for unit in units if block in unit and unit not in held.weights})
             case Update(unit):
