@@ -112,7 +112,8 @@ def train(model, *, batches, loss, optimizer, combine, scaled=True):
     updates, losses = optimizer(model.parameters()), []
     for parts in batches:
         count = sum(len(inputs) for inputs, _ in parts)
-        gradients, total = {name: [] for name in combine}, 0.0
+        gradients: dict[str, list[torch.Tensor]] = {name: [] for name in combine}
+        total = 0.0
         for inputs, targets in parts:
             model.zero_grad()
             if len(inputs):

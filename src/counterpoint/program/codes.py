@@ -63,7 +63,8 @@ class Code:
     @property
     def explained(self) -> str:
         """What is sent, in one line."""
-        return self.kind.summary.format(float(self.number))
+        shown = 100 * self.number if self.name == "topk" else self.number
+        return self.kind.summary.format(f"{float(shown):g}")
 
 
 def most_large(num_elements: int, ratio: Fraction) -> int:
@@ -119,11 +120,11 @@ CODES: dict[str, Kind] = {
     "bf16": Kind("every number as a float of 16 bits, 8 of them its exponent", "reduce", _half),
     "int8": Kind(f"every number as one of 255 steps between the largest and its opposite of {CHUNK}, to the nearest",
                  "gather", _chunked(8)),
-    "twobit": Kind("for every number one of -{0:g}, 0 and {0:g}", "gather", _two_bits, ("threshold", Fraction(1, 2))),
+    "twobit": Kind("for every number one of -{0}, 0 and {0}", "gather", _two_bits, ("threshold", Fraction(1, 2))),
     "sign": Kind(f"for every number its sign, for {CHUNK} of them their mean magnitude", "gather", _chunked(1)),
-    "topk": Kind("the largest {:.4%} of each parameter, with their places", "gather", _largest,
+    "topk": Kind("the largest {}% of each parameter, with their places", "gather", _largest,
                  ("part", Fraction(1, 100))),
-    "powersgd": Kind("two thin factors of rank {:.0f} for each matrix, all else as it is", "reduce twice", _factors,
+    "powersgd": Kind("two thin factors of rank {} for each matrix, all else as it is", "reduce twice", _factors,
                      ("rank", Fraction(1))),
     "adasum": Kind("every number as it is; what is parallel is averaged, what is orthogonal is added", "gather", _whole,
                    keeps=False),

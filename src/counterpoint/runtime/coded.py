@@ -2,8 +2,8 @@
 
 What a rank has not sent stays in its residual: ``residual' = (gradient + residual) - decoded(sent)``. The sum is
 rounded once, as sums of floats are. The difference is exact for casts, ``int8`` and ``topk``, and for ``twobit`` with a
-power of two as threshold, so that there what was sent and what stays add up bit for bit; ``sign`` and ``powersgd`` round
-it once. A new residual counts only when a commit has decided that the step is applied.
+power of two as threshold, so that there what was sent and what stays add up bit for bit; ``sign`` and ``powersgd``
+round it once. A new residual counts only when a commit has decided that the step is applied.
 """
 
 from __future__ import annotations

@@ -32,9 +32,11 @@ class Data:
     Promise:
         The same numbers as on one rank, to rounding; but not with the last two options. With ``compress`` the applied
         gradient is the sum of what the copies' gradients have become in the code, the same bits on every copy. Each
-        copy keeps what it has not sent and adds it to its next gradient, so that everything is sent in the end (a sum in
-        fp16 or bf16 is itself rounded to its dtype); a step that is left out changes nothing of it. With ``reduce=adasum`` each parameter's gradient is the adaptive sum of
-        the mean gradients that the copies have of their own samples; copies without samples take no part.
+        copy keeps what it has not sent and adds it to its next gradient, so that everything is sent in the end (but a
+        sum in fp16 or bf16 is itself rounded to its dtype); a step that is left out changes nothing of it. With
+        ``reduce=adasum`` each parameter's gradient is the adaptive sum of the mean gradients that the copies have of
+        their own samples; copies without samples take no part. They are paired in their order, then the results, as
+        often as needed; one that is left over waits for the next round, so that any number will do.
 
     Cost:
         Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates. With ``compress``: the encoded
