@@ -106,6 +106,16 @@ def poisoned():
     return broken
 
 
+@pytest.mark.parametrize("options", [*(f"compress={code}" for code in CODES), "reduce=adasum"])
+def test_a_gradient_that_is_not_finite_is_seen_through_a_code(options):
+    with team(f"data(2, {options})", nonfinite="skip", watch="gradients", one_copy=False) as one:
+        param = one.ranks[1].interpreter.store.params["0.0.weight"]
+        hook = param.register_hook(lambda gradient: gradient.clone().fill_diagonal_(float("inf")))
+        assert one.step(0, feed(2)).fault.startswith("a gradient on rank 0 is not finite")
+        hook.remove()
+        assert one.step(1, feed(2)).fault == ""
+
+
 def test_clipping_is_by_the_norm_of_what_is_applied():
     plain, _ = applied_in("data(2, compress=sign)")
     clipped, _ = applied_in("data(2, compress=sign)", clip_norm=1e-3)

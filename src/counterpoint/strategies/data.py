@@ -43,7 +43,8 @@ class Data:
         bytes ``2 (n-1)/n`` times for fp16, bf16 and powersgd, ``n-1`` times for all others. With ``reduce=adasum``:
         the gradient bytes ``n-1`` times.
         Memory per rank: as without it; with a shared update optimizer state ``1/n``, on one host weights ``1/n``, too;
-        with ``compress`` two more gradients, one as it will be if the step is applied.
+        with ``compress`` what has not been sent twice, as it is and as it will be if the step is applied. The encoded
+        gradients, of all copies where they are sent ``n-1`` times.
 
     Source:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.
