@@ -55,16 +55,13 @@ class Codec:
         return result
 
     def coded(self, totals):
-        """Every worker's in turn; casts are added up in the narrow dtype."""
+        """Every worker's in turn; casts are added up in float32, and the sum is rounded to the narrow dtype."""
         if self.name in NARROW:
-            sent = [total.to(NARROW[self.name]) for total in totals]
-        else:
-            code = ONE_BY_ONE[self.name]
-            sent = [code(total.reshape(-1), self.number).view(total.shape) for total in totals]
-        result = sent[0]
-        for one in sent[1:]:
-            result = result + one
-        return result.double(), [one.double() for one in sent]
+            sent = [total.to(NARROW[self.name]).float() for total in totals]
+            return sum(sent).to(NARROW[self.name]).double(), [one.double() for one in sent]
+        code = ONE_BY_ONE[self.name]
+        sent = [code(total.reshape(-1), self.number).view(total.shape) for total in totals]
+        return sum(sent), sent
 
     def powersgd(self, totals):
         """Vogels et al., algorithm 1, with sums instead of means."""

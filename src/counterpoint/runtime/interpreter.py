@@ -225,9 +225,9 @@ class Interpreter:
         self.state.verdict = verdict
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
-        self.store.settle(applied=not self.is_left_out())
         if not self.is_left_out():
             self.settle_missing(ballots)
+        self.store.settle(applied=not self.is_left_out())
         if verdict.scale < 1.0:
             for unit in self.store.units.values():
                 for gradient in unit.gradients():
