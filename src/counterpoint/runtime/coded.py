@@ -19,6 +19,7 @@ from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.program.codes import Code, factor_rank
 from counterpoint.runtime.coding import NARROW, decoded, encoded, first_columns, narrowed, next_columns, orthogonal
 from counterpoint.runtime.layout import Layout, Slot
+from counterpoint.runtime.strewn import Strewn
 
 
 class Leftovers:
@@ -32,14 +33,18 @@ class Leftovers:
         self._next_columns: dict[str, Tensor] = {}
         self._is_open = False
 
-    def begin(self, gradient: Tensor) -> Tensor:
+    def begin(self, gradient: Tensor, strewn: Strewn) -> Tensor:
         """Return what is to be sent, gradient and residual; what the caller leaves in it stays behind."""
         self._is_open, self._next_columns = True, {}
         if self._next is None:
             self._next = torch.empty_like(gradient)
         if self.residual is None:
-            return self._next.copy_(gradient)
-        return torch.add(gradient, self.residual, out=self._next)
+            self._next.copy_(gradient)
+        else:
+            torch.add(gradient, self.residual, out=self._next)
+        for slot in strewn.slots.values():
+            self._next[slot.start : slot.stop].zero_()
+        return self._next
 
     def go_on(self, name: str, columns: Tensor) -> None:
         """The next step starts with this factor for a parameter."""
@@ -54,17 +59,23 @@ class Leftovers:
 
 
 class Summand(Protocol):
-    """An arena, as a coded sum sees it."""
+    """An arena, as a coded sum sees it; tables with sparse gradients are left out of the sum."""
 
     layout: Layout
+    strewn: Strewn
 
     def fold(self) -> Tensor:
-        """Return the flat gradient, complete."""
+        """Return the flat gradient, complete but for such tables."""
         ...
 
     def leftovers(self, group: Group) -> Leftovers:
         """Return what this arena keeps for sums over a group."""
         ...
+
+
+def dense_slots(arena: Summand) -> list[Slot]:
+    """Return the parameters that take part in coded sums: all but tables with sparse gradients."""
+    return [slot for slot in arena.layout.slots if slot.name not in arena.strewn.slots]
 
 
 def coded_sum(fabric: Fabric, label: str, arena: Summand, group: Group, code: Code, parts: Sequence[float]) -> Work:
@@ -90,14 +101,17 @@ class _Cast(Work):
 
     def __init__(self, fabric: Fabric, label: str, arena: Summand, group: Group, code: Code) -> None:
         self.gradient = arena.fold()
-        total = arena.leftovers(group).begin(self.gradient)
-        self.sent = narrowed(total, NARROW[code.name], len(group))
-        total -= self.sent
-        self.work = fabric.all_reduce(label, self.sent, group)
+        total = arena.leftovers(group).begin(self.gradient, arena.strewn)
+        self.sent: list[tuple[Tensor, Tensor, Work]] = []
+        for start, stop in arena.strewn.dense_ranges(0, len(total)):
+            sent = narrowed(total[start:stop], NARROW[code.name], len(group))
+            total[start:stop] -= sent
+            self.sent.append((self.gradient[start:stop], sent, fabric.all_reduce(label, sent, group)))
 
     def wait(self) -> None:
-        self.work.wait()
-        self.gradient.copy_(self.sent)
+        for gradient, sent, work in self.sent:
+            work.wait()
+            gradient.copy_(sent)
 
 
 class _Gathered(Work):
@@ -106,12 +120,12 @@ class _Gathered(Work):
     def __init__(
         self, fabric: Fabric, label: str, arena: Summand, group: Group, code: Code, parts: Sequence[float]
     ) -> None:
-        self.arena, self.code, self.parts = arena, code, parts
+        self.slots, self.code, self.parts = dense_slots(arena), code, parts
         self.gradient = arena.fold()
         left = arena.leftovers(group)
-        total = left.begin(self.gradient) if code.kind.keeps else self.gradient
+        total = left.begin(self.gradient, arena.strewn) if code.kind.keeps else self.gradient
         item_bytes = total.element_size()
-        self.num_bytes = sum(code.num_bytes(slot.shape, item_bytes) for slot in arena.layout.slots)
+        self.num_bytes = sum(code.num_bytes(slot.shape, item_bytes) for slot in self.slots)
         if left.wire is None:
             count, on_host = len(group) * self.num_bytes, total.device.type == "cpu"
             left.wire = fabric.empty(count, torch.uint8) if on_host else total.new_empty(count, dtype=torch.uint8)
@@ -128,7 +142,7 @@ class _Gathered(Work):
     def places(self, member: int) -> Iterator[tuple[Slot, Tensor]]:
         """Yield every parameter with its bytes from a member."""
         start = member * self.num_bytes
-        for slot in self.arena.layout.slots:
+        for slot in self.slots:
             stop = start + self.code.num_bytes(slot.shape, self.gradient.element_size())
             yield slot, self.wire[start:stop]
             start = stop
@@ -154,12 +168,12 @@ class _Factors(Work):
         self.fabric, self.label, self.group = fabric, label, group
         self.gradient = arena.fold()
         self.left = arena.leftovers(group)
-        self.total = self.left.begin(self.gradient)
-        ranks = {slot: factor_rank(slot.shape, int(code.number)) for slot in arena.layout.slots}
+        self.total = self.left.begin(self.gradient, arena.strewn)
+        ranks = {slot: factor_rank(slot.shape, int(code.number)) for slot in dense_slots(arena)}
         self.matrices = {slot: rank for slot, rank in ranks.items() if rank}
         self.others = [slot for slot, rank in ranks.items() if not rank]
         firsts = [(self.matrix(slot) @ self.columns(slot)).view(-1) for slot in self.matrices]
-        self.first = torch.cat([*firsts, *(self.total[slot.start : slot.stop] for slot in self.others)])
+        self.first = torch.cat([self.total[:0], *firsts, *(self.total[slot.start : slot.stop] for slot in self.others)])
         self.work = fabric.all_reduce(label, self.first, group)
 
     def matrix(self, slot: Slot) -> Tensor:

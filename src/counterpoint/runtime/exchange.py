@@ -170,7 +170,7 @@ class Exchange:
         """Start to add up one arena's gradient in a code; rows of tables with sparse gradients travel as they are."""
         if arena.strewn.slots:
             arena.gather()
-            arena.strewn.gather(self.fabric, word.group, label, has_share=False)
+            arena.strewn.gather(self.fabric, word.group, label, has_share=bool(arena.strewn.rows))
         return coded_sum(self.fabric, label, arena, word.group, find_code(word.code), self.parts_of(word))
 
     def parts_of(self, word: Collective) -> list[float]:

@@ -36,12 +36,13 @@ class Data:
         sum in fp16 or bf16 is itself rounded to its dtype); a step that is left out changes nothing of it. With
         ``reduce=adasum`` each parameter's gradient is the adaptive sum of the mean gradients that the copies have of
         their own samples; copies without samples take no part. They are paired in their order, then the results, as
-        often as needed; one that is left over waits for the next round, so that any number will do.
+        often as needed; one that is left over waits for the next round, so that any number will do. Sparse
+        gradients are summed as they are, whatever these options say.
 
     Cost:
         Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates. With ``compress``: the encoded
         bytes ``2 (n-1)/n`` times for fp16, bf16 and powersgd, ``n-1`` times for all others. With ``reduce=adasum``:
-        the gradient bytes ``n-1`` times.
+        the gradient bytes ``n-1`` times. Sparse gradients, of which only rows travel, are counted as dense ones.
         Memory per rank: as without it; with a shared update optimizer state ``1/n``, on one host weights ``1/n``, too;
         with ``compress`` what has not been sent twice, as it is and as it will be if the step is applied. The encoded
         gradients, of all copies where they are sent ``n-1`` times.
