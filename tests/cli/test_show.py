@@ -31,6 +31,21 @@ def test_rows_are_shown_as_the_program_writes_them():
     assert "rank 1 F0.1 B0.1 sum(grad0)@0,1 commit@0,1 U0\n" in shown.output
 
 
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("data(4, compress=topk:0.01)", "code topk:0.01: the largest 1% of each parameter, with their places; 50 times "
+         "smaller, gathered by all; what is not sent is kept for the next step"),
+        ("data(2, compress=powersgd:2)", "code powersgd:2: two thin factors of rank 2 for each matrix, all else as it "
+         "is; 64 times smaller, added up on the way; what is not sent is kept for the next step"),
+        ("data(2, reduce=adasum)", "code adasum: every number as it is; what is parallel is averaged, what is "
+         "orthogonal is added; 1 times smaller, gathered by all"),
+    ],
+)  # fmt: skip
+def test_a_code_is_explained(plan, said):
+    assert said in " ".join(run("show", plan, "--blocks", "1").output.split())
+
+
 def test_the_plan_is_shown_as_yaml():
     shown = run("show", "pipeline(2) * data(2)", "--microbatches", "4", "--yaml")
     assert "strategy: pipeline(2) * data(2)\n" in shown.output

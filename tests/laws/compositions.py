@@ -52,6 +52,18 @@ def degrees(most):
     return st.integers(2, most)
 
 
+CODES = ["fp16", "bf16", "int8", "twobit", "twobit:0.25", "sign", "topk", "topk:0.3", "powersgd", "powersgd:3"]
+
+
+def replicas(most):
+    """Replicas that sum their gradients as they are, in a code, or by Adasum."""
+    return st.one_of(
+        st.builds(Data, degrees(most)),
+        st.builds(Data, degrees(most), compress=st.sampled_from(CODES)),
+        st.builds(Data, degrees(most), reduce=st.just("adasum")),
+    )
+
+
 @st.composite
 def pipelines(draw, model, num_micros, most):
     stages = draw(st.integers(2, min(most, model.num_blocks)))
@@ -92,14 +104,16 @@ def legal_plans(draw, model):
     if "pipeline" in kinds and model.num_blocks > 1:
         add(draw(pipelines(model, num_micros, MOST_RANKS)))
     if "data" in kinds:
-        add(Data(draw(degrees(4))))
+        add(draw(replicas(4)))
+    is_coded = any(isinstance(strategy, Data) and strategy.code for strategy in chosen)
     served = "server" in kinds and not any(isinstance(strategy, Tensor) for strategy in chosen)
     if served:
         add(draw(servers(4)))
     elif "zero" in kinds:
-        add(Zero(draw(degrees(4)), draw(st.sampled_from([1, 2, 3]))))
+        add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
     if "more data" in kinds and not any(getattr(s, "consistency", "") == "asp" for s in chosen):
-        add(Data(draw(degrees(3))))
+        is_shared_out = any(isinstance(strategy, Zero) for strategy in chosen)
+        add(Data(draw(degrees(3))) if is_shared_out else draw(replicas(3)))
     passes = draw(st.sampled_from([(), ("overlap",)]))
     return Plan(tuple(chosen), num_micros, passes)
 
@@ -116,6 +130,7 @@ def any_strategy():
         st.builds(Tensor, st.sampled_from([2, 4])),
         st.builds(Pipeline, st.just(2), st.sampled_from(["gpipe", "one_f_one_b"])),
         st.builds(Data, st.sampled_from([2, 3])),
+        st.builds(Data, st.just(2), compress=st.sampled_from(["sign", "powersgd"])),
         st.builds(Zero, st.just(2), st.sampled_from([1, 2, 3])),
         st.builds(Server, st.just(2), st.just(1), st.sampled_from(["bsp", "asp"])),
     )
@@ -125,17 +140,24 @@ def kind(strategy):
     match strategy:
         case Server(consistency=consistency):
             return consistency
+        case Data(compress=code) if code:
+            return "coded data"
+        case Zero(level=level) if level > 1:
+            return "zero that shares gradients"
         case _:
             return type(strategy).__name__.lower()
 
 
+ZEROS = {"zero", "zero that shares gradients"}
 MAY_NOT_FOLLOW = {
     "tensor": {"tensor", "asp"},
-    "pipeline": {"pipeline", "data", "zero", "bsp", "asp"},
+    "pipeline": {"pipeline", "data", "coded data", "bsp", "asp", *ZEROS},
     "data": {"asp"},
-    "zero": {"zero", "bsp", "asp"},
-    "bsp": {"tensor", "zero", "bsp", "asp"},
-    "asp": {"tensor", "zero", "bsp", "asp"},
+    "coded data": {"asp", *ZEROS},
+    "zero": {"bsp", "asp", *ZEROS},
+    "zero that shares gradients": {"bsp", "asp", "coded data", *ZEROS},
+    "bsp": {"tensor", "bsp", "asp", *ZEROS},
+    "asp": {"tensor", "bsp", "asp", *ZEROS},
 }
 
 

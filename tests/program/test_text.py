@@ -40,6 +40,9 @@ parameters = st.builds(Value, st.sampled_from(["grad", "weight"]), units)
 activations = st.builds(Value, st.sampled_from(["x", "g", "y", "dx"]), st.tuples(numbers), numbers)
 values = parameters | activations
 phases = st.sampled_from(["", "+", "-"])
+codes = st.sampled_from(
+    ["fp16", "int8", "sign", "twobit", "twobit:0.5", "topk:0.01", "topk:1", "powersgd:12", "adasum"]
+)
 instructions = st.one_of(
     st.builds(Forward, numbers, numbers, st.integers(-9, 0)),
     st.builds(Backward, numbers, numbers, st.integers(-9, 0)),
@@ -48,6 +51,7 @@ instructions = st.one_of(
     st.builds(Send, values, ranks),
     st.builds(Recv, values, ranks),
     st.builds(Collective, st.sampled_from(["sum", "share", "join", "copy"]), values, groups, phases),
+    st.builds(Collective, st.just("sum"), st.builds(Value, st.just("grad"), units), groups, phases, codes),
     st.builds(Push, parameters, ranks),
     st.builds(Pull, parameters, ranks),
     st.builds(Serve, st.lists(units, min_size=1, max_size=3).map(tuple), groups),

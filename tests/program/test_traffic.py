@@ -9,7 +9,7 @@ from counterpoint.program.traffic import row_traffic, sent_bytes
 
 
 def traffic(text, rank=0):
-    return [bytes_ for _, bytes_ in row_traffic(rank, parse_program(text).rows[0].body, lambda value: 120)]
+    return [bytes_ for _, bytes_ in row_traffic(rank, parse_program(text).rows[0].body, lambda value, code="": 120)]
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_what_was_shared_out_is_summed_in_parts():
 
 def test_only_the_body_counts_and_thirds_stay_exact():
     program = parse_program("sum(grad0)@0-2 | sum(grad0)@0-2 | sum(grad0)@0-2")
-    assert sent_bytes(program, lambda value: 1) == (Fraction(4, 3),)
+    assert sent_bytes(program, lambda value, code="": 1) == (Fraction(4, 3),)

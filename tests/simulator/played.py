@@ -1,6 +1,6 @@
 """Compositions to be simulated, and the costs that tell them apart."""
 
-from counterpoint.compiler.compile import compile as compile_plan, value_bytes
+from counterpoint.compiler.compile import compile as compile_plan, sizes_in
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.program.text import parse_program
@@ -18,7 +18,7 @@ def program(*rows):
 
 
 def size_of_in(made, samples=2):
-    return lambda value: value_bytes(value, made.model, samples)
+    return sizes_in(made.model, samples)
 
 
 def costs_of(made, cost_per_s=1e4, latency_s=1e-4, bytes_per_s=1e8):

@@ -1,5 +1,7 @@
 """Costs of a model on a cluster, and what a rank holds; by hand."""
 
+from fractions import Fraction
+
 import pytest
 
 from counterpoint.program.instruction import Collective
@@ -76,6 +78,36 @@ def test_a_rank_holds_weights_gradients_states_and_what_backward_needs(plan, wei
 
 @pytest.mark.parametrize(
     ("plan", "weights"),
+    [
+        ("data(2, compress=fp16)", 4 + 2 + 0.5),
+        ("data(2, compress=twobit)", 4 + 2 + 2 / 16),
+        ("data(4, reduce=adasum)", 4 + 4),
+        ("data(2) * data(2, compress=topk)", 4 + 2 + 2 * 656 * 8 / WEIGHT),
+    ],
+)
+def test_a_code_keeps_what_it_has_not_sent_and_what_it_sends(plan, weights):
+    made = compiled(plan, m=2, blocks=1)
+    assert set(peak_bytes(made.program, size_of_in(made))) == {weights * WEIGHT + OUTPUT}
+
+
+@pytest.mark.parametrize(
+    ("code", "link_bytes", "rounds"),
+    [
+        ("fp16", 1.5 * WEIGHT / 2, 6),
+        ("twobit", 3 * WEIGHT / 16, 3),
+        ("powersgd", 1.5 * 512 * 4, 12),
+        ("adasum", 3 * WEIGHT, 3),
+    ],
+)
+def test_a_sum_in_a_code_takes_the_link_for_its_bytes(code, link_bytes, rounds):
+    plan = f"data(4, {'reduce' if code == 'adasum' else 'compress'}={code})"
+    made = compiled(plan, blocks=1)
+    word = made.program.rows[0].body[2]
+    assert costs_of(made).link_s(word, Fraction(1)) == pytest.approx(link_bytes / 1e8 + rounds * 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "weights"),
     [("server(2)", 4 + 8 + 4), ("data(2) * server(2)", 4 + 8 + 4), ("asp(2)", 4 + 8 + 1), ("data(2) * asp(2)", 13)],
 )
 def test_a_server_holds_weights_states_and_the_gradients_that_have_come(plan, weights):
@@ -85,7 +117,9 @@ def test_a_server_holds_weights_states_and_the_gradients_that_have_come(plan, we
 
 
 def test_a_server_that_does_not_wait_holds_the_gradient_of_its_largest_unit():
-    peaks = peak_bytes(program("serve(1,2)@1", "push(grad1)>0 push(grad2)>0"), lambda value: 10 * value.blocks[0])
+    peaks = peak_bytes(
+        program("serve(1,2)@1", "push(grad1)>0 push(grad2)>0"), lambda value, code="": 10 * value.blocks[0]
+    )
     assert peaks == (3 * (10 + 20) + 20, 0)
 
 
@@ -98,7 +132,7 @@ def test_one_f_one_b_holds_fewer_activations_than_gpipe():
 
 
 def test_a_forward_keeps_its_output_until_its_backward():
-    peaks = peak_bytes(program("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0"), lambda _: 10)
+    peaks = peak_bytes(program("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0"), lambda value, code="": 10)
     assert peaks == (30,)
 
 

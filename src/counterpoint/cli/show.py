@@ -15,13 +15,14 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.tables import Column, format_bytes, plain_table
-from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
+from counterpoint.compiler.compile import Compiled, compile, sizes_in  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Backward, Forward
+from counterpoint.program.codes import find_code
+from counterpoint.program.instruction import Backward, Collective, Forward
 from counterpoint.program.program import Row
 from counterpoint.program.symmetry import classes
 from counterpoint.program.text import format_group, format_row
@@ -117,8 +118,23 @@ def heading(compiled: Compiled) -> str:
         f"ranks         {plan.num_ranks} ({plan.mesh.describe()})",
         f"microbatches  {plan.num_microbatches}, {plan.num_micros} in the global batch",
         f"model         {compiled.model.num_blocks} blocks with {size} of parameters",
+        *(f"code          {line}" for line in codes(compiled)),
     ]
     return "\n".join(lines)
+
+
+def codes(compiled: Compiled) -> list[str]:
+    """Return what every code of the plan's sums does, and how small it makes gradients."""
+    sums = [word for _, word in compiled.program.words() if isinstance(word, Collective) and word.code]
+    units = {word.code: {one.value.blocks for one in sums if one.code == word.code} for word in sums}
+    lines = []
+    for text, summed in units.items():
+        code = find_code(text)
+        plain, written = (sum(compiled.model.unit_bytes(unit, how) for unit in summed) for how in ("", text))
+        sent = "gathered by all" if code.kind.way == "gather" else "added up on the way"
+        kept = "; what is not sent is kept for the next step" if code.kind.keeps else ""
+        lines.append(f"{text}: {code.explained}; {plain / written:.3g} times smaller, {sent}{kept}")
+    return lines
 
 
 def rows(compiled: Compiled, columns: int) -> str:
@@ -166,7 +182,7 @@ def drawing(trace: Trace, columns: int) -> str:
 def figures(compiled: Compiled, trace: Trace) -> str:
     """Return bubble, bytes and microbatches in flight, for each kind of rank."""
     sent = compiled.forecast.sent_bytes()
-    memory = peak_bytes(compiled.program, lambda value: value_bytes(value, compiled.model, 1))
+    memory = peak_bytes(compiled.program, sizes_in(compiled.model, 1))
     busy: Counter[int] = Counter()
     for event in trace.events:
         if event.lane == "compute":

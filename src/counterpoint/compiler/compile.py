@@ -13,7 +13,7 @@ from counterpoint.program.instruction import Value
 from counterpoint.program.laws import Promise, check
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program
-from counterpoint.program.traffic import sent_bytes
+from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.strategies.solo import solo, solo_forecast
 from counterpoint.strategies.strategy import Forecast
 
@@ -76,10 +76,10 @@ def promise_of(forecast: Forecast) -> Promise:
     )
 
 
-def value_bytes(value: Value, model: ModelSpec, samples_per_micro: int) -> int:
-    """Return the bytes of a whole value on one rank."""
+def value_bytes(value: Value, model: ModelSpec, samples_per_micro: int, code: str = "") -> int:
+    """Return the bytes of a whole value on one rank, as it is or written in a code."""
     if value.name in {"grad", "weight"}:
-        return model.unit_bytes(value.blocks)
+        return model.unit_bytes(value.blocks, code)
     block = value.blocks[0]
     split = model.blocks[block].split
     if value.name == "y":
@@ -92,12 +92,17 @@ def value_bytes(value: Value, model: ModelSpec, samples_per_micro: int) -> int:
 
 def count_bytes(program: Program, model: ModelSpec, samples_per_micro: int) -> tuple[Fraction, ...]:
     """Return the bytes that each rank's words send in one step."""
-    sizes: dict[Value, int] = {}
+    return sent_bytes(program, sizes_in(model, samples_per_micro))
 
-    def size_of(value: Value) -> int:
-        key = Value(value.name, value.blocks)
+
+def sizes_in(model: ModelSpec, samples_per_micro: int) -> Sizes:
+    """Return how large values are, each worked out once: the microbatch changes no size."""
+    sizes: dict[tuple[str, tuple[int, ...], str], int] = {}
+
+    def size_of(value: Value, code: str = "") -> int:
+        key = (value.name, value.blocks, code)
         if key not in sizes:
-            sizes[key] = value_bytes(value, model, samples_per_micro)
+            sizes[key] = value_bytes(value, model, samples_per_micro, code)
         return sizes[key]
 
-    return sent_bytes(program, size_of)
+    return size_of

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from counterpoint.program.codes import find_code
+
 Unit: TypeAlias = tuple[int, ...]
 """The blocks that use a set of parameters: ``(3,)`` for block 3 alone, ``(0, 4)`` for a tied weight."""
 
@@ -158,9 +160,12 @@ class ModelSpec:
                         shape[dim] //= block.num_slices
         return tuple(shape)
 
-    def unit_bytes(self, unit: Unit) -> int:
-        """Return how many parameter bytes one rank holds for a unit, after slicing."""
+    def unit_bytes(self, unit: Unit, code: str = "") -> int:
+        """Return how many parameter bytes one rank holds for a unit, after slicing; or its gradient's in a code."""
         size = {param.name: param.item_bytes for param in self.params}
+        if code:
+            found = find_code(code)
+            return sum(found.num_bytes(self.shard_shape(name), size[name]) for name in self.units[unit])
         return sum(math.prod(self.shard_shape(name)) * size[name] for name in self.units[unit])
 
     def refine(self, dims: tuple[str, ...], num_slices: int) -> ModelSpec:

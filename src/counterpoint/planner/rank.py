@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
+from counterpoint.compiler.compile import Compiled, compile, sizes_in, value_bytes  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Serve, Update, Value
+from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.costs import model_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate
@@ -153,16 +154,16 @@ def _whole(model: ModelSpec) -> ModelSpec:
     return replace(model, blocks=(Block(model.pieces, 0),))
 
 
-def _held_bytes(model: ModelSpec, samples: int) -> Callable[[Value], int]:
+def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
     """Return the bytes of values where they are kept: for its backward, a block keeps what each of its pieces gave."""
 
     @cache
-    def size_of(value: Value) -> int:
+    def size_of(value: Value, code: str) -> int:
         if value.name == "g":
             return samples * sum(piece.output_bytes for piece in model.blocks[value.blocks[0]].pieces)
-        return value_bytes(value, model, samples)
+        return value_bytes(value, model, samples, code)
 
-    return lambda value: size_of(Value(value.name, value.blocks))  # the microbatch changes no size
+    return lambda value, code="": size_of(Value(value.name, value.blocks), code)  # the microbatch changes no size
 
 
 def _play(compiled: Compiled, cluster: Cluster, samples: int) -> tuple[float, float, float]:
@@ -170,7 +171,7 @@ def _play(compiled: Compiled, cluster: Cluster, samples: int) -> tuple[float, fl
     costs = model_costs(
         compiled.model,
         cluster,
-        lambda value: value_bytes(value, compiled.model, samples),
+        sizes_in(compiled.model, samples),
         samples_per_micro=samples,
     )
     rows = compiled.program.unroll(1)

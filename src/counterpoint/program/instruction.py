@@ -101,6 +101,9 @@ class Recv:
 class Collective:
     """Combine a value over a group. Text: ``sum(grad3)@0,1``, split in two ``sum(grad3)@0,1+`` and ``sum(grad3)@0,1-``.
 
+    A sum of gradients may travel in a code (:mod:`counterpoint.program.codes`), ``sum:int8(grad3)@0,1``; its result is
+    then the sum of what the members' gradients have become in it.
+
     =========  ==============  ====================================================
     verb       standard name   afterwards
     =========  ==============  ====================================================
@@ -115,12 +118,19 @@ class Collective:
         value: to what.
         group: by whom.
         phase: ``""`` does it, ``"+"`` starts it and never waits, ``"-"`` waits for the one started.
+        code: how a gradient is written on the way; ``""`` for as it is.
     """
 
     verb: Literal["sum", "share", "join", "copy"]
     value: Value
     group: Group
     phase: Literal["", "+", "-"] = ""
+    code: str = ""
+
+    @property
+    def name(self) -> str:
+        """The verb with its code, as in the text."""
+        return f"{self.verb}:{self.code}" if self.code else self.verb
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.accounts import (
@@ -30,6 +31,7 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Forward,
+    Group,
     Pull,
     Push,
     Recv,
@@ -44,14 +46,20 @@ from counterpoint.program.text import format_instruction, format_unit
 from counterpoint.program.units import Unit, units_by_block
 from counterpoint.program.walk import Groups, show_places, walk
 
+Brought: TypeAlias = dict[tuple[Group, Unit], tuple[tuple[int, ...], ...]]
+
 
 @dataclass(slots=True)
 class Ledger:
-    """What came of a program: the updates, and what was still held when it ended."""
+    """What came of a program: the updates, what was still held when it ended, and what entered sums with a code.
+
+    The last is, for a group and a unit, the microbatches whose gradients each member brought into such a sum.
+    """
 
     entries: list[Entry]
     states: dict[tuple[int, Unit], UnitState]
     peak_in_flight: list[int]
+    brought: Brought
 
 
 def keep_ledger(program: Program, rows: Sequence[Words]) -> Ledger:
@@ -63,7 +71,7 @@ def keep_ledger(program: Program, rows: Sequence[Words]) -> Ledger:
     book = _Book(program, rows)
     for rank, index in walk(rows):
         book.enter(rank, index)
-    return Ledger(book.entries, dict(book.states), book.peak)
+    return Ledger(book.entries, dict(book.states), book.peak, book.brought)
 
 
 class _Book:
@@ -85,6 +93,7 @@ class _Book:
         self.decisions: list[Decision | None] = [None] * len(rows)
         self.deciding: dict[int, Decision] = {}
         self.ages: dict[tuple[int, Unit], tuple[Marks, int]] = {}
+        self.brought: Brought = {}
         for rank, row in enumerate(rows):
             self.find_homes(rank, row)
 
@@ -211,6 +220,8 @@ class _Book:
         return marks
 
     def gather(self, rank: int, index: int, word: Collective) -> None:
+        if word.code and (word.verb, word.value.name) != ("sum", "grad"):
+            raise self.wrong(6, rank, index, "only sums of gradients have a code")
         if word.value.name in {"y", "dx"}:
             return
         key = (self.groups.number(word.group), word.value)
@@ -266,6 +277,8 @@ class _Book:
         spans = {state.part[0] if state.part is not None else WHOLE for state in states}
         if len(spans) > 1:
             raise self.wrong(6, rank, index, "the members hold different parts of this gradient")
+        if word.code:
+            self.bring(rank, index, word)
         total: Marks = Counter()
         for state in states:
             total.update(state.part[1] if state.part is not None else state.whole)
@@ -274,6 +287,14 @@ class _Book:
                 state.part = (state.part[0], total)
             else:
                 state.whole, state.has_buffer = total, True
+
+    def bring(self, rank: int, index: int, word: Collective) -> None:
+        """Note what each member brings into a sum with a code, which is about whole gradients."""
+        states = [self.states[member, word.value.blocks] for member in word.group]
+        if any(state.part is not None for state in states):
+            raise self.wrong(6, rank, index, "this gradient was shared out; only whole ones have a code")
+        micros = (sorted({micro for _, micro, _ in state.whole}) for state in states)
+        self.brought[word.group, word.value.blocks] = tuple(map(tuple, micros))
 
     def send(self, rank: int, value: Value, peer: int) -> None:
         if value.name == "grad":

@@ -69,8 +69,8 @@ def _copied(words: Words, by: tuple[int, int], seen: dict[int, Group]) -> Iterat
                 yield Forward(block, micro + micros, version)
             case Backward(block, micro, version):
                 yield Backward(block, micro + micros, version)
-            case Collective(verb, value, group, phase):
-                yield Collective(verb, _later(value, micros), _among(group, ranks, seen), phase)
+            case Collective(verb, value, group, phase, code):
+                yield Collective(verb, _later(value, micros), _among(group, ranks, seen), phase, code)
             case Commit(group):
                 yield Commit(_among(group, ranks, seen))
             case Send(value, peer):

@@ -90,8 +90,8 @@ def _plain(word: Instruction, first: int) -> Hashable:
             return "B", block, micro - first, version
         case Send(value) | Recv(value) | Push(value) | Pull(value) | Release(value):
             return type(word), _value(value, first)
-        case Collective(verb, value, group, phase):
-            return verb, _value(value, first), len(group), phase
+        case Collective(_, value, group, phase):
+            return word.name, _value(value, first), len(group), phase
         case Commit(group):
             return "commit", len(group)
         case Update(unit):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Literal, assert_never, cast
 
 from counterpoint.errors import ProgramError
+from counterpoint.program.codes import CODE, find_code
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -37,7 +38,7 @@ _WORD = re.compile(
     r"(?P<op>[FB])(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
     rf"|U(?P<unit>{_UNIT})$"
     rf"|commit@(?P<all>{_GROUP})$"
-    rf"|(?P<verb>sum|share|join|copy)\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
+    rf"|(?P<verb>sum|share|join|copy)(?::(?P<code>{CODE}))?\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
     rf"|(?P<ask>push(?=\S*>)|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
     rf"|serve\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|release\((?P<released>{_VALUE})\)$"
@@ -82,8 +83,8 @@ def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noq
             return f"{format_value(value, ahead=ahead)}>{peer}"
         case Recv(value, peer):
             return f"{format_value(value, ahead=ahead)}<{peer}"
-        case Collective(verb, value, group, phase):
-            return f"{verb}({format_value(value, ahead=ahead)})@{format_group(group)}{phase}"
+        case Collective(_, value, group, phase):
+            return f"{word.name}({format_value(value, ahead=ahead)})@{format_group(group)}{phase}"
         case Push(value, peer):
             return f"push({format_value(value)})>{peer}"
         case Pull(value, peer):
@@ -146,7 +147,12 @@ def _parse_together(found: re.Match[str]) -> Instruction:
         return Commit(parse_group(found["all"]))
     verb = cast("Literal['sum', 'share', 'join', 'copy']", found["verb"])
     phase = cast("Literal['', '+', '-']", found["phase"])
-    return Collective(verb, parse_value(found["whole"]), parse_group(found["group"]), phase)
+    code = found["code"] or ""
+    if code and (verb, found["whole"][:4]) != ("sum", "grad"):
+        raise ProgramError(f"only sums of gradients have a code, but {found[0]!r} is none; leave out :{code}")
+    if code:
+        find_code(code)
+    return Collective(verb, parse_value(found["whole"]), parse_group(found["group"]), phase, code)
 
 
 def _parse_message(found: re.Match[str]) -> Instruction:

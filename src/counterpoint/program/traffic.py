@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
+from typing import Protocol
 
+from counterpoint.program.codes import sum_trips
 from counterpoint.program.instruction import Collective, Instruction, Push, Send, Serve, Value, weight
 from counterpoint.program.program import Program, Words
 
 
-def sent_bytes(program: Program, size_of: Callable[[Value], int]) -> tuple[Fraction, ...]:
+class Sizes(Protocol):
+    """How large values are."""
+
+    def __call__(self, value: Value, code: str = "") -> int:
+        """Return the bytes of a whole value on one rank, as it is or written in a code."""
+        ...
+
+
+def sent_bytes(program: Program, size_of: Sizes) -> tuple[Fraction, ...]:
     """Return the bytes that each rank sends in one repetition of the body.
 
     Collectives count what a ring sends: ``2 (n-1)/n`` of the value for a sum, ``(n-1)/n`` for a share or a join;
-    a copy counts ``n-1`` values at its root. Commits carry a few dozen bytes and count nothing.
+    a copy counts ``n-1`` values at its root. A sum with a code counts encoded values, ``n-1`` of them where they are
+    gathered. Commits carry a few dozen bytes and count nothing.
 
     Args:
         program: what is counted.
@@ -24,30 +35,28 @@ def sent_bytes(program: Program, size_of: Callable[[Value], int]) -> tuple[Fract
     return tuple(_row_bytes(rank, row.body, size_of) for rank, row in enumerate(program.rows))
 
 
-def _row_bytes(rank: int, words: Words, size_of: Callable[[Value], int]) -> Fraction:
+def _row_bytes(rank: int, words: Words, size_of: Sizes) -> Fraction:
     sums: defaultdict[int, int] = defaultdict(int)  # by denominator: adding fractions one by one is slow
     for _, part, size in _moves(rank, words, size_of):
         sums[part.denominator] += part.numerator * size
     return sum((Fraction(total, denominator) for denominator, total in sums.items()), Fraction(0))
 
 
-def row_traffic(
-    rank: int, words: Words, size_of: Callable[[Value], int]
-) -> Iterator[tuple[Instruction, Fraction | int]]:
+def row_traffic(rank: int, words: Words, size_of: Sizes) -> Iterator[tuple[Instruction, Fraction | int]]:
     """Yield every word with the bytes that the rank sends because of it."""
     for word, part, size in _moves(rank, words, size_of):
         yield word, part * size
 
 
-def _moves(
-    rank: int, words: Words, size_of: Callable[[Value], int]
-) -> Iterator[tuple[Instruction, Fraction | int, int]]:
+def _moves(rank: int, words: Words, size_of: Sizes) -> Iterator[tuple[Instruction, Fraction | int, int]]:
     """Yield every word with what it sends: a part or a multiple, of how many bytes."""
     parts: dict[tuple[int, ...], Fraction] = {}
     for word in words:
         match word:
             case Collective(phase="-"):
                 yield word, 0, 0
+            case Collective(_, value, group, code=code) if code:
+                yield word, sum_trips(code, len(group)), size_of(value, code)
             case Collective(verb, value, group):
                 sent = _collective(verb, len(group), is_root=rank == group[0])
                 if value.name == "grad":
@@ -67,5 +76,4 @@ def _moves(
 def _collective(verb: str, num_members: int, *, is_root: bool) -> Fraction:
     if verb == "copy":
         return Fraction(num_members - 1 if is_root else 0)
-    trip = Fraction(num_members - 1, num_members)
-    return 2 * trip if verb == "sum" else trip
+    return sum_trips("", num_members) if verb == "sum" else Fraction(num_members - 1, num_members)

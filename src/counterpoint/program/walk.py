@@ -181,7 +181,7 @@ class _Walk:
 
     def call(self, rank: int, word: Collective | Commit) -> tuple[int, int]:
         """Note that a rank calls its group's next collective; return the numbers of the group and of the call."""
-        name = ("commit", None) if isinstance(word, Commit) else (word.verb + word.phase, word.value)
+        name = ("commit", None) if isinstance(word, Commit) else (word.name + word.phase, word.value)
         group = self.groups.number(word.group)
         number = self.called[group, rank]
         calls = self.order[group]
@@ -207,13 +207,13 @@ class _Walk:
 
     def start(self, rank: int, word: Collective) -> None:
         group, number = self.call(rank, word)
-        self.due[rank, group, word.verb, word.value] = number
+        self.due[rank, group, word.name, word.value] = number
         if self.calls[group, number] == len(word.group):
             self.wake((group, number))
 
     def await_started(self, rank: int, word: Collective) -> object | None:
         group = self.groups.number(word.group)
-        key = (rank, group, word.verb, word.value)
+        key = (rank, group, word.name, word.value)
         if key not in self.due:
             text = format_instruction(word)
             raise ProgramError(f"rank {rank} waits with {text} for what it never started\n{self.show([rank])}", law=3)

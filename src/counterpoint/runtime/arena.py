@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from counterpoint.fabric.encounter import reduce_in_order
 from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.runtime.coded import Leftovers
 from counterpoint.runtime.commons import Commons
 from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span
 from counterpoint.runtime.rows import Piece, piece_of
@@ -62,6 +63,7 @@ class Arena:
         self.commons: Commons | None = None
         self.sparse = sparse
         self.strewn = Strewn(layout, sparse)
+        self.left: dict[Group, Leftovers] = {}  # what codes have not sent, by the group that sums in them
         self.filled: set[str] = set()  # the parameters whose place in the flat gradient holds theirs
         self.reached: set[str] = set()  # those on which autograd has put a gradient in this step
         if home != WHOLE:
@@ -218,6 +220,10 @@ class Arena:
             self.gradient, self.filled = gradient, set(self.params)
         else:
             self.fold().add_(gradient)
+
+    def leftovers(self, group: Group) -> Leftovers:
+        """Return what a code keeps here for sums over a group."""
+        return self.left.setdefault(group, Leftovers())
 
     def missing(self) -> list[str]:
         """Return the parameters on which autograd has put no gradient in this step, folded or not."""

@@ -87,6 +87,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         answers_for=answers_for(parts, rank),
         domain=domain_of(parts.program, rank),
         num_readers=num_readers(parts, rank),
+        brought=parts.ledger.brought,
     )
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from counterpoint.fabric.fabric import Fabric, Work
+from counterpoint.fabric.fabric import Fabric, Group, Work
+from counterpoint.model.spec import Unit
+from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Collective, Value
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
+from counterpoint.runtime.coded import coded_sum
 from counterpoint.runtime.compute import Bundle, Compute
 from counterpoint.runtime.layout import Span
 from counterpoint.runtime.store import Store, UnitStore
@@ -28,12 +31,20 @@ class Exchange:
         fabric: the rank's way to its peers.
         compute: where activations and their gradients lie.
         store: where parameters and their gradients lie.
+        brought: for a group and a unit that it sums in a code the microbatches that each member brings.
     """
 
-    def __init__(self, fabric: Fabric, compute: Compute, store: Store) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        compute: Compute,
+        store: Store,
+        brought: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
+    ) -> None:
         self.fabric = fabric
         self.compute = compute
         self.store = store
+        self.brought = brought
         self.started: dict[Value, list[_Begun]] = {}
 
     def send(self, value: Value, peer: int) -> None:
@@ -124,6 +135,8 @@ class Exchange:
         if word.verb == "join":
             arena.restore_weights()
             return self.fabric.all_gather(label, arena.weights.data, arena.layout.bounds(len(group)), group)
+        if word.code:
+            return self.begin_code(word, arena, label)
         span = self.store.units[word.value.blocks].role.span
         return self.begin_sum(word, arena, label, span if word.verb == "sum" else None)
 
@@ -152,6 +165,18 @@ class Exchange:
             else:
                 works.append(self.fabric.all_reduce(label, part, group))
         return works[0] if len(works) == 1 else Several(works)
+
+    def begin_code(self, word: Collective, arena: Arena, label: str) -> Work:
+        """Start to add up one arena's gradient in a code; rows of tables with sparse gradients travel as they are."""
+        if arena.strewn.slots:
+            arena.gather()
+            arena.strewn.gather(self.fabric, word.group, label, has_share=bool(arena.strewn.rows))
+        return coded_sum(self.fabric, label, arena, word.group, find_code(word.code), self.parts_of(word))
+
+    def parts_of(self, word: Collective) -> list[float]:
+        """Return for each member of a coded sum which part of the mean over all samples its gradient is."""
+        brought = self.brought[word.group, word.value.blocks]
+        return [sum(self.compute.weights[micro] for micro in micros) for micros in brought]
 
     def finish(self, arena: Arena | None, word: Collective) -> None:
         """Put the result of a collective where it belongs."""

@@ -12,7 +12,8 @@ from typing import cast
 
 import torch
 
-from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.model.spec import Unit
 from counterpoint.program.instruction import Collective, Commit, Instruction, Pull, Push, Recv, Release, Send, Value
 from counterpoint.program.text import format_value, parse_value
 from counterpoint.runtime.calls import (
@@ -98,6 +99,7 @@ class Interpreter:
         answers_for: the units whose gradient norm this rank counts, so that each is counted once.
         domain: the microbatches whose samples share one mean with this rank's.
         num_readers: for each parameter how many ranks of this rank's commit compute with it.
+        brought: for a group and a unit that it sums in a code the microbatches that each member brings.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -112,6 +114,7 @@ class Interpreter:
         answers_for: Sequence[tuple[int, ...]],
         domain: Sequence[int],
         num_readers: Mapping[str, int],
+        brought: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
     ) -> None:
         self.calls = fuse(words)
         self.forward_calls = fuse(forward_only(words))
@@ -126,7 +129,7 @@ class Interpreter:
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
         self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         self.compute = Compute(model, store, dice)
-        self.exchange = Exchange(fabric, self.compute, store)
+        self.exchange = Exchange(fabric, self.compute, store, brought)
         self.state = RankState()
         self.clock: Callable[[], float] | None = None
         self.versions: dict[tuple[int, ...], int] = {}
@@ -224,6 +227,7 @@ class Interpreter:
         require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
         if not self.is_left_out():
             self.settle_missing(ballots)
+        self.store.settle(applied=not self.is_left_out())
         if verdict.scale < 1.0:
             for unit in self.store.units.values():
                 for gradient in unit.gradients():

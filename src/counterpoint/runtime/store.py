@@ -157,6 +157,13 @@ class Store:
             for arena in store.arenas:
                 arena.begin()
 
+    def settle(self, *, applied: bool) -> None:
+        """What codes have left unsent in this step stays behind if the step is applied; else all is as it was."""
+        for store in self.units.values():
+            for arena in store.arenas:
+                for left in arena.left.values():
+                    left.settle(applied=applied)
+
     def enter_commons(self, fabric: Fabric) -> None:
         """Where replicas have memory in common, their weights and gradients live there; all ranks call it together."""
         if self.is_in_commons:

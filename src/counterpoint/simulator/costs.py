@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Push, Send, Update, Value, weight
+from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.rings import collective_s
 from counterpoint.world.cluster import Cluster
 
@@ -72,7 +72,7 @@ class ModelCosts:
     model: ModelSpec
     cluster: Cluster
     samples_per_micro: int
-    size_of: Callable[[Value], int]
+    size_of: Sizes
 
     def compute_s(self, word: Forward | Backward | Update, part: Fraction) -> float:
         """Return work by the device's speed."""
@@ -90,6 +90,8 @@ class ModelCosts:
         match word:
             case Send(value) | Push(value):
                 return link.seconds(self.size_of(value))
+            case Collective(value=value, code=code) if code:
+                return collective_s(word, self.size_of(value, code), link)
             case Collective(value=value):
                 return collective_s(word, self.size_of(value) * part, link)
             case Commit(group):
@@ -111,16 +113,14 @@ def unit_costs(*, backward_ticks: float = 1.0) -> Costs:
     return UnitCosts(backward_ticks)
 
 
-def model_costs(
-    model: ModelSpec, cluster: Cluster, size_of: Callable[[Value], int], *, samples_per_micro: int = 1
-) -> Costs:
+def model_costs(model: ModelSpec, cluster: Cluster, size_of: Sizes, *, samples_per_micro: int = 1) -> Costs:
     """Return the costs of a model on a cluster; see :class:`ModelCosts`."""
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    sizes: dict[tuple[str, tuple[int, ...], str], int] = {}
 
-    def remembered(value: Value) -> int:
-        key = (value.name, value.blocks)  # the microbatch changes no size
+    def remembered(value: Value, code: str = "") -> int:
+        key = (value.name, value.blocks, code)  # the microbatch changes no size
         if key not in sizes:
-            sizes[key] = size_of(value)
+            sizes[key] = size_of(value, code) if code else size_of(value)
         return sizes[key]
 
     return ModelCosts(model, cluster, samples_per_micro, remembered)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -23,6 +23,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.program import Program, Words
+from counterpoint.program.traffic import Sizes
 from counterpoint.program.units import units_named
 
 _Unit = tuple[int, ...]
@@ -37,23 +38,28 @@ class _Held:
     grads: dict[_Unit, Fraction] = field(default_factory=dict)
     shares: dict[_Unit, Fraction] = field(default_factory=dict)
     states: dict[_Unit, Fraction] = field(default_factory=dict)
+    residuals: dict[_Unit, Fraction] = field(default_factory=dict)
+    wires: dict[Collective, int] = field(default_factory=dict)
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def num_bytes(self, size_of: Callable[[Value], int], num_states: int) -> Fraction:
+    def num_bytes(self, size_of: Sizes, num_states: int) -> Fraction:
         """Return the bytes of everything held."""
-        total = Fraction(sum(self.alive.values()))
-        for parts, times in ((self.weights, 1), (self.grads, 1), (self.shares, 1), (self.states, num_states)):
+        total = Fraction(sum(self.alive.values()) + sum(self.wires.values()))
+        held = ((self.weights, 1), (self.grads, 1), (self.shares, 1), (self.states, num_states), (self.residuals, 2))
+        for parts, times in held:
             total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
         return total
 
 
-def peak_bytes(program: Program, size_of: Callable[[Value], int], *, num_states: int = 2) -> tuple[int, ...]:
+def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tuple[int, ...]:
     """Return the bytes that each rank holds at most in one step.
 
     A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
     backward, or its arrival on a server, to its update or departure, in part once it has been shared out and
     released; a server that does not wait holds one gradient at a time; an optimizer keeps ``num_states``
-    values per parameter (two for Adam) of what its rank updates. What an operator inside a block needs for its
+    values per parameter (two for Adam) of what its rank updates. A code keeps what it has not sent twice: as it is, and
+    as it will be if the step is applied; and it has room for what it sends, and for what is gathered from others. What
+    an operator inside a block needs for its
     backward is not in the program and not counted.
 
     Args:
@@ -76,8 +82,8 @@ def _outline(word: Instruction) -> tuple[object, ...]:
     match word:
         case Forward(block) | Backward(block):
             return type(word), block
-        case Collective(verb, value, group, phase):
-            return verb, value.name, value.blocks, len(group), phase
+        case Collective(_, value, group, phase):
+            return word.name, value.name, value.blocks, len(group), phase
         case Release(value):
             return "release", value.name, value.blocks
         case Update():
@@ -90,8 +96,8 @@ def _outline(word: Instruction) -> tuple[object, ...]:
             return ()
 
 
-def _row_peak(row: Words, units: list[_Unit], size_of: Callable[[Value], int], num_states: int) -> int:
-    held = _begin(row, units)
+def _row_peak(row: Words, units: list[_Unit], size_of: Sizes, num_states: int) -> int:
+    held = _begin(row, units, size_of)
     peak = held.num_bytes(size_of, num_states)
     for word in row:
         _hold(held, word, units, size_of)
@@ -102,7 +108,7 @@ def _row_peak(row: Words, units: list[_Unit], size_of: Callable[[Value], int], n
     return -(-peak.numerator // peak.denominator)
 
 
-def _begin(row: Words, units: list[_Unit]) -> _Held:
+def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
     """Return what a rank holds before its first word: a weight that it gathers first is kept in part."""
     held = _Held()
     parts: dict[_Unit, Fraction] = {}
@@ -112,6 +118,10 @@ def _begin(row: Words, units: list[_Unit]) -> _Held:
                 held.weights[unit] = Fraction(1, len(group))
             case Collective("share", Value("grad", unit), group):
                 parts[unit] = Fraction(1, len(group))
+            case Collective("sum", Value("grad", unit), group, code=code) if code and word.phase != "-":
+                kind = find_code(code).kind
+                held.wires[word] = size_of(word.value, code) * (len(group) if kind.way == "gather" else 1)
+                held.residuals[unit] = held.residuals.get(unit, Fraction(0)) + kind.keeps
             case Forward(block):
                 held.weights.update({unit: Fraction(1) for unit in units if block in unit and unit not in held.weights})
             case Update(unit):
@@ -126,7 +136,7 @@ def _begin(row: Words, units: list[_Unit]) -> _Held:
     return held
 
 
-def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Callable[[Value], int]) -> None:
+def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Sizes) -> None:
     match word:
         case Forward(block, micro):  # what leaves a block is as large as its gradient
             held.alive[block, micro] = size_of(Value("g", (block,), micro))

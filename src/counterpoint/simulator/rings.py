@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Collective
 from counterpoint.world.cluster import Link
 
@@ -59,11 +60,17 @@ def collective_s(word: Collective, value_bytes: Fraction | float, link: Link) ->
 
     Args:
         word: what is called.
-        value_bytes: size of what each member brings (before a share) or has in the end (after a join).
+        value_bytes: size of what each member brings (before a share) or has in the end (after a join); encoded for a
+            sum with a code.
         link: the link of each member.
     """
     num_ranks = len(word.group)
+    way = find_code(word.code).kind.way if word.code else "reduce"
     match word.verb:
+        case "sum" if way == "gather":
+            return ring_half_s(num_ranks * value_bytes, num_ranks, link)
+        case "sum" if way == "reduce twice":
+            return 2 * ring_all_reduce_s(value_bytes / 2, num_ranks, link)
         case "sum":
             return ring_all_reduce_s(value_bytes, num_ranks, link)
         case "share" | "join":

@@ -106,7 +106,7 @@ class _Writer:
         if not isinstance(word, Collective | Commit):
             return format_instruction(word)
         group = self.groups.number(word.group)
-        key = (group, word.verb, word.value, word.phase) if isinstance(word, Collective) else (group,)
+        key = (group, word.name, word.value, word.phase) if isinstance(word, Collective) else (group,)
         if key not in self.texts:
             self.texts[key] = format_instruction(word)
         return self.texts[key]

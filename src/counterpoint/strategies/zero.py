@@ -95,6 +95,11 @@ class Zero:
                 raise PlanError(
                     f"{self} stands in a plan that is shared out already; write one zero(...) with all ranks"
                 )
+            if self.level > 1 and isinstance(word, Collective) and word.code:
+                raise PlanError(
+                    f"{self} shares gradients out before they are summed in the code {word.code}, which is about whole "
+                    "ones; write zero(..., level=1), or data(...) without compress and reduce"
+                )
             if isinstance(word, Serve) or (isinstance(word, Recv) and word.value.name == "grad"):
                 raise PlanError(
                     f"{self} stands in a plan whose weights live on servers; write zero(...) or server(...)"

@@ -125,8 +125,8 @@ def key_of(word: Instruction) -> Key:  # noqa: PLR0911 - one case each
             return "pull", value.blocks
         case Commit(group):
             return "commit", group
-        case Collective(verb, value):
-            return f"{verb} {value.name}", value.blocks
+        case Collective(value=value):
+            return f"{word.name} {value.name}", value.blocks
         case _:
             return "", ()
 

@@ -16,7 +16,8 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
     """Return the plan in which replicas of one host share their update, and so can have their weights in common.
 
     Results stay the same, and so do the bytes that the plan sends. Where replicas are spread over hosts, those of each
-    host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already.
+    host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already, or
+    where gradients are summed in a code, which is about whole ones.
 
     Args:
         plan: as it was asked for.
@@ -29,6 +30,8 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
         data(2, update=shared) * data(2)
     """
     if any(isinstance(strategy, Zero | Server) for strategy in plan.strategies):
+        return plan
+    if any(isinstance(strategy, Data) and strategy.code for strategy in plan.strategies):
         return plan
     stride = 1
     for index, strategy in enumerate(plan.strategies):

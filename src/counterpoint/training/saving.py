@@ -17,6 +17,7 @@ from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.runtime.build import slices_of
 from counterpoint.runtime.state import frozen_values, pieces_of, restore_optimizers, write_weights
+from counterpoint.runtime.unsent import is_unsent, places_in, restore_unsent, unsent_pieces
 from counterpoint.training.team import Team
 
 
@@ -75,6 +76,7 @@ def _save_rank(team: Team, fabric: Fabric, root: Path, what: tuple[Progress, Map
     rank = team.ranks[fabric.rank]
     book = team.book()
     pieces, scalars = pieces_of(book, rank)
+    pieces += unsent_pieces(rank)
     if fabric.rank == 0:
         pieces += [Piece(f"buffer:{name}", tensor, tuple(tensor.shape)) for name, tensor in buffers_of(team, rank)]
         pieces += [
@@ -192,12 +194,14 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
     keys = sorted(
         {name.split(":")[0].removeprefix("optimizer.") for name in checkpoint.names() if "optimizer." in name}
     )
+    unsent = unsent_for(team, checkpoint)
     saved_scalars = {name.split("@")[0]: numbers for name, numbers in state["scalars"].items()}
 
     def work(fabric: Fabric) -> None:
         rank = team.ranks[fabric.rank]
         write_weights(book, rank, lambda name: reader.read("model", name))
         restore_optimizers(book, rank, keys, lambda key, name: reader.maybe(f"optimizer.{key}", name), saved_scalars)
+        restore_unsent(rank, unsent, checkpoint.read)
         with torch.no_grad():
             for name, buffer in buffers_of(team, rank):
                 buffer.copy_(checkpoint.read(f"buffer:{name}"))
@@ -208,6 +212,24 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
     team.world.run(work)
     team.take_frozen()
     return Progress(int(state["step"]), Cursor.from_dict(state["cursor"])), dict(state["extra"])
+
+
+def unsent_for(team: Team, checkpoint: Checkpoint) -> list[str]:
+    """Return the entries of a checkpoint with what codes had not sent, if the plan is the same; warn if it is not."""
+    names = [name for name in checkpoint.names() if is_unsent(name)]
+    places = {name.split("@", 1)[1] for name in names if name.startswith("residual@")}
+    saved_by = str(checkpoint.state["plan"])
+    if saved_by == str(team.plan) and places <= places_in(team.book()):
+        return names
+    if names:
+        warnings.warn(
+            f"{checkpoint.folder.name} was saved under {saved_by}, whose ranks kept what they had not sent of their "
+            f"gradients; {team.plan} has other ranks or codes, so that this is left out; resume with the same plan to "
+            "go on with it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return []
 
 
 class _Reader:

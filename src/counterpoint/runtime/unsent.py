@@ -1,0 +1,79 @@
+"""What codes have not sent yet, in checkpoints: every rank's own, so that only the same plan can go on with it.
+
+Names in a checkpoint: ``residual@1:0+4/0@0,1`` for what rank 1 has not sent of the first arena of unit 0+4 to the group
+0,1, and ``columns@1:0+4/0@0,1:NAME`` for the factor that ``powersgd`` goes on with for one of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from counterpoint.checkpoint import Piece, whole
+from counterpoint.fabric.fabric import Group
+from counterpoint.model.spec import Unit
+from counterpoint.program.codes import find_code
+from counterpoint.program.instruction import Collective
+from counterpoint.program.text import format_group, format_unit
+from counterpoint.runtime.arena import Arena
+from counterpoint.runtime.build import Rank
+from counterpoint.runtime.state import Book
+
+KINDS = ("residual", "columns")
+
+
+def place_of(rank: int, unit: Unit, index: int, group: Group) -> str:
+    """Return how the place of one arena's residual is written."""
+    return f"{rank}:{format_unit(unit)}/{index}@{format_group(group)}"
+
+
+def unsent_pieces(rank: Rank) -> Iterator[Piece]:
+    """Yield what this rank writes into a checkpoint."""
+    for place, arena, group in _places(rank):
+        left = arena.left.get(group)
+        if left is None or left.residual is None:
+            continue
+        yield whole(f"residual@{place}", left.residual)
+        for name, columns in left.columns.items():
+            yield whole(f"columns@{place}:{name}", columns.contiguous())
+
+
+def is_unsent(name: str) -> bool:
+    """Tell whether an entry of a checkpoint is about what a code has not sent."""
+    return name.split("@")[0] in KINDS
+
+
+def places_in(book: Book) -> set[str]:
+    """Return the places of all residuals that the plan's ranks have."""
+    return {
+        place_of(rank, word.value.blocks, index, word.group)
+        for rank, word in book.parts.program.words()
+        if isinstance(word, Collective) and word.code and find_code(word.code).kind.keeps
+        for index, _ in enumerate(book.layouts(word.value.blocks))
+    }
+
+
+def restore_unsent(rank: Rank, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+    """Put what a checkpoint has of this rank's residuals where it was; the names are those that may be used."""
+    for store in rank.interpreter.store.units.values():
+        for arena in store.arenas:
+            arena.left.clear()
+    known = {name for name in names if is_unsent(name)}
+    for place, arena, group in _places(rank):
+        if f"residual@{place}" not in known:
+            continue
+        left = arena.leftovers(group)
+        left.residual = read(f"residual@{place}").clone()
+        for slot in arena.layout.slots:
+            if f"columns@{place}:{slot.name}" in known:
+                left.columns[slot.name] = read(f"columns@{place}:{slot.name}").clone()
+
+
+def _places(rank: Rank) -> Iterator[tuple[str, Arena, Group]]:
+    """Yield where this rank's row may leave something behind: the place, the arena, the group."""
+    interpreter = rank.interpreter
+    for group, unit in interpreter.exchange.brought:
+        if interpreter.fabric.rank in group:
+            for index, arena in enumerate(interpreter.store.units[unit].arenas):
+                yield place_of(interpreter.fabric.rank, unit, index, group), arena, group
