@@ -14,8 +14,8 @@ from counterpoint.program.program import Program, Words
 def sent_bytes(program: Program, size_of: Callable[[Value], int]) -> tuple[Fraction, ...]:
     """Return the bytes that each rank sends in one repetition of the body.
 
-    Collectives count what a ring sends: ``2 (n-1)/n`` of the value for a sum, ``(n-1)/n`` for a share or a join;
-    a copy counts ``n-1`` values at its root. Commits carry a few dozen bytes and count nothing.
+    Collectives count what a ring sends: ``2 (n-1)/n`` of the value for a sum or a mean, ``(n-1)/n`` for a share or a
+    join; a copy counts ``n-1`` values at its root. Commits carry a few dozen bytes and count nothing.
 
     Args:
         program: what is counted.
@@ -68,4 +68,4 @@ def _collective(verb: str, num_members: int, *, is_root: bool) -> Fraction:
     if verb == "copy":
         return Fraction(num_members - 1 if is_root else 0)
     trip = Fraction(num_members - 1, num_members)
-    return 2 * trip if verb == "sum" else trip
+    return 2 * trip if verb in {"sum", "mean"} else trip

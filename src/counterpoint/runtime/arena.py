@@ -58,6 +58,7 @@ class Arena:
         self.home = layout.range_of(home)
         self.gradient: Tensor | None = None
         self.part: Tensor | None = None
+        self.late: Tensor | None = None  # a gradient that was set aside, to be applied a step later
         self.kept: Tensor | None = None
         self.commons: Commons | None = None
         self.sparse = sparse
@@ -196,6 +197,27 @@ class Arena:
                 self.filled.add(slot.name)
         tables.absorb(self.filled)
         tables.board.publish(self.filled)
+
+    def swap(self) -> None:
+        """Exchange the gradient with the one that was set aside, if there is one.
+
+        Raises:
+            DataError: a part of it is sparse, of which only one is kept.
+        """
+        if self.strewn.slots:
+            raise DataError(
+                f"the gradient of {self.strewn.slots[0].name} is sparse and cannot be set aside for a step; build the "
+                "embedding with sparse=False, or leave staleness=1 out of the plan"
+            )
+        fresh = self.fold()
+        self.gradient, self.late = self.late, fresh
+        self.filled = set(self.params) if self.gradient is not None else set()
+
+    def set_aside(self) -> Tensor:
+        """Return the gradient that was set aside; zeros where that was forgotten."""
+        if self.late is None:
+            self.late = self.empty(self.layout.num_elements, self.layout.dtype).zero_()
+        return self.late
 
     def message(self) -> list[Tensor]:
         """Return the gradient as tensors to be sent; :meth:`receive` is its opposite."""

@@ -23,6 +23,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
 )
 
@@ -67,7 +68,18 @@ class ServeRun:
 
 
 Call: TypeAlias = (
-    ForwardRun | BackwardRun | UpdateRun | CollectiveRun | ServeRun | Commit | Send | Recv | Push | Pull | Release
+    ForwardRun
+    | BackwardRun
+    | UpdateRun
+    | CollectiveRun
+    | ServeRun
+    | Commit
+    | Swap
+    | Send
+    | Recv
+    | Push
+    | Pull
+    | Release
 )
 
 
@@ -109,7 +121,7 @@ def _call(words: Sequence[Instruction]) -> Call:
             return CollectiveRun(tuple(word for word in words if isinstance(word, Collective)))
         case Serve():
             return ServeRun(tuple(word for word in words if isinstance(word, Serve)))
-        case Commit() | Send() | Recv() | Push() | Pull() | Release():
+        case Commit() | Swap() | Send() | Recv() | Push() | Pull() | Release():
             return first
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.fabric import Fabric, Work
-from counterpoint.program.instruction import Collective, Value
+from counterpoint.program.instruction import OF_UNITS, Collective, Value
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.compute import Bundle, Compute
@@ -119,6 +119,10 @@ class Exchange:
             if word.verb == "share":
                 arena.announce()
             return self.fabric.meet(label, group)
+        if word.verb == "mean":
+            return self.fabric.all_reduce(label, arena.weights.data, group, "mean")
+        if word.value.name == "late":
+            return self.fabric.all_reduce(label, arena.set_aside(), group)
         if word.verb == "copy":
             return self.fabric.broadcast(label, arena.weights.data, group, group[0])
         if word.verb == "join":
@@ -165,10 +169,12 @@ class Exchange:
 
     def release(self, value: Value) -> None:
         """Free what was gathered, or a gradient that has been used."""
-        if value.name in {"grad", "weight"}:
+        if value.name in OF_UNITS:
             for arena in self.store.units[value.blocks].arenas:
                 if value.name == "weight":
                     arena.release_weights()
+                elif value.name == "late":
+                    arena.late = None
                 else:
                     arena.drop_gradient()
         elif value.micro is not None:

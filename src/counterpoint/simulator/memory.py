@@ -18,6 +18,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
     Value,
     weight,
@@ -37,12 +38,14 @@ class _Held:
     grads: dict[_Unit, Fraction] = field(default_factory=dict)
     shares: dict[_Unit, Fraction] = field(default_factory=dict)
     states: dict[_Unit, Fraction] = field(default_factory=dict)
+    aside: dict[_Unit, Fraction] = field(default_factory=dict)
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def num_bytes(self, size_of: Callable[[Value], int], num_states: int) -> Fraction:
         """Return the bytes of everything held."""
         total = Fraction(sum(self.alive.values()))
-        for parts, times in ((self.weights, 1), (self.grads, 1), (self.shares, 1), (self.states, num_states)):
+        gradients = ((self.grads, 1), (self.shares, 1), (self.aside, 1))
+        for parts, times in ((self.weights, 1), *gradients, (self.states, num_states)):
             total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
         return total
 
@@ -52,7 +55,8 @@ def peak_bytes(program: Program, size_of: Callable[[Value], int], *, num_states:
 
     A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
     backward, or its arrival on a server, to its update or departure, in part once it has been shared out and
-    released; a server that does not wait holds one gradient at a time; an optimizer keeps ``num_states``
+    released, and a second one is there where one is set aside; a server that does not wait holds one gradient at a
+    time; an optimizer keeps ``num_states``
     values per parameter (two for Adam) of what its rank updates. What an operator inside a block needs for its
     backward is not in the program and not counted.
 
@@ -80,7 +84,7 @@ def _outline(word: Instruction) -> tuple[object, ...]:
             return verb, value.name, value.blocks, len(group), phase
         case Release(value):
             return "release", value.name, value.blocks
-        case Update():
+        case Update() | Swap():
             return (word,)
         case Serve(units):
             return "serve", units
@@ -120,6 +124,8 @@ def _begin(row: Words, units: list[_Unit]) -> _Held:
             case Serve(served):
                 held.weights.update(dict.fromkeys(served, Fraction(1)))
                 held.states.update(dict.fromkeys(served, Fraction(1)))
+            case Swap(unit):
+                held.aside[unit] = Fraction(1)
             case Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():
                 pass
     held.kept = dict(held.weights)
@@ -146,5 +152,5 @@ def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Callable[
         case Update(unit) | Send(Value("grad", unit)) | Push(Value("grad", unit)):
             held.grads.pop(unit, None)
             held.shares.pop(unit, None)
-        case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit():
+        case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit() | Swap():
             pass

@@ -64,7 +64,7 @@ def collective_s(word: Collective, value_bytes: Fraction | float, link: Link) ->
     """
     num_ranks = len(word.group)
     match word.verb:
-        case "sum":
+        case "sum" | "mean":
             return ring_all_reduce_s(value_bytes, num_ranks, link)
         case "share" | "join":
             return ring_half_s(value_bytes, num_ranks, link)

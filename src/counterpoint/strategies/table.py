@@ -39,7 +39,12 @@ def _server(degree: int, *, servers: int = 1, consistency: Literal["bsp", "asp"]
 
 
 STRATEGIES: dict[str, Named] = {
-    "data": Named(Data, "replicas on their own samples, gradients summed before the update", ("update",), Data),
+    "data": Named(
+        Data,
+        "replicas on their own samples, gradients summed before the update",
+        ("update", "sync_every", "sync_first", "staleness"),
+        Data,
+    ),
     "zero": Named(Zero, "replicas that share out optimizer state, gradients or weights", ("level",), Zero),
     "zero1": Named(partial(Zero, level=1), "zero with shared optimizer state", (), Zero),
     "zero2": Named(partial(Zero, level=2), "zero with shared optimizer state and gradients", (), Zero),

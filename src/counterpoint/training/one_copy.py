@@ -16,7 +16,8 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
     """Return the plan in which replicas of one host share their update, and so can have their weights in common.
 
     Results stay the same, and so do the bytes that the plan sends. Where replicas are spread over hosts, those of each
-    host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already.
+    host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already, or
+    where replicas have weights or gradients of their own: where steps are not all alike.
 
     Args:
         plan: as it was asked for.
@@ -28,7 +29,7 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
         >>> print(with_one_copy(Plan.parse("data(4)"), (0, 0, 1, 1)))
         data(2, update=shared) * data(2)
     """
-    if any(isinstance(strategy, Zero | Server) for strategy in plan.strategies):
+    if any(isinstance(strategy, Zero | Server) for strategy in plan.strategies) or len(plan.rhythm.turns) > 1:
         return plan
     stride = 1
     for index, strategy in enumerate(plan.strategies):
