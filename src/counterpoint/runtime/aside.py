@@ -36,13 +36,14 @@ class Aside:
 
 def asides_of(book: Book, rank: int) -> list[Aside]:
     """Return what a rank sets aside in every step."""
-    program = book.parts.program
+    program, spec = book.parts.program, book.parts.spec
+    sliced = {unit for unit, names in spec.units.items() if not slices_of(spec).keys().isdisjoint(names)}
     found, seen = [], set()
     for at, row in enumerate(program.rows[: rank + 1]):
         for word in row.body:
             if isinstance(word, Collective) and word.value.name == "late" and word.phase == "+":
                 replica = word.group.index(at)
-                key = (word.value.blocks, replica, row.slice_index)
+                key = (word.value.blocks, replica, row.slice_index if word.value.blocks in sliced else 0)
                 if at == rank:
                     found.append(Aside(word.value.blocks, replica, len(word.group), key not in seen))
                 seen.add(key)
