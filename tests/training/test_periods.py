@@ -1,13 +1,21 @@
 """Runs whose steps are not all alike: what is measured, saved, resumed, left out and given back in the middle."""
 
+from fractions import Fraction
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import counterpoint as cp
 from counterpoint.checkpoint import Checkpoint
+from counterpoint.compiler.compile import value_bytes
 from counterpoint.errors import DataError
+from counterpoint.program.text import parse_instruction
+from counterpoint.program.traffic import row_traffic
 from counterpoint.testing.parity import difference
+from counterpoint.training.tracing import measured_step
+from tests.runtime import teams
 from tests.training.fits import ADAMW, StopAt, dataset, distance, fit, mlp, noisy, params_of, same_bits, trainer
 
 APART = "data(2, sync_every=3, sync_first=1)"
@@ -80,6 +88,24 @@ def test_a_checkpoint_has_the_weights_and_the_optimizer_of_every_replica(tmp_pat
     for kind in ("model", "optimizer.exp_avg"):
         first, second = (found.read(f"{kind}:0.weight~{replica}/2") for replica in range(2))
         assert difference(first, second) > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sums"), [("data(4)", 16), ("data(4, sync_every=8)", 2), ("data(4, sync_every=8, sync_first=4)", 5),
+                           ("data(4, staleness=1)", 15)]
+)  # fmt: skip
+def test_sixteen_steps_send_the_bytes_of_their_formulas(strategy, sums):
+    """Counted over the words that every rank has gone through, by its own notes."""
+    feed, sent = teams.feed(4), [Fraction(0)] * 4
+    with teams.team(strategy) as one:
+        for number in range(16):
+            _, trace = measured_step(one, number, feed)
+            for event in trace.events:
+                words = tuple(map(parse_instruction, event.words.split()))
+                size_of = partial(value_bytes, model=one.compiled.model, samples_per_micro=2)
+                sent[event.rank] += sum(sent for _, sent in row_traffic(event.rank, words, size_of))
+        weights = sum(param.num_bytes for param in one.compiled.model.params)
+    assert sent == [sums * 2 * Fraction(3, 4) * weights] * 4
 
 
 def poisoned():
