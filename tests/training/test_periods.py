@@ -82,6 +82,13 @@ def test_a_gradient_that_was_set_aside_is_added_up_where_another_number_of_repli
     assert distance(fit("data(4, staleness=1)", epochs=2, fit_options={"resume": tmp_path})[0], whole) <= 1e-12
 
 
+def test_a_plan_that_sets_no_gradient_aside_says_that_it_drops_the_one_that_was(tmp_path):
+    given, _ = fit(LATE, fit_options={"max_steps": 2, "save_to": tmp_path})
+    with pytest.warns(RuntimeWarning, match="the gradient of step 1, which data.2, staleness=1. had set aside"):
+        found, _ = fit("data(2)", fit_options={"max_steps": 2, "resume": tmp_path})
+    assert same_bits(found, given)
+
+
 def test_a_checkpoint_has_the_weights_and_the_optimizer_of_every_replica(tmp_path):
     fit("data(2, sync_every=3)", fit_options={"max_steps": 2, "save_to": tmp_path})
     found = Checkpoint.open(tmp_path)

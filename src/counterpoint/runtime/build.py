@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,12 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Commit, Forward, Group
+from counterpoint.program.instruction import Collective, Commit, Forward, Group
 from counterpoint.program.program import Program
 from counterpoint.program.turn import Turn
-from counterpoint.runtime.calls import boundaries, fuse
+from counterpoint.runtime.calls import Script, boundaries, fuse
 from counterpoint.runtime.compute import Model
-from counterpoint.runtime.interpreter import Interpreter, Script
+from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
@@ -218,6 +218,15 @@ def replicas_of(turn: Turn) -> list[Group]:
 def commit_group(program: Program, rank: int) -> Group:
     """Return the ranks that decide together with this one; none for a rank that commits nothing."""
     return next((word.group for word in program.rows[rank].body if isinstance(word, Commit)), ())
+
+
+def groups_of(programs: Iterable[Program]) -> list[tuple[int, ...]]:
+    """Return every group that the words of programs name, and that of all ranks, in the same order on every rank."""
+    found: set[tuple[int, ...]] = set()
+    for program in programs:
+        found.add(tuple(range(program.num_ranks)))
+        found.update(word.group for _, word in program.words() if isinstance(word, Collective | Commit))
+    return sorted(found)
 
 
 def num_readers(parts: Parts, rank: int) -> dict[str, int]:

@@ -83,6 +83,21 @@ Call: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a rank does in one kind of step.
+
+    Args:
+        words: its row.
+        answers_for: the units whose gradient norm this rank counts, so that each is counted once.
+        domain: the microbatches whose samples share one mean with this rank's.
+    """
+
+    words: Sequence[Instruction]
+    answers_for: Sequence[tuple[int, ...]]
+    domain: Sequence[int]
+
+
 def fuse(words: Sequence[Instruction]) -> tuple[tuple[Call, int, int], ...]:
     """Return the calls of a row, each with the indices of its first and one past its last word."""
     calls = []

@@ -16,7 +16,6 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.program.instruction import (
     Collective,
     Commit,
-    Instruction,
     Pull,
     Push,
     Recv,
@@ -31,6 +30,7 @@ from counterpoint.runtime.calls import (
     Call,
     CollectiveRun,
     ForwardRun,
+    Script,
     ServeRun,
     UpdateRun,
     forward_only,
@@ -100,21 +100,6 @@ class RankState:
     leaves_out_late: bool = False
     journal: list[Served] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """What a rank does in one kind of step.
-
-    Args:
-        words: its row.
-        answers_for: the units whose gradient norm this rank counts, so that each is counted once.
-        domain: the microbatches whose samples share one mean with this rank's.
-    """
-
-    words: Sequence[Instruction]
-    answers_for: Sequence[tuple[int, ...]]
-    domain: Sequence[int]
 
 
 class Interpreter:

@@ -60,8 +60,8 @@ class Data:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.
         Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training, 2020.
         Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, algorithm 1.
-        Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, section 3 (post-local SGD).
-        ChainerMN 1.3, create_multi_node_optimizer(..., double_buffering=True).
+        Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020 (post-local SGD).
+        ChainerMN, create_multi_node_optimizer(..., double_buffering=True).
     """
 
     degree: int
@@ -112,7 +112,7 @@ class Data:
         """Return the strategy that makes the program of one kind of step."""
         if turn in {"quiet", "meeting"}:
             return Local(self.degree, turn == "meeting", str(self))
-        return self if turn in {"first", "steady"} else Data(self.degree, self.update)
+        return replace(self, sync_every=1, sync_first=0)
 
     @property
     def _special(self) -> Strategy | None:

@@ -27,7 +27,7 @@ class Late:
         Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates. Memory: one gradient more.
 
     Source:
-        ChainerMN 1.3, ``create_multi_node_optimizer(..., double_buffering=True)``.
+        ChainerMN, ``create_multi_node_optimizer(..., double_buffering=True)``.
     """
 
     degree: int

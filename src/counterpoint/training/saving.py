@@ -204,6 +204,13 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
     reader = _Reader(checkpoint, state["slices"], int(state.get("replicas", 1)))
     late: Mapping[str, Any] = state.get("late", {"replicas": 0, "left_out": False})
     team.has_late = late["replicas"] > 0 and team.plan.rhythm.late > 0
+    if late["replicas"] > 0 and not team.has_late:
+        warnings.warn(
+            f"the gradient of step {state['step'] - 1}, which {state['plan']} had set aside, is applied by no step, "
+            f"because {team.plan} sets none aside",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     book = team.book()
     keys = sorted(
         {name.split(":")[0].removeprefix("optimizer.") for name in checkpoint.names() if "optimizer." in name}

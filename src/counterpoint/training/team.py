@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,7 @@ from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Collective, Commit, Release, Serve
-from counterpoint.program.program import Program
+from counterpoint.program.instruction import Release, Serve
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.build import (
     Parts,
@@ -31,6 +30,7 @@ from counterpoint.runtime.build import (
     call_form,
     copy_values,
     first_difference,
+    groups_of,
     require_no_hooks,
     slice_of,
     slices_of,
@@ -322,15 +322,6 @@ class Team:
         for rank in self.ranks.values():
             rank.interpreter.store.leave_commons(None)
         self.world.close()
-
-
-def groups_of(programs: Iterable[Program]) -> list[tuple[int, ...]]:
-    """Return every group that the words of programs name, and that of all ranks, in the same order on every rank."""
-    found: set[tuple[int, ...]] = set()
-    for program in programs:
-        found.add(tuple(range(program.num_ranks)))
-        found.update(word.group for _, word in program.words() if isinstance(word, Collective | Commit))
-    return sorted(found)
 
 
 def trainable(spec: ModelSpec, face: Face) -> ModelSpec:
