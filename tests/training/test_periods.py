@@ -16,7 +16,7 @@ from counterpoint.program.traffic import row_traffic
 from counterpoint.testing.parity import difference
 from counterpoint.training.tracing import measured_step
 from tests.runtime import teams
-from tests.training.fits import ADAMW, StopAt, dataset, distance, fit, mlp, noisy, params_of, same_bits, trainer
+from tests.training.fits import ADAMW, StopAt, dataset, distance, fit, mlp, noisy, params_of, same_bits, seeded, trainer
 
 APART = "data(2, sync_every=3, sync_first=1)"
 LATE = "data(2, staleness=1)"
@@ -160,3 +160,26 @@ def test_a_second_fit_begins_from_the_model_as_it_is(strategy):
         weights = params_of(one.model)
     changed = max(float(value.abs().max()) for value in weights.values())
     assert changed == 0 if strategy == LATE else changed < 0.03
+
+
+def embedded(strategy, *, sparse):
+    """The parameters after five steps of a model with a table of embeddings."""
+    draw = torch.Generator().manual_seed(3)
+    tokens, targets = torch.randint(0, 50, (12, 5), generator=draw), torch.randint(0, 3, (12,), generator=draw)
+    model = seeded(lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, sparse=sparse), torch.nn.Linear(4, 3)))
+    with cp.parallelize(model, partial(torch.optim.SGD, lr=0.1), F.cross_entropy, strategy=strategy) as step:
+        for _ in range(5):
+            step(tokens, targets)
+    return params_of(model)
+
+
+def test_replicas_with_sparse_gradients_update_apart_as_those_with_dense_ones_do():
+    found, expected = (embedded("data(2, sync_every=2)", sparse=sparse) for sparse in (True, False))
+    assert distance(found, expected) <= 1e-12
+
+
+def test_a_sparse_gradient_is_not_set_aside():
+    with pytest.raises(
+        DataError, match=r"the gradient of 0.weight is sparse and cannot be set aside for a step; build"
+    ):
+        embedded(LATE, sparse=True)

@@ -199,16 +199,8 @@ class Arena:
         tables.board.publish(self.filled)
 
     def swap(self) -> None:
-        """Exchange the gradient with the one that was set aside, if there is one.
-
-        Raises:
-            DataError: a part of it is sparse, of which only one is kept.
-        """
-        if self.strewn.slots:
-            raise DataError(
-                f"the gradient of {self.strewn.slots[0].name} is sparse and cannot be set aside for a step; build the "
-                "embedding with sparse=False, or leave staleness=1 out of the plan"
-            )
+        """Exchange the gradient with the one that was set aside, if there is one."""
+        self.strewn.require_none()
         fresh = self.fold()
         self.gradient, self.late = self.late, fresh
         self.filled = set(self.params) if self.gradient is not None else set()

@@ -52,7 +52,7 @@ class Data:
 
     Cost:
         Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates; sparse gradients, of which only
-        rows travel, are counted as dense ones. With sync_every=k on average ``1/k`` of that, all of it in every k-th step.
+        rows travel, are counted as dense ones. With sync_every=k on average ``1/k`` of that, all in every k-th step.
         Memory per rank: as without it; with a shared update optimizer state ``1/n``, on one host weights ``1/n``, too;
         with staleness=1 one gradient more.
 
