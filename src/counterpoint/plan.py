@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError
+from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Need, Strategy
 from counterpoint.strategies.table import find
 from counterpoint.world.mesh import Axis, Mesh
@@ -44,6 +46,12 @@ class Plan:
         for strategy in self.strategies:
             if strategy.degree < 1:
                 raise PlanError(f"{strategy} spreads over {strategy.degree} ranks; give 1 or more")
+        for strategy in self.strategies[:-1]:
+            if isinstance(strategy, Data) and len(strategy.rhythm.turns) > 1:
+                raise PlanError(
+                    f"{strategy} has steps that are not all alike, and {self.strategies[-1]} stands behind it; write "
+                    "it last, outside of all that makes one replica"
+                )
         for name in self.passes:
             if name not in _PASSES:
                 raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(_PASSES)}")
@@ -86,6 +94,17 @@ class Plan:
         order: tuple[Need, ...] = ("none", "wish", "chain", "regions")
         needs = [strategy.need for strategy in self.strategies] + (["wish"] if "overlap" in self.passes else [])
         return max(needs, key=order.index, default="none")
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """Which kind of step comes when; only the last strategy may have steps that are not all alike."""
+        last = self.strategies[-1] if self.strategies else None
+        return last.rhythm if isinstance(last, Data) else Rhythm()
+
+    def at(self, turn: TurnName) -> Plan:
+        """Return the plan whose program is that of one kind of step."""
+        last = self.strategies[-1] if self.strategies else None
+        return replace(self, strategies=(*self.strategies[:-1], last.at(turn))) if isinstance(last, Data) else self
 
     @property
     def mesh(self) -> Mesh:
@@ -222,7 +241,7 @@ def _make(name: str, inside: str, text: str) -> Strategy:
 
 def _option(key: str, value: str, text: str) -> int | str | tuple[int, ...] | tuple[str, ...]:
     try:
-        if key in {"level", "servers"}:
+        if key in {"level", "servers", "sync_every", "sync_first", "staleness"}:
             return int(value)
         if key in {"replicas", "balance"}:
             return tuple(int(part) for part in value.strip("()").split(",") if part.strip())

@@ -112,10 +112,23 @@ def legal_plans(draw, model):
     elif "zero" in kinds:
         add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
     if "more data" in kinds and not any(getattr(s, "consistency", "") == "asp" for s in chosen):
-        is_shared_out = any(isinstance(strategy, Zero) for strategy in chosen)
-        add(Data(draw(degrees(3))) if is_shared_out else draw(replicas(3)))
+        apart = st.builds(Data, degrees(3), sync_every=st.sampled_from([2, 8]))
+        if any(isinstance(strategy, Zero) for strategy in chosen):
+            add(Data(draw(degrees(3))))
+        else:
+            add(draw(replicas(3) if served else replicas(3) | apart))
     passes = draw(st.sampled_from([(), ("overlap",)]))
     return Plan(tuple(chosen), num_micros, passes)
+
+
+@st.composite
+def streams(draw):
+    """A model, and a plan that applies gradients a step late."""
+    model = draw(models())
+    inner = [strategy for strategy in draw(legal_plans(model)).strategies if isinstance(strategy, Tensor | Pipeline)]
+    more = draw(st.sampled_from([(), (Data(2),)]))
+    strategies = (*inner, *(more if Plan(tuple(inner)).num_ranks <= 3 else ()), Data(draw(degrees(2)), staleness=1))
+    return model, Plan(strategies, draw(st.sampled_from([6, 12])), draw(st.sampled_from([(), ("overlap",)])))
 
 
 @st.composite

@@ -1,5 +1,6 @@
 """What holds for every composition: its text, its walk, its laws, its bytes, and its refusal when it makes no sense."""
 
+from dataclasses import replace
 from itertools import chain as joined
 
 from hypothesis import given, settings, strategies as st
@@ -12,7 +13,8 @@ from counterpoint.program.instruction import Backward, Collective, Forward
 from counterpoint.program.laws import Promise, check
 from counterpoint.program.text import format_program, parse_program
 from counterpoint.program.walk import rehearse_blocking_sends, walk
-from tests.laws.compositions import any_strategy, compiled, in_order, legal
+from counterpoint.strategies.data import Data
+from tests.laws.compositions import any_strategy, compiled, in_order, legal, streams
 
 LAWS = settings(max_examples=120)
 
@@ -109,6 +111,30 @@ def test_a_synchronous_program_keeps_the_laws_step_after_step(case, times):
     rows = made.program.unroll(times)
     assert [len(row) for row in rows] == [times * len(row.body) for row in made.program.rows]
     assert len(list(walk(rows))) == len(list(joined(*rows)))
+
+
+@settings(max_examples=40)
+@given(streams(), st.integers(1, 3))
+def test_a_stream_of_late_gradients_keeps_every_law_and_sends_what_a_sum_in_each_step_does(case, times):
+    model, plan = case
+    made = compile_plan(plan, model)
+    inside = replace(plan, strategies=(*plan.strategies[:-1], Data(plan.strategies[-1].degree)))
+    assert made.sent_bytes() == compile_plan(inside, model).sent_bytes()
+    assert parse_program(format_program(made.program)) == made.program
+    assert made.forecast.staleness == max(entry.staleness for entry in made.ledger.entries) == 1
+    rows = made.program.unroll(times)
+    assert len(list(walk(rows))) == len(list(joined(*rows)))
+
+
+@LAWS
+@given(legal())
+def test_every_kind_of_step_is_a_program_and_their_parts_of_all_steps_are_all(case):
+    model, plan, _ = case
+    made = compile_plan(plan, model)
+    assert sum(turn.share for turn in made.turns) == 1
+    assert made.turns[-1].program == made.program
+    for turn in made.turns:
+        assert count_bytes(turn.program, made.model, 1) == turn.sent_bytes
 
 
 def test_a_promise_that_says_nothing_is_kept_by_every_program():

@@ -149,3 +149,21 @@ def test_where_nothing_divides_the_nearest_sizes_are_named():
     whole = replace(HEAVY, blocks=layers(1, width=5).blocks, params=layers(1, width=5).params)
     with pytest.raises(PlanError, match=r"data\(4\), for one: a batch of 5 .* batch_size=4 or 8"):
         choose(4, whole, Cluster(), 5)
+
+
+def test_a_step_that_meets_now_and_then_is_predicted_as_the_mean_of_all_steps():
+    every, eighth = (
+        predict(Plan.parse(text), HEAVY, Cluster(), batch_size=16) for text in ("data(4)", "data(4, sync_every=8)")
+    )
+    assert eighth.sent_bytes == every.sent_bytes // 8
+    commit_s = 2 * 2 * Cluster().link.latency_s
+    assert eighth.communication_s == pytest.approx(commit_s + (every.communication_s - commit_s) / 8, rel=1e-6)
+    assert (every.is_synchronous, eighth.is_synchronous) == (True, False)
+
+
+def test_sums_of_gradients_that_come_late_hide_behind_the_next_step():
+    plans = (Plan.parse(text) for text in ("data(4)", "data(4, staleness=1)"))
+    now, late = (predict(plan, HEAVY, Cluster(), batch_size=16) for plan in plans)
+    assert late.communication_s < now.communication_s / 2
+    assert late.sent_bytes == now.sent_bytes
+    assert not late.is_synchronous

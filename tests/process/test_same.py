@@ -18,15 +18,21 @@ ROWS = {
 
 
 SERVED = {2: [], 3: ["asp(2)", "asp(1, servers=2)"]}
-SAVED = {2: [ROWS[2][index] for index in (3, 5)], 3: [ROWS[3][8]]}
+PERIODS = [("data(2, sync_every=3)", 2), ("data(2, staleness=1)", 2)]
+SAVED = {2: [*(ROWS[2][index] for index in (3, 5)), *PERIODS], 3: [ROWS[3][8]]}
+
+
+def came_to(plan):
+    """What a plan comes to with all ranks in this process: parameters, losses and metric."""
+    params, history = fit(plan, epochs=2, fit_options={"evaluation": dataset(7)})
+    return [params, history.losses, history.evaluations[-1].metrics["loss"]]
 
 
 @pytest.fixture(scope="module")
 def expected():
     """What solo comes to: its parameters, losses and metric."""
     torch.set_num_threads(1)
-    params, history = fit("solo", epochs=2, fit_options={"evaluation": dataset(7)})
-    return [params, history.losses, history.evaluations[-1].metrics["loss"]]
+    return came_to("solo")
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -34,7 +40,8 @@ def came(request, expected, tmp_path_factory):
     """The number of ranks, and what each of them has found."""
     num_ranks = request.param
     folder = str(tmp_path_factory.mktemp("saved"))
-    arguments = [ROWS[num_ranks], expected, folder, SERVED[num_ranks], SAVED[num_ranks]]
+    periods = [[row, came_to(cp.Plan.parse(row[0], num_microbatches=row[1]))] for row in PERIODS if num_ranks == 2]
+    arguments = [ROWS[num_ranks], expected, folder, SERVED[num_ranks], SAVED[num_ranks], periods]
     return num_ranks, cp.launch(ranks.train, ranks=num_ranks, args=arguments)
 
 
@@ -43,6 +50,14 @@ def test_every_strategy_trains_and_measures_as_solo_does(came):
     assert len(found) == num_ranks
     for one in found:
         assert [row for row, offs in zip(ROWS[num_ranks], one["compared"], strict=True) if not max(offs) <= 1e-12] == []
+
+
+def test_plans_that_skip_or_delay_sums_come_to_what_they_do_in_one_process(came):
+    """There, they equal their sequential references."""
+    num_ranks, found = came
+    offs = [max(one) for rank in found for one in rank["periods"]]
+    assert len(offs) == (2 * num_ranks if num_ranks == 2 else 0)
+    assert max(offs, default=0.0) <= 1e-12
 
 
 def test_a_run_goes_on_bit_for_bit_from_what_every_rank_has_saved(came):

@@ -121,7 +121,7 @@ def test_what_is_no_value_is_refused(text):
     "word",
     [
         *("F0", "F0.", "f0.0", "F0.0:1", "F0.0:0", "U", "U0,1", "commit", "commit@", "sum(grad0)", "sum(grad0)@"),
-        *("mean(grad0)@0,1", "sum(grad0)@0,1*", "x1.0", "x1.0>", "push(grad0)<2", "pull(weight0)>2", "serve()@0"),
+        *("total(grad0)@0,1", "sum(grad0)@0,1*", "x1.0", "x1.0>", "push(grad0)<2", "pull(weight0)>2", "serve()@0"),
         *("serve(0)", "release()", "release(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
     ],
 )

@@ -39,6 +39,12 @@ def test_every_other_plan_trains_tables_as_solo(case, strategy):
     assert off(strategy, *CASES[case]) <= BAR
 
 
+@pytest.mark.parametrize("strategy", ["data(2) * data(2)", "data(2) * server(2)"])
+@pytest.mark.parametrize("case", ["sgd", "dense", "momentum", "sparse adam"])
+def test_rows_that_are_brought_together_twice_are_those_of_solo(case, strategy):
+    assert off(strategy, *CASES[case], one_copy=False) <= BAR
+
+
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "pipeline(2) * data(2)"])
 @pytest.mark.parametrize("case", ["sgd", "dense", "adagrad"])
 def test_pipelines_train_tables_as_solo(case, strategy):

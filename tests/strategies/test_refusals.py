@@ -36,6 +36,12 @@ def refusal(text, blocks=4, micros=1, model=None):
         ("tensor(2) * asp(2)", "write server(2, servers=1, consistency=bsp) * tensor(...)"),
         ("tensor(2) * tensor(2)", "tensor(2) stands in a plan that is sliced already; write one tensor(...)"),
         ("asp(2) * tensor(2)", "tensor(2) stands behind an asynchronous server"),
+        ("zero(2) * data(2, sync_every=8)", "data(2, sync_every=8) stands behind zero or a shared update"),
+        ("data(2, update=shared) * data(2, staleness=1)", "write data(...) in its place"),
+        ("server(2) * data(2, sync_every=8)", "stands behind server, whose workers update nothing"),
+        ("server(2) * data(2, staleness=1)", "write data(2, staleness=1) without server"),
+        ("asp(2) * data(2, sync_every=8)", "data(2, sync_every=8) stands behind server"),
+        ("data(2, compress=int8) * data(2, staleness=1)", "stands behind gradients that are summed in the code int8"),
     ],
 )
 def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
@@ -77,6 +83,36 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
         ),
         ("pipeline(2, balance=(4,0))", "balance=(4, 0) of pipeline(2) must be 2 positive numbers, one per stage"),
         ("server(2, consistency=ssp)", "server has the consistencies bsp and asp, not 'ssp'"),
+        (
+            "data(2, sync_every=0)",
+            "sync_every=0, sync_first=0 of data are no numbers of steps; give sync_every=1 or more, and sync_first=0 "
+            "or more",
+        ),
+        ("data(2, staleness=2)", "data has no staleness=2; there are two gradients: give staleness=0 or 1"),
+        (
+            "data(2, sync_first=9)",
+            "sync_first=9 says how many steps sum gradients before sync_every=... begins; give sync_every=8, for one, "
+            "as well",
+        ),
+        (
+            "data(2, sync_every=8, staleness=1)",
+            "data(2, sync_every=8, staleness=1) combines options of which each says what is done with a gradient; give "
+            "one of update=shared, sync_every=... and staleness=1",
+        ),
+        *(
+            (
+                f"data(2, {code}, {rhythm})",
+                f"data(2, {code}, {rhythm}) has the code {code.partition('=')[2]}, but a code is for gradients that "
+                "are summed in their own step, which neither sync_every nor staleness does; give one or the other",
+            )
+            for code in ("compress=int8", "reduce=adasum")
+            for rhythm in ("sync_every=8", "staleness=1")
+        ),
+        (
+            "data(2, sync_every=8) * data(2)",
+            "data(2, sync_every=8) has steps that are not all alike, and data(2) stands behind it; write it last, "
+            "outside of all that makes one replica",
+        ),
         ("server(2, servers=0)", "server(2, servers=0) keeps its weights nowhere; give servers=1 or more"),
     ],
 )

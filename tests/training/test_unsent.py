@@ -12,7 +12,7 @@ from counterpoint.runtime.unsent import is_unsent
 from tests.training.fits import StopAt, dataset, distance, draw, fit, same_bits, seeded
 
 CODED = ["data(2, compress=int8)", "data(4, compress=powersgd:2)", "pipeline(2) * data(2, compress=topk:0.1)",
-         "data(2) * data(2, compress=sign)"]  # fmt: skip
+         "data(2) * data(2, compress=sign)", "data(2, compress=int8) * data(2, sync_every=3)"]  # fmt: skip
 
 
 def interrupted(folder, strategy):

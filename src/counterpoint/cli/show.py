@@ -23,10 +23,11 @@ from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Backward, Collective, Forward
-from counterpoint.program.program import Row
+from counterpoint.program.program import Program, Row
 from counterpoint.program.symmetry import classes
 from counterpoint.program.text import format_group, format_row
 from counterpoint.program.trace import Trace
+from counterpoint.program.turn import Turn
 from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate
@@ -60,7 +61,7 @@ def show(
     columns = shutil.get_terminal_size((100, 24)).columns
     with uncollected():
         compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
-        trace = simulate(compiled.program, unit_costs())
+        trace = simulate(compiled.turns[-1].program, unit_costs())
         shown = [heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)]
     typer.echo("\n\n".join(shown))
     if svg is not None:
@@ -120,6 +121,8 @@ def heading(compiled: Compiled) -> str:
         f"model         {compiled.model.num_blocks} blocks with {size} of parameters",
         *(f"code          {line}" for line in codes(compiled)),
     ]
+    if len(compiled.turns) > 1:
+        lines.append(f"steps         {', '.join(map(rate, compiled.turns))}; the last kind is drawn")
     return "\n".join(lines)
 
 
@@ -137,9 +140,22 @@ def codes(compiled: Compiled) -> list[str]:
     return lines
 
 
+def rate(turn: Turn) -> str:
+    """Return which part of all steps are of a kind; a kind that ends is only named."""
+    if not turn.share:
+        return f"{turn.name} at the beginning"
+    return turn.name if turn.share == 1 else f"{turn.share} {turn.name}"
+
+
 def rows(compiled: Compiled, columns: int) -> str:
+    """Return the rows of every kind of step; a stream has them all in its three parts."""
+    if compiled.plan.rhythm.every == 1:
+        return program_rows(compiled.program, columns)
+    return "\n".join(f"{turn.name}\n{program_rows(turn.program, columns)}" for turn in compiled.turns)
+
+
+def program_rows(program: Program, columns: int) -> str:
     """Return the rows, or where there are many ranks one row for all that do the same."""
-    program = compiled.program
     if program.num_ranks <= FEW_RANKS:
         return draw_rows(program, width=10_000, most_ranks=FEW_RANKS)
     groups = classes(program)
@@ -181,8 +197,8 @@ def drawing(trace: Trace, columns: int) -> str:
 
 def figures(compiled: Compiled, trace: Trace) -> str:
     """Return bubble, bytes and microbatches in flight, for each kind of rank."""
-    sent = compiled.forecast.sent_bytes()
-    memory = peak_bytes(compiled.program, sizes_in(compiled.model, 1))
+    sent = compiled.sent_bytes()
+    memory = peak_bytes(compiled.turns[-1].program, sizes_in(compiled.model, 1))
     busy: Counter[int] = Counter()
     for event in trace.events:
         if event.lane == "compute":
@@ -196,7 +212,8 @@ def figures(compiled: Compiled, trace: Trace) -> str:
             str(peak_in_flight(row)),
         )
         kinds.setdefault(shown, []).append(rank)
-    titles = ("ranks", "busy ticks", "sent per step", "memory", "peak in flight")
+    sent_title = "sent per step" if len(compiled.turns) == 1 else "sent, mean step"
+    titles = ("ranks", "busy ticks", sent_title, "memory", "peak in flight")
     table = plain_table(
         [Column(titles[0]), *(Column(title, "right") for title in titles[1:])],
         [(named(ranks), *shown) for shown, ranks in kinds.items()],

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
 
 from counterpoint.compiler.overlap import overlap
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Value
+from counterpoint.program.instruction import OF_UNITS, Value
 from counterpoint.program.laws import Promise, check
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program
 from counterpoint.program.traffic import Sizes, sent_bytes
+from counterpoint.program.turn import Turn, beginning, steady
 from counterpoint.strategies.solo import solo, solo_forecast
 from counterpoint.strategies.strategy import Forecast
 
@@ -28,6 +29,8 @@ class Compiled:
         program: one row per rank.
         forecast: what the closed formulas say.
         ledger: which gradients entered which update.
+        turns: the kinds of steps, one for a synchronous plan. ``program`` is then the last one's, or the stream whose
+            prologue and body are kinds of steps.
     """
 
     plan: Plan
@@ -35,6 +38,22 @@ class Compiled:
     program: Program
     forecast: Forecast
     ledger: Ledger
+    turns: tuple[Turn, ...]
+
+    def turn_at(self, number: int, *, has_late: bool = True) -> Turn:
+        """Return the kind of a step; see :meth:`counterpoint.strategies.rhythm.Rhythm.turn_at`."""
+        name = self.plan.rhythm.turn_at(number, has_late=has_late)
+        return next(turn for turn in self.turns if turn.name == name)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether it keeps solo's numbers."""
+        return self.forecast.staleness == 0 and len(self.turns) == 1
+
+    def sent_bytes(self) -> tuple[Fraction, ...]:
+        """Return the bytes that each rank sends in a step, on average over all steps in the long run."""
+        parts = ([turn.share * bytes_ for bytes_ in turn.sent_bytes] for turn in self.turns)
+        return tuple(sum(own, Fraction(0)) for own in zip(*parts, strict=True))
 
 
 def compile(plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1) -> Compiled:  # noqa: A001 - read as cp.compile
@@ -49,6 +68,23 @@ def compile(plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1) -> Comp
         PlanError: the strategies cannot be combined like this, or not on this model.
         ProgramError: the result breaks a law.
     """
+    shares = plan.rhythm.turns
+    if plan.rhythm.late:
+        made = _compile_one(plan, model, samples_per_micro)
+        sent = made.forecast.sent_bytes()
+        begun = beginning(made.program)
+        begun_bytes = count_bytes(begun, made.model, samples_per_micro)
+        first = Turn("first", begun, made.ledger, begun_bytes, shares["first"])
+        return replace(made, turns=(first, Turn("steady", steady(made.program), made.ledger, sent, shares["steady"])))
+    every = [(name, _compile_one(plan.at(name), model, samples_per_micro)) for name in shares]
+    turns = tuple(
+        Turn(name, made.program, made.ledger, made.forecast.sent_bytes(), shares[name]) for name, made in every
+    )
+    return replace(every[-1][1], plan=plan, turns=turns)
+
+
+def _compile_one(plan: Plan, model: ModelSpec, samples_per_micro: int) -> Compiled:
+    """Return the program of one kind of step, or a stream, proved."""
     refined = reduce(lambda spec, strategy: strategy.refine(spec), plan.strategies, model)
     program = solo(refined, plan.num_microbatches)
     forecast = solo_forecast(refined, plan.num_microbatches, samples_per_micro)
@@ -58,7 +94,7 @@ def compile(plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1) -> Comp
     if "overlap" in plan.passes:
         program = overlap(program)
     ledger = check(program, promise_of(forecast), refined.units, count_bytes(program, refined, samples_per_micro))
-    return Compiled(plan, refined, program, forecast, ledger)
+    return Compiled(plan, refined, program, forecast, ledger, ())
 
 
 def promise_of(forecast: Forecast) -> Promise:
@@ -73,12 +109,13 @@ def promise_of(forecast: Forecast) -> Promise:
         sliced=forecast.sliced,
         updated=tuple(rank.updated for rank in ranks),
         gradients=tuple(rank.gradients for rank in ranks),
+        apart=forecast.apart,
     )
 
 
 def value_bytes(value: Value, model: ModelSpec, samples_per_micro: int, code: str = "") -> int:
     """Return the bytes of a whole value on one rank, as it is or written in a code."""
-    if value.name in {"grad", "weight"}:
+    if value.name in OF_UNITS:
         return model.unit_bytes(value.blocks, code)
     block = value.blocks[0]
     split = model.blocks[block].split

@@ -13,6 +13,7 @@ from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Serve, Update, Value
 from counterpoint.program.traffic import Sizes
+from counterpoint.program.turn import Turn
 from counterpoint.simulator.costs import model_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate
@@ -142,10 +143,10 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
         communication_s=communication_s,
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=update_s,
-        sent_bytes=int(max(compiled.forecast.sent_bytes())),
-        memory_bytes=max(peak_bytes(compiled.program, _held_bytes(compiled.model, samples))),
+        sent_bytes=int(max(compiled.sent_bytes())),
+        memory_bytes=max(peak_bytes(compiled.turns[-1].program, _held_bytes(compiled.model, samples))),
         room_bytes=cluster.device.memory_bytes,
-        is_synchronous=compiled.forecast.staleness == 0,
+        is_synchronous=compiled.is_synchronous,
     )
 
 
@@ -167,15 +168,26 @@ def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
 
 
 def _play(compiled: Compiled, cluster: Cluster, samples: int) -> tuple[float, float, float]:
-    """Return the seconds of a step, and of those how many a rank computes and how many it updates, on average."""
+    """Return the seconds of a step, and of those how many a rank computes and how many it updates, on average.
+
+    Where steps are not all alike, that is over all of them in the long run.
+    """
+    played = [
+        (float(turn.share), _play_turn(turn, compiled, cluster, samples)) for turn in compiled.turns if turn.share
+    ]
+    step_s, compute_s, update_s = (sum(share * found[at] for share, found in played) for at in range(3))
+    return step_s, compute_s, update_s
+
+
+def _play_turn(turn: Turn, compiled: Compiled, cluster: Cluster, samples: int) -> tuple[float, float, float]:
     costs = model_costs(
         compiled.model,
         cluster,
         sizes_in(compiled.model, samples),
         samples_per_micro=samples,
     )
-    rows = compiled.program.unroll(1)
-    trace = simulate(compiled.program, costs)
+    rows = turn.program.unroll(1)
+    trace = simulate(turn.program, costs)
     compute_s = update_s = 0.0
     for event in trace.events:
         if event.lane == "compute" and isinstance(rows[event.rank][event.index], Update | Serve):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
@@ -13,6 +14,8 @@ from counterpoint.program.units import Unit
 Mark: TypeAlias = tuple[int, int, int]
 """Block, microbatch and slice of one backward."""
 Marks: TypeAlias = "Counter[Mark]"
+Brought: TypeAlias = dict[tuple[Group, Unit], tuple[tuple[int, ...], ...]]
+"""For a group and a unit the microbatches whose gradients each member brings into a sum with a code."""
 Span: TypeAlias = tuple[Fraction, Fraction]
 """Which part of a unit: from, to, as fractions of the whole."""
 
@@ -31,6 +34,10 @@ class UnitState:
         whole: marks in the gradient of the whole unit.
         has_buffer: whether the gradient of the whole unit takes memory, be it shared out already.
         part: the part and marks of a gradient that was shared out.
+        late: marks in the gradient that was set aside.
+        has_late: whether that one takes memory.
+        decided: the commit that decided on a gradient which has come back from being set aside.
+        drift: the replicas whose updates of their own are in its weights; none where all copies are alike.
     """
 
     home: Span = WHOLE
@@ -39,6 +46,10 @@ class UnitState:
     whole: Marks = field(default_factory=Counter)
     has_buffer: bool = False
     part: tuple[Span, Marks] | None = None
+    late: Marks = field(default_factory=Counter)
+    has_late: bool = False
+    decided: Decision | None = None
+    drift: frozenset[Group] = frozenset()
 
 
 @dataclass(slots=True)
@@ -48,10 +59,20 @@ class Decision:
     Args:
         group: who takes part.
         micros: the microbatches that its members have gone backward on since the commit before.
+        micros_of: the same by member.
+        own: by member, whose samples share one mean with its own; only where that is not the whole group.
     """
 
     group: Group
     micros: set[int] = field(default_factory=set)
+    micros_of: dict[int, set[int]] = field(default_factory=dict)
+    own: dict[int, Group] = field(default_factory=dict)
+
+    def counted_by(self, rank: int) -> set[int]:
+        """Return the microbatches whose samples share one mean with those of a member."""
+        if rank not in self.own:
+            return self.micros
+        return {micro for member in self.own[rank] for micro in self.micros_of.get(member, ())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,11 @@ class Entry:
     staleness: int
     decision: Decision | None
 
+    @property
+    def replica(self) -> Group:
+        """The ranks that make this update alike, apart from others; empty where all ranks make it."""
+        return self.decision.own.get(self.rank, ()) if self.decision is not None else ()
+
 
 def with_mark(marks: Marks, mark: Mark) -> Marks:
     """Return the marks and one more, leaving the given ones as they are: other ranks may share them."""
@@ -83,3 +109,46 @@ def with_mark(marks: Marks, mark: Mark) -> Marks:
     dict.update(more, marks)  # a Counter counts one by one when it is copied
     more[mark] += 1
     return more
+
+
+def average(states: Sequence[UnitState]) -> str:
+    """The weights of replicas are their mean, in which each replica counts alike; return what is wrong, if anything."""
+    if any(state.span != WHOLE for state in states) or len({state.versions[-1] for state in states}) > 1:
+        return "only whole weights after equally many updates are averaged"
+    together = frozenset[Group]().union(*(state.drift for state in states))
+    if len({len(state.drift) for state in states}) > 1 or len(together) != sum(len(state.drift) for state in states):
+        return "a mean is over the weights of different replicas, each counted once"
+    for state in states:
+        state.drift = together
+    return ""
+
+
+def share_out(states: Sequence[UnitState]) -> str:
+    """Each member has the sum of its own part of a gradient; return what is wrong, if anything."""
+    total: Marks = Counter()
+    for state in states:
+        total.update(state.whole)
+    summed: dict[int, Marks] = {}  # members that hold the same marks already go on sharing them
+    for at, state in enumerate(states):
+        span = (Fraction(at, len(states)), Fraction(at + 1, len(states)))
+        if state.part is not None and state.part[0] != span:
+            return "this gradient was shared out in other parts before"
+        before = state.part[1] if state.part is not None else NOTHING
+        if id(before) not in summed:
+            summed[id(before)] = before + total
+        state.part, state.whole, state.has_buffer = (span, summed[id(before)]), Counter(), True
+    return ""
+
+
+def add_late(states: Sequence[UnitState]) -> None:
+    """Every member has the sum of the gradients that were set aside."""
+    late: Marks = Counter()
+    for state in states:
+        late.update(state.late)
+    for state in states:
+        state.late, state.has_late = late, True
+
+
+def brought_by(states: Sequence[UnitState]) -> tuple[tuple[int, ...], ...]:
+    """Return the microbatches whose gradients each member brings into a sum."""
+    return tuple(tuple(sorted({micro for _, micro, _ in state.whole})) for state in states)

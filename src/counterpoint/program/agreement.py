@@ -80,12 +80,13 @@ class _Concerned:
         self.judged.add(key)  # the entries hold both, so that no other object gets their ids
         if entry.decision is None:
             raise self.wrong(entry, "no commit stands before it")
-        text = format_instruction(Commit(entry.decision.group))
+        text = format_instruction(Commit(entry.decision.group, entry.replica))
         micros = {micro for _, micro, _ in entry.marks}
-        if micros != entry.decision.micros:
+        counted = entry.decision.counted_by(entry.rank)
+        if micros != counted:
             raise self.wrong(
                 entry,
-                f"its gradient is of {_listed(micros)}, but {text} decides on {_listed(entry.decision.micros)}; the "
+                f"its gradient is of {_listed(micros)}, but {text} decides on {_listed(counted)}; the "
                 "mean over the samples is taken over what is decided on",
             )
         missing = self.missing(entry, entry.decision)

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.accounts import Entry, Mark
-from counterpoint.program.instruction import Backward
+from counterpoint.program.instruction import Backward, Group
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_unit
@@ -19,17 +19,18 @@ from counterpoint.program.walk import show_places
 def law_6_every_gradient_counts_once(
     program: Program, rows: Sequence[Words], ledger: Ledger, units: Iterable[Unit]
 ) -> None:
-    """Prove that each mark enters exactly one update of each part of its unit, and that copies update alike."""
-    expected: defaultdict[int, set[Mark]] = defaultdict(set)
-    for rank, row in enumerate(rows):
-        for word in row:
-            if isinstance(word, Backward):
-                expected[word.block].add((word.block, word.micro, program.rows[rank].slice_index))
+    """Prove that each mark enters exactly one update of each part of its unit, and that copies update alike.
+
+    Replicas that update apart are judged one by one: the marks of each enter its own updates, and no others do. What
+    the end of a stream drops, as its strategy promises, enters no update.
+    """
+    expected = _marks_of(program, rows, range(len(rows)))
     by_unit: defaultdict[Unit, list[Entry]] = defaultdict(list)
     for entry in ledger.entries:
         by_unit[entry.unit].append(entry)
     units = list(units)
     slices = sorted({row.slice_index for row in program.rows})
+    apart: dict[Group, defaultdict[int, set[Mark]]] = {}
     for foreign in by_unit.keys() - set(units):
         place = {by_unit[foreign][0].rank: by_unit[foreign][0].index}
         raise ProgramError(
@@ -37,10 +38,28 @@ def law_6_every_gradient_counts_once(
             law=6,
         )
     for unit in units:
-        marks = {mark for block in unit for mark in expected[block]}
-        for at in slices:
-            mine = [entry for entry in by_unit[unit] if program.rows[entry.rank].slice_index == at]
-            _judge_unit(rows, unit, mine, {mark for mark in marks if mark[2] == at})
+        marks = {mark for block in unit for mark in expected[block]} - ledger.dropped.get(unit, set())
+        for replica in sorted({entry.replica for entry in by_unit[unit]}):
+            if replica and replica not in apart:
+                apart[replica] = _marks_of(program, rows, replica)
+            own = {mark for block in unit for mark in apart[replica][block]} if replica else marks
+            made = [entry for entry in by_unit[unit] if entry.replica == replica]
+            for at in slices:
+                mine = [entry for entry in made if program.rows[entry.rank].slice_index == at]
+                _judge_unit(rows, unit, mine, {mark for mark in own if mark[2] == at})
+            marks = marks - own
+        if marks or not by_unit[unit]:  # of somebody who updates nothing
+            _judge_unit(rows, unit, [], marks)
+
+
+def _marks_of(program: Program, rows: Sequence[Words], ranks: Iterable[int]) -> defaultdict[int, set[Mark]]:
+    """Return the marks that the backwards of ranks leave, by block."""
+    found: defaultdict[int, set[Mark]] = defaultdict(set)
+    for rank in ranks:
+        for word in rows[rank]:
+            if isinstance(word, Backward):
+                found[word.block].add((word.block, word.micro, program.rows[rank].slice_index))
+    return found
 
 
 def _judge_unit(rows: Sequence[Words], unit: Unit, entries: Sequence[Entry], expected: set[Mark]) -> None:

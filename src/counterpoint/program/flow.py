@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.instruction import (
+    OF_UNITS,
     Backward,
     Collective,
     Commit,
@@ -22,6 +23,7 @@ from counterpoint.program.instruction import (
     Recv,
     Release,
     Send,
+    Swap,
     Update,
     Value,
 )
@@ -59,10 +61,10 @@ class _Chain:
                 return self.backward(block, micro)
             case Recv(value) if value.name in {"x", "g"}:
                 return (), (), ((value.name, value.blocks[0], value.micro),)
-            case Send(value) | Release(value) if value.name not in {"grad", "weight"}:
+            case Send(value) | Release(value) if value.name not in OF_UNITS:
                 used = ((value.name, value.blocks[0], value.micro),)
                 return used, used, ()
-            case Collective(value=value, phase=phase) if value.name not in {"grad", "weight"}:
+            case Collective(value=value, phase=phase) if value.name not in OF_UNITS:
                 summed: _Values = ((value.name, value.blocks[0], value.micro),) if phase != "-" else ()
                 return summed, summed, self.whole(value) if phase != "+" else ()
             case _:
@@ -146,7 +148,7 @@ def law_6_updates_follow_a_commit(rows: Sequence[Words]) -> None:
                     agreed = True
                 case Update() | Push() if not agreed:
                     raise _wrong(rows, (rank, index), 6, "no commit stands between the gradients and this word")
-                case Backward() | Recv(Value("grad")) | Collective(_, Value("grad")):
+                case Backward() | Recv(Value("grad")) | Collective(_, Value("grad")) | Swap():
                     agreed = False
                 case _:
                     pass
@@ -222,8 +224,10 @@ def laws_6_and_7_what_is_started_is_awaited(rows: Sequence[Words]) -> None:
 def _uses(word: Instruction, started: Iterable[Value]) -> Iterable[Value]:
     match word:
         case Update(unit):
-            return (Value("grad", unit),)
-        case Send(value) | Push(value):
+            return Value("grad", unit), Value("weight", unit)
+        case Swap(unit):
+            return Value("grad", unit), Value("late", unit)
+        case Send(value) | Push(value) | Release(value):
             return (value,)
         case Backward(block):
             return [value for value in started if value.name in {"grad", "weight"} and block in value.blocks]

@@ -26,6 +26,7 @@ class Value:
     ``y``       partial output of a sliced block               ``y3.0``
     ``dx``      partial input gradient of a sliced block       ``dx3.0``
     ``grad``    gradient of the parameters of a unit           ``grad3``, ``grad0+4``
+    ``late``    gradient of a unit, set aside for a step       ``late3``
     ``weight``  parameters of a unit                           ``weight3``
     ==========  =============================================  =============
 
@@ -35,9 +36,13 @@ class Value:
         micro: the microbatch of a value that has one, else None.
     """
 
-    name: Literal["x", "g", "y", "dx", "grad", "weight"]
+    name: Literal["x", "g", "y", "dx", "grad", "late", "weight"]
     blocks: tuple[int, ...]
     micro: int | None = None
+
+
+OF_UNITS: frozenset[str] = frozenset({"grad", "late", "weight"})
+"""The names of values that belong to a unit and not to a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +73,32 @@ class Backward:
 class Commit:
     """Agree on the step: are all gradients finite, what is their norm, what was the loss. Text: ``commit@0,1``.
 
-    After it every member applies the same updates with the same clipping, or skips them all.
+    After it every member applies the same updates with the same clipping, or skips them all. Text
+    ``commit@0-3:0,1``: all four agree on whether the step counts, but this member's gradient is that of the mean over
+    the samples of 0 and 1, and is clipped by the norm of theirs.
+
+    Args:
+        group: who decides together.
+        own: whose samples share one mean with this member's; empty for those of the whole group.
     """
 
     group: Group
+    own: Group = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """Apply the optimizer to the part of a unit whose gradient this rank holds; clear it. Text: ``U3``, ``U0+4``."""
+
+    unit: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Exchange the gradient of a unit with the one set aside a step ago, if there is one. Text: ``swap(grad3)``.
+
+    What was ``grad3`` is ``late3`` from then on, and may be summed while the next gradient is being computed.
+    """
 
     unit: tuple[int, ...]
 
@@ -111,6 +133,7 @@ class Collective:
     ``share``  reduce-scatter  member i of n holds the i-th part of the sum
     ``join``   all-gather      every member holds the parts of all
     ``copy``   broadcast       every member holds what the first member held
+    ``mean``   all-reduce      every member holds the mean of all, each counted alike
     =========  ==============  ====================================================
 
     Args:
@@ -121,7 +144,7 @@ class Collective:
         code: how a gradient is written on the way; ``""`` for as it is.
     """
 
-    verb: Literal["sum", "share", "join", "copy"]
+    verb: Literal["sum", "share", "join", "copy", "mean"]
     value: Value
     group: Group
     phase: Literal["", "+", "-"] = ""
@@ -172,12 +195,19 @@ class Release:
 
 
 Compute: TypeAlias = Forward | Backward
-Instruction: TypeAlias = Forward | Backward | Commit | Update | Send | Recv | Collective | Push | Pull | Serve | Release
+Instruction: TypeAlias = (
+    Forward | Backward | Commit | Update | Swap | Send | Recv | Collective | Push | Pull | Serve | Release
+)
 
 
 def grad(unit: tuple[int, ...]) -> Value:
     """Return the gradient of a unit."""
     return Value("grad", unit)
+
+
+def late(unit: tuple[int, ...]) -> Value:
+    """Return the gradient of a unit that was set aside a step ago."""
+    return Value("late", unit)
 
 
 def weight(unit: tuple[int, ...]) -> Value:

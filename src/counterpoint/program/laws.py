@@ -25,15 +25,25 @@ from counterpoint.errors import ProgramError
 from counterpoint.program.accounts import Mark
 from counterpoint.program.agreement import law_6_all_concerned_decide
 from counterpoint.program.counting import law_6_every_gradient_counts_once
+from counterpoint.program.endings import law_6_copies_end_alike, law_7_a_body_leaves_what_it_found
 from counterpoint.program.flow import (
     law_4_inputs_are_there,
     law_6_updates_follow_a_commit,
     law_7_gradients_are_freed,
     laws_6_and_7_what_is_started_is_awaited,
 )
-from counterpoint.program.instruction import Backward, Forward, Instruction, Pull, Push, Recv, Send, Update, Value
+from counterpoint.program.instruction import (
+    Backward,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Value,
+)
 from counterpoint.program.ledger import Ledger, keep_ledger
-from counterpoint.program.program import Program, Words, moved
+from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_unit, format_value
 from counterpoint.program.units import Unit
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
@@ -58,6 +68,7 @@ class Promise:
         sliced: the blocks whose results are partial on every rank.
         updated: per rank, the part of each unit that it updates and keeps optimizer state for, at most.
         gradients: per rank, the part of each gradient that it holds from one forward to the next, at most.
+        apart: whether replicas may end with weights of their own, to be averaged by a later program of the same plan.
     """
 
     staleness: int | None = 0
@@ -68,6 +79,7 @@ class Promise:
     sliced: frozenset[int] | None = None
     updated: tuple[Fraction, ...] | None = None
     gradients: tuple[Fraction, ...] | None = None
+    apart: bool = False
 
 
 def check(
@@ -97,7 +109,7 @@ def check(
     rows = program.unroll(2 if program.is_stream else 1)
     blocks = range(promise.num_blocks or _last_block(rows, units) + 1)
     law_1_messages_pair_up(rows)
-    law_4_all_work_is_done_once(program, rows, blocks, promise.num_micros)
+    law_4_all_work_is_done_once(program, rows, blocks, _micros_in(program, promise.num_micros))
     ledger = keep_ledger(program, rows)
     rehearse_blocking_sends(rows)
     law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced)
@@ -112,6 +124,14 @@ def check(
     if promise.sent_bytes is not None and sent_bytes is not None:
         law_8_bytes(promise.sent_bytes, sent_bytes)
     return ledger
+
+
+def _micros_in(program: Program, num_micros: int | None) -> int | None:
+    """Return how many microbatches the unrolled program has, given those of one global batch."""
+    if num_micros is None or not program.is_stream:
+        return num_micros
+    before = {word.micro for row in program.rows for word in row.prologue if isinstance(word, Forward)}
+    return len(before) + 2 * num_micros
 
 
 def _last_block(rows: Sequence[Words], units: Iterable[Unit]) -> int:
@@ -222,22 +242,11 @@ def law_5_staleness(rows: Sequence[Words], ledger: Ledger, promise: Promise) -> 
 
 def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledger, promise: Promise) -> None:
     """Prove that nothing stays gathered or unused, and that the peak in flight is as promised."""
-    for (rank, unit), state in ledger.states.items():
-        end = {rank: len(rows[rank]) - 1}
-        if state.span != state.home:
-            raise ProgramError(
-                f"rank {rank} still holds the gathered weight{format_unit(unit)} at the end\n"
-                f"{show_places(rows, end, 'end')}",
-                law=7,
-            )
-        if state.whole or state.part is not None:
-            raise ProgramError(
-                f"rank {rank} ends with a gradient of unit {format_unit(unit)} that no update has used\n"
-                f"{show_places(rows, end, 'end')}",
-                law=6,
-            )
+    _judge_leftovers(rows, ledger)
     if promise.staleness is not None:
         _judge_ends(rows, ledger)
+        if not promise.apart:
+            law_6_copies_end_alike(rows, ledger)
     if promise.updated is not None:
         _judge_parts(rows, ledger, promise.updated)
     if promise.in_flight is not None:
@@ -249,7 +258,24 @@ def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledge
                     law=7,
                 )
     if program.is_stream:
-        _law_7_induction(program)
+        law_7_a_body_leaves_what_it_found(program)
+
+
+def _judge_leftovers(rows: Sequence[Words], ledger: Ledger) -> None:
+    for (rank, unit), state in ledger.states.items():
+        end = {rank: len(rows[rank]) - 1}
+        if state.span != state.home:
+            raise ProgramError(
+                f"rank {rank} still holds the gathered weight{format_unit(unit)} at the end\n"
+                f"{show_places(rows, end, 'end')}",
+                law=7,
+            )
+        if state.whole or state.late or state.part is not None:
+            raise ProgramError(
+                f"rank {rank} ends with a gradient of unit {format_unit(unit)} that no update has used\n"
+                f"{show_places(rows, end, 'end')}",
+                law=6,
+            )
 
 
 def _judge_ends(rows: Sequence[Words], ledger: Ledger) -> None:
@@ -275,38 +301,6 @@ def _judge_parts(rows: Sequence[Words], ledger: Ledger, promised: Sequence[Fract
                 f"{show_places(rows, {entry.rank: entry.index}, 'here')}",
                 law=7,
             )
-
-
-def _law_7_induction(program: Program) -> None:
-    """Prove that one more body leaves behind what the last one left, one repetition later."""
-    stride = len(program.micros)
-    for rank, row in enumerate(program.rows):
-        once = _left_behind(row.prologue + row.body)
-        second = tuple(moved(word, stride) for word in row.body)
-        twice = _left_behind(row.prologue + row.body + second)
-        if twice != Counter({moved(word, stride): count for word, count in once.items()}):
-            raise ProgramError(
-                f"rank {rank}: the body does not leave behind what it found, one repetition later, so the stream "
-                "cannot go on\n" + show_places([row.body], {0: 0}, "body"),
-                law=7,
-            )
-
-
-def _left_behind(words: Words) -> Counter[Instruction]:
-    """Return the forwards without backward, each with the version that its backward would have to read."""
-    live: dict[tuple[int, int], int] = {}
-    updates: Counter[int] = Counter()
-    for word in words:
-        match word:
-            case Forward(block, micro, version):
-                live[block, micro] = updates[block] + version
-            case Backward(block, micro):
-                live.pop((block, micro), None)
-            case Update(unit):
-                updates.update(unit)
-            case _:
-                pass
-    return Counter(Forward(block, micro, read - updates[block]) for (block, micro), read in live.items())
 
 
 def law_8_bytes(promised: Sequence[Fraction], counted: Sequence[Fraction]) -> None:

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
-from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.accounts import (
-    NOTHING,
     WHOLE,
+    Brought,
     Decision,
     Entry,
     Mark,
     Marks,
     Span,
     UnitState,
+    add_late,
+    average,
+    brought_by,
+    share_out,
     with_mark,
 )
 from counterpoint.program.instruction import (
+    OF_UNITS,
     Backward,
     Collective,
     Commit,
@@ -38,28 +42,25 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
     Value,
 )
 from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_instruction, format_unit
-from counterpoint.program.units import Unit, units_by_block
+from counterpoint.program.units import Unit, first_gathered, units_by_block
 from counterpoint.program.walk import Groups, show_places, walk
-
-Brought: TypeAlias = dict[tuple[Group, Unit], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What came of a program: the updates, what was still held when it ended, and what entered sums with a code.
-
-    The last is, for a group and a unit, the microbatches whose gradients each member brought into such a sum.
-    """
+    """What came of a program: the updates, what was held at its end, what entered coded sums, what its end dropped."""
 
     entries: list[Entry]
     states: dict[tuple[int, Unit], UnitState]
     peak_in_flight: list[int]
     brought: Brought
+    dropped: dict[Unit, set[Mark]] = field(default_factory=dict)
 
 
 def keep_ledger(program: Program, rows: Sequence[Words]) -> Ledger:
@@ -71,7 +72,7 @@ def keep_ledger(program: Program, rows: Sequence[Words]) -> Ledger:
     book = _Book(program, rows)
     for rank, index in walk(rows):
         book.enter(rank, index)
-    return Ledger(book.entries, dict(book.states), book.peak, book.brought)
+    return Ledger(book.entries, dict(book.states), book.peak, book.brought, dict(book.dropped))
 
 
 class _Book:
@@ -85,7 +86,7 @@ class _Book:
         self.alive: dict[tuple[int, int, int], int] = {}
         self.flight: list[Counter[int]] = [Counter() for _ in rows]
         self.peak = [0] * len(rows)
-        self.mail: defaultdict[tuple[Value, int, int], list[tuple[Marks, int]]] = defaultdict(list)
+        self.mail: defaultdict[tuple[Value, int, int], list[tuple[Marks, int, frozenset[Group]]]] = defaultdict(list)
         self.groups = Groups()
         self.waiting: defaultdict[tuple[int, Value], list[int]] = defaultdict(list)
         self.pushes: defaultdict[tuple[int, Unit], list[tuple[Decision | None, Marks]]] = defaultdict(list)
@@ -94,23 +95,13 @@ class _Book:
         self.deciding: dict[int, Decision] = {}
         self.ages: dict[tuple[int, Unit], tuple[Marks, int]] = {}
         self.brought: Brought = {}
+        self.ends = [len(row) - len(given.epilogue) for row, given in zip(rows, program.rows, strict=True)]
+        self.dropped: defaultdict[Unit, set[Mark]] = defaultdict(set)
         for rank, row in enumerate(rows):
-            self.find_homes(rank, row)
-
-    def find_homes(self, rank: int, row: Words) -> None:
-        """A rank whose first word about a weight gathers it keeps only its share between steps."""
-        seen: set[tuple[int, ...]] = set()
-        for word in row:
-            match word:
-                case Collective("join", Value("weight", unit), group) if unit not in seen:
-                    size, at = len(group), group.index(rank)
-                    state = self.states[rank, unit]
-                    state.home = state.span = (Fraction(at, size), Fraction(at + 1, size))
-                    seen.add(unit)
-                case Forward(block):
-                    seen.update(self.units_of[block])
-                case _:
-                    pass
+            for unit, group in first_gathered(row, self.units_of):
+                size, at = len(group), group.index(rank)
+                state = self.states[rank, unit]
+                state.home = state.span = (Fraction(at, size), Fraction(at + 1, size))
 
     def wrong(self, law: int, rank: int, index: int, fact: str) -> ProgramError:
         text = format_instruction(self.rows[rank][index])
@@ -125,6 +116,8 @@ class _Book:
                 self.backward(rank, index, word)
             case Update(unit):
                 self.update(rank, index, unit)
+            case Swap(unit):
+                self.swap(rank, index, unit)
             case Collective(phase="" | "+"):
                 self.gather(rank, index, word)
             case Send(value, peer):
@@ -140,15 +133,21 @@ class _Book:
             case Release(value):
                 self.release(rank, index, value)
             case Commit():
-                self.commit(rank, word)
+                self.commit(rank, index, word)
             case Collective():
                 pass
 
-    def commit(self, rank: int, word: Commit) -> None:
+    def commit(self, rank: int, index: int, word: Commit) -> None:
         """The members of a commit come one after the other; the last one closes it."""
         group = self.groups.number(word.group)
         decision = self.deciding.setdefault(group, Decision(word.group))
         decision.micros |= self.undecided[rank]
+        if word.own:
+            decision.micros_of[rank] = self.undecided[rank]
+            decision.own[rank] = word.own
+            earlier = [member for member in word.own if member < rank]
+            if rank not in word.own or any(decision.own.get(member) != word.own for member in earlier):
+                raise self.wrong(6, rank, index, "those whose samples share one mean must all say the same of it")
         self.undecided[rank] = set()
         self.decisions[rank] = decision
         if rank == word.group[-1]:
@@ -195,8 +194,11 @@ class _Book:
         if state.span != state.home:
             raise self.wrong(7, rank, index, f"the gathered weight{format_unit(unit)} has not been released")
         span, marks = state.part if state.part is not None else (WHOLE, state.whole)
-        self.record((rank, index), unit, (span, marks), self.decisions[rank])
-        state.part, state.whole, state.has_buffer = None, Counter(), False
+        decision = state.decided or self.decisions[rank]
+        self.record((rank, index), unit, (span, marks), decision)
+        state.part, state.whole, state.has_buffer, state.decided = None, Counter(), False, None
+        if decision is not None and rank in decision.own:
+            state.drift = frozenset({decision.own[rank]})
         state.span = span
         state.versions.append(state.versions[-1] + 1)
 
@@ -213,6 +215,15 @@ class _Book:
         if key not in self.ages:  # the marks are kept beside their age, so that no other object gets their id
             self.ages[key] = (marks, min((self.used[mark, unit] for mark in marks), default=now))
         return self.ages[key][1] if marks else now
+
+    def swap(self, rank: int, index: int, unit: Unit) -> None:
+        """What comes back was decided on by the last commit, which stood behind its backwards."""
+        state = self.states[rank, unit]
+        if state.part is not None:
+            raise self.wrong(6, rank, index, "a gradient that was shared out cannot be set aside")
+        state.whole, state.late = state.late, state.whole
+        state.has_buffer, state.has_late = state.has_late, state.has_buffer
+        state.decided = self.decisions[rank]
 
     def taken(self, rank: int, unit: Unit) -> Marks:
         state = self.states[rank, unit]
@@ -231,7 +242,7 @@ class _Book:
             del self.waiting[key]
             if word.value.name == "weight":
                 self.combine_weights(rank, index, word)
-            elif word.verb == "share":
+            elif word.verb == "share" and word.value.name == "grad":
                 self.share(rank, index, word)
             elif word.verb == "sum":
                 self.sum(rank, index, word)
@@ -243,14 +254,22 @@ class _Book:
         if word.verb == "copy":
             for state in states[1:]:
                 state.versions.append(states[0].versions[-1])
+                state.drift = states[0].drift
+            return
+        if word.verb == "mean":
+            fact = average(states)
+            if fact:
+                raise self.wrong(6, rank, index, fact)
             return
         if word.verb != "join":
-            raise self.wrong(6, rank, index, "weights are gathered or copied, never summed or shared out")
+            raise self.wrong(6, rank, index, "weights are gathered, copied or averaged, never summed or shared out")
         if any(state.span == WHOLE != state.home for state in states):
             raise self.wrong(7, rank, index, "these weights are gathered already")
         spans = sorted({state.span for state in states})
         tiles = all(before[1] == after[0] for before, after in pairwise(spans))
         versions = {state.versions[-1] for state in states}
+        if len({state.drift for state in states}) > 1:
+            raise self.wrong(6, rank, index, "the members hold parts of weights that have been updated apart")
         if not tiles or len(versions) > 1 or len(spans) != len(states):
             held = ", ".join(f"{low} to {high}" for low, high in spans)
             raise self.wrong(6, rank, index, f"the members hold {held} in versions {sorted(versions)}")
@@ -258,22 +277,15 @@ class _Book:
             state.span = (spans[0][0], spans[-1][1])
 
     def share(self, rank: int, index: int, word: Collective) -> None:
-        states = [self.states[member, word.value.blocks] for member in word.group]
-        total: Marks = Counter()
-        for state in states:
-            total.update(state.whole)
-        summed: dict[int, Marks] = {}  # members that hold the same marks already go on sharing them
-        for at, state in enumerate(states):
-            span = (Fraction(at, len(states)), Fraction(at + 1, len(states)))
-            if state.part is not None and state.part[0] != span:
-                raise self.wrong(6, rank, index, "this gradient was shared out in other parts before")
-            before = state.part[1] if state.part is not None else NOTHING
-            if id(before) not in summed:
-                summed[id(before)] = before + total
-            state.part, state.whole, state.has_buffer = (span, summed[id(before)]), Counter(), True
+        fact = share_out([self.states[member, word.value.blocks] for member in word.group])
+        if fact:
+            raise self.wrong(6, rank, index, fact)
 
     def sum(self, rank: int, index: int, word: Collective) -> None:
         states = [self.states[member, word.value.blocks] for member in word.group]
+        if word.value.name == "late":
+            add_late(states)
+            return
         spans = {state.part[0] if state.part is not None else WHOLE for state in states}
         if len(spans) > 1:
             raise self.wrong(6, rank, index, "the members hold different parts of this gradient")
@@ -293,23 +305,24 @@ class _Book:
         states = [self.states[member, word.value.blocks] for member in word.group]
         if any(state.part is not None for state in states):
             raise self.wrong(6, rank, index, "this gradient was shared out; only whole ones have a code")
-        micros = (sorted({micro for _, micro, _ in state.whole}) for state in states)
-        self.brought[word.group, word.value.blocks] = tuple(map(tuple, micros))
+        self.brought[word.group, word.value.blocks] = brought_by(states)
 
     def send(self, rank: int, value: Value, peer: int) -> None:
         if value.name == "grad":
-            self.mail[value, rank, peer].append((self.taken(rank, value.blocks), 0))
+            self.mail[value, rank, peer].append((self.taken(rank, value.blocks), 0, frozenset()))
         elif value.name == "weight":
-            self.mail[value, rank, peer].append((Counter(), self.states[rank, value.blocks].versions[-1]))
+            state = self.states[rank, value.blocks]
+            self.mail[value, rank, peer].append((Counter(), state.versions[-1], state.drift))
 
     def receive(self, rank: int, value: Value, peer: int) -> None:
         if value.name == "grad":
-            marks, _ = self.mail[value, peer, rank].pop(0)
+            marks, _, _ = self.mail[value, peer, rank].pop(0)
             state = self.states[rank, value.blocks]
             state.whole, state.has_buffer = state.whole + marks, True
         elif value.name == "weight":
-            _, version = self.mail[value, peer, rank].pop(0)
-            self.states[rank, value.blocks].versions.append(version)
+            state = self.states[rank, value.blocks]
+            _, version, state.drift = self.mail[value, peer, rank].pop(0)
+            state.versions.append(version)
 
     def serve(self, rank: int, index: int, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -318,10 +331,15 @@ class _Book:
                 self.states[rank, unit].versions.append(self.states[rank, unit].versions[-1] + 1)
 
     def release(self, rank: int, index: int, value: Value) -> None:
-        if value.name not in {"grad", "weight"}:
+        if value.name not in OF_UNITS:
             return
         state = self.states[rank, value.blocks]
-        if value.name == "grad":
+        if value.name == "late":
+            if not state.has_late or index < self.ends[rank]:
+                raise self.wrong(6, rank, index, "only the end of a stream drops a gradient that was set aside")
+            self.dropped[value.blocks].update(state.late)
+            state.late, state.has_late = Counter(), False
+        elif value.name == "grad":
             if not state.has_buffer:
                 raise self.wrong(7, rank, index, "no gradient is there that could be released")
             state.whole, state.has_buffer = Counter(), False

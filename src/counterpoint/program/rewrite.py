@@ -31,8 +31,10 @@ def shifted(word: Instruction, by: int) -> Instruction:
     match word:
         case Send() | Recv() | Push() | Pull():
             return replace(word, peer=word.peer + by)
-        case Collective() | Commit():
+        case Collective():
             return replace(word, group=tuple(member + by for member in word.group))
+        case Commit(group, own):
+            return Commit(tuple(member + by for member in group), tuple(member + by for member in own))
         case Serve():
             return replace(word, workers=tuple(member + by for member in word.workers))
         case _:
@@ -71,8 +73,8 @@ def _copied(words: Words, by: tuple[int, int], seen: dict[int, Group]) -> Iterat
                 yield Backward(block, micro + micros, version)
             case Collective(verb, value, group, phase, code):
                 yield Collective(verb, _later(value, micros), _among(group, ranks, seen), phase, code)
-            case Commit(group):
-                yield Commit(_among(group, ranks, seen))
+            case Commit(group, own):
+                yield Commit(_among(group, ranks, seen), _among(own, ranks, seen))
             case Send(value, peer):
                 yield Send(_later(value, micros), peer + ranks)
             case Recv(value, peer):

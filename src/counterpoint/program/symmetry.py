@@ -21,6 +21,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
     Value,
 )
@@ -92,10 +93,12 @@ def _plain(word: Instruction, first: int) -> Hashable:
             return type(word), _value(value, first)
         case Collective(_, value, group, phase):
             return word.name, _value(value, first), len(group), phase
-        case Commit(group):
-            return "commit", len(group)
+        case Commit(group, own):
+            return "commit", len(group), len(own)
         case Update(unit):
             return "U", unit
+        case Swap(unit):
+            return "swap", unit
         case Serve(units, workers):
             return "serve", units, len(workers)
 

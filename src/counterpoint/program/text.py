@@ -26,25 +26,28 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
     Value,
 )
 from counterpoint.program.program import Program, Row, Words
 
 _UNIT = r"\d+(?:\+\d+)*"
-_VALUE = rf"(?:grad|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+"
+_VALUE = rf"(?:grad|late|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+"
 _GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
 _WORD = re.compile(
     r"(?P<op>[FB])(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
     rf"|U(?P<unit>{_UNIT})$"
-    rf"|commit@(?P<all>{_GROUP})$"
-    rf"|(?P<verb>sum|share|join|copy)(?::(?P<code>{CODE}))?\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
+    rf"|commit@(?P<all>{_GROUP})(?::(?P<own>{_GROUP}))?$"
+    rf"|swap\(grad(?P<swapped>{_UNIT})\)$"
+    rf"|(?P<verb>sum|share|join|copy|mean)(?::(?P<code>{CODE}))?"
+    rf"\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
     rf"|(?P<ask>push(?=\S*>)|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
     rf"|serve\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|release\((?P<released>{_VALUE})\)$"
     rf"|(?P<value>{_VALUE})(?P<arrow>[<>])(?P<peer>\d+)$"
 )
-_VALUE_PARTS = re.compile(r"(grad|weight|dx|x|g|y)([\d+]+)(?:\.\+?(\d+))?$")
+_VALUE_PARTS = re.compile(r"(grad|late|weight|dx|x|g|y)([\d+]+)(?:\.\+?(\d+))?$")
 _EXAMPLES = "F0.2, B0.2, U0, commit@0,1, x1.2>1, sum(grad0)@0,1, push(grad0)>2, serve(0)@0,1 or release(weight0)"
 
 
@@ -77,8 +80,10 @@ def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noq
             return f"{letter}{block}.{'+' if ahead else ''}{micro}" + (f":{version}" if version else "")
         case Update(unit):
             return f"U{format_unit(unit)}"
-        case Commit(group):
-            return f"commit@{format_group(group)}"
+        case Commit(group, own):
+            return f"commit@{format_group(group)}" + (f":{format_group(own)}" if own else "")
+        case Swap(unit):
+            return f"swap(grad{format_unit(unit)})"
         case Send(value, peer):
             return f"{format_value(value, ahead=ahead)}>{peer}"
         case Recv(value, peer):
@@ -121,7 +126,7 @@ def parse_value(text: str) -> Value:
     found = _VALUE_PARTS.match(text)
     if found is None or not re.fullmatch(_VALUE, text):
         raise ProgramError(f"{text!r} is not a value; expected one such as x1.2, g0.0, grad3 or weight0+4")
-    name = cast("Literal['x', 'g', 'y', 'dx', 'grad', 'weight']", found[1])
+    name = cast("Literal['x', 'g', 'y', 'dx', 'grad', 'late', 'weight']", found[1])
     return Value(name, parse_unit(found[2]), None if found[3] is None else int(found[3]))
 
 
@@ -133,8 +138,8 @@ def parse_instruction(word: str) -> Instruction:
     if found["op"]:
         make = Forward if found["op"] == "F" else Backward
         return make(int(found["block"]), int(found["micro"]), int(found["version"] or 0))
-    if found["unit"]:
-        return Update(parse_unit(found["unit"]))
+    if found["unit"] or found["swapped"]:
+        return Update(parse_unit(found["unit"])) if found["unit"] else Swap(parse_unit(found["swapped"]))
     if found["verb"] or found["all"]:
         return _parse_together(found)
     if found["units"]:
@@ -144,8 +149,8 @@ def parse_instruction(word: str) -> Instruction:
 
 def _parse_together(found: re.Match[str]) -> Instruction:
     if found["all"]:
-        return Commit(parse_group(found["all"]))
-    verb = cast("Literal['sum', 'share', 'join', 'copy']", found["verb"])
+        return Commit(parse_group(found["all"]), parse_group(found["own"]) if found["own"] else ())
+    verb = cast("Literal['sum', 'share', 'join', 'copy', 'mean']", found["verb"])
     phase = cast("Literal['', '+', '-']", found["phase"])
     code = found["code"] or ""
     if code and (verb, found["whole"][:4]) != ("sum", "grad"):

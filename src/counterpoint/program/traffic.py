@@ -24,9 +24,9 @@ class Sizes(Protocol):
 def sent_bytes(program: Program, size_of: Sizes) -> tuple[Fraction, ...]:
     """Return the bytes that each rank sends in one repetition of the body.
 
-    Collectives count what a ring sends: ``2 (n-1)/n`` of the value for a sum, ``(n-1)/n`` for a share or a join;
-    a copy counts ``n-1`` values at its root. A sum with a code counts encoded values, ``n-1`` of them where they are
-    gathered. Commits carry a few dozen bytes and count nothing.
+    Collectives count what a ring sends: ``2 (n-1)/n`` of the value for a sum or a mean, ``(n-1)/n`` for a share or a
+    join; a copy counts ``n-1`` values at its root. A sum with a code counts encoded values, ``n-1`` of them where they
+    are gathered. Commits carry a few dozen bytes and count nothing.
 
     Args:
         program: what is counted.
@@ -76,4 +76,4 @@ def _moves(rank: int, words: Words, size_of: Sizes) -> Iterator[tuple[Instructio
 def _collective(verb: str, num_members: int, *, is_root: bool) -> Fraction:
     if verb == "copy":
         return Fraction(num_members - 1 if is_root else 0)
-    return sum_trips("", num_members) if verb == "sum" else Fraction(num_members - 1, num_members)
+    return sum_trips("", num_members) if verb in {"sum", "mean"} else Fraction(num_members - 1, num_members)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from counterpoint.program.instruction import (
+    OF_UNITS,
     Backward,
     Collective,
     Commit,
     Forward,
+    Group,
     Instruction,
     Pull,
     Push,
@@ -18,7 +20,9 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
+    Value,
 )
 from counterpoint.program.program import Words
 
@@ -44,11 +48,25 @@ def units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:
 def units_named(word: Instruction) -> tuple[Unit, ...]:
     """Return the units that an instruction updates, moves or releases."""
     match word:
-        case Update(unit):
+        case Update(unit) | Swap(unit):
             return (unit,)
         case Serve(units):
             return units
         case Push(value) | Pull(value) | Send(value) | Recv(value) | Release(value) | Collective(_, value):
-            return (value.blocks,) if value.name in {"grad", "weight"} else ()
+            return (value.blocks,) if value.name in OF_UNITS else ()
         case Forward() | Backward() | Commit():
             return ()
+
+
+def first_gathered(row: Words, users: Mapping[int, Sequence[Unit]]) -> Iterator[tuple[Unit, Group]]:
+    """Yield each unit that a row gathers before it reads it, and with whom: it keeps only its share between steps."""
+    seen: set[Unit] = set()
+    for word in row:
+        match word:
+            case Collective("join", Value("weight", unit), group) if unit not in seen:
+                seen.add(unit)
+                yield unit, group
+            case Forward(block):
+                seen.update(users[block])
+            case _:
+                pass

@@ -24,6 +24,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
     Value,
 )
@@ -59,7 +60,7 @@ def rehearse_blocking_sends(rows: Sequence[Words]) -> None:
         pass
 
 
-_ALONE = (Forward, Backward, Update, Release)
+_ALONE = (Forward, Backward, Update, Swap, Release)
 """Instructions that wait for nobody and that nobody waits for."""
 
 

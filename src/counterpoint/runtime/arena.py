@@ -59,6 +59,7 @@ class Arena:
         self.home = layout.range_of(home)
         self.gradient: Tensor | None = None
         self.part: Tensor | None = None
+        self.late: Tensor | None = None  # a gradient that was set aside, to be applied a step later
         self.kept: Tensor | None = None
         self.commons: Commons | None = None
         self.sparse = sparse
@@ -199,6 +200,19 @@ class Arena:
         tables.absorb(self.filled)
         tables.board.publish(self.filled)
 
+    def swap(self) -> None:
+        """Exchange the gradient with the one that was set aside, if there is one."""
+        self.strewn.require_none()
+        fresh = self.fold()
+        self.gradient, self.late = self.late, fresh
+        self.filled = set(self.params) if self.gradient is not None else set()
+
+    def set_aside(self) -> Tensor:
+        """Return the gradient that was set aside; zeros where that was forgotten."""
+        if self.late is None:
+            self.late = self.empty(self.layout.num_elements, self.layout.dtype).zero_()
+        return self.late
+
     def message(self) -> list[Tensor]:
         """Return the gradient as tensors to be sent; :meth:`receive` is its opposite."""
         whole = self.fold()
@@ -282,7 +296,9 @@ class Arena:
         return self.fold() if self.part is None else self.part
 
     def drop_gradient(self) -> None:
-        """Free the flat gradient; a share that was a view of it becomes a tensor of its own."""
+        """Free the gradient but for a share; one that was a view of the flat gradient becomes a tensor of its own."""
+        if self.part is None and self.commons is None:
+            self.strewn.clear()
         if self.part is not None and self.gradient is not None:
             self.part = self.part.clone()
         self.gradient = None
@@ -330,7 +346,5 @@ class Arena:
     def _shaped(self, flat: Tensor, start: int, stop: int) -> Tensor:
         if self.layout.cut_anywhere:
             return flat
-        shape = next(
-            (slot.shape for slot in self.layout.slots if (slot.start, slot.stop) == (start, stop)), (stop - start,)
-        )
-        return flat.view(shape)
+        shapes = (slot.shape for slot in self.layout.slots if (slot.start, slot.stop) == (start, stop))
+        return flat.view(next(shapes, (stop - start,)))

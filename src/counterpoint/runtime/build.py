@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Commit, Forward, Group
-from counterpoint.program.ledger import Ledger
+from counterpoint.program.instruction import Collective, Commit, Forward, Group
 from counterpoint.program.program import Program
-from counterpoint.runtime.calls import boundaries, fuse
+from counterpoint.program.turn import Turn
+from counterpoint.runtime.calls import Script, boundaries, fuse
 from counterpoint.runtime.compute import Model
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.optimizers import Face
@@ -34,8 +34,7 @@ class Parts:
     """What all ranks of a run are built from.
 
     Args:
-        program: one row per rank.
-        ledger: its proof, which says who answers for which part of which unit.
+        turns: every kind of step with its rows and their proof, which says who answers for which part of which unit.
         spec: the model with the program's blocks.
         loss: from output and targets to a scalar.
         face: the user's optimizer.
@@ -43,13 +42,17 @@ class Parts:
         seed: the run's seed.
     """
 
-    program: Program
-    ledger: Ledger
+    turns: tuple[Turn, ...]
     spec: ModelSpec
     loss: Callable[[Any, Any], Tensor]
     face: Face
     guard: Guard
     seed: int
+
+    @property
+    def program(self) -> Program:
+        """One row per rank: that of the kind of step that evaluations go by."""
+        return self.turns[-1].program
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +74,29 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
     """
     rank = fabric.rank
     row = parts.program.rows[rank]
-    roles = roles_of(rank, row.body, parts.spec)
+    words = [word for turn in parts.turns for word in turn.program.rows[rank].body]
+    roles = roles_of(rank, words, parts.spec)
     needed = {name for unit in roles for name in parts.spec.units[unit]}
     params = own_params(parts.spec, cut, model, (row.slice_index, row.num_slices), needed)
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
     store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, sparse_names(model))
     interpreter = Interpreter(
-        row.body,
-        model=bind(parts, cut, row.body, training=True),
+        {turn.name: script_of(parts, turn, rank) for turn in parts.turns},
+        model=bind(parts, cut, words, training=True),
         store=store,
         fabric=fabric,
         dice=Dice(parts.seed),
         guard=parts.guard,
-        answers_for=answers_for(parts, rank),
-        domain=domain_of(parts.program, rank),
         num_readers=num_readers(parts, rank),
-        brought=parts.ledger.brought,
+        brought={place: micros for turn in parts.turns for place, micros in turn.ledger.brought.items()},
     )
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
+
+
+def script_of(parts: Parts, turn: Turn, rank: int) -> Script:
+    """Return what a rank does in one kind of step."""
+    return Script(turn.program.rows[rank].body, answers_for(parts, rank, turn), domain_of(turn.program, rank))
 
 
 def require_no_hooks(model: nn.Module, cut: Cut, plan: Plan) -> None:
@@ -164,37 +171,63 @@ def slice_of(tensor: Tensor, how: tuple[int, int] | None, place: tuple[int, int]
     return tensor.chunk(how[1], dim=how[0])[place[0]]
 
 
-def answers_for(parts: Parts, rank: int) -> list[Unit]:
+def answers_for(parts: Parts, rank: int, turn: Turn | None = None) -> list[Unit]:
     """Return the units whose part on this rank is counted here in norms and saved from here, and nowhere else."""
-    return [holding.unit for holding in holdings(parts) if holding.rank == rank]
+    return [holding.unit for holding in holdings(parts, turn) if holding.rank == rank]
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Who answers for a part of a unit: ``slice_index`` matters only for sliced units."""
+    """Who answers for a part of a unit.
+
+    Args:
+        rank: who.
+        unit: of what.
+        span: which part of it.
+        slice_index: of which slice; matters only for sliced units.
+        replica: of which of the replicas that update apart.
+    """
 
     rank: int
     unit: Unit
     span: tuple[Any, Any]
     slice_index: int
+    replica: int = 0
 
 
-def holdings(parts: Parts) -> list[Holding]:
-    """Return one holding for every part of every unit: the first rank that updates it."""
+def holdings(parts: Parts, turn: Turn | None = None) -> list[Holding]:
+    """Return one holding for every part of every unit of each replica: the first rank that updates it."""
+    chosen = parts.turns[-1] if turn is None else turn
     sliced = slices_of(parts.spec)
-    found: dict[tuple[Unit, Any, int], Holding] = {}
-    for entry in parts.ledger.entries:
+    replicas = {own: index for index, own in enumerate(replicas_of(chosen))}
+    found: dict[tuple[Unit, Any, int, int], Holding] = {}
+    for entry in chosen.ledger.entries:
         is_sliced = any(name in sliced for name in parts.spec.units[entry.unit])
-        at = parts.program.rows[entry.rank].slice_index if is_sliced else 0
-        known = found.get((entry.unit, entry.span, at))
+        at = chosen.program.rows[entry.rank].slice_index if is_sliced else 0
+        key = (entry.unit, entry.span, at, replicas.get(entry.replica, 0))
+        known = found.get(key)
         if known is None or entry.rank < known.rank:
-            found[entry.unit, entry.span, at] = Holding(entry.rank, entry.unit, entry.span, at)
+            found[key] = Holding(entry.rank, *key)
     return [found[key] for key in sorted(found)]
+
+
+def replicas_of(turn: Turn) -> list[Group]:
+    """Return the groups of ranks that update apart from each other; none where all ranks update alike."""
+    return sorted({entry.replica for entry in turn.ledger.entries if entry.replica})
 
 
 def commit_group(program: Program, rank: int) -> Group:
     """Return the ranks that decide together with this one; none for a rank that commits nothing."""
     return next((word.group for word in program.rows[rank].body if isinstance(word, Commit)), ())
+
+
+def groups_of(programs: Iterable[Program]) -> list[tuple[int, ...]]:
+    """Return every group that the words of programs name, and that of all ranks, in the same order on every rank."""
+    found: set[tuple[int, ...]] = set()
+    for program in programs:
+        found.add(tuple(range(program.num_ranks)))
+        found.update(word.group for _, word in program.words() if isinstance(word, Collective | Commit))
+    return sorted(found)
 
 
 def num_readers(parts: Parts, rank: int) -> dict[str, int]:
@@ -209,7 +242,8 @@ def num_readers(parts: Parts, rank: int) -> dict[str, int]:
 
 def domain_of(program: Program, rank: int) -> list[int]:
     """Return the microbatches over whose samples the loss of this rank is a mean: those of its commit's group."""
-    group = commit_group(program, rank)
+    commit = next((word for word in program.rows[rank].body if isinstance(word, Commit)), Commit(()))
+    group = commit.own or commit.group
     return sorted({word.micro for member in group for word in program.rows[member].body if isinstance(word, Forward)})
 
 

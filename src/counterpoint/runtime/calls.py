@@ -23,6 +23,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
 )
 
@@ -67,8 +68,34 @@ class ServeRun:
 
 
 Call: TypeAlias = (
-    ForwardRun | BackwardRun | UpdateRun | CollectiveRun | ServeRun | Commit | Send | Recv | Push | Pull | Release
+    ForwardRun
+    | BackwardRun
+    | UpdateRun
+    | CollectiveRun
+    | ServeRun
+    | Commit
+    | Swap
+    | Send
+    | Recv
+    | Push
+    | Pull
+    | Release
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a rank does in one kind of step.
+
+    Args:
+        words: its row.
+        answers_for: the units whose gradient norm this rank counts, so that each is counted once.
+        domain: the microbatches whose samples share one mean with this rank's.
+    """
+
+    words: Sequence[Instruction]
+    answers_for: Sequence[tuple[int, ...]]
+    domain: Sequence[int]
 
 
 def fuse(words: Sequence[Instruction]) -> tuple[tuple[Call, int, int], ...]:
@@ -109,7 +136,7 @@ def _call(words: Sequence[Instruction]) -> Call:
             return CollectiveRun(tuple(word for word in words if isinstance(word, Collective)))
         case Serve():
             return ServeRun(tuple(word for word in words if isinstance(word, Serve)))
-        case Commit() | Send() | Recv() | Push() | Pull() | Release():
+        case Commit() | Swap() | Send() | Recv() | Push() | Pull() | Release():
             return first
 
 

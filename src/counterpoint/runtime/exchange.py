@@ -11,7 +11,7 @@ from torch import Tensor
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.model.spec import Unit
 from counterpoint.program.codes import find_code
-from counterpoint.program.instruction import Collective, Value
+from counterpoint.program.instruction import OF_UNITS, Collective, Value
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.coded import coded_sum
@@ -130,6 +130,10 @@ class Exchange:
             if word.verb == "share":
                 arena.announce()
             return self.fabric.meet(label, group)
+        if word.verb == "mean":
+            return self.fabric.all_reduce(label, arena.weights.data, group, "mean")
+        if word.value.name == "late":
+            return self.fabric.all_reduce(label, arena.set_aside(), group)
         if word.verb == "copy":
             return self.fabric.broadcast(label, arena.weights.data, group, group[0])
         if word.verb == "join":
@@ -156,7 +160,7 @@ class Exchange:
         strewn, bounds = arena.strewn, arena.layout.bounds(len(group))
         works: list[Work] = []
         if strewn.slots:
-            strewn.gather(self.fabric, group, label, has_share=has_share)
+            strewn.gather(self.fabric, group, label, has_share=word.verb == "sum" and bool(strewn.rows))
         for start, stop in strewn.dense_ranges(low, low + len(flat)):
             part = flat[start - low : stop - low]
             if word.verb == "share":
@@ -190,10 +194,12 @@ class Exchange:
 
     def release(self, value: Value) -> None:
         """Free what was gathered, or a gradient that has been used."""
-        if value.name in {"grad", "weight"}:
+        if value.name in OF_UNITS:
             for arena in self.store.units[value.blocks].arenas:
                 if value.name == "weight":
                     arena.release_weights()
+                elif value.name == "late":
+                    arena.late = None
                 else:
                     arena.drop_gradient()
         elif value.micro is not None:

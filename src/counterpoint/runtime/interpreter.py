@@ -14,13 +14,14 @@ import torch
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
-from counterpoint.program.instruction import Collective, Commit, Instruction, Pull, Push, Recv, Release, Send, Value
+from counterpoint.program.instruction import Collective, Commit, Pull, Push, Recv, Release, Send, Swap, Value
 from counterpoint.program.text import format_value, parse_value
 from counterpoint.runtime.calls import (
     BackwardRun,
     Call,
     CollectiveRun,
     ForwardRun,
+    Script,
     ServeRun,
     UpdateRun,
     forward_only,
@@ -40,6 +41,8 @@ from counterpoint.runtime.vote import (
     ballot_of,
     decide,
     from_numbers,
+    has_bad_gradient,
+    has_bad_loss,
     require_finite,
     require_reached,
     to_numbers,
@@ -76,12 +79,16 @@ class RankState:
     Args:
         verdict: of the last commit; None for a rank that commits nothing.
         skipped: steps left out in a row.
+        leaves_out: whether the updates behind the last commit are left out.
+        leaves_out_late: whether those with the gradients that were set aside will be.
         journal: the pushes that a server answered, in order.
         notes: the calls of the last step with their times, when they are kept.
     """
 
     verdict: Verdict | None = None
     skipped: int = 0
+    leaves_out: bool = False
+    leaves_out_late: bool = False
     journal: list[Served] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
@@ -90,40 +97,36 @@ class Interpreter:
     """Runs one row.
 
     Args:
-        words: the row, flat.
+        scripts: the row in every kind of step, by name; the last one is the one that evaluations go by.
         model: the functions of the blocks it runs.
         store: the rank's parameters.
         fabric: its way to the other ranks.
         dice: its random state.
         guard: what is checked before updates.
-        answers_for: the units whose gradient norm this rank counts, so that each is counted once.
-        domain: the microbatches whose samples share one mean with this rank's.
         num_readers: for each parameter how many ranks of this rank's commit compute with it.
         brought: for a group and a unit that it sums in a code the microbatches that each member brings.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
         self,
-        words: Sequence[Instruction],
+        scripts: Mapping[str, Script],
         *,
         model: Model,
         store: Store,
         fabric: Fabric,
         dice: Dice,
         guard: Guard,
-        answers_for: Sequence[tuple[int, ...]],
-        domain: Sequence[int],
         num_readers: Mapping[str, int],
         brought: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
     ) -> None:
-        self.calls = fuse(words)
-        self.forward_calls = fuse(forward_only(words))
+        self.scripts = {name: (script, fuse(script.words)) for name, script in scripts.items()}
+        self.script, self.calls = list(self.scripts.values())[-1]
+        self.forward_calls = fuse(forward_only(self.script.words))
+        self.sets_aside = any(isinstance(word, Swap) for word in self.script.words)
         self.store = store
         self.fabric = fabric
         self.dice = dice
         self.guard = guard
-        self.answers_for = tuple(answers_for)
-        self.domain = tuple(domain)
         self.num_readers = num_readers
         runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
@@ -134,19 +137,20 @@ class Interpreter:
         self.clock: Callable[[], float] | None = None
         self.versions: dict[tuple[int, ...], int] = {}
 
-    def step(self, number: int, feed: Feed) -> Verdict | None:
-        """Run the row once.
+    def step(self, number: int, feed: Feed, turn: str) -> Verdict | None:
+        """Run the row of one kind of step once.
 
         A loss or gradient that is not finite and may not be skipped, or a parameter that got no gradient, is a
         ``DataError``, and no parameter has changed; a rank that failed is a ``PeerError`` on all others.
         """
         self.dice.step = number
-        total = sum(feed.sizes[micro] for micro in self.domain)
-        self.compute.begin(feed, {micro: feed.sizes[micro] / max(total, 1) for micro in self.domain})
+        self.script, calls = self.scripts[turn]
+        total = sum(feed.sizes[micro] for micro in self.script.domain)
+        self.compute.begin(feed, {micro: feed.sizes[micro] / max(total, 1) for micro in self.script.domain})
         self.store.begin()
-        self.state.verdict = None
+        self.state.verdict, self.state.leaves_out = None, False
         self.state.notes.clear()
-        self.run(self.calls)
+        self.run(calls)
         return self.state.verdict
 
     def evaluate(self, feed: Feed, model: Model) -> None:
@@ -186,8 +190,10 @@ class Interpreter:
                 self.exchange.send(value, peer)
             case Recv(value, peer):
                 self.exchange.recv(value, peer)
-            case Commit(group):
-                self.commit(group)
+            case Commit(group, own):
+                self.commit(group, own)
+            case Swap(unit):
+                self.swap(unit)
             case UpdateRun(units):
                 self.update(units)
             case Release(value):
@@ -210,19 +216,26 @@ class Interpreter:
         else:
             self.exchange.wait(words[0])
 
-    def commit(self, group: tuple[int, ...]) -> None:
+    def swap(self, unit: tuple[int, ...]) -> None:
+        """Set a gradient aside and take back the one before; if that is not to be applied, it is gone."""
+        self.store.units[unit].swap()
+        if self.state.leaves_out_late:
+            self.store.units[unit].clear()
+
+    def commit(self, group: tuple[int, ...], own: tuple[int, ...]) -> None:
         """Decide with the group whether and how the step is applied."""
         squared = 0.0
         if self.guard.needs_norm:
             squared = squared_norm(
-                gradient for unit in self.answers_for for gradient in self.store.units[unit].gradients()
+                gradient for unit in self.script.answers_for for gradient in self.store.units[unit].gradients()
             )
         feed = self.compute.feed
         missing = [name for unit in self.computed for name in self.store.units[unit].missing()]
         ballot = ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared, missing)
         ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
-        verdict = decide(ballots, group, self.guard)
+        verdict = decide(ballots, group, self.guard, own)
         self.state.verdict = verdict
+        self.note_what_counts(ballots, verdict)
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
         if not self.is_left_out():
@@ -232,6 +245,16 @@ class Interpreter:
             for unit in self.store.units.values():
                 for gradient in unit.gradients():
                     gradient.mul_(verdict.scale)
+
+    def note_what_counts(self, ballots: Sequence[Ballot], verdict: Verdict) -> None:
+        """Note which updates are left out: those of a fault, and of gradients that no sample had a part in."""
+        state, feed = self.state, self.compute.feed
+        has_samples = feed is not None and any(feed.sizes[micro] for micro in self.script.domain)
+        if self.sets_aside:
+            state.leaves_out = state.leaves_out_late or has_bad_gradient(ballots)
+            state.leaves_out_late = has_bad_loss(ballots) or not has_samples
+        else:
+            state.leaves_out = bool(verdict.fault) or not has_samples
 
     def settle_missing(self, ballots: Sequence[Ballot]) -> None:
         """Check that every parameter got a gradient on some rank, unless zeros are wanted; where none is, put zeros."""
@@ -266,9 +289,8 @@ class Interpreter:
         self.store.update(units)
 
     def is_left_out(self) -> bool:
-        """Tell whether the last commit decided to skip this step, or its group has seen no sample."""
-        verdict = self.state.verdict
-        return verdict is not None and (bool(verdict.fault) or not verdict.num_samples)
+        """Tell whether the last commit decided to leave out the updates behind it; nobody does before a commit."""
+        return self.state.leaves_out
 
     def push(self, value: Value, peer: int) -> None:
         """Send a gradient to its server; nothing but the label when the step is left out here."""

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import (
+    OF_UNITS,
     Backward,
     Collective,
     Commit,
@@ -20,6 +21,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
 )
 from counterpoint.runtime.layout import WHOLE, Span
@@ -91,12 +93,12 @@ class _Notes:
                 self.move(word)
             case Release(value):
                 self.released.add(value.blocks)
-            case Backward() | Commit():
+            case Backward() | Commit() | Swap():
                 pass
 
     def move(self, word: Collective | Send | Recv | Push | Pull) -> None:
         """Note that a gradient or weights travel."""
-        if word.value.name in {"grad", "weight"}:
+        if word.value.name in OF_UNITS:
             self.moved.add(word.value.blocks)
             if isinstance(word, Collective):
                 self.divide(word)

@@ -1,7 +1,8 @@
 """The state of a run as logical tensors, whatever the layout: gathered, written as pieces, and read back.
 
 Names in a checkpoint: ``model:<parameter>``, ``buffer:<buffer>`` and ``optimizer.<key>:<parameter>``; a sliced
-parameter has one entry per slice, ``model:<parameter>@1/2``.
+parameter has one entry per slice, ``model:<parameter>@1/2``, and one that replicas update apart one for each of them,
+``model:<parameter>~1/4``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from counterpoint.checkpoint.piece import dtype_name, torch_dtype
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.program.text import format_unit
-from counterpoint.runtime.build import Holding, Parts, Rank, holdings, slice_of, slices_of
+from counterpoint.runtime.build import Holding, Parts, Rank, holdings, replicas_of, slice_of, slices_of
 from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span, lay_out
 from counterpoint.runtime.store import UnitStore
 
@@ -50,10 +51,21 @@ class Book:
         """Return who answers for every part."""
         return holdings(self.parts)
 
-    def suffix(self, name: str, slice_index: int) -> str:
-        """Return ``@1/2`` for a sliced parameter, nothing for any other."""
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas have weights of their own."""
+        return max(1, len(replicas_of(self.parts.turns[-1])))
+
+    def replica_of(self, rank: int) -> int:
+        """Return the replica that a rank belongs to."""
+        owners = replicas_of(self.parts.turns[-1])
+        return next((index for index, own in enumerate(owners) if rank in own), 0)
+
+    def suffix(self, name: str, slice_index: int, replica: int) -> str:
+        """Return ``@1/2`` for a sliced parameter and ``~1/4`` where replicas have their own, nothing for any other."""
         sliced = slices_of(self.parts.spec)
-        return f"@{slice_index}/{sliced[name][1]}" if name in sliced else ""
+        own = f"~{replica}/{self.num_replicas}" if self.num_replicas > 1 else ""
+        return (f"@{slice_index}/{sliced[name][1]}" if name in sliced else "") + own
 
 
 def flat_weights(store: UnitStore, layout: Layout, low: int, high: int) -> Tensor:
@@ -66,21 +78,32 @@ def flat_weights(store: UnitStore, layout: Layout, low: int, high: int) -> Tenso
 
 
 def gather_weights(book: Book, rank: Rank, fabric: Fabric) -> dict[str, Tensor]:
-    """Return every trainable parameter in full on every rank; all ranks call it together."""
+    """Return every trainable parameter in full on every rank, the mean of all replicas; all ranks call it together."""
     everyone = tuple(range(fabric.num_ranks))
-    flats: dict[tuple[tuple[int, ...], int, torch.dtype], Tensor] = {}
+    copies: dict[tuple[tuple[int, ...], int, torch.dtype], dict[int, Tensor]] = {}
     for holding in book.holdings():
         for layout in book.layouts(holding.unit):
             low, high = layout.range_of(holding.span)
             key = (holding.unit, holding.slice_index, layout.dtype)
-            whole = flats.setdefault(key, torch.empty(layout.num_elements, dtype=layout.dtype))
+            empty = torch.empty(layout.num_elements, dtype=layout.dtype)
+            whole = copies.setdefault(key, {}).setdefault(holding.replica, empty)
             if holding.rank == fabric.rank:
                 store = rank.interpreter.store.units[holding.unit]
                 whole[low:high].copy_(flat_weights(store, layout, low, high))
             if len(everyone) > 1 and high > low:
                 label = f"gather weight{format_unit(holding.unit)}"
                 fabric.broadcast(label, whole[low:high], everyone, holding.rank).wait()
-    return dict(_assembled(book, flats))
+    return dict(_assembled(book, {key: mean_of(list(found.values())) for key, found in copies.items()}))
+
+
+def mean_of(copies: Sequence[Tensor]) -> Tensor:
+    """Return the mean of what replicas have, added up in float64; of what is no fraction, the first replica's."""
+    if len(copies) == 1 or not copies[0].is_floating_point():
+        return copies[0]
+    total = copies[0].double()
+    for copy in copies[1:]:
+        total = total + copy.double()
+    return (total / len(copies)).to(copies[0].dtype)
 
 
 def _assembled(
@@ -199,7 +222,7 @@ def pieces_of(book: Book, rank: Rank) -> tuple[list[Piece], dict[str, dict[str, 
             continue
         for key, value in target.optimizer.state.get(target.tensor, {}).items():
             for slot, first, last in target.slots():
-                name = f"{slot.name}{book.suffix(slot.name, index)}"
+                name = f"{slot.name}{book.suffix(slot.name, index, book.replica_of(me))}"
                 if is_plain_number(key, value, target.tensor):
                     scalars.setdefault(name, {})[key] = write_number(key, value)
                 elif value.shape == target.tensor.shape:
@@ -242,7 +265,7 @@ def _weight_pieces(book: Book, rank: Rank, holding: Holding) -> Iterator[Piece]:
         low, high = layout.range_of(holding.span)
         flat = flat_weights(store, layout, low, high)
         for slot, start, stop in layout.within(holding.span):
-            name = f"model:{slot.name}{book.suffix(slot.name, holding.slice_index)}"
+            name = f"model:{slot.name}{book.suffix(slot.name, holding.slice_index, holding.replica)}"
             yield Piece(name, flat[start - low : stop - low].contiguous(), slot.shape, start - slot.start)
 
 

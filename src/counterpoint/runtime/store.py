@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,8 +82,13 @@ class UnitStore:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
+    def swap(self) -> None:
+        """Exchange the gradient with the one that was set aside a step ago."""
+        for arena in self.arenas:
+            arena.swap()
+
     def clear(self) -> None:
-        """Forget all gradients of the unit."""
+        """Forget all gradients of the unit but those set aside."""
         for param in self.params.values() if not self.arenas else ():
             param.grad = None
         for arena in self.arenas:
@@ -212,6 +217,11 @@ class Store:
             now = [target for unit in units for _, target in self.units[unit].targets(self.face)]
             for tensor, target in zip(tensors, now, strict=True):
                 tensor.data = target.data
+
+    def arenas(self) -> Iterator[Arena]:
+        """Yield the arenas of all units."""
+        for store in self.units.values():
+            yield from store.arenas
 
     def _arenas(self, store: UnitStore) -> list[Arena]:
         described = [

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.runtime.layout import Layout
 from counterpoint.runtime.rows import Piece, add_rows, coalesced, is_table, joined
@@ -46,6 +47,18 @@ class Strewn:
         self.rows: Found = {}
         self.is_added = False  # whether they are in the flat gradient, too
         self._sparse: dict[str, Tensor] = {}
+
+    def require_none(self) -> None:
+        """Check that all gradients are dense, so that they can be set aside.
+
+        Raises:
+            DataError: some are sparse.
+        """
+        if self.slots:
+            raise DataError(
+                f"the gradient of {next(iter(self.slots))} is sparse and cannot be set aside for a step; build the "
+                "embedding with sparse=False, or leave staleness=1 out of the plan"
+            )
 
     def clear(self) -> None:
         """There are none."""
@@ -101,9 +114,7 @@ class Strewn:
 
     def message(self) -> list[Tensor]:
         """Return the rows as tensors, to be sent; :meth:`receive` is its opposite."""
-        return [
-            tensor for name, slot in self.slots.items() for tensor in self._flat(self.fresh.get(name, []), slot.shape)
-        ]
+        return [tensor for name, slot in self.slots.items() for tensor in self._flat(self.pieces(name), slot.shape)]
 
     def receive(self, tensors: Iterator[Tensor]) -> None:
         """Add rows that have come from another rank."""

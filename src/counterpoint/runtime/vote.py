@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,17 +95,36 @@ def from_numbers(numbers: Sequence[float], missing: Sequence[str] = ()) -> Ballo
     return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing))
 
 
-def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard) -> Verdict:
-    """Return the verdict of a group; the same on all its members."""
+def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: Collection[int] = ()) -> Verdict:
+    """Return the verdict of a group; the same on all its members, but for norm and scale where these are apart.
+
+    Args:
+        ballots: of all members, in the order of the group.
+        group: who decides.
+        guard: what is checked.
+        own: the members whose gradients are one with this rank's; empty for all.
+    """
     count = sum(ballot.num_samples for ballot in ballots)
     loss = sum(ballot.loss_sum for ballot in ballots) / count if count else math.nan
     squared = sum(ballot.squared_norm for ballot in ballots)
     fault = _fault(ballots, group, squared)
+    if own:
+        squared = sum(one.squared_norm for member, one in zip(group, ballots, strict=True) if member in own)
     norm = math.sqrt(squared) if guard.needs_norm and math.isfinite(squared) else math.nan
     scale = 1.0
     if guard.clip_norm is not None and not fault:
         scale = min(1.0, guard.clip_norm / (norm + 1e-6))
     return Verdict(loss, count, norm, scale, fault)
+
+
+def has_bad_loss(ballots: Iterable[Ballot]) -> bool:
+    """Tell whether the gradients that were computed in this step are of no use."""
+    return any(ballot.worst >= 0 for ballot in ballots)
+
+
+def has_bad_gradient(ballots: Iterable[Ballot]) -> bool:
+    """Tell whether the gradients that would be applied in this step are of no use, be they of an earlier one."""
+    return not math.isfinite(sum(ballot.squared_norm for ballot in ballots))
 
 
 def _fault(ballots: Sequence[Ballot], group: Sequence[int], squared_norm: float) -> str:

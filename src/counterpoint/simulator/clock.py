@@ -27,6 +27,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
 )
 from counterpoint.program.partners import Partners, Place
@@ -165,7 +166,7 @@ class Clock:
                 return self.await_done(rank, key, now)
             case Serve():
                 return self.serve(rank, word, now)
-            case Release():
+            case Release() | Swap():
                 self.note(rank, index, (now, now), "link")
                 return now
 

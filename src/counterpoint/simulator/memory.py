@@ -18,6 +18,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
     Value,
     weight,
@@ -40,13 +41,14 @@ class _Held:
     states: dict[_Unit, Fraction] = field(default_factory=dict)
     residuals: dict[_Unit, Fraction] = field(default_factory=dict)
     wires: dict[Collective, int] = field(default_factory=dict)
+    aside: dict[_Unit, Fraction] = field(default_factory=dict)
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def num_bytes(self, size_of: Sizes, num_states: int) -> Fraction:
         """Return the bytes of everything held."""
         total = Fraction(sum(self.alive.values()) + sum(self.wires.values()))
-        held = ((self.weights, 1), (self.grads, 1), (self.shares, 1), (self.states, num_states), (self.residuals, 2))
-        for parts, times in held:
+        gradients = ((self.grads, 1), (self.shares, 1), (self.aside, 1), (self.residuals, 2))
+        for parts, times in ((self.weights, 1), *gradients, (self.states, num_states)):
             total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
         return total
 
@@ -56,10 +58,10 @@ def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tupl
 
     A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
     backward, or its arrival on a server, to its update or departure, in part once it has been shared out and
-    released; a server that does not wait holds one gradient at a time; an optimizer keeps ``num_states``
-    values per parameter (two for Adam) of what its rank updates. A code keeps what it has not sent twice: as it is, and
-    as it will be if the step is applied; and it has room for what it sends, and for what is gathered from others. What
-    an operator inside a block needs for its
+    released, and a second one is there where one is set aside; a server that does not wait holds one gradient at a
+    time; an optimizer keeps ``num_states`` values per parameter (two for Adam) of what its rank updates. A code keeps
+    what it has not sent twice: as it is, and as it will be if the step is applied; and it has room for what it sends,
+    and for what is gathered from others. What an operator inside a block needs for its
     backward is not in the program and not counted.
 
     Args:
@@ -86,7 +88,7 @@ def _outline(word: Instruction) -> tuple[object, ...]:
             return word.name, value.name, value.blocks, len(group), phase
         case Release(value):
             return "release", value.name, value.blocks
-        case Update():
+        case Update() | Swap():
             return (word,)
         case Serve(units):
             return "serve", units
@@ -130,6 +132,8 @@ def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
             case Serve(served):
                 held.weights.update(dict.fromkeys(served, Fraction(1)))
                 held.states.update(dict.fromkeys(served, Fraction(1)))
+            case Swap(unit):
+                held.aside[unit] = Fraction(1)
             case Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():
                 pass
     held.kept = dict(held.weights)
@@ -156,5 +160,5 @@ def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Sizes) ->
         case Update(unit) | Send(Value("grad", unit)) | Push(Value("grad", unit)):
             held.grads.pop(unit, None)
             held.shares.pop(unit, None)
-        case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit():
+        case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit() | Swap():
             pass

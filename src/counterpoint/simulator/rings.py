@@ -71,7 +71,7 @@ def collective_s(word: Collective, value_bytes: Fraction | float, link: Link) ->
             return ring_half_s(num_ranks * value_bytes, num_ranks, link)
         case "sum" if way == "reduce twice":
             return 2 * ring_all_reduce_s(value_bytes / 2, num_ranks, link)
-        case "sum":
+        case "sum" | "mean":
             return ring_all_reduce_s(value_bytes, num_ranks, link)
         case "share" | "join":
             return ring_half_s(value_bytes, num_ranks, link)

@@ -18,6 +18,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
 )
 from counterpoint.program.partners import Partners, find_partners
@@ -136,5 +137,5 @@ def _word_s(word: Instruction, parts: dict[tuple[int, ...], Fraction], costs: Co
             return costs.link_s(word, part)
         case Send() | Push() | Commit():
             return costs.link_s(word, Fraction(1))
-        case Recv() | Pull() | Serve() | Release():
+        case Recv() | Pull() | Serve() | Release() | Swap():
             return 0.0

@@ -12,7 +12,10 @@ from counterpoint.program.codes import find_code, sum_trips
 from counterpoint.program.instruction import Collective, Instruction, Serve, Update, grad
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import before_commit, last_backward_first, replicate, widen_commits
-from counterpoint.strategies.strategy import Forecast, Need, RankForecast
+from counterpoint.strategies.late import Late
+from counterpoint.strategies.local import Local
+from counterpoint.strategies.rhythm import Rhythm, TurnName
+from counterpoint.strategies.strategy import Forecast, Need, RankForecast, Strategy
 from counterpoint.strategies.zero import Zero
 
 
@@ -23,29 +26,51 @@ class Data:
     With ``update="shared"`` each copy sums and updates only its share of the weights, which are then joined. Where the
     copies are on one host, they have weights in common that way, and nothing is sent at all.
 
+    Gradients are summed once per step, after the last of its microbatches: with ``num_microbatches=k`` that is what
+    DDP does with ``no_sync`` around all but one of k backwards, and Horovod with ``backward_passes_per_step=k``.
+
+    With ``sync_every=k`` (local SGD) nothing is summed. Each copy updates its weights with the gradient of the mean
+    loss over its own samples, clipped by its own norm, and after every k-th step the weights are averaged, each copy
+    counted alike. Optimizer state (momentum) is never averaged: every copy keeps its own. With ``sync_first=m`` the
+    first m steps sum gradients instead (post-local SGD), and the k-th step is counted from there.
+
+    With ``staleness=1`` (double buffering) the gradients of a step are summed while the next one computes, and applied
+    after it: ``w[t+1] = w[t] - lr * g(w[t-1])``. The first step of a fit applies nothing, and what its last step has
+    computed is applied by no step, unless a resumed run goes on from its checkpoint. The norm is that of what is
+    applied.
+
     Args:
         degree: ranks along the new axis.
         update: ``own`` for every copy updates all, ``shared`` for each its share.
         compress: the code that gradients travel in: fp16, bf16, int8, twobit:0.5, sign, topk:0.01 or powersgd:1.
         reduce: ``sum``, or ``adasum`` to average what is parallel in the copies' gradients and add what is orthogonal.
+        sync_every: average weights after so many steps instead of summing gradients in each; 1 sums gradients.
+        sync_first: sum gradients in so many steps at the beginning.
+        staleness: 0 for gradients that are applied in their own step, 1 for the step after it.
 
     Promise:
-        The same numbers as on one rank, to rounding; but not with the last two options. With ``compress`` the applied
-        gradient is the sum of what the copies' gradients have become in the code, the same bits on every copy. Each
-        copy keeps what it has not sent and adds it to its next gradient, so that everything is sent in the end (but a
-        sum in fp16 or bf16 is itself rounded to its dtype); a step that is left out changes nothing of it. With
-        ``reduce=adasum`` each parameter's gradient is the adaptive sum of the mean gradients that the copies have of
-        their own samples; copies without samples take no part. They are paired in their order, then the results, as
+        The same numbers as on one rank, to rounding; but not with any option from ``compress`` on. With ``compress``
+        the applied gradient is the sum of what the copies' gradients have become in the code, the same bits on every
+        copy. Each copy keeps what it has not sent and adds it to its next gradient, so that everything is sent in the
+        end (but a sum in fp16 or bf16 is itself rounded to its dtype); a step that is left out changes nothing of it.
+        With ``reduce=adasum`` each parameter's gradient is the adaptive sum of the mean gradients that the copies have
+        of their own samples; copies without samples take no part. They are paired in their order, then the results, as
         often as needed; one that is left over waits for the next round, so that any number will do. Sparse
-        gradients are summed as they are, whatever these options say.
+        gradients are summed as they are, whatever these two options say.
+
+        With sync_every=k copies differ for at most k-1 steps and are equal after the k-th; they agree in every step
+        whether it counts. An evaluation, and the model after a fit, have the mean of all copies, and neither changes
+        the copies; a checkpoint has every copy's own weights and state. With staleness=1 no gradient is more than one
+        update old.
 
     Cost:
         Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates. With ``compress``: the encoded
         bytes ``2 (n-1)/n`` times for fp16, bf16 and powersgd, ``n-1`` times for all others. With ``reduce=adasum``:
-        the gradient bytes ``n-1`` times. Sparse gradients, of which only rows travel, are counted as dense ones.
+        the gradient bytes ``n-1`` times. With sync_every=k on average ``2 (n-1)/n`` of ``1/k`` of the gradient bytes,
+        all in every k-th step. Sparse gradients, of which only rows travel, are counted as dense ones.
         Memory per rank: as without it; with a shared update optimizer state ``1/n``, on one host weights ``1/n``, too;
         with ``compress`` what has not been sent twice, as it is and as it will be if the step is applied. The encoded
-        gradients, of all copies where they are sent ``n-1`` times.
+        gradients, of all copies where they are sent ``n-1`` times. With staleness=1 one gradient more.
 
     Source:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.
@@ -55,12 +80,18 @@ class Data:
         Lin et al., Deep Gradient Compression, ICLR 2018 (topk, without its momentum correction).
         Vogels et al., PowerSGD, NeurIPS 2019.
         Maleki et al., Scaling Distributed Training with Adaptive Summation, MLSys 2021 (adasum).
+        Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, algorithm 1.
+        Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020 (post-local SGD).
+        ChainerMN, create_multi_node_optimizer(..., double_buffering=True).
     """
 
     degree: int
     update: Literal["own", "shared"] = "own"
     compress: str = ""
     reduce: Literal["sum", "adasum"] = "sum"
+    sync_every: int = 1
+    sync_first: int = 0
+    staleness: int = 0
 
     axis: ClassVar[str] = "data"
     splits_batch: ClassVar[bool] = True
@@ -71,6 +102,15 @@ class Data:
             raise PlanError(f"data has no update={self.update!r}; give update=own or update=shared")
         if self.reduce not in {"sum", "adasum"}:
             raise PlanError(f"data has no reduce={self.reduce!r}; give reduce=sum or reduce=adasum")
+        self._require_code()
+        self._require_rhythm()
+        if (self.update == "shared") + (self.sync_every > 1) + (self.staleness > 0) > 1:
+            raise PlanError(
+                f"{self} combines options of which each says what is done with a gradient; give one of update=shared, "
+                "sync_every=... and staleness=1"
+            )
+
+    def _require_code(self) -> None:
         if self.compress == "adasum" or (self.compress and self.reduce != "sum"):
             raise PlanError(
                 f"data was given compress={self.compress} and reduce={self.reduce}, but adasum needs whole gradients; "
@@ -85,12 +125,34 @@ class Data:
             _ = self.code and find_code(self.code)
         except ProgramError as wrong:
             raise PlanError(str(wrong)) from None
+        if self.code and (self.sync_every > 1 or self.staleness):
+            raise PlanError(
+                f"{self} has the code {self.code}, but a code is for gradients that are summed in their own step, "
+                "which neither sync_every nor staleness does; give one or the other"
+            )
+
+    def _require_rhythm(self) -> None:
+        if self.sync_every < 1 or self.sync_first < 0:
+            raise PlanError(
+                f"sync_every={self.sync_every}, sync_first={self.sync_first} of data are no numbers of steps; give "
+                "sync_every=1 or more, and sync_first=0 or more"
+            )
+        if self.staleness not in {0, 1}:
+            raise PlanError(f"data has no staleness={self.staleness}; there are two gradients: give staleness=0 or 1")
+        if self.sync_first and self.sync_every == 1:
+            raise PlanError(
+                f"sync_first={self.sync_first} says how many steps sum gradients before sync_every=... begins; give "
+                "sync_every=8, for one, as well"
+            )
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
         options = [f"update={self.update}"] if self.update != "own" else []
         options += [f"compress={self.compress}"] if self.compress else []
         options += [f"reduce={self.reduce}"] if self.reduce != "sum" else []
+        options += [f"sync_every={self.sync_every}"] if self.sync_every != 1 else []
+        options += [f"sync_first={self.sync_first}"] if self.sync_first else []
+        options += [f"staleness={self.staleness}"] if self.staleness else []
         return f"data({', '.join([str(self.degree), *options])})"
 
     @property
@@ -99,8 +161,24 @@ class Data:
         return self.reduce if self.reduce != "sum" else self.compress
 
     @property
-    def _sharing(self) -> Zero:
-        return Zero(self.degree, level=1, name=str(self))
+    def rhythm(self) -> Rhythm:
+        """Which kind of step comes when."""
+        return Rhythm(self.sync_every, self.sync_first, self.staleness) if self.degree > 1 else Rhythm()
+
+    def at(self, turn: TurnName) -> Strategy:
+        """Return the strategy that makes the program of one kind of step."""
+        if turn in {"quiet", "meeting"}:
+            return Local(self.degree, turn == "meeting", str(self))
+        return replace(self, sync_every=1, sync_first=0)
+
+    @property
+    def _special(self) -> Strategy | None:
+        """What does it instead, where gradients are not just summed and applied by all."""
+        if self.update == "shared":
+            return Zero(self.degree, level=1, name=str(self))
+        if self.sync_every > 1:
+            return Local(self.degree, meets=True, name=str(self))
+        return Late(self.degree, str(self)) if self.staleness else None
 
     def num_ranks(self, inner: int) -> int:
         """Return ``degree`` times as many ranks."""
@@ -130,8 +208,9 @@ class Data:
                 )
         if self.degree == 1:
             return program
-        if self.update == "shared":
-            return self._sharing.lower(program, model)
+        special = self._special
+        if special is not None:
+            return special.lower(program, model)
         stride = program.num_ranks
         copies = widen_commits(replicate(program, self.degree), self.degree)
 
@@ -144,8 +223,9 @@ class Data:
 
     def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
         """Return the forecast with one all-reduce of what each rank updates, or what amounts to it."""
-        if self.update == "shared":
-            return self._sharing.forecast(before, model)
+        special = self._special
+        if special is not None and self.degree > 1:
+            return special.forecast(before, model)
         trips = sum_trips(self.code, self.degree)
         ranks = tuple(replace(rank, summed=rank.summed + trips * self._summed(rank, model)) for rank in before.ranks)
         return replace(before, ranks=ranks).copied(self.degree)

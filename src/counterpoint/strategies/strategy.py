@@ -49,6 +49,7 @@ class Forecast:
         samples_per_micro: how many samples a microbatch has.
         staleness: updates between reading weights and applying their gradient; None for no bound.
         sliced: the blocks whose results are partial on every rank, to be summed.
+        apart: whether replicas end the step with weights of their own.
     """
 
     ranks: tuple[RankForecast, ...]
@@ -56,6 +57,7 @@ class Forecast:
     samples_per_micro: int = 1
     staleness: int | None = 0
     sliced: frozenset[int] = frozenset()
+    apart: bool = False
 
     def copied(self, times: int) -> Forecast:
         """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""

@@ -42,7 +42,7 @@ STRATEGIES: dict[str, Named] = {
     "data": Named(
         Data,
         "replicas on their own samples, gradients summed before the update",
-        ("update", "compress", "reduce"),
+        ("update", "compress", "reduce", "sync_every", "sync_first", "staleness"),
         Data,
     ),
     "zero": Named(Zero, "replicas that share out optimizer state, gradients or weights", ("level",), Zero),

@@ -97,7 +97,7 @@ def _replicas(compiled: Compiled, module: str) -> list[Sequence[int]]:
     }
     rows = (
         tuple(word.micro for word in row.body if isinstance(word, Forward) and word.block in inside)
-        for row in compiled.program.rows
+        for row in compiled.turns[-1].program.rows
     )
     return [micros for micros in rows if micros]
 

@@ -135,8 +135,9 @@ def plan_for(strategy: str, num_micros: int) -> Plan:
     """Return the plan of a row, cut into so many microbatches of the whole batch.
 
     Example:
-        >>> plan_for("zero(2, level=1) + overlap", 4)
-        Plan(strategies=(Zero(degree=2, level=1, name=''),), num_microbatches=2, passes=('overlap',))
+        >>> plan = plan_for("data(2) + overlap", 4)
+        >>> str(plan), plan.num_microbatches, plan.passes
+        ('data(2)', 2, ('overlap',))
     """
     text, *passes = (part.strip() for part in strategy.split("+"))
     plan = Plan.parse(text)

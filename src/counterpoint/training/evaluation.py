@@ -15,13 +15,17 @@ Measure: TypeAlias = Callable[[Any, Any], Tallies]
 
 
 def evaluate(team: Team, dataset: MapDataset, measure: Measure, batch_size: int) -> dict[str, float]:
-    """Return the mean of every metric over a dataset, the same on all ranks; the model is in evaluation mode."""
+    """Return the mean of every metric over a dataset, the same on all ranks; the model is in evaluation mode.
+
+    Replicas that have weights of their own all measure with their mean.
+    """
     team.settle()
     found: list[Tallies] = []
     sampler = Sampler(len(dataset), batch_size, shuffle="sequential")
-    for index in range(sampler.num_batches):
-        feed = DatasetFeed(dataset, sampler.batch(0, index), team.num_micros)
-        team.evaluate(feed, lambda outputs, targets: found.append(measure(outputs, targets)), index)
+    with team.averaged():
+        for index in range(sampler.num_batches):
+            feed = DatasetFeed(dataset, sampler.batch(0, index), team.num_micros)
+            team.evaluate(feed, lambda outputs, targets: found.append(measure(outputs, targets)), index)
     return shared_means(team, found)
 
 

@@ -36,9 +36,9 @@ Key: TypeAlias = tuple[str, tuple[int, ...]]
 """What a cost is about: its kind, and the blocks or ranks it concerns; the same for all microbatches."""
 
 
-def simulated_beside(compiled: Compiled, measured: Trace) -> Trace:
-    """Return what the simulator makes of the program with the costs of a measured step of it."""
-    return simulate(compiled.program, fit(compiled.model, measured))
+def simulated_beside(compiled: Compiled, measured: Trace, number: int = 0) -> Trace:
+    """Return what the simulator makes of the program of a step with the costs that were measured in it."""
+    return simulate(compiled.turn_at(number).program, fit(compiled.model, measured))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
 
     Results stay the same, and so do the bytes that the plan sends. Where replicas are spread over hosts, those of each
     host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already, or
-    where gradients are summed in a code, which is about whole ones.
+    where gradients are summed in a code, which is about whole ones, or where replicas have weights or gradients of
+    their own: where steps are not all alike.
 
     Args:
         plan: as it was asked for.
@@ -29,7 +30,7 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
         >>> print(with_one_copy(Plan.parse("data(4)"), (0, 0, 1, 1)))
         data(2, update=shared) * data(2)
     """
-    if any(isinstance(strategy, Zero | Server) for strategy in plan.strategies):
+    if any(isinstance(strategy, Zero | Server) for strategy in plan.strategies) or len(plan.rhythm.turns) > 1:
         return plan
     if any(isinstance(strategy, Data) and strategy.code for strategy in plan.strategies):
         return plan

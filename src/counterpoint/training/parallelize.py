@@ -94,7 +94,7 @@ class Step:
         team.plan.require_batch(count)
         start, stop = split(count, team.plan.num_micros)[0]
         compiled = team.build(cut(inputs, start, stop), stop - start)
-        self.counted = counted_micros(compiled.program, fabric.rank)
+        self.counted = counted_micros(compiled.turns[-1].program, fabric.rank)
 
     def require_all(self, verdict: Verdict, feed: BatchFeed) -> None:
         """Check that the ranks that commit together have trained on as many samples as this rank's batch has.

@@ -117,7 +117,7 @@ class RunFolder(Callback):
         compiled = self.story.compiled
         assert compiled is not None, "the run has started"
         self.story.measured = event.trace
-        self.story.simulated = simulated_beside(compiled, event.trace)
+        self.story.simulated = simulated_beside(compiled, event.trace, event.step)
         replace(self.folder / "trace.json", write_perfetto(event.trace, self.story.simulated))
         self.write_report()
 

@@ -15,8 +15,9 @@ from counterpoint.checkpoint import Checkpoint, Draft, Piece, ShardRecord, begin
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
+from counterpoint.runtime.aside import asides_of, late_pieces, restore_late
 from counterpoint.runtime.build import slices_of
-from counterpoint.runtime.state import frozen_values, pieces_of, restore_optimizers, write_weights
+from counterpoint.runtime.state import frozen_values, mean_of, pieces_of, restore_optimizers, write_weights
 from counterpoint.runtime.unsent import is_unsent, places_in, restore_unsent, unsent_pieces
 from counterpoint.training.team import Team
 
@@ -77,6 +78,7 @@ def _save_rank(team: Team, fabric: Fabric, root: Path, what: tuple[Progress, Map
     book = team.book()
     pieces, scalars = pieces_of(book, rank)
     pieces += unsent_pieces(rank)
+    pieces += late_pieces(book, rank) if team.has_late else []
     if fabric.rank == 0:
         pieces += [Piece(f"buffer:{name}", tensor, tuple(tensor.shape)) for name, tensor in buffers_of(team, rank)]
         pieces += [
@@ -123,6 +125,8 @@ def _finish(
             "cursor": progress.cursor.to_dict(),
             "plan": str(team.plan),
             "scalars": merged,
+            "replicas": team.book().num_replicas,
+            "late": late_of(team),
             "slices": {name: list(how) for name, how in slices_of(team.parts.spec).items()} if team.parts else {},
             "model": model_print(team),
             "extra": dict(extra),
@@ -139,6 +143,16 @@ def _finish(
     if outcome[1]:
         raise CheckpointError(outcome[1])
     return Path(outcome[0])
+
+
+def late_of(team: Team) -> dict[str, Json]:
+    """Return how many replicas have set gradients aside, and whether these will be left out."""
+    first = next(iter(team.ranks.values())).interpreter
+    asides = asides_of(team.book(), first.fabric.rank) if team.has_late else []
+    return {
+        "replicas": max((aside.num_replicas for aside in asides), default=0),
+        "left_out": first.state.leaves_out_late,
+    }
 
 
 def buffers_of(team: Team, rank: Any) -> list[tuple[str, Tensor]]:  # noqa: ANN401 - a runtime Rank
@@ -189,19 +203,33 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
         How far the saved run had come, and what was kept with it.
     """
     state: Any = checkpoint.state
-    reader = _Reader(checkpoint, state["slices"])
+    reader = _Reader(checkpoint, state["slices"], int(state.get("replicas", 1)))
+    late: Mapping[str, Any] = state.get("late", {"replicas": 0, "left_out": False})
+    team.has_late = late["replicas"] > 0 and team.plan.rhythm.late > 0
+    if late["replicas"] > 0 and not team.has_late:
+        warnings.warn(
+            f"the gradient of step {state['step'] - 1}, which {state['plan']} had set aside, is applied by no step, "
+            f"because {team.plan} sets none aside",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     book = team.book()
     keys = sorted(
         {name.split(":")[0].removeprefix("optimizer.") for name in checkpoint.names() if "optimizer." in name}
     )
     unsent = unsent_for(team, checkpoint)
-    saved_scalars = {name.split("@")[0]: numbers for name, numbers in state["scalars"].items()}
 
     def work(fabric: Fabric) -> None:
         rank = team.ranks[fabric.rank]
-        write_weights(book, rank, lambda name: reader.read("model", name))
-        restore_optimizers(book, rank, keys, lambda key, name: reader.maybe(f"optimizer.{key}", name), saved_scalars)
+        mine = reader.of_replica(book.replica_of(fabric.rank), book.num_replicas)
+        write_weights(book, rank, lambda name: mine.read("model", name))
+        scalars = mine.scalars(state["scalars"])
+        restore_optimizers(book, rank, keys, lambda key, name: mine.maybe(f"optimizer.{key}", name), scalars)
         restore_unsent(rank, unsent, checkpoint.read)
+        if team.has_late:
+            rank.interpreter.state.leaves_out_late = bool(late["left_out"])
+            count = late["replicas"]
+            restore_late(book, rank, count, lambda name, at: reader.whole("late", name, f"~{at}/{count}"))
         with torch.no_grad():
             for name, buffer in buffers_of(team, rank):
                 buffer.copy_(checkpoint.read(f"buffer:{name}"))
@@ -233,21 +261,59 @@ def unsent_for(team: Team, checkpoint: Checkpoint) -> list[str]:
 
 
 class _Reader:
-    """Reads full parameters, putting slices together."""
+    """Reads full parameters, putting slices together; those of one replica, or the mean of all.
 
-    def __init__(self, checkpoint: Checkpoint, slices: Mapping[str, tuple[int, int]]) -> None:
+    Args:
+        checkpoint: what is read.
+        slices: for each sliced parameter its dim and the number of slices.
+        num_replicas: how many replicas have saved their own.
+        replica: whose is read; None for the mean.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        slices: Mapping[str, tuple[int, int]],
+        num_replicas: int,
+        replica: int | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
         self.slices = slices
+        self.num_replicas = num_replicas
+        self.replica = replica
         self.names = set(checkpoint.names())
+
+    def of_replica(self, replica: int, num_replicas: int) -> _Reader:
+        """Return the reader for a replica: of its own, where as many have saved theirs, else of the mean."""
+        own = replica if num_replicas == self.num_replicas else None
+        return _Reader(self.checkpoint, self.slices, self.num_replicas, own)
+
+    def endings(self) -> list[str]:
+        """Return what the names that are read end with."""
+        if self.num_replicas == 1:
+            return [""]
+        wanted = range(self.num_replicas) if self.replica is None else [self.replica]
+        return [f"~{replica}/{self.num_replicas}" for replica in wanted]
+
+    def scalars(self, saved: Mapping[str, Mapping[str, Json]]) -> dict[str, Mapping[str, Json]]:
+        """Return the plain numbers by parameter; of replicas whose mean is read, those of the first."""
+        ending = self.endings()[0]
+        return {name.split("@")[0].split("~")[0]: found for name, found in saved.items() if name.endswith(ending)}
+
+    def whole(self, kind: str, name: str, ending: str) -> Tensor:
+        """Return a parameter's tensor of one kind in full, as it was saved with this ending."""
+        if name not in self.slices:
+            return self.checkpoint.read(f"{kind}:{name}{ending}")
+        dim, count = self.slices[name]
+        parts = [self.checkpoint.read(f"{kind}:{name}@{index}/{count}{ending}") for index in range(count)]
+        return torch.cat(parts, dim=dim)
 
     def read(self, kind: str, name: str) -> Tensor:
         """Return a parameter's tensor of one kind in full."""
-        if name not in self.slices:
-            return self.checkpoint.read(f"{kind}:{name}")
-        dim, count = self.slices[name]
-        return torch.cat([self.checkpoint.read(f"{kind}:{name}@{index}/{count}") for index in range(count)], dim=dim)
+        return mean_of([self.whole(kind, name, ending) for ending in self.endings()])
 
     def maybe(self, kind: str, name: str) -> Tensor | None:
         """Return a parameter's tensor of one kind in full; None when it was not saved."""
-        first = f"{kind}:{name}" if name not in self.slices else f"{kind}:{name}@0/{self.slices[name][1]}"
-        return self.read(kind, name) if first in self.names else None
+        at = f"@0/{self.slices[name][1]}" if name in self.slices else ""
+        there = all(f"{kind}:{name}{at}{ending}" in self.names for ending in self.endings())
+        return self.read(kind, name) if there else None

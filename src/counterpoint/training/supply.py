@@ -60,7 +60,7 @@ class Supply:
         """
         assert self.team.compiled is not None, "built"
         reading = Reading(self.dataset, self.sampler, self.team.num_micros)
-        micros = read_micros(self.team.compiled.program, self.team.ranks)
+        micros = read_micros(self.team.compiled.turns[-1].program, self.team.ranks)
         if not micros or not num_batches:
             return
         reading.warn_of_shared_draws(Spot(cursor.epoch, cursor.batch, micros[0]))

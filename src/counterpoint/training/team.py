@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Collective, Commit, Release, Serve
-from counterpoint.program.program import Program
+from counterpoint.program.instruction import Release, Serve
+from counterpoint.program.turn import Turn
 from counterpoint.runtime.build import (
     Parts,
     Rank,
@@ -29,6 +30,7 @@ from counterpoint.runtime.build import (
     call_form,
     copy_values,
     first_difference,
+    groups_of,
     require_no_hooks,
     slice_of,
     slices_of,
@@ -78,6 +80,7 @@ class Team:
         self.parts: Parts | None = None
         self.draws = True
         self.ranks: dict[int, Rank] = {}
+        self.has_late = False  # whether gradients are set aside that are still to be applied
         self.evaluations: dict[int, Model] = {}
         self.watch: Watch | None = None
 
@@ -106,21 +109,21 @@ class Team:
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
         self.parts = Parts(
-            self.compiled.program,
-            self.compiled.ledger,
+            self.compiled.turns,
             self.compiled.model,
             self.loss,
             self.face,
             Guard(self.options.clip_norm, self.options.watch, self.options.nonfinite),
             self.options.seed,
         )
-        first, groups = self.world.fabrics[0].rank, groups_of(self.parts.program)
+        first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
         words = (word for _, word in self.compiled.program.words())
-        frees_weights = any(isinstance(word, Release) and word.value.name == "weight" for word in words)
+        keeps_own = any(isinstance(word, Release) and word.value.name == "weight" for word in words)
+        keeps_own = keeps_own or self.book().num_replicas > 1  # the model's weights are not those of any rank
         for fabric in self.world.fabrics:
             fabric.form(groups)
             own_cut, model = cut, self.model
-            if isinstance(cut, WholeCut) and (frees_weights or fabric.rank != first):
+            if isinstance(cut, WholeCut) and (keeps_own or fabric.rank != first):
                 model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
                 own_cut = self.cut(model, inputs)
             rank = build_rank(self.parts, own_cut, model, fabric)
@@ -181,13 +184,14 @@ class Team:
         """Run one training step on all ranks and return what the first of this process's ranks decided."""
         if self.watch is not None:
             self.watch.require_unchanged(self.plan)
+        turn = self.turn_at(number)
 
         def work(fabric: Fabric) -> Verdict | None:
             interpreter = self.ranks[fabric.rank].interpreter
             try:
                 if self.options.one_copy:
                     interpreter.store.enter_commons(fabric)
-                return interpreter.step(number, feed)
+                return interpreter.step(number, feed, turn.name)
             except CounterpointError:
                 raise
             except Exception as error:
@@ -195,8 +199,36 @@ class Team:
                 raise
 
         verdicts = self.world.run(work)
+        self.has_late = self.plan.rhythm.late > 0
         found = [verdict for verdict in verdicts if verdict is not None]
         return found[0] if found else Verdict(float("nan"), 0, float("nan"), 1.0, "")
+
+    def turn_at(self, number: int) -> Turn:
+        """Return what kind of step the next one is, if it has this number."""
+        assert self.compiled is not None, "built"
+        return self.compiled.turn_at(number, has_late=self.has_late)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the mean of all replicas on every rank inside, and what each had before afterwards."""
+        book = self.book()
+        if book.num_replicas == 1:
+            yield
+            return
+
+        def take_mean(fabric: Fabric) -> list[Tensor]:
+            rank = self.ranks[fabric.rank]
+            own = [arena.weights.detach().clone() for arena in rank.interpreter.store.arenas()]
+            spread_weights(book, rank, fabric)
+            return own
+
+        kept = dict(zip(self.ranks, self.world.run(take_mean), strict=True))
+        try:
+            yield
+        finally:
+            for number, own in kept.items():
+                for arena, weights in zip(self.ranks[number].interpreter.store.arenas(), own, strict=True):
+                    arena.weights.data.copy_(weights)
 
     def evaluate(self, feed: Feed, measure: Callable[[Any, Any], Any], number: int) -> None:
         """Run the model forward in evaluation mode; ``measure`` gets outputs and targets where the last block is."""
@@ -245,9 +277,8 @@ class Team:
         full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
         self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.leave_commons(fabric))
         store = self.ranks[first].interpreter.store
-        for unit in store.units.values():
-            for arena in unit.arenas:
-                arena.restore_weights()
+        for arena in store.arenas():
+            arena.restore_weights()
         with torch.no_grad():
             copy_values(self.model, full)
             copy_values(self.model, store.buffers)
@@ -262,12 +293,15 @@ class Team:
         def work(fabric: Fabric) -> None:
             store = self.ranks[fabric.rank].interpreter.store
             write_weights(book, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
-            for arena in (arena for unit in store.units.values() for arena in unit.arenas):
+            for arena in store.arenas():
                 arena.release_weights()  # where shares are joined, what was joined before is old now
+                arena.late = None
+            self.ranks[fabric.rank].interpreter.state.leaves_out_late = False
             for name, buffer in store.buffers.items():
                 buffer.copy_(buffers[name].clone())
 
         self.world.run(work)
+        self.has_late = False
         self.take_frozen()
 
     def take_frozen(self) -> None:
@@ -288,12 +322,6 @@ class Team:
         for rank in self.ranks.values():
             rank.interpreter.store.leave_commons(None)
         self.world.close()
-
-
-def groups_of(program: Program) -> list[tuple[int, ...]]:
-    """Return every group that a program's words name, and that of all ranks, in the same order on every rank."""
-    words = (word for _, word in program.words() if isinstance(word, Collective | Commit))
-    return sorted({tuple(range(program.num_ranks)), *(word.group for word in words)})
 
 
 def trainable(spec: ModelSpec, face: Face) -> ModelSpec:

@@ -17,6 +17,7 @@ from counterpoint.program.instruction import (
     Release,
     Send,
     Serve,
+    Swap,
     Update,
 )
 from counterpoint.program.text import format_instruction
@@ -33,7 +34,7 @@ def measured_step(team: Team, number: int, feed: Feed) -> tuple[Verdict, Trace]:
     Ranks of one process take turns, so their times say what each did, not what they would do side by side.
     """
     assert team.compiled is not None, "built"
-    rows = team.compiled.program.rows
+    rows = team.turn_at(number).program.rows
     for rank in team.ranks.values():
         rank.interpreter.clock = time.perf_counter
     try:
@@ -72,7 +73,7 @@ def lane_of(word: Instruction) -> Lane:
     match word:
         case Forward() | Backward() | Update():
             return "compute"
-        case Send() | Push() | Release() | Serve():
+        case Send() | Push() | Release() | Serve() | Swap():
             return "link"
         case Recv() | Pull() | Commit() | Collective():
             return "wait"

@@ -1,0 +1,107 @@
+"""Replicas that update apart for a while, and then average their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import ModelSpec
+from counterpoint.program.instruction import Collective, Commit, Instruction, Recv, Serve, Update, weight
+from counterpoint.program.program import Program, Row, Words
+from counterpoint.program.rewrite import replicate, widen_commits
+from counterpoint.strategies.strategy import Forecast, Need, ring_share
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One step of replicas that update apart: quiet, or one after which they average their weights.
+
+    Args:
+        degree: ranks along the new axis.
+        meets: whether weights are averaged after the updates.
+        name: what errors call it.
+
+    Cost:
+        Bytes sent per rank: nothing in a quiet step; ``2 (n-1)/n`` times its weights where it meets.
+
+    Source:
+        Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, algorithm 1.
+    """
+
+    degree: int
+    meets: bool
+    name: str
+
+    axis: ClassVar[str] = "data"
+    splits_batch: ClassVar[bool] = True
+    need: ClassVar[Need] = "none"
+
+    def __str__(self) -> str:
+        """Write the strategy as in a plan."""
+        return self.name
+
+    def num_ranks(self, inner: int) -> int:
+        """Return ``degree`` times as many ranks."""
+        return inner * self.degree
+
+    def refine(self, model: ModelSpec) -> ModelSpec:
+        """Return the model as it is."""
+        return model
+
+    def lower(self, program: Program, model: ModelSpec) -> Program:
+        """Return the program of one step; replicas agree on whether it counts, each has a mean of its own samples."""
+        require_whole(program, self.name)
+        stride = program.num_ranks
+        copies = replicate(program, self.degree)
+        agreeing = widen_commits(copies, self.degree)
+        rows = []
+        for rank, (own, wide) in enumerate(zip(copies.rows, agreeing.rows, strict=True)):
+            twins = tuple(range(rank % stride, stride * self.degree, stride))
+            body = tuple(_apart(own, wide))
+            if self.meets:
+                body = tuple(_averaged(body, twins))
+            rows.append(replace(wide, body=body))
+        return Program(tuple(rows))
+
+    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+        """Return the forecast with one all-reduce of the weights that each rank updates, or with none."""
+        if not self.meets:
+            return replace(before, apart=True).copied(self.degree)
+        ranks = tuple(
+            replace(rank, sent=rank.sent + 2 * ring_share(self.degree) * sum(rank.updates.values()))
+            for rank in before.ranks
+        )
+        return replace(before, ranks=ranks).copied(self.degree)
+
+
+def require_whole(program: Program, name: str) -> None:
+    """Check that every replica has whole weights and updates them by itself.
+
+    Raises:
+        PlanError: they are shared out, or live on servers.
+    """
+    for _, word in program.words():
+        if isinstance(word, Serve) or (isinstance(word, Recv) and word.value.name == "grad"):
+            raise PlanError(f"{name} stands behind server, whose workers update nothing; write {name} without server")
+        if isinstance(word, Collective) and word.verb in {"share", "join"}:
+            raise PlanError(
+                f"{name} stands behind zero or a shared update, whose ranks update only their shares; write data(...) "
+                "in its place, so that each replica has weights of its own"
+            )
+
+
+def _apart(own: Row, wide: Row) -> Iterable[Instruction]:
+    """Yield the words of a replica, with commits of all replicas that keep the means apart."""
+    for word, widened in zip(own.body, wide.body, strict=True):
+        yield Commit(widened.group, word.group) if isinstance(word, Commit) and isinstance(widened, Commit) else word
+
+
+def _averaged(words: Words, twins: tuple[int, ...]) -> Iterable[Instruction]:
+    last = max((index for index, word in enumerate(words) if isinstance(word, Update)), default=-1)
+    units = [word.unit for word in words if isinstance(word, Update)]
+    for index, word in enumerate(words):
+        yield word
+        if index == last:
+            yield from (Collective("mean", weight(unit), twins) for unit in units)
