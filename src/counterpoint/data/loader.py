@@ -26,6 +26,7 @@ from counterpoint.errors import DataError
 GRACE_S = 2.0  # from the last order to the kernel's end of a worker that still reads
 START_S = 60.0  # the longest that a worker may take to begin: it imports torch and what the dataset needs
 STACK_S = 2.0  # how long a worker that hangs has to write its stack
+STACK_PAUSE_S = 0.2  # after so much silence it is complete
 STACK_BYTES = 65536
 
 
@@ -214,9 +215,13 @@ def stack_of(worker: Worker) -> str:
     if worker.process.pid is None or not worker.is_ready:
         return ""
     os.kill(worker.process.pid, STACK_SIGNAL)
-    if not worker.stacks.poll(STACK_S):
-        return ""
-    return os.read(worker.stacks.fileno(), STACK_BYTES).decode(errors="replace")
+    text, patience_s = b"", STACK_S
+    while len(text) < STACK_BYTES and worker.stacks.poll(patience_s):  # it comes a few words at a time
+        more = os.read(worker.stacks.fileno(), STACK_BYTES)
+        if not more:
+            break
+        text, patience_s = text + more, STACK_PAUSE_S
+    return text.decode(errors="replace")
 
 
 def spots_of(reading: Reading, first: tuple[int, int], num_batches: int, micros: Sequence[int]) -> Iterator[Spot]:
