@@ -28,6 +28,7 @@ from counterpoint.world.placement import DEFAULT_BINDING, Binding, Place
 
 GRACE_S = 2.0  # from SIGTERM to SIGKILL
 SETTLE_S = 1.0  # how long to wait for the cause when the first to fail only blames a peer
+TOGETHER_S = 0.25  # what fails on all ranks alike may take so long until it has on the last
 POLL_S = 0.02
 LEASH = Path(__file__).with_name("leash.py")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -196,12 +197,12 @@ class _Watch:
         self.living.clear()
 
     def _decide(self, now_s: float) -> None:
-        """Stop the ranks when it is time to: at once for a signal or a sure failure, later for a mere consequence."""
+        """Stop the ranks in time: at once for a signal, soon for a sure failure, later for a mere consequence."""
         if self.received and self.stop_s is None:
             self.stop_s = now_s
         worst = min((severity(outcome) for outcome in self.outcomes), default=3)
         if worst < 3:
-            limit_s = now_s if worst < 2 else now_s + SETTLE_S
+            limit_s = now_s + (TOGETHER_S if worst < 2 else SETTLE_S)
             self.stop_s = limit_s if self.stop_s is None else min(self.stop_s, limit_s)
         if self.kill_s is None and self.stop_s is not None and self.stop_s <= now_s:
             self._signal(signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM)
