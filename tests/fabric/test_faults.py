@@ -18,7 +18,6 @@ from tests.fabric.players import on_gloo, on_hosts, resources
 
 pytestmark = pytest.mark.process
 TRIO = (0, 1, 2)
-LATE_S = 1.5
 
 
 def fail(how, fabric):
@@ -28,7 +27,7 @@ def fail(how, fabric):
     if fabric.rank == 0:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        signal.sigtimedwait([signal.SIGUSR1], LATE_S)
+        signal.sigtimedwait([signal.SIGUSR1], 1.5)
 
 
 def in_recv(how, fabric):
@@ -53,10 +52,7 @@ WAITS = {in_recv: "x1.0 with rank 0", in_any: "any message with rank 0", in_sum:
 def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     began = time.monotonic()
     text = processes(partial(wait, "is late"), 2, deadline_s=0.6)[1]
-    story = rf"PeerError: rank 1 waited (\d\.\d) s for {WAITS[wait]}: the deadline of 0\.6 s has passed; "
-    found = re.match(story, text)
-    assert found is not None, text
-    assert 0.6 <= float(found[1]) < LATE_S
+    assert text.startswith(f"PeerError: rank 1 waited 0.6 s for {WAITS[wait]}: the deadline of 0.6 s has passed; ")
     assert time.monotonic() - began < 10
 
 

@@ -148,6 +148,7 @@ class _Gathered(Work):
             start = stop
 
     def wait(self) -> None:
+        """The gradient is the sum of what all members' codes say, added up in the order of the group."""
         self.work.wait()
         for came in zip(*(self.places(member) for member in range(len(self.parts))), strict=True):
             slot = came[0][0]
@@ -186,6 +187,7 @@ class _Factors(Work):
         return first_columns(matrix.shape[1], self.matrices[slot], matrix) if known is None else known
 
     def wait(self) -> None:
+        """The gradient is the product of the summed factors, and what they leave out is kept."""
         self.work.wait()
         sizes = [slot.shape[0] * rank for slot, rank in self.matrices.items()]
         *firsts, rest = torch.split(self.first, [*sizes, len(self.first) - sum(sizes)])

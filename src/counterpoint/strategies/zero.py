@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
@@ -58,7 +58,7 @@ class Zero:
 
     degree: int
     level: Literal[1, 2, 3] = 1
-    name: str = ""
+    name: str = field(default="", compare=False, repr=False)
 
     axis: ClassVar[str] = "zero"
     splits_batch: ClassVar[bool] = True

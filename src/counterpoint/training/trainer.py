@@ -196,14 +196,24 @@ class Trainer:
         history = History()
         callbacks = self.callbacks if self.rank == 0 else every_rank(self.callbacks)
         run = Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
+        self.carry_out(run, Path(resume) if resume is not None else None)
+        return history
+
+    def carry_out(self, run: Run, resume: Path | None) -> None:
+        """Take all steps of a run; after an error nothing of the ranks is left.
+
+        Args:
+            run: not begun.
+            resume: the checkpoint to go on from; None to go on from the fit before, if there was one.
+        """
         error: BaseException | None = None
         self.is_running = True
         try:
             with torch.random.fork_rng(devices=[]), kept_modes(self.model):
                 if resume is not None:
-                    run.resume(Path(resume))
+                    run.resume(resume)
                 elif self.progress.step:
-                    team.take()
+                    run.team.take()
                     run.go_on_after(self.progress)
                 run.go()
         except BaseException as caught:
@@ -214,8 +224,7 @@ class Trainer:
             self.progress = run.progress
             run.end(error)
             if error is not None:
-                self.leave(team, error)
-        return history
+                self.leave(run.team, error)
 
     def leave(self, team: Team, error: BaseException) -> None:
         """End the connection after an error; where all ranks are here, the model gets what was learned before it."""
