@@ -81,3 +81,23 @@ def test_a_step_that_is_left_out_changes_nothing():
         assert all(torch.equal(param, old) for param, old in zip(one.model.parameters(), before, strict=True))
         one.step(1, feed(one.num_micros))
         assert not any(torch.equal(param, old) for param, old in zip(one.model.parameters(), before, strict=True))
+
+
+class Renormed(nn.Module):
+    """A table whose rows a forward shortens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(4, 6, max_norm=1.0).double()
+
+    def forward(self, x):
+        return self.table(x.sum(1).long().abs() % 4) + x
+
+
+def test_weights_that_a_forward_changes_are_not_shared():
+    with team("data(2)", model=Renormed()) as one:
+        one.step(0, feed(one.num_micros))
+        assert str(one.plan) == "data(2)"
+        places = {param.data_ptr() for rank in one.ranks.values() for param in rank.interpreter.store.params.values()}
+        assert len(places) == 2

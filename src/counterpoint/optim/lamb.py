@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from counterpoint.errors import PlanError
 from counterpoint.optim.options import require_at_least, require_decay
 from counterpoint.optim.trust import (
     Exclude,
+    Layerwise,
     Part,
     norms,
-    parts_of,
-    require_exclude,
-    value_of,
     where_both,
 )
 
 
-class LAMB(optim.Optimizer):
+class LAMB(Layerwise):
     """Adam in which the update of each parameter has the norm of the parameter, times the learning rate.
 
     With Adam's means ``m`` and ``v``, corrected for their start, and ``phi`` the norm within the clamp::
@@ -90,18 +87,9 @@ class LAMB(optim.Optimizer):
             "exclude": exclude,
         }
         super().__init__(params, defaults)
-        require_exclude(self.param_groups)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - whatever the closure gives
-        """Update every parameter that has a gradient; return what the closure gives, if there is one."""
-        value = value_of(closure)
-        for group in self.param_groups:
-            for part in parts_of(group, "LAMB"):
-                self._update(part, group)
-        return value
-
-    def _update(self, part: Part, group: dict[str, Any]) -> None:
+    def update(self, part: Part, group: dict[str, Any]) -> None:
+        """Take one step on parameters that are updated alike."""
         updates = self._moments(part, group)
         if part.is_excluded:
             torch._foreach_add_(part.weights, updates, alpha=-group["lr"])

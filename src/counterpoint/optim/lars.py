@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from counterpoint.optim.options import require_at_least, require_decay
 from counterpoint.optim.trust import (
     Exclude,
+    Layerwise,
     Part,
     norms,
-    parts_of,
-    require_exclude,
-    value_of,
     where_both,
     wide,
 )
 
 
-class LARS(optim.Optimizer):
+class LARS(Layerwise):
     """SGD with momentum in which each parameter has a rate of its own, in proportion to its norm.
 
     For weights ``w``, gradient ``g``, momentum ``m`` and weight decay ``b`` of one parameter, norms over all of it::
@@ -87,18 +84,9 @@ class LARS(optim.Optimizer):
             "exclude": exclude,
         }
         super().__init__(params, defaults)
-        require_exclude(self.param_groups)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - whatever the closure gives
-        """Update every parameter that has a gradient; return what the closure gives, if there is one."""
-        value = value_of(closure)
-        for group in self.param_groups:
-            for part in parts_of(group, "LARS"):
-                self._update(part, group)
-        return value
-
-    def _update(self, part: Part, group: dict[str, Any]) -> None:
+    def update(self, part: Part, group: dict[str, Any]) -> None:
+        """Take one step on parameters that are updated alike."""
         weights, gradients = part.weights, part.gradients
         momentum = part.states("momentum_buffer", self.state)
         decay = 0.0 if part.is_excluded else group["weight_decay"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from counterpoint.errors import DataError
 from counterpoint.optim.options import require_one_of
@@ -85,9 +87,25 @@ def where_both(first: Tensor, second: Tensor, ratio: Tensor) -> Tensor:
     return torch.where((first > 0) & (second > 0), ratio, torch.ones_like(ratio))
 
 
-def value_of(closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - whatever the closure gives
-    """Return what a closure gives, gradients on; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+class Layerwise(Optimizer, ABC):
+    """An optimizer whose groups say which parameters are excluded, and which updates those alike at once."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        require_exclude(self.param_groups)
+
+    @abstractmethod
+    def update(self, part: Part, group: dict[str, Any]) -> None:
+        """Take one step on parameters that are updated alike."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - whatever the closure gives
+        """Update every parameter that has a gradient; return what the closure gives, if there is one."""
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        for group in self.param_groups:
+            for part in parts_of(group, type(self).__name__):
+                self.update(part, group)
+        return value

@@ -41,7 +41,7 @@ from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.vote import Guard, Verdict
-from counterpoint.training.one_copy import with_one_copy
+from counterpoint.training.one_copy import renormalizes, with_one_copy
 from counterpoint.training.options import Options
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
@@ -73,6 +73,7 @@ class Team:
         self.plan = plan
         self.model = model
         self.loss = loss
+        self.may_share = options.one_copy and not renormalizes(model)  # whether replicas may have one copy of weights
         self.face = face
         self.options = options
         self.compiled: Compiled | None = None
@@ -96,7 +97,7 @@ class Team:
         """
         if self.compiled is not None:
             return self.compiled
-        if self.options.one_copy and self.face.is_elementwise:
+        if self.may_share and self.face.is_elementwise:
             self.plan = with_one_copy(self.plan, self.world.fabrics[0].hosts)
         self.compare_models()
         cut = self.cut(self.model, inputs)
@@ -189,7 +190,7 @@ class Team:
         def work(fabric: Fabric) -> Verdict | None:
             interpreter = self.ranks[fabric.rank].interpreter
             try:
-                if self.options.one_copy:
+                if self.may_share:
                     interpreter.store.enter_commons(fabric)
                 return interpreter.step(number, feed, turn.name)
             except CounterpointError:
