@@ -10,11 +10,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import counterpoint as cp
+from counterpoint.data.digits import split_digits
 from counterpoint.training.progress import ShowProgress
 
 
@@ -32,14 +31,6 @@ def build_model() -> nn.Module:
     )
 
 
-def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return 1437 images for training and 360 that are held out."""
-    pixels, digits = load_digits(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
-    labels = torch.tensor(digits)
-    return TensorDataset(images[:1437], labels[:1437]), TensorDataset(images[1437:], labels[1437:])
-
-
 def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, cp.Tally]:
     """Return how many of how many digits were recognised."""
     return {"accuracy": cp.Tally(float((outputs.argmax(1) == labels).sum()), len(labels))}
@@ -55,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # a launcher would do so; with more threads the same sums are added in another order
 
-    train, held_out = read_digits()
+    train, held_out = split_digits()
     trainer = cp.Trainer(
         build_model(),
         loss=F.cross_entropy,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from counterpoint.errors import DataError
 
 HELD_OUT_ONE_IN = 5
 MEAN, DEVIATION = 4.884, 6.017
+FILE = "datasets/data/digits.csv.gz"  # in scikit-learn; a line is 64 pixels and the digit
 
 
 class Digits:
@@ -66,13 +69,21 @@ def split_digits(dtype: torch.dtype = torch.float32) -> tuple[Digits, Digits]:
 
 
 def _load() -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels ``(image, 64)`` from 0 to 16 and digits ``(image,)``."""
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-    except ImportError as error:
+    """Return pixels ``(image, 64)`` from 0 to 16 and digits ``(image,)``.
+
+    They are read from scikit-learn's file, because importing scikit-learn, and SciPy with it, takes every rank more
+    than a second.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None:
         raise DataError(
             "the digits are part of scikit-learn, which is not installed; the digits dataset reads them from "
             "there; pip install counterpoint[data]"
-        ) from error
-    pixels, digits = datasets.load_digits(return_X_y=True)
-    return np.asarray(pixels, dtype=np.float64), np.asarray(digits, dtype=np.int64)
+        )
+    places = (Path(folder, FILE) for folder in found.submodule_search_locations or ())
+    path = next(filter(Path.is_file, places), None)
+    if path is None:  # another version of scikit-learn may keep it elsewhere
+        pixels, digits = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
+        return np.asarray(pixels, dtype=np.float64), np.asarray(digits, dtype=np.int64)
+    table = np.loadtxt(path, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(np.int64)
