@@ -1,9 +1,7 @@
 """Run a scene, a function of rank and number of ranks, in real process groups of torch, and see what each rank got."""
 
 import os
-import socket
 import time
-from contextlib import closing
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from counterpoint.compat.torch_backend import register
 from counterpoint.fabric.gloo import TCPStore
 from counterpoint.fabric.torch_group.group import create
-from tests.fabric.players import CONTEXT, heard, told
+from tests.fabric.players import told, told_by
 
 SETTLED_S = 5.0
 OVER_GLOO = "over_gloo"  # ours, as it is where the ranks are not on one host
@@ -22,17 +20,8 @@ OVER_GLOO = "over_gloo"  # ours, as it is where the ranks are not on one host
 
 def on_ranks(scene, num_ranks, backend="counterpoint", deadline_s=20.0):
     """Return what each rank's scene returned, or the error it ended with; None where it ended without a word."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
-        players = []
-        for rank in range(num_ranks):
-            ours, theirs = CONTEXT.Pipe()
-            who = (rank, num_ranks, backend, deadline_s)
-            player = CONTEXT.Process(target=play, args=(theirs, scene, who, None if rank else listener, port))
-            player.start()
-            theirs.close()
-            players.append((player, ours))
-        return [heard(*player, deadline_s) for player in players]
+    parts = {rank: (scene, (rank, num_ranks, backend, deadline_s)) for rank in range(num_ranks)}
+    return list(told_by(play, parts, deadline_s).values())
 
 
 @cache

@@ -107,8 +107,8 @@ def test_digits_are_normalized_and_split_once_and_for_all():
 
 def test_digits_are_those_that_scikit_learn_loads_but_do_not_import_it(monkeypatch):
     """Importing it took each rank more time than its own start."""
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "sklearn.datasets", None)  # an import of it would fail
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "sklearn.datasets", None)  # an import of it would fail
         read = Digits().fetch(range(1438))
     monkeypatch.setattr("counterpoint.data.digits.FILE", "nowhere.csv.gz")  # as if another version kept it elsewhere
     loaded = Digits().fetch(range(1438))

@@ -11,7 +11,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.fabric import Address, LocalWorld, connect
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.fabric.players", "torch._dynamo"])  # the first optimizer imports the second
+CONTEXT.set_forkserver_preload(["tests.process.ranks", "torch._dynamo"])  # the first optimizer imports the second
 
 
 def told(scene, fabric):
@@ -43,20 +43,29 @@ def on_hosts(hosts, scene, num_ranks, deadline_s=10.0, present=None):
 
 def on_processes(transport, scene, num_ranks, deadline_s, present, hosts=None):
     """Play it in processes; None for a rank that ended without an answer, or was not present."""
+    come = range(num_ranks) if present is None else present
+    hosts = [None] * num_ranks if hosts is None else hosts
+    parts = {rank: (scene, (rank, num_ranks, deadline_s, transport, hosts[rank])) for rank in come}
+    found = told_by(play, parts, deadline_s)
+    return [found.get(rank) for rank in range(num_ranks)]
+
+
+def told_by(part, parts, deadline_s):
+    """Return by rank what ``part(pipe, *parts[rank], listener, port)`` has sent from a process of each rank's own.
+
+    Args:
+        listener: on rank 0, a socket that listens at the port where the ranks meet.
+    """
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
         players = {}
-        for rank in range(num_ranks) if present is None else present:
+        for rank, more in parts.items():
             ours, theirs = CONTEXT.Pipe()
-            listening = listener if rank == 0 else None
-            host = None if hosts is None else hosts[rank]
-            player = CONTEXT.Process(
-                target=play, args=(theirs, scene, (rank, num_ranks, deadline_s, transport, host), listening, port)
-            )
+            player = CONTEXT.Process(target=part, args=(theirs, *more, None if rank else listener, port))
             player.start()
             theirs.close()
             players[rank] = (player, ours)
-        return [heard(*players[rank], deadline_s) if rank in players else None for rank in range(num_ranks)]
+        return {rank: heard(*player, deadline_s) for rank, player in players.items()}
 
 
 def heard(player, pipe, deadline_s):

@@ -5,6 +5,7 @@ import torch
 
 import counterpoint as cp
 from tests.process import ranks
+from tests.process.forked import on_forked_ranks
 from tests.training.fits import dataset, distance, fit
 
 pytestmark = pytest.mark.process
@@ -42,7 +43,7 @@ def came(request, expected, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("saved"))
     periods = [[row, came_to(cp.Plan.parse(row[0], num_microbatches=row[1]))] for row in PERIODS if num_ranks == 2]
     arguments = [ROWS[num_ranks], expected, folder, SERVED[num_ranks], SAVED[num_ranks], periods]
-    return num_ranks, cp.launch(ranks.train, ranks=num_ranks, args=arguments)
+    return num_ranks, on_forked_ranks(ranks.train, ranks=num_ranks, args=arguments)
 
 
 def test_every_strategy_trains_and_measures_as_solo_does(came):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import counterpoint as cp
-from counterpoint.launchers import launch
 from counterpoint.runtime.rows import Piece, add_rows, clear_rows
+from tests.process.forked import on_forked_ranks
 from tests.runtime import tables
 from tests.runtime.tables import (
     ADAGRAD,
@@ -74,7 +74,7 @@ def test_bags_of_several_lengths_train_as_solo(mode, last):
 @pytest.mark.process
 def test_real_processes_show_each_other_rows():
     cases = ["sgd", "dense", "momentum", "sparse adam"]
-    for found in launch(tables.train_cases, ranks=2, args=[cases], threads_per_rank=1):
+    for found in on_forked_ranks(tables.train_cases, ranks=2, args=[cases]):
         for case, mine in zip(cases, found, strict=True):
             solo = tables.trained("solo", *CASES[case])
             assert float((mine - solo).norm() / solo.norm()) <= BAR

@@ -2,10 +2,10 @@
 
 import pytest
 
-from counterpoint.launchers.function import launch
 from counterpoint.plan import Plan
 from counterpoint.testing import parity
 from counterpoint.training.one_copy import with_one_copy
+from tests.process.forked import on_forked_ranks
 from tests.same.coded import distance, distances_as_rank
 
 CODES = ["fp16", "bf16", "int8", "twobit:0.02", "sign", "topk:0.05", "powersgd:2"]
@@ -52,6 +52,6 @@ def test_two_processes_sum_in_codes_as_the_reference_does():
         "data(2, compress=powersgd:2)",
         "data(2, reduce=adasum)",
     ]
-    found = launch(distances_as_rank, ranks=2, args=[rows], threads_per_rank=1)
+    found = on_forked_ranks(distances_as_rank, ranks=2, args=[rows])
     assert len(found) == 2
     assert not [(row, far) for one in found for row, far in zip(rows, one, strict=True) if not far <= parity.BAR]

@@ -6,6 +6,7 @@ from counterpoint.plan import Plan
 from counterpoint.testing import parity
 from counterpoint.testing.plain import expected_buffers
 from counterpoint.testing.subjects import STRATEGIES, Recipe, plan_for, subject
+from tests.process.forked import on_forked_ranks
 
 CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(4)", "server(2)", "tensor(2) * data(2)"]
 APART = ["data(2)", "data(4)", "zero(2, level=1)", "pipeline(2) * data(2)", "data(2) + overlap"]
@@ -63,6 +64,6 @@ def test_rows_say_how_many_microbatches_and_passes_they_mean():
 @pytest.mark.process
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_real_processes_end_where_solo_ends(num_ranks):
-    cells = parity.cells_on_processes(num_ranks)
+    cells = parity.cells_on_processes(num_ranks, start=on_forked_ranks)
     assert {cell.strategy for cell in cells} == set(parity.rows_for_processes(num_ranks))
     assert not [(cell.strategy, cell.worst) for cell in cells if not cell.worst <= parity.BAR]

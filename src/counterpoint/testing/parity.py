@@ -7,9 +7,10 @@ The solo run is itself compared with a plain torch loop, so that a fault that al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,13 +174,18 @@ def rows_for_processes(num_ranks: int) -> tuple[str, ...]:
     return tuple(row for row in STRATEGIES if plan_for(row, 12).num_ranks == num_ranks)
 
 
-def cells_on_processes(num_ranks: int, name: str = "mlp") -> list[Cell]:
+def cells_on_processes(num_ranks: int, name: str = "mlp", start: Callable[..., list[Any]] = launch) -> list[Cell]:
     """Return the rows for so many real processes joined by gloo: what the worst of them came to.
 
     All rows are run by one start of the processes, each of which compares its own model with its own solo run.
+
+    Args:
+        num_ranks: how many processes.
+        name: of what is trained.
+        start: runs a function on ranks and returns what each returned, as ``launch`` does.
     """
     rows = rows_for_processes(num_ranks)
-    found = launch(compare_as_rank, ranks=num_ranks, args=[name, list(rows)], threads_per_rank=1)
+    found = start(compare_as_rank, ranks=num_ranks, args=[name, list(rows)], threads_per_rank=1)
     cells = []
     for index, row in enumerate(rows):
         params, losses = (largest(float(rank[index][key]) for rank in found) for key in (0, 1))

@@ -1,8 +1,6 @@
 """Run scenes, functions without arguments that use ``hvd``, on ranks in processes, and see what each rank got."""
 
 import os
-import socket
-from contextlib import closing
 from functools import cache
 
 import torch
@@ -14,24 +12,15 @@ from counterpoint.errors import CounterpointError
 from counterpoint.fabric import Address, connect
 from counterpoint.fabric.board import Board
 from counterpoint.launchers.environment import RankEnvironment, rank_variables
-from tests.fabric.players import CONTEXT, heard
+from tests.fabric.players import told_by
 
 SMALL_BUCKET_BYTES = 600
 
 
 def on_ranks(scenes, num_ranks, transport="auto", deadline_s=20.0):
     """Return for each rank what its scenes returned, by name; None where it ended without a word."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
-        players = []
-        for rank in range(num_ranks):
-            ours, theirs = CONTEXT.Pipe()
-            who = (rank, num_ranks, transport, deadline_s)
-            player = CONTEXT.Process(target=play, args=(theirs, scenes, who, None if rank else listener, port))
-            player.start()
-            theirs.close()
-            players.append((player, ours))
-        return [heard(*player, deadline_s) for player in players]
+    parts = {rank: (scenes, (rank, num_ranks, transport, deadline_s)) for rank in range(num_ranks)}
+    return list(told_by(play, parts, deadline_s).values())
 
 
 @cache
