@@ -69,11 +69,20 @@ def test_the_example_of_the_readme_comes_to_the_same_loss_in_every_start(capsys)
 
 
 @pytest.mark.process
-def test_the_digits_have_the_same_losses_under_every_launcher():
-    alone = lines(*DIGITS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ("counterpoint", "run", "-n"),
+        pytest.param(("torch.distributed.run", "--nproc-per-node"), marks=pytest.mark.slow),  # see tests/process
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_digits_have_the_same_losses_alone_and_under_a_launcher(launcher, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", list(DIGITS))
+    example("digits").main()
+    alone = capsys.readouterr().out.splitlines()
     assert len(alone) == 6
-    assert alone == lines("-m", "counterpoint", "run", "-n", "2", *DIGITS)
-    assert alone == lines("-m", "torch.distributed.run", "--nproc-per-node", "2", *DIGITS)
+    assert alone == lines("-m", *launcher, "2", *DIGITS)
 
 
 @pytest.mark.process

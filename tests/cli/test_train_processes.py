@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from counterpoint.cli.main import build
 from counterpoint.fabric.shm.native import native
 
 pytestmark = pytest.mark.process
@@ -59,18 +61,21 @@ def is_alive(pid):
     return Path(f"/proc/{pid}").exists()
 
 
-def test_two_processes_train_what_two_ranks_in_one_process_train(tmp_path):
-    losses = []
-    apart = "data(2, update=shared)" if native().library is not None else "data(2)"  # they share memory if they can
-    together = (["--local", "--strategy", "data(2)"], "data(2, update=shared)")
-    for name, (more, plan) in {"apart": ([], apart), "together": together}.items():
-        command = [*words("--steps", 4, "--progress", "plain", *more), "--folder", name]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert result.stdout.startswith(f"digits: {plan} on 2 ranks")
-        assert result.stdout.splitlines()[-1] == f"report: {name}/report.html"
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        losses.append([line["loss"] for line in lines if line["event"] == "step"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+def losses_in(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["event"] == "step"]
+
+
+def test_two_processes_train_what_two_ranks_in_one_process_train(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = ("--steps", 4, "--progress", "plain", "--folder")
+    apart = subprocess.run(words(*short, "apart"), capture_output=True, text=True, check=True).stdout
+    found = CliRunner().invoke(build(["train"]), words(*short, "together", "--local", "--strategy", "data(2)")[3:])
+    plan = "data(2, update=shared)" if native().library is not None else "data(2)"  # they share memory if they can
+    for name, output, expected in [("apart", apart, plan), ("together", found.output, "data(2, update=shared)")]:
+        assert output.startswith(f"digits: {expected} on 2 ranks")
+        assert output.splitlines()[-1] == f"report: {name}/report.html"
+    assert losses_in(tmp_path / "apart") == pytest.approx(losses_in(tmp_path / "together"), rel=1e-5)
 
 
 def test_a_killed_rank_ends_the_run_and_the_report_begins_with_its_name(tmp_path):

@@ -53,8 +53,7 @@ def on_processes(transport, scene, num_ranks, deadline_s, present, hosts=None):
 def told_by(part, parts, deadline_s):
     """Return by rank what ``part(pipe, *parts[rank], listener, port)`` has sent from a process of each rank's own.
 
-    Args:
-        listener: on rank 0, a socket that listens at the port where the ranks meet.
+    The listener is, on rank 0, a socket that listens at the port where the ranks meet.
     """
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
