@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN    := .venv/bin
 READY  := .venv/ready
 CLAIM  ?=
+APART  := -n auto --maxprocesses 4 --dist worksteal  # a process of pytest for each core: most tests keep one core busy
 
 .PHONY: setup check test test-all golden docs bench demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
@@ -17,9 +18,9 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 check: $(READY)  ## what needs no training: format, lint, types, imports, the rules of the house
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house
 test: $(READY)  ## every test but the slow ones and those that need a GPU
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest $(APART) -m "not slow and not gpu"
 test-all: $(READY)  ## every test, the laws on fresh random examples
-	$(BIN)/pytest --hypothesis-profile=explore
+	$(BIN)/pytest $(APART) --hypothesis-profile=explore
 golden: $(READY)  ## rewrite tests/golden with what is produced now; read the difference before you commit it
 	$(BIN)/pytest --golden
 docs: $(READY)  ## the pages, every warning an error, every example in them run
