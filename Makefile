@@ -20,7 +20,7 @@ check: $(READY)  ## what needs no training: format, lint, types, imports, the ru
 test: $(READY)  ## every test but the slow ones and those that need a GPU
 	$(BIN)/pytest $(APART) -m "not slow and not gpu"
 test-all: $(READY)  ## every test, the laws on fresh random examples
-	$(BIN)/pytest $(APART) --hypothesis-profile=explore
+	$(BIN)/pytest --hypothesis-profile=explore
 golden: $(READY)  ## rewrite tests/golden with what is produced now; read the difference before you commit it
 	$(BIN)/pytest --golden
 docs: $(READY)  ## the pages, every warning an error, every example in them run
