@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 
 from counterpoint.fabric.shm.native import native
-from tests.fabric.players import on_gloo, on_hosts, on_local, on_shm
+from tests.fabric.players import CONTEXT, on_gloo, on_hosts, on_local, on_shm
 
 SHARED = [
     pytest.mark.process,
@@ -14,6 +14,14 @@ PROCESSES = [
     pytest.param(on_shm, id="shm", marks=SHARED),
 ]
 HOSTS = pytest.param(partial(on_hosts, (0, 1, 0)), id="hosts", marks=[*SHARED, pytest.mark.slow])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_forked_at_once():
+    """A test that measures how long ranks wait does not measure how long importing torch took before the first."""
+    first = CONTEXT.Process(target=int)
+    first.start()
+    first.join()
 
 
 @pytest.fixture(params=[pytest.param(on_local, id="local"), *PROCESSES, HOSTS])
