@@ -26,6 +26,7 @@ from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import sparse_names
+from counterpoint.runtime.together import Together, norms_of, require_meetings, seats_of
 from counterpoint.runtime.vote import Guard
 
 
@@ -91,6 +92,10 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         num_readers=num_readers(parts, rank),
         brought={place: micros for turn in parts.turns for place, micros in turn.ledger.brought.items()},
     )
+    norms = norms_of(model)
+    if norms:
+        require_meetings(parts.program, norms)
+        interpreter.compute.together = Together(norms, store, fabric, seats_of(parts.program, rank))
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
 
 

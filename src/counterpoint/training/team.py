@@ -40,6 +40,7 @@ from counterpoint.runtime.compute import Model
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
+from counterpoint.runtime.together import norms_of
 from counterpoint.runtime.vote import Guard, Verdict
 from counterpoint.training.one_copy import renormalizes, with_one_copy
 from counterpoint.training.options import Options
@@ -118,13 +119,14 @@ class Team:
             self.options.seed,
         )
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
-        words = (word for _, word in self.compiled.program.words())
-        keeps_own = any(isinstance(word, Release) and word.value.name == "weight" for word in words)
+        words = [word for _, word in self.compiled.program.words() if isinstance(word, Release)]
+        keeps_own = any(word.value.name == "weight" for word in words)
         keeps_own = keeps_own or self.book().num_replicas > 1  # the model's weights are not those of any rank
+        needs_own = isinstance(cut, WholeCut) or bool(norms_of(self.model))  # as ranks meet inside of these
         for fabric in self.world.fabrics:
             fabric.form(groups)
             own_cut, model = cut, self.model
-            if isinstance(cut, WholeCut) and (keeps_own or fabric.rank != first):
+            if (isinstance(cut, WholeCut) and keeps_own) or (needs_own and fabric.rank != first):
                 model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
                 own_cut = self.cut(model, inputs)
             rank = build_rank(self.parts, own_cut, model, fabric)
