@@ -81,6 +81,7 @@ def refused(error, model, strategy="data(2)", **options):
         ({"strategy": "zro(2)"}, "there is no strategy 'zro'; did you mean zero? the strategies are solo, data, zero"),
         ({"clip_nrm": 1.0}, "there is no option 'clip_nrm'; did you mean clip_norm? the options are seed, clip_norm"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0 would leave no gradient; give a positive norm, or None"),
+        ({"clip_value": 0.0}, "clip_value=0.0 would leave no gradient; give a positive number, or None"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore' is not one of error, skip"),
         ({"strategy": "pipeline(8)"},
          "the pipeline has 8 stages, but the model has only 3 blocks; every stage needs one: give at most 3 stages"),

@@ -30,7 +30,7 @@ from counterpoint.runtime.calls import (
 from counterpoint.runtime.compute import Compute, Model
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
 from counterpoint.runtime.feed import Feed
-from counterpoint.runtime.optimizers import squared_norm
+from counterpoint.runtime.optimizers import clip_by_value, squared_norm
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.vote import (
@@ -241,10 +241,19 @@ class Interpreter:
         if not self.is_left_out():
             self.settle_missing(ballots)
         self.store.settle(applied=not self.is_left_out())
-        if verdict.scale < 1.0:
-            for unit in self.store.units.values():
-                for gradient in unit.gradients():
-                    gradient.mul_(verdict.scale)
+        self.clip(verdict.scale)
+
+    def clip(self, scale: float) -> None:
+        """Scale all gradients that updates will use, and then bring every number in them to the size allowed."""
+        bound = self.guard.clip_value
+        if (scale == 1.0 and bound is None) or self.is_left_out():
+            return
+        for unit in self.store.units.values():
+            for gradient in unit.gradients():
+                if scale < 1.0:
+                    gradient.mul_(scale)
+                if bound is not None:
+                    clip_by_value(gradient, bound)
 
     def note_what_counts(self, ballots: Sequence[Ballot], verdict: Verdict) -> None:
         """Note which updates are left out: those of a fault, and of gradients that no sample had a part in."""

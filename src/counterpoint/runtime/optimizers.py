@@ -254,3 +254,13 @@ def squared_norm(gradients: Iterable[Tensor]) -> float:
         norm = torch.linalg.vector_norm(dense, dtype=None if dense.dtype == torch.float64 else torch.float32)
         total += float(norm) ** 2
     return total
+
+
+def clip_by_value(gradient: Tensor, bound: float) -> None:
+    """Bring every number of a gradient, the sum where rows of a table occur several times, to at most this size."""
+    if gradient.is_sparse:
+        summed = gradient.coalesce()
+        summed.values().clamp_(-bound, bound)
+        gradient.copy_(summed)
+    else:
+        gradient.clamp_(-bound, bound)

@@ -19,12 +19,14 @@ class Guard:
         clip_norm: gradients are scaled down to this global norm; None for no clipping.
         watch: ``loss`` checks the losses, ``gradients`` every gradient as well (it is read once more).
         nonfinite: ``error`` ends the run, ``skip`` leaves out the step on all ranks.
+        clip_value: then every number of a gradient is brought to at most this size; None for no clipping.
         most_skips: so many skipped steps in a row end the run all the same.
     """
 
     clip_norm: float | None = None
     watch: Literal["loss", "gradients"] = "loss"
     nonfinite: Literal["error", "skip"] = "error"
+    clip_value: float | None = None
     most_skips: int = 20
 
     @property

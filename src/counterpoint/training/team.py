@@ -41,9 +41,9 @@ from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.together import norms_of
-from counterpoint.runtime.vote import Guard, Verdict
+from counterpoint.runtime.vote import Verdict
 from counterpoint.training.one_copy import renormalizes, with_one_copy
-from counterpoint.training.options import Options
+from counterpoint.training.options import Options, guard_of
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
 
@@ -115,7 +115,7 @@ class Team:
             self.compiled.model,
             self.loss,
             self.face,
-            Guard(self.options.clip_norm, self.options.watch, self.options.nonfinite),
+            guard_of(self.options),
             self.options.seed,
         )
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
