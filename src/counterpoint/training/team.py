@@ -31,6 +31,7 @@ from counterpoint.runtime.build import (
     copy_values,
     first_difference,
     groups_of,
+    renormalizes,
     require_no_hooks,
     slice_of,
     slices_of,
@@ -42,7 +43,7 @@ from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.together import norms_of
 from counterpoint.runtime.vote import Verdict
-from counterpoint.training.one_copy import renormalizes, with_one_copy
+from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.options import Options, guard_of
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
@@ -120,8 +121,7 @@ class Team:
         )
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
         words = [word for _, word in self.compiled.program.words() if isinstance(word, Release)]
-        keeps_own = any(word.value.name == "weight" for word in words)
-        keeps_own = keeps_own or self.book().num_replicas > 1  # the model's weights are not those of any rank
+        keeps_own = self.book().num_replicas > 1 or any(word.value.name == "weight" for word in words)
         needs_own = isinstance(cut, WholeCut) or bool(norms_of(self.model))  # as ranks meet inside of these
         for fabric in self.world.fabrics:
             fabric.form(groups)
