@@ -59,11 +59,20 @@ def digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
     return found.hexdigest()[:16]
 
 
-def warn_of_forks() -> None:
-    """Warn of processes that this one has forked although it has threads: a loader's workers, most likely."""
+def warn_of_forks(known: set[int]) -> None:
+    """Warn of processes that this one has forked although it has threads: a loader's workers, most likely.
+
+    Args:
+        known: the processes that were warned of before; new ones are added.
+    """
+    children = [child for child in multiprocessing.active_children() if child.pid not in known]
+    if not children:
+        return
+    known.update(child.pid for child in children if child.pid is not None)
+    usual = multiprocessing.get_start_method()
+    forked = [child for child in children if (getattr(child, "_start_method", None) or usual) == "fork"]
     tasks = Path("/proc/self/task")  # threads of native code are seen only here
     num_threads = len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
-    forked = [child for child in multiprocessing.active_children() if getattr(child, "_start_method", "") == "fork"]
     if forked and num_threads > 1:
         pids = ", ".join(str(child.pid) for child in forked)
         warnings.warn(
