@@ -120,9 +120,9 @@ def test_processes_forked_beside_threads_are_warned_of_once(how):
     child.start()
     threading.Thread(target=done.wait).start()
     try:
-        with pytest.warns(RuntimeWarning, match=r"^1 processes \(pid \d+\) were forked from this one, which has \d"):
-            warn_of_forks(known)
-        warn_of_forks(known)
+        with pytest.warns(RuntimeWarning, match=r"^1 worker \(pid \d+\) came of a fork of this process, which has \d"):
+            assert warn_of_forks(known)
+        assert not warn_of_forks(known)
     finally:
         done.set()
         gate.set()

@@ -89,8 +89,8 @@ def advice(ranks: Sequence[Threads], topology: Topology, num_cpus: int) -> tuple
     cpus = sorted(cpu for core in topology.cores for cpu in core.cpus)
     if len(cpus) < num_cpus:
         note += (
-            f"; whoever started them bound them to {counted(len(cpus), 'hyperthread')} of {num_cpus}, "
-            f"{','.join(map(str, cpus))}: bind each rank to cores of its own, or none"
+            f"; whoever started them bound them to {len(cpus)} of {num_cpus} hyperthreads ({','.join(map(str, cpus))}): "
+            "bind each rank to cores of its own, or none"
         )
     return threads, note
 
