@@ -88,10 +88,9 @@ def advice(ranks: Sequence[Threads], topology: Topology, num_cpus: int) -> tuple
     )
     cpus = sorted(cpu for core in topology.cores for cpu in core.cpus)
     if len(cpus) < num_cpus:
-        note += (
-            f"; whoever started them bound them to {len(cpus)} of {num_cpus} hyperthreads ({','.join(map(str, cpus))}): "
-            "bind each rank to cores of its own, or none"
-        )
+        numbers = ",".join(map(str, cpus))
+        bound = f"bound them to {len(cpus)} of {num_cpus} hyperthreads ({numbers})"
+        note += f"; whoever started them {bound}: bind each rank to cores of its own, or none"
     return threads, note
 
 
