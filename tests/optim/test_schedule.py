@@ -101,9 +101,9 @@ def test_a_batch_below_the_reference_is_scaled_down_at_once():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"epochs": 0}, "^epochs=0 counts nothing; give a whole number, 1 or more$"),
-        ({"steps_per_epoch": 2.5}, "^steps_per_epoch=2.5 counts nothing"),
-        ({"batch_size": 0}, "^batch_size=0 counts nothing"),
+        ({"epochs": 0}, "^epochs=0 is no number to count with; give a whole number, 1 or more$"),
+        ({"steps_per_epoch": 2.5}, "^steps_per_epoch=2.5 is no number to count with"),
+        ({"batch_size": 0}, "^batch_size=0 is no number to count with"),
         ({"warmup_epochs": 10}, "^a warm-up of 10 epochs leaves none of the run's 10 for the full .* a shorter warmup"),
         ({"warmup_epochs": -1}, "^warmup_epochs=-1 makes no sense; give a finite number, 0 or more$"),
         ({"warmup_from": 0.0}, "^warmup_from=0.0 is no share of the learning rate; give more than 0, 1 at most, or No"),

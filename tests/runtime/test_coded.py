@@ -131,12 +131,12 @@ def test_a_sum_with_no_code_keeps_nothing():
 def test_a_gradient_of_zeros_does_not_stop_a_factor_for_good():
     """Its factors would stay zero ever after: the next step starts with fresh columns where one has become nothing."""
     model = chain(2)
+    for layer in model:
+        layer[0].bias.data.zero_()
     with team("data(2, compress=powersgd:1)", model=model) as one:
         empty = feed(2)
         for tensor in empty.batch:
             tensor.zero_()
-        for layer in model:
-            layer[0].bias.data.zero_()
         one.step(0, empty)
         before = weights(one.ranks[0]).clone()
         for number in range(1, 4):

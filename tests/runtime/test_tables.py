@@ -26,7 +26,9 @@ BAR = 1e-12
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, once in a process
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}, {"num_microbatches": 2}, {"one_copy": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.05}, {"clip_value": 1e-3}, {"num_microbatches": 2}, {"one_copy": False}], ids=str
+)
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_that_look_up_rows_train_as_solo(case, options):
     assert off("data(2)", *CASES[case], **options) <= BAR

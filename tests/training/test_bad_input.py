@@ -81,6 +81,7 @@ def refused(error, model, strategy="data(2)", **options):
         ({"strategy": "zro(2)"}, "there is no strategy 'zro'; did you mean zero? the strategies are solo, data, zero"),
         ({"clip_nrm": 1.0}, "there is no option 'clip_nrm'; did you mean clip_norm? the options are seed, clip_norm"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0 would leave no gradient; give a positive norm, or None"),
+        ({"clip_value": 0.0}, "clip_value=0.0 would leave no gradient; give a positive number, or None"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore' is not one of error, skip"),
         ({"strategy": "pipeline(8)"},
          "the pipeline has 8 stages, but the model has only 3 blocks; every stage needs one: give at most 3 stages"),
@@ -91,8 +92,8 @@ def refused(error, model, strategy="data(2)", **options):
          "the optimizer does not hold 0.weight, 0.bias; give it all trainable parameters, or freeze these with "
          "requires_grad_(False)"),
         ({"optimizer": lambda _: optim.SGD(mlp().parameters(), lr=0.1)},
-         "the optimizer holds 6 tensors that are not trainable parameters of the model, so these would never be "
-         "trained; build it from this model's parameters(), or pass a factory such as partial(AdamW, lr=1e-3)"),
+         "the optimizer holds 6 tensors that the model does not train, the first of the shape (8, 6); it lacks "
+         "0.weight, 0.bias, 2.weight, 2.bias, 4.weight and others, so it was built for another model, or before this "),
         ({"optimizer": "adam"},
          "optimizer='adam' is neither an optimizer nor a way to make one; pass a torch optimizer on the model's "),
         ({"schedule": optim.lr_scheduler.ReduceLROnPlateau},

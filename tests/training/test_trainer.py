@@ -32,7 +32,7 @@ UNSLICED = [name for name in STRATEGIES if name != "tensor(2)"]
 MORE = ["data(4)", "pipeline(2) * data(2)", "pipeline(2, replicas=(2,1))", "zero(4, level=3)", "tensor(2) * data(2)"]
 
 
-def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, schedule=None):
+def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, clip_value=None, schedule=None):
     """Train on whole global batches, as anybody would; return the losses and the norms of the gradients."""
     stepping = optimizer(model.parameters()) if callable(optimizer) else optimizer
     turning = schedule(stepping) if schedule else None
@@ -44,6 +44,7 @@ def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, schedule=
             loss = F.cross_entropy(model(*inputs), targets)
             loss.backward()
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))))
+            nn.utils.clip_grad_value_(model.parameters(), clip_value or float("inf"))
             stepping.step()
             losses.append(float(loss.detach()))
             if turning is not None:
@@ -78,6 +79,17 @@ def test_clipping_is_that_of_torch(strategy, clip_norm):
     found, history = fit(strategy, clip_norm=clip_norm)
     assert [step.grad_norm for step in history.steps] == pytest.approx(norms, rel=1e-12)
     assert distance(found, params_of(model)) <= 1e-12
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "zero(2, level=3) * data(2)"])
+def test_clipping_every_number_is_that_of_torch_and_comes_after_the_norm(strategy, clip_norm):
+    given = {"clip_norm": clip_norm, "clip_value": 0.01, "optimizer": partial(optim.SGD, lr=0.5)}
+    model, unclipped = mlp(), mlp()
+    by_hand(model, dataset(), **given)
+    by_hand(unclipped, dataset(), **{**given, "clip_value": None})
+    assert distance(fit(strategy, **given)[0], params_of(model)) <= 1e-12
+    assert distance(params_of(unclipped), params_of(model)) > 1e-3
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])

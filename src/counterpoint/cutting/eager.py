@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from counterpoint.errors import DataError, PlanError
@@ -140,6 +142,35 @@ class Modes:
             module.training = flag
 
 
+class Lenient(TorchFunctionMode):
+    """While this is active, some norms take a lone sample, which they will not normalize alone when it counts.
+
+    Args:
+        norms: the modules.
+    """
+
+    def __init__(self, norms: Sequence[nn.SyncBatchNorm]) -> None:
+        super().__init__()
+        self.norms = norms
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function, or what is behind its check of the number of samples."""
+        if func is F.batch_norm:
+            named = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | dict(kwargs or {})
+            mean, weight = named["running_mean"], named.get("weight")
+            if any(norm.running_mean is mean and norm.weight is weight for norm in self.norms):
+                order = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+                given: list[Any] = [named[name] for name in order]
+                return torch.ops.aten.batch_norm.default(*given, torch.backends.cudnn.enabled)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def mode_of(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Have the model in training or evaluation mode inside, and every module as it was afterwards."""
@@ -159,9 +190,11 @@ def unmarked(model: nn.Module, *, training: bool = True) -> Iterator[None]:
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {buffer.device for buffer, _ in kept} | {parameter.device for parameter in model.parameters()}
     others = [device for device in devices if device.type == "cuda"]
+    norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
     with mode_of(model, training=training), torch.random.fork_rng(others), torch.no_grad():
         try:
-            yield
+            with Lenient(norms) if norms else nullcontext():
+                yield
         except Exception as error:
             require_variance(error, f"{type(model).__name__}, run once on an example microbatch")
             raise

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from counterpoint.cutting.cut import canonical_names
-from counterpoint.cutting.eager import Inputs, call_of, mode_of, unmarked
+from counterpoint.cutting.eager import Inputs, call_of, mode_of, require_variance, unmarked
 from counterpoint.cutting.leaves import Nest
 from counterpoint.cutting.ops import draws_random
 from counterpoint.errors import PlanError
@@ -66,6 +66,7 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
             program = torch.export.export(model, args, kwargs, strict=False)
             module = program.module()
         except Exception as error:
+            require_variance(error, f"{type(model).__name__}, traced on an example microbatch")
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain(model, error, open_calls)) from error
     traced = _read(module, canonical_names(model))

@@ -33,6 +33,7 @@ class RankEnvironment:
         store_fd: on rank 0, a socket that is bound to ``master_port`` already; None: bind it yourself.
         transport: what joins the ranks: ``shm``, ``gloo``, or what is best; None leaves it to the fabric.
         agent_keeps_store: the launcher serves the store itself, as torchrun's agent does.
+        is_placed: the launcher has chosen the threads of every rank, and has said what there is to say of them.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class RankEnvironment:
     store_fd: int | None = None
     agent_keeps_store: bool = False
     transport: str | None = None
+    is_placed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> RankEnvironment:
         store_fd=_count(variables, STORE_FD) if store_fd else None,
         agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         transport=variables.get(TRANSPORT) or None,
+        is_placed=variables.get(ERROR_FILE) is not None,
     )
     _check(found, variables)
     return found

@@ -1,8 +1,9 @@
-"""What the options of optimizers and schedules may be, checked when they are given."""
+"""What options that are numbers or words may be, checked when they are given."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -50,12 +51,28 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
         raise PlanError(f"{name}={value!r} is not one of {', '.join(words)}; {hint}")
 
 
-def require_whole(**counts: Any) -> None:  # noqa: ANN401 - whatever was given
+def require_counts(*, optional: bool = False, **counts: Any) -> None:  # noqa: ANN401 - whatever was given
     """Check that numbers of things are whole and at least 1.
+
+    Args:
+        optional: whether None may stand for no such number.
+        **counts: the numbers by their names.
 
     Raises:
         PlanError: one is not.
+
+    Example:
+        >>> require_counts(epochs=0)
+        Traceback (most recent call last):
+        counterpoint.errors.PlanError: epochs=0 is no number to count with; give a whole number, 1 or more
     """
     for name, count in counts.items():
-        if not hasattr(count, "__index__") or count < 1:
-            raise PlanError(f"{name}={count!r} counts nothing; give a whole number, 1 or more")
+        if count is None and optional:
+            continue
+        try:
+            fits = operator.index(count) >= 1
+        except TypeError:
+            fits = False
+        if not fits:
+            none = ", or None" if optional else ""
+            raise PlanError(f"{name}={count!r} is no number to count with; give a whole number, 1 or more{none}")

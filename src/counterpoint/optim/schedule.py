@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from counterpoint.errors import PlanError
 from counterpoint.optim.decays import Course, Decay, find, one_cycle
-from counterpoint.optim.options import require_at_least, require_one_of, require_whole
+from counterpoint.optim.options import require_at_least, require_counts, require_one_of
 
 Rule: TypeAlias = Literal["linear", "sqrt", "none"]
 
@@ -37,7 +37,7 @@ def learning_rate_scale(batch_size: int, *, reference_batch_size: int = 256, rul
         arXiv:1404.5997, 2014; You et al., ICLR 2020, with LAMB.
     """
     require_one_of("rule", rule, _POWERS)
-    require_whole(batch_size=batch_size, reference_batch_size=reference_batch_size)
+    require_counts(batch_size=batch_size, reference_batch_size=reference_batch_size)
     return float((batch_size / reference_batch_size) ** _POWERS[rule])
 
 
@@ -91,7 +91,7 @@ def large_batch_schedule(  # noqa: PLR0913 - one recipe, all by keyword
         Goyal et al., Accurate, large minibatch SGD: training ImageNet in 1 hour, arXiv:1706.02677, 2017, section 2.2.
     """
     scale = learning_rate_scale(batch_size, reference_batch_size=reference_batch_size, rule=rule)
-    require_whole(epochs=epochs, steps_per_epoch=steps_per_epoch)
+    require_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
     warmup_steps = warmup_steps_of(warmup_epochs, epochs, steps_per_epoch)
     first = min(1.0, 1 / scale) if warmup_from is None else warmup_from
     if not 0 < first <= 1:

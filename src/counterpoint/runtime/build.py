@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,8 @@ from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import sparse_names
+from counterpoint.runtime.together import Together, norms_of, require_meetings, seats_of
+from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import Guard
 
 
@@ -91,12 +93,24 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         num_readers=num_readers(parts, rank),
         brought={place: micros for turn in parts.turns for place, micros in turn.ledger.brought.items()},
     )
+    if not renormalizes(model):
+        interpreter.twins = Twins(twins_of(parts, parts.turns[-1]), store)
+    norms = norms_of(model)
+    if norms:
+        require_meetings(parts.program, norms)
+        interpreter.compute.together = Together(norms, store, fabric, seats_of(parts.program, rank))
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
 
 
 def script_of(parts: Parts, turn: Turn, rank: int) -> Script:
     """Return what a rank does in one kind of step."""
     return Script(turn.program.rows[rank].body, answers_for(parts, rank, turn), domain_of(turn.program, rank))
+
+
+def renormalizes(model: nn.Module) -> bool:
+    """Tell whether a forward changes weights, as an embedding's with ``max_norm``: replicas would collide."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return any(table.max_norm is not None for table in tables)
 
 
 def require_no_hooks(model: nn.Module, cut: Cut, plan: Plan) -> None:
@@ -209,6 +223,20 @@ def holdings(parts: Parts, turn: Turn | None = None) -> list[Holding]:
         if known is None or entry.rank < known.rank:
             found[key] = Holding(entry.rank, *key)
     return [found[key] for key in sorted(found)]
+
+
+def twins_of(parts: Parts, turn: Turn) -> list[Group]:
+    """Return the groups of ranks that update the same parts of the same units, and so should hold the same weights."""
+    sliced = slices_of(parts.spec)
+    held: defaultdict[int, set[object]] = defaultdict(set)
+    for entry in turn.ledger.entries:
+        is_sliced = any(name in sliced for name in parts.spec.units[entry.unit])
+        at = turn.program.rows[entry.rank].slice_index if is_sliced else 0
+        held[entry.rank].add((entry.unit, entry.span, at, entry.replica))
+    groups: defaultdict[frozenset[object], list[int]] = defaultdict(list)
+    for rank in sorted(held):
+        groups[frozenset(held[rank])].append(rank)
+    return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
 def replicas_of(turn: Turn) -> list[Group]:

@@ -22,6 +22,7 @@ from counterpoint.runtime.direct import Directly, run_backward
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.store import Store
+from counterpoint.runtime.together import Together
 
 Grads = list["Tensor | None"]
 
@@ -81,6 +82,7 @@ class Compute:
         self.passing: dict[tuple[int, int], Grads] = {}
         self.losses: dict[int, float] = {}
         self.spent: Sequence[Tensor] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
+        self.together: Together | None = None  # where replicas meet in the middle of a forward
         self.unused = "error"  # what a parameter without a gradient means; a commit looks
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
@@ -112,6 +114,7 @@ class Compute:
     def forward(self, first: int, last: int, micro: int) -> None:
         """Run blocks ``first`` to ``last`` forward and keep what backward needs."""
         if self.is_empty(micro):
+            self.keep_up(first, last, micro)
             return
         self.dice.micro = micro
         block = first
@@ -124,7 +127,7 @@ class Compute:
             ]
             seed = seed_of(self.dice, draws=self.model.draws)
             try:
-                with self.directly():
+                with self.directly(), self.meeting(block, micro):
                     outputs = segment(leaves, self.store.params, self.store.buffers, seed)
             except Exception as error:
                 tell_where(error, self.place(block, stop, micro, leaves))
@@ -136,6 +139,21 @@ class Compute:
                 self.bundles[stop, micro] = Bundle(tuple(output.detach() for output in outputs), carried)
             self.tapes[block, micro] = (leaves, outputs)
             block = stop
+        self.keep_up(first, last, micro)
+
+    def meeting(self, block: int, micro: int) -> AbstractContextManager[object]:
+        """Have what replicas normalize together meet, if there is any."""
+        if self.together is None:
+            return nullcontext()
+        assert self.feed is not None, "a step has begun"
+        return self.together.around(block, micro, self.feed.sizes)
+
+    def keep_up(self, first: int, last: int, micro: int) -> None:
+        """Bring running statistics of what replicas normalize together to those that had no samples."""
+        if self.together is not None:
+            assert self.feed is not None, "a step has begun"
+            names = [name for segment in self.between(first, last) for name in segment.buffers]
+            self.together.keep_up(names, first, micro, self.feed.sizes)
 
     def place(self, block: int, stop: int, micro: int, values: Sequence[Tensor]) -> str:
         """Return which blocks run on which samples, as text for errors."""
@@ -183,7 +201,8 @@ class Compute:
             else:
                 roots, gradients, passed = self.roots(leaves, outputs, self.taken(stop, micro))
             if any(root.requires_grad for root in roots):
-                self.learn(roots, gradients)
+                with self.meeting(block, micro):
+                    self.learn(roots, gradients)
             self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
             self.passing[block, micro] = passed
             self.bundles.pop((block, micro), None)
@@ -197,7 +216,7 @@ class Compute:
         """Run autograd; gradients are added to the parameters'."""
         self.store.is_learning = True
         try:
-            if self.store.landings:
+            if self.store.landings or self.together is not None:
                 with self.directly():
                     run_backward(roots, gradients)
             else:

@@ -5,7 +5,6 @@ It knows instructions and nothing else; which strategy wrote them is not visible
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -30,9 +29,10 @@ from counterpoint.runtime.calls import (
 from counterpoint.runtime.compute import Compute, Model
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
 from counterpoint.runtime.feed import Feed
-from counterpoint.runtime.optimizers import squared_norm
+from counterpoint.runtime.optimizers import clip_by_value, squared_norm
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
+from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import (
     BALLOT_NUMBERS,
     Ballot,
@@ -133,6 +133,7 @@ class Interpreter:
         self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         self.compute = Compute(model, store, dice)
         self.exchange = Exchange(fabric, self.compute, store, brought)
+        self.twins = Twins((), store)
         self.state = RankState()
         self.clock: Callable[[], float] | None = None
         self.versions: dict[tuple[int, ...], int] = {}
@@ -231,8 +232,11 @@ class Interpreter:
             )
         feed = self.compute.feed
         missing = [name for unit in self.computed for name in self.store.units[unit].missing()]
-        ballot = ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared, missing)
+        sizes = feed.sizes if feed is not None else {}
+        ballot = ballot_of(self.compute.losses, sizes, squared, missing, self.twins.mark())
         ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
+        marks = {rank: one.mark for rank, one in zip(group, ballots, strict=True)}
+        self.twins.compare(marks, group, self.fabric, self.dice.step)
         verdict = decide(ballots, group, self.guard, own)
         self.state.verdict = verdict
         self.note_what_counts(ballots, verdict)
@@ -241,10 +245,19 @@ class Interpreter:
         if not self.is_left_out():
             self.settle_missing(ballots)
         self.store.settle(applied=not self.is_left_out())
-        if verdict.scale < 1.0:
-            for unit in self.store.units.values():
-                for gradient in unit.gradients():
-                    gradient.mul_(verdict.scale)
+        self.clip(verdict.scale)
+
+    def clip(self, scale: float) -> None:
+        """Scale all gradients that updates will use, and then bring every number in them to the size allowed."""
+        bound = self.guard.clip_value
+        if (scale == 1.0 and bound is None) or self.is_left_out():
+            return
+        for unit in self.store.units.values():
+            for gradient in unit.gradients():
+                if scale < 1.0:
+                    gradient.mul_(scale)
+                if bound is not None:
+                    clip_by_value(gradient, bound)
 
     def note_what_counts(self, ballots: Sequence[Ballot], verdict: Verdict) -> None:
         """Note which updates are left out: those of a fault, and of gradients that no sample had a part in."""
@@ -330,9 +343,3 @@ class Interpreter:
                     for name in segment.buffers:
                         changed[name] = changed.get(name, 0) + 1
         return changed
-
-    def mean_loss(self, sizes: Mapping[int, int]) -> tuple[float, int]:
-        """Return the sum of losses over samples and the number of samples this rank has seen in the last step."""
-        losses = self.compute.losses
-        count = sum(sizes[micro] for micro in losses)
-        return (sum(loss * sizes[micro] for micro, loss in losses.items()) if count else math.nan), count

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.errors import PlanError
+from counterpoint.world.topology import counted
 
 Factory: TypeAlias = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -84,24 +85,27 @@ class Face:
     def _groups(self, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
         names = {id(param): name for name, param in params.items()}
         groups: dict[str, int] = {}
-        foreign = 0
+        foreign: list[Tensor] = []
         for index, group in enumerate(self.optimizer.param_groups):
             for param in group["params"]:
                 if id(param) in names:
                     groups[names[id(param)]] = index
                 else:
-                    foreign += 1
+                    foreign.append(param)
+        missing = [name for name in params if name not in groups]
+        listed = f"{', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}"
         if foreign:
+            lacks = f"; it lacks {listed}, so it was built for another model, or before this one was changed"
             raise PlanError(
-                f"the optimizer holds {foreign} tensors that are not trainable parameters of the model, so these would "
-                "never be trained; build it from this model's parameters(), or pass a factory such as "
+                f"the optimizer holds {counted(len(foreign), 'tensor')} that the model does not train, the first of "
+                f"the shape {tuple(foreign[0].shape)}{lacks if missing else ''}: what it updates would not be the "
+                "model; build it from this model's parameters() once the model is complete, or pass a factory such as "
                 "partial(AdamW, lr=1e-3)"
             )
-        missing = [name for name in params if name not in groups]
         if missing:
             raise PlanError(
-                f"the optimizer does not hold {', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}; "
-                "give it all trainable parameters, or freeze these with requires_grad_(False)"
+                f"the optimizer does not hold {listed}; give it all trainable parameters, or freeze these with "
+                "requires_grad_(False)"
             )
         return groups
 
@@ -254,3 +258,13 @@ def squared_norm(gradients: Iterable[Tensor]) -> float:
         norm = torch.linalg.vector_norm(dense, dtype=None if dense.dtype == torch.float64 else torch.float32)
         total += float(norm) ** 2
     return total
+
+
+def clip_by_value(gradient: Tensor, bound: float) -> None:
+    """Bring every number of a gradient, the sum where rows of a table occur several times, to at most this size."""
+    if gradient.is_sparse:
+        summed = gradient.coalesce()
+        summed.values().clamp_(-bound, bound)
+        gradient.copy_(summed)
+    else:
+        gradient.clamp_(-bound, bound)

@@ -19,12 +19,14 @@ class Guard:
         clip_norm: gradients are scaled down to this global norm; None for no clipping.
         watch: ``loss`` checks the losses, ``gradients`` every gradient as well (it is read once more).
         nonfinite: ``error`` ends the run, ``skip`` leaves out the step on all ranks.
+        clip_value: then every number of a gradient is brought to at most this size; None for no clipping.
         most_skips: so many skipped steps in a row end the run all the same.
     """
 
     clip_norm: float | None = None
     watch: Literal["loss", "gradients"] = "loss"
     nonfinite: Literal["error", "skip"] = "error"
+    clip_value: float | None = None
     most_skips: int = 20
 
     @property
@@ -43,6 +45,7 @@ class Ballot:
         squared_norm: of the gradients it answers for.
         worst: the microbatch with a loss that is not finite; -1 for none.
         missing: the parameters it computes with on which none of its microbatches has put a gradient.
+        mark: a number for some of its weights, the same for the same ones; 0 where nobody should have the same.
     """
 
     loss_sum: float = 0.0
@@ -50,6 +53,7 @@ class Ballot:
     squared_norm: float = 0.0
     worst: int = -1
     missing: tuple[str, ...] = ()
+    mark: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +76,31 @@ class Verdict:
 
 
 def ballot_of(
-    losses: Mapping[int, float], sizes: Mapping[int, int], squared_norm: float, missing: Sequence[str] = ()
+    losses: Mapping[int, float],
+    sizes: Mapping[int, int],
+    squared_norm: float,
+    missing: Sequence[str] = (),
+    mark: int = 0,
 ) -> Ballot:
     """Return the ballot of a rank from its microbatches' mean losses."""
     worst = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
     total = sum(loss * sizes[micro] for micro, loss in losses.items())
-    return Ballot(total, sum(sizes[micro] for micro in losses), squared_norm, worst, tuple(missing))
+    return Ballot(total, sum(sizes[micro] for micro in losses), squared_norm, worst, tuple(missing), mark)
 
 
-BALLOT_NUMBERS = 5
+BALLOT_NUMBERS = 6
 """How many numbers :func:`to_numbers` makes of a ballot."""
 
 
 def to_numbers(ballot: Ballot) -> list[float]:
     """Return the ballot as numbers of 64 bits, nan and inf among them, and how many parameters are missing."""
-    return [ballot.loss_sum, ballot.num_samples, ballot.squared_norm, ballot.worst, len(ballot.missing)]
+    return [ballot.loss_sum, ballot.num_samples, ballot.squared_norm, ballot.worst, ballot.mark, len(ballot.missing)]
 
 
 def from_numbers(numbers: Sequence[float], missing: Sequence[str] = ()) -> Ballot:
     """Return the ballot that :func:`to_numbers` was given; the names of what is missing travel apart."""
-    loss_sum, num_samples, squared_norm, worst, _ = numbers
-    return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing))
+    loss_sum, num_samples, squared_norm, worst, mark, _ = numbers
+    return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing), int(mark))
 
 
 def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: Collection[int] = ()) -> Verdict:

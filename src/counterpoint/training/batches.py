@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from counterpoint.errors import DataError
+from counterpoint.world.topology import counted
 
 
 def count_samples(inputs: Any, targets: Any) -> int:  # noqa: ANN401 - whatever model and loss take
@@ -59,21 +60,35 @@ def digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
     return found.hexdigest()[:16]
 
 
-def warn_of_forks() -> None:
-    """Warn of processes that this one has forked although it has threads: a loader's workers, most likely."""
+def warn_of_forks(known: set[int]) -> bool:
+    """Warn of processes that this one has forked although it has threads: a loader's workers, most likely.
+
+    Args:
+        known: the processes that were looked at before; new ones are added.
+
+    Returns:
+        Whether there was something to warn of.
+    """
+    children = [child for child in multiprocessing.active_children() if child.pid not in known]
+    if not children:
+        return False
+    known.update(child.pid for child in children if child.pid is not None)
+    usual = multiprocessing.get_start_method()
+    forked = [child for child in children if (getattr(child, "_start_method", None) or usual) == "fork"]
     tasks = Path("/proc/self/task")  # threads of native code are seen only here
     num_threads = len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
-    forked = [child for child in multiprocessing.active_children() if getattr(child, "_start_method", "") == "fork"]
-    if forked and num_threads > 1:
-        pids = ", ".join(str(child.pid) for child in forked)
-        warnings.warn(
-            f"{len(forked)} processes (pid {pids}) were forked from this one, which has {num_threads} threads: a lock "
-            "that a thread held then stays locked in the copy for ever, so that such a worker may hang at any time; "
-            "give the DataLoader multiprocessing_context='forkserver', or let cp.Trainer.fit(dataset, workers=...) "
-            "read the samples",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if not forked or num_threads == 1:
+        return False
+    pids = ", ".join(str(child.pid) for child in forked)
+    warnings.warn(
+        f"{counted(len(forked), 'worker')} (pid {pids}) came of a fork of this "
+        f"process, which has {num_threads} threads: a lock that a thread held then stays locked in the copy for ever, "
+        "so that such a worker may hang at any time; give the DataLoader multiprocessing_context='forkserver', or let "
+        "cp.Trainer.fit(dataset, workers=...) read the samples",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return True
 
 
 def lengths_of(values: Any) -> set[int]:  # noqa: ANN401 - any nest of tensors

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from pathlib import Path
-from typing import Any
 
 from torch import nn, optim
 from torch.utils.data import DataLoader
@@ -12,33 +10,6 @@ from torch.utils.data import DataLoader
 from counterpoint.data.fetch import MapDataset
 from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.runtime.optimizers import Face, Factory
-
-
-def require_counts(*, optional: bool = False, **counts: Any) -> None:  # noqa: ANN401 - whatever was given
-    """Check that numbers of things are whole and at least 1.
-
-    Args:
-        optional: whether None may stand for no such number.
-        **counts: the numbers by their names.
-
-    Raises:
-        PlanError: one is not.
-
-    Example:
-        >>> require_counts(epochs=0)
-        Traceback (most recent call last):
-        counterpoint.errors.PlanError: epochs=0 is no number to count with; give a whole number, 1 or more
-    """
-    for name, count in counts.items():
-        if count is None and optional:
-            continue
-        try:
-            fits = operator.index(count) >= 1
-        except TypeError:
-            fits = False
-        if not fits:
-            none = ", or None" if optional else ""
-            raise PlanError(f"{name}={count!r} is no number to count with; give a whole number, 1 or more{none}")
 
 
 def require_folder(path: Path | None) -> None:

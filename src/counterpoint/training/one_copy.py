@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from counterpoint.plan import Plan
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.server import Server
@@ -48,12 +46,6 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
             return without_idle_passes(replace(plan, strategies=strategies))
         stride = strategy.num_ranks(stride)
     return plan
-
-
-def renormalizes(model: nn.Module) -> bool:
-    """Tell whether a forward changes weights, as an embedding's with ``max_norm``: replicas would collide."""
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return any(table.max_norm is not None for table in tables)
 
 
 def neighbours(degree: int, stride: int, hosts: Sequence[int]) -> int:

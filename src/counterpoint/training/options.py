@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from counterpoint.errors import PlanError
+from counterpoint.runtime.vote import Guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Options:
     Args:
         seed: of sample order and of everything that is drawn.
         clip_norm: global norm to which gradients are scaled down; None for no clipping.
+        clip_value: size to which every number of a gradient is brought down, after ``clip_norm``; None for no clipping.
         watch: ``loss`` checks the losses of a step, ``gradients`` every gradient as well.
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` leaves the step out.
         unused: what a trainable parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
@@ -26,6 +28,7 @@ class Options:
 
     seed: int = 0
     clip_norm: float | None = None
+    clip_value: float | None = None
     watch: Literal["loss", "gradients"] = "loss"
     nonfinite: Literal["error", "skip"] = "error"
     unused: Literal["error", "zero"] = "error"
@@ -36,6 +39,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise PlanError(f"clip_norm={self.clip_norm} would leave no gradient; give a positive norm, or None")
+        if self.clip_value is not None and not self.clip_value > 0:
+            raise PlanError(f"clip_value={self.clip_value} would leave no gradient; give a positive number, or None")
         if not self.deadline_s > 0:
             raise PlanError(f"deadline_s={self.deadline_s} leaves no time to wait; give a positive number of seconds")
         for name, allowed in (
@@ -45,3 +50,8 @@ class Options:
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+
+
+def guard_of(options: Options) -> Guard:
+    """Return what these options have checked and done before every update."""
+    return Guard(options.clip_norm, options.watch, options.nonfinite, options.clip_value)

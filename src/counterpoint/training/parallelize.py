@@ -45,6 +45,8 @@ class Step:
         self.is_closed = False
         self.is_shared = False  # whether other processes bring batches, too
         self.counted: list[int] = []
+        self.children: set[int] = set()  # the processes of this one that have been looked at
+        self.has_warned = False  # of one that was forked
 
     def __call__(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401 - whatever model and loss take
         """Train on one global batch.
@@ -69,6 +71,8 @@ class Step:
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, targets, count)
+        if self.is_shared and not self.has_warned:
+            self.has_warned = warn_of_forks(self.children)  # a loader starts workers anew in every epoch
         feed = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
         with torch.random.fork_rng(devices=[], enabled=self.team.draws):
             verdict = self.team.step(self.number, feed)
@@ -85,7 +89,6 @@ class Step:
         self.is_shared = len(team.world.fabrics) < fabric.num_ranks
         if self.is_shared:
             require_same_batches(fabric, count, digest(inputs, targets))
-            warn_of_forks()
         if self.auto is not None:
             few = cut(inputs, 0, min(count, FEW_SAMPLES))
             team.plan = self.auto.choose(team.model, team.face, few, team.options, count)

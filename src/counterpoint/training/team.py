@@ -31,6 +31,7 @@ from counterpoint.runtime.build import (
     copy_values,
     first_difference,
     groups_of,
+    renormalizes,
     require_no_hooks,
     slice_of,
     slices_of,
@@ -40,9 +41,10 @@ from counterpoint.runtime.compute import Model
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
-from counterpoint.runtime.vote import Guard, Verdict
-from counterpoint.training.one_copy import renormalizes, with_one_copy
-from counterpoint.training.options import Options
+from counterpoint.runtime.together import norms_of
+from counterpoint.runtime.vote import Verdict
+from counterpoint.training.one_copy import with_one_copy
+from counterpoint.training.options import Options, guard_of
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
 
@@ -114,17 +116,17 @@ class Team:
             self.compiled.model,
             self.loss,
             self.face,
-            Guard(self.options.clip_norm, self.options.watch, self.options.nonfinite),
+            guard_of(self.options),
             self.options.seed,
         )
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
-        words = (word for _, word in self.compiled.program.words())
-        keeps_own = any(isinstance(word, Release) and word.value.name == "weight" for word in words)
-        keeps_own = keeps_own or self.book().num_replicas > 1  # the model's weights are not those of any rank
+        words = [word for _, word in self.compiled.program.words() if isinstance(word, Release)]
+        keeps_own = self.book().num_replicas > 1 or any(word.value.name == "weight" for word in words)
+        needs_own = isinstance(cut, WholeCut) or bool(norms_of(self.model))  # as ranks meet inside of these
         for fabric in self.world.fabrics:
             fabric.form(groups)
             own_cut, model = cut, self.model
-            if isinstance(cut, WholeCut) and (keeps_own or fabric.rank != first):
+            if (isinstance(cut, WholeCut) and keeps_own) or (needs_own and fabric.rank != first):
                 model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
                 own_cut = self.cut(model, inputs)
             rank = build_rank(self.parts, own_cut, model, fabric)
@@ -183,12 +185,12 @@ class Team:
 
     def step(self, number: int, feed: Feed) -> Verdict:
         """Run one training step on all ranks and return what the first of this process's ranks decided."""
-        if self.watch is not None:
-            self.watch.require_unchanged(self.plan)
-        turn = self.turn_at(number)
+        turn, is_alone = self.turn_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
 
         def work(fabric: Fabric) -> Verdict | None:
             interpreter = self.ranks[fabric.rank].interpreter
+            if self.watch is not None:
+                self.watch.require_unchanged(self.plan, "" if is_alone else f"on rank {fabric.rank} ")
             try:
                 if self.may_share:
                     interpreter.store.enter_commons(fabric)

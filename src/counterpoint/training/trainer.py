@@ -16,12 +16,12 @@ from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler, split
 from counterpoint.errors import CheckpointError, CounterpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
+from counterpoint.optim.options import require_counts
 from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.training import saving
 from counterpoint.training.checks import (
     make_face,
-    require_counts,
     require_folder,
     require_map_style,
     require_same_batch,

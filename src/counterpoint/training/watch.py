@@ -27,6 +27,7 @@ class Watch:
         if num_ranks == 1:
             own |= {id(param) for param in stores[0].params.values()}
         self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in own]
+        self.stores = stores
         self.versions: list[int] = []
         self.note()
 
@@ -38,8 +39,12 @@ class Watch:
         """The weights are as the ranks know them."""
         self.versions = self.counts()
 
-    def require_unchanged(self, plan: Plan) -> None:
+    def require_unchanged(self, plan: Plan, where: str) -> None:
         """Check that nobody has changed the model's weights since the ranks got them; nothing to do under solo.
+
+        Args:
+            plan: of the ranks.
+            where: in which process, for the error.
 
         Raises:
             DataError: somebody has.
@@ -51,9 +56,11 @@ class Watch:
             return
         pairs = zip(self.versions, found, strict=True)
         names = [name for (name, _), (old, new) in zip(self.params, pairs, strict=True) if old != new]
+        is_common = any(arena.commons is not None for store in self.stores for arena in store.arenas())
+        common = "the ranks train one copy in memory that they share, so that all of them may have computed with either"
+        held = common if is_common else "the ranks train copies, of which this changed one at most"
         raise DataError(
-            f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model changed between "
-            f"two steps, but under {plan} the ranks train copies, which are as they were; in a loop of your own call "
-            "step.give_back() before the change and step.take() after it; around a trainer change weights before "
-            "fit(), or between two calls of it"
+            f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model changed {where}"
+            f"between two steps, but under {plan} {held}; in a loop of your own call step.give_back() before the "
+            "change and step.take() after it; around a trainer change weights before fit(), or between two calls of it"
         )

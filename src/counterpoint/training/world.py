@@ -13,6 +13,7 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.fabric.meeting import Address, asked_for, connect
 from counterpoint.launchers.environment import RankEnvironment
+from counterpoint.training.threads import settle_threads
 
 T = TypeVar("T")
 
@@ -110,4 +111,5 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
     )
     atexit.register(fabric.close)
     known.append(fabric)
+    settle_threads(fabric, is_placed=environment.is_placed)
     return JoinedWorld(fabric)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from counterpoint.compat.horovod import collectives
@@ -16,6 +12,7 @@ from counterpoint.compat.horovod.reductions import Op, Reduce
 from counterpoint.compat.horovod.waiting import finish_one
 from counterpoint.compat.horovod.world import the_world
 from counterpoint.errors import DataError
+from counterpoint.runtime.norms import Running, normalize
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -53,76 +50,25 @@ class SyncBatchNorm(_BatchNorm):
             mean = self.running_mean if not self.training or self.track_running_stats else None
             var = self.running_var if not self.training or self.track_running_stats else None
             return F.batch_norm(input, mean, var, self.weight, self.bias, uses_batch, momentum, self.eps)
-        result, mean, var, count = _Normalized.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        running = None
         if self.training and self.running_mean is not None and self.running_var is not None:
-            with torch.no_grad():
-                unbiased = var * (count / max(count - 1, 1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
-        return result  # type: ignore[no-any-return]
+            running = Running(self.running_mean, self.running_var, momentum)
+        everybody = Everybody()
+        return normalize(input, self.weight, self.bias, running=running, eps=self.eps, union=everybody)
 
 
-class _Normalized(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 - torch's own
-        values: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        mean, var, count = union_of_batches(values)
-        shape = [1, -1, *[1] * (values.dim() - 2)]
-        wide = torch.promote_types(values.dtype, torch.float32)
-        scale = (var + eps).rsqrt()
-        normal = (values.to(wide) - mean.to(wide).view(shape)) * scale.to(wide).view(shape)
-        result = normal
-        if weight is not None:
-            result = result * weight.to(wide).view(shape)
-        if bias is not None:
-            result = result + bias.to(wide).view(shape)
-        ctx.save_for_backward(normal, scale, weight)
-        ctx.count, ctx.dtype, ctx.has_bias = count, values.dtype, bias is not None
-        ctx.mark_non_differentiable(mean, var)
-        return result.to(values.dtype), mean, var, count
+class Everybody:
+    """All ranks of Horovod's world."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: object) -> Any:  # noqa: ANN401 - torch's own
-        normal, scale, weight = ctx.saved_tensors
-        wide, shape = normal.dtype, [1, -1, *[1] * (normal.dim() - 2)]
-        dims = [dim for dim in range(normal.dim()) if dim != 1]
-        given = grad.to(wide)
-        sums = torch.cat([given.sum(dims), (given * normal).sum(dims)])
-        own_bias, own_weight = sums.clone().chunk(2)
+    def gather(self, row: Tensor) -> Tensor:
+        """Return everybody's row."""
+        world = the_world()
+        return finish_one(
+            collectives.all_gather(world, [row], Among("the statistics of SyncBatchNorm", world.everybody))
+        )
+
+    def add(self, sums: Tensor) -> None:
+        """Replace the tensor by its sum over everybody."""
         world = the_world()
         among = Among("the gradient of SyncBatchNorm", world.everybody)
         finish_one(collectives.all_reduce(world, [sums], among, Reduce(Op.SUM)))
-        mean_grad, mean_product = (part.view(shape) / ctx.count for part in sums.chunk(2))
-        factor = scale.to(wide) if weight is None else scale.to(wide) * weight.to(wide)
-        result = (given - mean_grad - normal * mean_product) * factor.view(shape)
-        own = None if weight is None else own_weight.to(weight.dtype)
-        return result.to(ctx.dtype), own, own_bias.to(ctx.dtype) if ctx.has_bias else None, None
-
-
-def union_of_batches(values: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return mean and variance by channel, in float64, and the number of values by channel, of all ranks' batches.
-
-    Raises:
-        DataError: no rank has a value.
-    """
-    world = the_world()
-    channels = values.shape[1]
-    flat = values.detach().transpose(0, 1).reshape(channels, -1).to(torch.promote_types(values.dtype, torch.float32))
-    own = torch.zeros(1, 2 * channels + 1, dtype=torch.float64)
-    if flat.shape[1]:
-        variance, mean = torch.var_mean(flat, dim=1, correction=0)
-        own[0] = torch.cat([mean.double(), variance.double(), torch.tensor([flat.shape[1]], dtype=torch.float64)])
-    among = Among("the statistics of SyncBatchNorm", world.everybody)
-    rows = finish_one(collectives.all_gather(world, [own], among))
-    means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    count = counts.sum()
-    if not count:
-        raise DataError("SyncBatchNorm: no rank has a sample; a batch of all ranks together needs at least one")
-    mean = (means * counts).sum(0) / count
-    squares = (variances + (means - mean).square()) * counts
-    return mean, squares.sum(0) / count, int(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from counterpoint.compat.horovod.rank_sets import RankSet, member_of
 from counterpoint.compat.horovod.reductions import Op, Reduce
 from counterpoint.compat.horovod.waiting import finish, finish_one
 from counterpoint.compat.horovod.world import AGREEMENT, the_world
-from counterpoint.fabric.fingerprint import digest, dtype_name
+from counterpoint.fabric.fingerprint import digest, dtype_name, ranks
+from counterpoint.runtime.twins import bits_of
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -205,7 +207,9 @@ class Gradients:
     def _agree(self) -> None:
         """All members have the same buckets, in the same order."""
         world, group = the_world(), member_of(self._settings.process_set)
-        facts = torch.zeros(2, len(self._named), dtype=torch.int64)
+        facts = torch.zeros(2, len(self._named) + 1, dtype=torch.int64)
+        own = self._mark()
+        facts[0, -1], facts[1, -1] = own, -own  # so that the largest of both tell whether all are the same
         for place, number in enumerate(self._ready):
             facts[0, number] = place + 1
         if not self._settings.sparse_as_dense:
@@ -214,13 +218,24 @@ class Gradients:
         agreed = world.mirrored.pop(self._label, None)  # this rank had joined when the others agreed
         if agreed is None:
             agreed = finish_one(collectives.all_reduce(world, [facts], Among(self._label, group), Reduce(Op.MAX)))
-        places, flags = agreed.tolist()
+        (*places, most), (*flags, least) = agreed.tolist()
+        if own and most == -least and len(group) > 1 and world.fabric.rank == group[0]:
+            warn_of_same_samples(group)
         count = len(self._named)
         order = sorted(range(count), key=lambda number: (places[number] or count + 1, -number))
         self._sparse = [number for number in order if flags[number]]
         dense = [number for number in order if not flags[number]]
         self._buckets = [self._bucket(numbers) for numbers in self._cut(dense, world.fusion_bytes)]
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.members}
+
+    def _mark(self) -> int:
+        """Return a number that is the same for the same gradients; 0 for those of zeros."""
+        found = 0
+        for _, param in self._named:
+            if param.grad is not None:
+                grad = param.grad.coalesce().values() if param.grad.is_sparse else param.grad
+                found = (31 * found + bits_of(grad.contiguous())) % (1 << 48)
+        return found
 
     def _cut(self, order: Sequence[int], fusion_bytes: int) -> list[list[int]]:
         """Return the members of each bucket: of one dtype, as many as fit; in the order in which buckets are full."""
@@ -253,6 +268,17 @@ class Gradients:
         names = [self._named[number][0] for number in numbers]
         name = names[0] if len(names) == 1 else f"gradients of {len(names)} parameters, {names[0]} to {names[-1]}"
         return Bucket(numbers, flat, slots, name, missing=set(numbers))
+
+
+def warn_of_same_samples(group: Sequence[int]) -> None:
+    """Warn that ranks have come to the same gradient, bit for bit, from what each was fed."""
+    warnings.warn(
+        f"{ranks(group)} came to the same gradient in their first step, bit for bit, so they were fed the same "
+        f"samples: {len(group)} ranks do the work of one, and an epoch is read {len(group)} times; give each rank "
+        "samples of its own, for a DataLoader with DistributedSampler(dataset, hvd.size(), hvd.rank())",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 def _hook(owner: weakref.ref[Gradients], number: int) -> Callable[[Tensor], None]:

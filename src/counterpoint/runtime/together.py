@@ -1,0 +1,282 @@
+"""What ``torch.nn.SyncBatchNorm`` means in a plan: replicas normalize the microbatches that they run side by side.
+
+Its statistics are needed in the middle of a forward, so this is the one exchange that no word of the program shows. A
+function mode that is active while blocks run sees the calls of batch norm that belong to such modules, and has them
+meet those of the other replicas. That no rank waits for ever in one is proved by a walk of the program, into which the
+meetings are put for that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from counterpoint.errors import PlanError, ProgramError
+from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Value
+from counterpoint.program.program import Program, Row
+from counterpoint.program.walk import walk
+from counterpoint.runtime.norms import Running, normalize
+from counterpoint.runtime.store import Store
+
+Seats: TypeAlias = tuple[tuple[int, int], ...]
+"""The ranks that normalize together, each with the microbatch that it brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """One SyncBatchNorm module.
+
+    Args:
+        path: of the module.
+        mark: the parameter or buffer by which its calls are known.
+        buffers: what it keeps of its batches; none if it keeps nothing.
+    """
+
+    path: str
+    mark: str
+    buffers: tuple[str, ...]
+
+
+def norms_of(model: nn.Module) -> list[Norm]:
+    """Return the SyncBatchNorm modules of a model.
+
+    Raises:
+        PlanError: one has neither running statistics nor a weight, so that its calls cannot be told from others.
+    """
+    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    found = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm):
+            continue
+        own = [tensor for tensor in (module.running_mean, module.weight) if tensor is not None]
+        if not own:
+            raise PlanError(
+                f"{path} is a SyncBatchNorm with affine=False and track_running_stats=False, which has no tensor to "
+                "know it by; leave one of the two at its default"
+            )
+        found.append(Norm(path, names[id(own[0])], tuple(names[id(buffer)] for buffer in module.buffers())))
+    return found
+
+
+class Replicas:
+    """The ranks that normalize together in one module; see :class:`counterpoint.runtime.norms.Union`.
+
+    Args:
+        fabric: the way to them.
+        group: their ranks.
+        path: of the module.
+    """
+
+    def __init__(self, fabric: Fabric, group: Group, path: str) -> None:
+        self.fabric = fabric
+        self.group = group
+        self.path = path
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Return everybody's row."""
+        count, width = len(self.group), row.numel()
+        whole = row.new_zeros(count * width)
+        at = self.group.index(self.fabric.rank)
+        whole[at * width : (at + 1) * width] = row[0]
+        bounds = range(0, (count + 1) * width, width)
+        self.fabric.all_gather(f"statistics of {self.path}", whole, bounds, self.group).wait()
+        return whole.view(count, width)
+
+    def add(self, sums: Tensor) -> None:
+        """Replace the tensor by its sum over everybody."""
+        self.fabric.all_reduce(f"gradient of {self.path}", sums, self.group).wait()
+
+
+class Normal(NamedTuple):
+    """The arguments of batch norm."""
+
+    values: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+
+def of_functional(  # noqa: PLR0913 - torch's own
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,  # noqa: FBT001, FBT002
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Normal:
+    """Return the arguments of ``torch.nn.functional.batch_norm``."""
+    return Normal(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def of_aten(values: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Normal:  # noqa: ANN401
+    """Return the arguments of the operation as a traced model calls it."""
+    running_mean, running_var, training, momentum, eps, _ = rest
+    return Normal(values, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+CALLS: Mapping[Callable[..., Any], Callable[..., Normal]] = {
+    F.batch_norm: of_functional,
+    torch.ops.aten.batch_norm.default: of_aten,
+}
+"""The functions that normalize, and how their arguments are read."""
+
+
+class Meeting(TorchFunctionMode):
+    """While this is active, the calls of some modules normalize together with those of other ranks.
+
+    Args:
+        fabric: the way to them.
+        group: the ranks.
+        paths: of the modules, by the identity of the tensor that marks each.
+    """
+
+    def __init__(self, fabric: Fabric, group: Group, paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.fabric = fabric
+        self.group = group
+        self.paths = paths
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function, or normalize with the others."""
+        if func in CALLS:
+            call = CALLS[func](*args, **(kwargs or {}))
+            mark = call.running_mean if call.running_mean is not None else call.weight
+            path = self.paths.get(id(mark))
+            if path is not None and call.training:
+                union = Replicas(self.fabric, self.group, path)
+                running = None
+                if call.running_mean is not None and call.running_var is not None:
+                    running = Running(call.running_mean, call.running_var, call.momentum)
+                return normalize(call.values, call.weight, call.bias, running=running, eps=call.eps, union=union)
+        return func(*args, **(kwargs or {}))
+
+
+class Together:
+    """How one rank's SyncBatchNorm modules meet those of other ranks.
+
+    Args:
+        norms: the modules.
+        store: the rank's parameters and buffers.
+        fabric: its way to the others.
+        seats: who normalizes together, by block and microbatch of this rank.
+    """
+
+    def __init__(
+        self, norms: Sequence[Norm], store: Store, fabric: Fabric, seats: Mapping[tuple[int, int], Seats]
+    ) -> None:
+        self.norms = norms
+        self.store = store
+        self.fabric = fabric
+        self.seats = seats
+        tensors: dict[str, Tensor] = {**store.params, **store.buffers}
+        self.paths = {id(tensors[norm.mark]): norm.path for norm in norms if norm.mark in tensors}
+
+    def around(self, block: int, micro: int, sizes: Mapping[int, int]) -> AbstractContextManager[object]:
+        """Have the modules meet while a microbatch goes through blocks, those of the members that have samples."""
+        group = tuple(rank for rank, theirs in self.seats.get((block, micro), ()) if sizes[theirs])
+        return Meeting(self.fabric, group, self.paths) if len(group) > 1 else nullcontext()
+
+    def keep_up(self, names: Sequence[str], block: int, micro: int, sizes: Mapping[int, int]) -> None:
+        """Give the running statistics to members without samples; all members call it after a forward, or instead.
+
+        Args:
+            names: of the buffers that the blocks may change.
+            block: the first of them.
+            micro: the microbatch that this rank brings.
+            sizes: of every microbatch.
+        """
+        seats = self.seats.get((block, micro), ())
+        roots = [rank for rank, theirs in seats if sizes[theirs]]
+        kept = [name for norm in self.norms for name in norm.buffers if name in set(names)]
+        if not kept or not roots or len(roots) == len(seats):
+            return
+        buffers = [self.store.buffers[name] for name in kept]
+        flat = torch.cat([buffer.detach().reshape(-1).double() for buffer in buffers])
+        group = tuple(rank for rank, _ in seats)
+        self.fabric.broadcast(f"running statistics of block {block}", flat, group, roots[0]).wait()
+        begun = 0
+        for buffer in buffers:
+            buffer.copy_(flat[begun : begun + buffer.numel()].view(buffer.shape))
+            begun += buffer.numel()
+
+
+def seats_of(program: Program, rank: int) -> dict[tuple[int, int], Seats]:
+    """Return who normalizes together with a rank, by its blocks and microbatches.
+
+    Those are the ranks whose samples share one mean with this one's, and which hold the same slices: each brings the
+    first microbatch that it runs, then the second one, and so on.
+    """
+    row = program.rows[rank]
+    members = [other for other in mean_of(row, rank) if program.rows[other].slice_index == row.slice_index]
+    micros = {other: forwards(program.rows[other].body) for other in members}
+    return {
+        (block, micro): tuple((other, micros[other][block][at]) for other in members if at < len(micros[other][block]))
+        for block, own in micros[rank].items()
+        for at, micro in enumerate(own)
+    }
+
+
+def mean_of(row: Row, rank: int) -> Group:
+    """Return the ranks whose samples share one mean with a rank's."""
+    commit = next((word for word in row.body if isinstance(word, Commit)), Commit((rank,)))
+    return commit.own or commit.group
+
+
+def forwards(words: Sequence[Instruction]) -> defaultdict[int, list[int]]:
+    """Return the microbatches that each block runs on, in order."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for word in words:
+        if isinstance(word, Forward):
+            found[word.block].append(word.micro)
+    return found
+
+
+def require_meetings(program: Program, norms: Sequence[Norm]) -> None:
+    """Prove that replicas which meet in every block, forwards and backwards, never wait for ever.
+
+    Raises:
+        PlanError: they might.
+    """
+    rows = []
+    for rank, row in enumerate(program.rows):
+        seats, words = seats_of(program, rank), list[Instruction]()
+        counts: Counter[tuple[type, int]] = Counter()
+        for word in row.body:
+            words.append(word)
+            if isinstance(word, Forward | Backward):
+                at = counts[type(word), word.block]
+                counts[type(word), word.block] += 1
+                group = tuple(member for member, _ in seats.get((word.block, word.micro), ()))
+                value = Value("y" if isinstance(word, Forward) else "dx", (word.block,), at)
+                words += [Collective("sum", value, group)] if len(group) > 1 else []
+        rows.append(tuple(words))
+    try:
+        for _ in walk(rows):
+            pass
+    except ProgramError as error:
+        raise PlanError(
+            f"{norms[0].path} is a SyncBatchNorm, in which replicas wait for each other, but in this plan they would "
+            "wait for ever, because they run their microbatches in different orders; give all stages as many replicas "
+            "(pipeline(p) * data(r)), or take BatchNorm"
+        ) from error
