@@ -53,6 +53,7 @@ def test_every_name_of_the_table_makes_a_strategy_that_reads_back_as_itself(name
         "pipeline(3, order=gpipe, replicas=(2,1,1), balance=(1,2,1)) * zero(2, level=2)",
         "tensor(2, dims=heads) * data(2)",
         "data(2) * server(2, servers=2, consistency=asp)",
+        "data(4, bucket=64MiB, first_bucket=0, cycle=2.5, tune=off)",
     ],
 )
 def test_a_plan_writes_what_it_reads(text):
