@@ -15,6 +15,7 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
+from counterpoint.program.early import early_sums
 from counterpoint.program.instruction import Collective, Commit, Forward, Group
 from counterpoint.program.program import Program
 from counterpoint.program.turn import Turn
@@ -27,6 +28,7 @@ from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import sparse_names
 from counterpoint.runtime.vote import Guard
+from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Parts:
         face: the user's optimizer.
         guard: what is checked before updates.
         seed: the run's seed.
+        buckets: in which gradients are summed while a backward goes on.
     """
 
     turns: tuple[Turn, ...]
@@ -48,6 +51,7 @@ class Parts:
     face: Face
     guard: Guard
     seed: int
+    buckets: Buckets = BY_DEFAULT
 
     @property
     def program(self) -> Program:
@@ -90,13 +94,17 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         guard=parts.guard,
         num_readers=num_readers(parts, rank),
         brought={place: micros for turn in parts.turns for place, micros in turn.ledger.brought.items()},
+        buckets=parts.buckets,
     )
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
 
 
 def script_of(parts: Parts, turn: Turn, rank: int) -> Script:
     """Return what a rank does in one kind of step."""
-    return Script(turn.program.rows[rank].body, answers_for(parts, rank, turn), domain_of(turn.program, rank))
+    program = turn.program
+    return Script(
+        program.rows[rank].body, answers_for(parts, rank, turn), domain_of(program, rank), early_sums(program, rank)
+    )
 
 
 def require_no_hooks(model: nn.Module, cut: Cut, plan: Plan) -> None:

@@ -116,6 +116,7 @@ class Team:
             self.face,
             Guard(self.options.clip_norm, self.options.watch, self.options.nonfinite),
             self.options.seed,
+            self.plan.buckets,
         )
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
         words = (word for _, word in self.compiled.program.words())
