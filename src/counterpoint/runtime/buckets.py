@@ -51,7 +51,8 @@ def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
         if bucket is not None and not _takes(bucket, one, limits[one.arena], sizes.cycle_ms):
             closed.append(growing.pop(one.arena))
         if one.arena not in growing:
-            limits[one.arena] = sizes.bucket_bytes if closed or growing else sizes.first_bytes
+            is_first = not closed and not growing
+            limits[one.arena] = min(sizes.first_bytes, sizes.bucket_bytes) if is_first else sizes.bucket_bytes
         growing.setdefault(one.arena, []).append(one)
     complete = sorted([*closed, *growing.values()], key=lambda bucket: (bucket[-1].ready_s, bucket[-1].place))
     return tuple(tuple(ready.place for ready in bucket) for bucket in complete)
@@ -99,5 +100,5 @@ def left_over(ranges: Iterable[Range], taken: Sequence[Range]) -> Iterator[Range
 def ladder(sizes: Buckets) -> list[Buckets]:
     """Return the sizes that are worth a try: those given, larger and smaller ones, and everything at once."""
     one = Buckets(2**62, 2**62, 0.0, sizes.tune)
-    others = [4 * sizes.bucket_bytes, sizes.bucket_bytes // 4]
+    others = [4 * sizes.bucket_bytes, sizes.bucket_bytes // 4, sizes.bucket_bytes // 16]
     return [sizes, *(Buckets(size, sizes.first_bytes, sizes.cycle_ms, sizes.tune) for size in others), one]

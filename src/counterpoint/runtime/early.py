@@ -235,7 +235,7 @@ class Site:
     def wait(self, word: Collective) -> None:
         """What the group has agreed on is known; with a clock, also when the parts of the sum were complete."""
         for transfer in self.transfers:
-            if transfer.word == word and self.clock is not None:
+            if transfer.word.value == word.value and self.clock is not None:
                 for work in transfer.works:
                     work.wait()
                 transfer.stop_s = self.clock() if math.isnan(transfer.stop_s) else transfer.stop_s

@@ -27,7 +27,7 @@ class Trials:
     num_ways: int
     warm_up: int = 4
     num_rounds: int = 3
-    num_steps: int = 4
+    num_steps: int = 3
     step: int = 0
     seconds: dict[int, list[float]] = field(default_factory=dict)
 
