@@ -247,5 +247,5 @@ def test_a_plan_needs_the_model_cut_as_finely_as_its_most_demanding_strategy_doe
     assert Plan.parse(text).need == need
 
 
-def test_overlap_wishes_for_blocks():
-    assert Plan(Plan.parse("data(2)").strategies, 1, ("overlap",)).need == "wish"
+def test_overlap_cuts_no_model():
+    assert Plan(Plan.parse("data(2)").strategies, 1, ("overlap",)).need == "none"
