@@ -54,7 +54,9 @@ def train(strategy, num_microbatches=1, **options):
 def compare(num_ranks, transport):
     """Return for each row how far it is from solo, and how many buckets there were."""
     torch.set_num_threads(1)
-    environment, found = replace(detect(), transport=transport), []
+    told, found = detect(), []
+    assert told is not None, "a rank has been told who it is"
+    environment = replace(told, transport=transport)
     for text, micros in ROWS:
         mine, cuts = train(text.format(n=num_ranks), micros, environment=environment)
         theirs, _ = train("solo", micros * num_ranks, environment=replace(environment, world_size=1, rank=0))

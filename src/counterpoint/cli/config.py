@@ -30,7 +30,7 @@ class PlanSection(Section):
     num_microbatches: int | None = Field(default=None, ge=1)
     """Microbatches of the innermost program; 1, or what a pipeline can use, when left out."""
     passes: tuple[str, ...] | None = Field(default=None, strict=False)
-    """What is done to the program afterwards, `overlap` for instance."""
+    """What is done to the program afterwards: `overlap` when left out, `[]` for nothing."""
 
 
 class TrainingSection(Section):
