@@ -53,6 +53,7 @@ def test_every_name_of_the_table_makes_a_strategy_that_reads_back_as_itself(name
         "pipeline(3, order=gpipe, replicas=(2,1,1), balance=(1,2,1)) * zero(2, level=2)",
         "tensor(2, dims=heads) * data(2)",
         "data(2) * server(2, servers=2, consistency=asp)",
+        "data(4, bucket=64MiB, first_bucket=0, cycle=2.5, tune=off)",
     ],
 )
 def test_a_plan_writes_what_it_reads(text):
@@ -246,5 +247,5 @@ def test_a_plan_needs_the_model_cut_as_finely_as_its_most_demanding_strategy_doe
     assert Plan.parse(text).need == need
 
 
-def test_overlap_wishes_for_blocks():
-    assert Plan(Plan.parse("data(2)").strategies, 1, ("overlap",)).need == "wish"
+def test_overlap_cuts_no_model():
+    assert Plan(Plan.parse("data(2)").strategies, 1, ("overlap",)).need == "none"

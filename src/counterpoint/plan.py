@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError
+from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.rhythm import Rhythm, TurnName
@@ -92,14 +93,18 @@ class Plan:
     def need(self) -> Need:
         """How finely the model has to be cut: as finely as the strategy that needs it finest."""
         order: tuple[Need, ...] = ("none", "wish", "chain", "regions")
-        needs = [strategy.need for strategy in self.strategies] + (["wish"] if "overlap" in self.passes else [])
-        return max(needs, key=order.index, default="none")
+        return max((strategy.need for strategy in self.strategies), key=order.index, default="none")
 
     @property
     def rhythm(self) -> Rhythm:
         """Which kind of step comes when; only the last strategy may have steps that are not all alike."""
         last = self.strategies[-1] if self.strategies else None
         return last.rhythm if isinstance(last, Data) else Rhythm()
+
+    @property
+    def buckets(self) -> Buckets:
+        """In which pieces gradients are summed while a backward goes on; what the last data parallelism says."""
+        return next((one.buckets for one in reversed(self.strategies) if isinstance(one, Data)), BY_DEFAULT)
 
     def at(self, turn: TurnName) -> Plan:
         """Return the plan whose program is that of one kind of step."""

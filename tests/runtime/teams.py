@@ -1,6 +1,7 @@
 """Ranks of a small model, built and asked what they hold while they run."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,10 +34,10 @@ def feed(num_micros, num_samples=None):
 
 
 @contextmanager
-def team(plan, *, num_microbatches=1, model=None, optimizer=ADAMW, **options):
+def team(plan, *, num_microbatches=1, model=None, optimizer=ADAMW, passes=(), **options):
     """Yield the ranks of a plan, built but not yet run."""
     model = chain(4) if model is None else model
-    found = Plan.parse(plan, num_microbatches=num_microbatches)
+    found = replace(Plan.parse(plan, num_microbatches=num_microbatches), passes=passes)
     with LocalWorld(found.num_ranks, 10.0) as world:
         face = Face(optimizer, dict(model.named_parameters()))
         one = Team(world, found, model, F.mse_loss, face, Options(**options))

@@ -29,8 +29,8 @@ class PlanSection(Section):
     """Strategies joined by `*`; a bare name takes the ranks that there are."""
     num_microbatches: int | None = Field(default=None, ge=1)
     """Microbatches of the innermost program; 1, or what a pipeline can use, when left out."""
-    passes: tuple[str, ...] = Field(default=(), strict=False)
-    """What is done to the program afterwards, `overlap` for instance."""
+    passes: tuple[str, ...] | None = Field(default=None, strict=False)
+    """What is done to the program afterwards: `overlap` when left out, `[]` for nothing."""
 
 
 class TrainingSection(Section):

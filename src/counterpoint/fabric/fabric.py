@@ -27,6 +27,14 @@ class Work(ABC):
             PeerError: the members disagree, one of them is gone, or the deadline has passed.
         """
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be seen to be complete on this rank, without waiting and without taking part in it.
+
+        A transport that cannot tell says no.
+        """
+        return False
+
     def completes_within(self, seconds: float) -> bool:
         """Return whether it is complete on this rank after at most that long, with this rank taking part.
 
@@ -42,6 +50,11 @@ class Work(ABC):
 
 class Finished(Work):
     """A collective of one rank, which is complete before it starts."""
+
+    @property
+    def is_complete(self) -> bool:
+        """It is."""
+        return True
 
     def wait(self) -> None:
         """Return at once."""

@@ -70,6 +70,11 @@ class LocalWork(Work):
         self._operation = operation
         self._encounter = encounter
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last member has arrived."""
+        return self._encounter.over
+
     def wait(self) -> None:
         """Let the other ranks run until the last member has arrived."""
         encounter = self._encounter

@@ -289,6 +289,11 @@ class TorchWork(Work):
             self._fabric.finish(self.start, self._lane)
             self._lane = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether gloo has ended it; what its end leaves to be done is done where it is waited for."""
+        return self._lane is None or (self.start.launched and all(work.is_completed() for work in self.start.works))
+
     def completes_within(self, seconds: float) -> bool:
         """Wait for that long; what goes wrong otherwise is told by :meth:`wait`."""
         if self._lane is not None and self._fabric.failure is None:

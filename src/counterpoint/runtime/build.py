@@ -15,6 +15,7 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
+from counterpoint.program.early import early_sums
 from counterpoint.program.instruction import Collective, Commit, Forward, Group
 from counterpoint.program.program import Program
 from counterpoint.program.turn import Turn
@@ -29,6 +30,7 @@ from counterpoint.runtime.strewn import sparse_names
 from counterpoint.runtime.together import Together, norms_of, require_meetings, seats_of
 from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import Guard
+from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Parts:
         face: the user's optimizer.
         guard: what is checked before updates.
         seed: the run's seed.
+        buckets: in which gradients are summed while a backward goes on.
     """
 
     turns: tuple[Turn, ...]
@@ -50,6 +53,7 @@ class Parts:
     face: Face
     guard: Guard
     seed: int
+    buckets: Buckets = BY_DEFAULT
 
     @property
     def program(self) -> Program:
@@ -92,6 +96,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         guard=parts.guard,
         num_readers=num_readers(parts, rank),
         brought={place: micros for turn in parts.turns for place, micros in turn.ledger.brought.items()},
+        buckets=parts.buckets,
     )
     if not renormalizes(model):
         interpreter.twins = Twins(twins_of(parts, parts.turns[-1]), store)
@@ -104,7 +109,10 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
 
 def script_of(parts: Parts, turn: Turn, rank: int) -> Script:
     """Return what a rank does in one kind of step."""
-    return Script(turn.program.rows[rank].body, answers_for(parts, rank, turn), domain_of(turn.program, rank))
+    program = turn.program
+    return Script(
+        program.rows[rank].body, answers_for(parts, rank, turn), domain_of(program, rank), early_sums(program, rank)
+    )
 
 
 def renormalizes(model: nn.Module) -> bool:

@@ -8,9 +8,11 @@ ends it, so that everything happens where the text says.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
+from counterpoint.program.early import Early
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -39,11 +41,12 @@ class ForwardRun:
 
 @dataclass(frozen=True, slots=True)
 class BackwardRun:
-    """Blocks ``last`` down to ``first`` backward on one microbatch."""
+    """Blocks ``last`` down to ``first`` backward on one microbatch; some sums may begin before it is over."""
 
     first: int
     last: int
     micro: int
+    early: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +94,32 @@ class Script:
         words: its row.
         answers_for: the units whose gradient norm this rank counts, so that each is counted once.
         domain: the microbatches whose samples share one mean with this rank's.
+        early: by the place of a backward the sums that may begin during it.
     """
 
     words: Sequence[Instruction]
     answers_for: Sequence[tuple[int, ...]]
     domain: Sequence[int]
+    early: Early = field(default_factory=dict)
 
 
-def fuse(words: Sequence[Instruction]) -> tuple[tuple[Call, int, int], ...]:
-    """Return the calls of a row, each with the indices of its first and one past its last word."""
+def fuse(words: Sequence[Instruction], early: Early = MappingProxyType({})) -> tuple[tuple[Call, int, int], ...]:
+    """Return the calls of a row, each with the indices of its first and one past its last word.
+
+    Args:
+        words: the row.
+        early: by the place of a backward the sums that may begin during it.
+    """
     calls = []
     start = 0
     while start < len(words):
         stop = start + 1
         while stop < len(words) and _goes_on(words[stop - 1], words[stop]):
             stop += 1
-        calls.append((_call(words[start:stop]), start, stop))
+        call = _call(words[start:stop])
+        if isinstance(call, BackwardRun) and stop - 1 in early:
+            call = replace(call, early=early[stop - 1])
+        calls.append((call, start, stop))
         start = stop
     return tuple(calls)
 

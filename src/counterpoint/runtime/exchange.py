@@ -14,11 +14,14 @@ from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import OF_UNITS, Collective, Value
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
+from counterpoint.runtime.buckets import Range
 from counterpoint.runtime.coded import coded_sum
 from counterpoint.runtime.compute import Bundle, Compute
+from counterpoint.runtime.early import Early
 from counterpoint.runtime.layout import Span
 from counterpoint.runtime.store import Store, UnitStore
 from counterpoint.runtime.strewn import Several
+from counterpoint.strategies.buckets import Buckets
 
 _Begun: TypeAlias = tuple[Arena | None, Work, Collective]
 """The arena a collective works on, if any, the work, and the word."""
@@ -32,6 +35,7 @@ class Exchange:
         compute: where activations and their gradients lie.
         store: where parameters and their gradients lie.
         brought: for a group and a unit that it sums in a code the microbatches that each member brings.
+        sizes: of the buckets in which sums begin early.
     """
 
     def __init__(
@@ -40,12 +44,14 @@ class Exchange:
         compute: Compute,
         store: Store,
         brought: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
+        sizes: Buckets,
     ) -> None:
         self.fabric = fabric
         self.compute = compute
         self.store = store
         self.brought = brought
         self.started: dict[Value, list[_Begun]] = {}
+        self.early = Early(self, sizes)
 
     def send(self, value: Value, peer: int) -> None:
         """Send a bundle, the gradients of one, a gradient of parameters, or parameters."""
@@ -99,11 +105,13 @@ class Exchange:
             self.finish(arena, word)
 
     def start(self, word: Collective) -> None:
-        """Start a collective that a later word waits for."""
-        self.started[word.value] = self.begin(word)
+        """Start a collective that a later word waits for, or what is left of it to be started."""
+        site = self.early.active.get(word.value)
+        self.started[word.value] = self.begin(word) if site is None else list(site.start(word))
 
     def wait(self, word: Collective) -> None:
         """Wait for a started collective."""
+        self.early.wait(word)
         for arena, work, begun in self.started.pop(word.value):
             work.wait()
             self.finish(arena, begun)
@@ -157,18 +165,34 @@ class Exchange:
         flat = arena.fold() if span is None else arena.sum_of(span)
         has_share = arena.part is not None and word.verb == "sum"
         low = arena.layout.range_of(span)[0] if has_share and span is not None else 0
-        strewn, bounds = arena.strewn, arena.layout.bounds(len(group))
-        works: list[Work] = []
+        strewn = arena.strewn
         if strewn.slots:
             strewn.gather(self.fabric, group, label, has_share=word.verb == "sum" and bool(strewn.rows))
-        for start, stop in strewn.dense_ranges(low, low + len(flat)):
+        works = self.begin_ranges(word, arena, label, strewn.dense_ranges(low, low + len(flat)), flat, low)
+        return works[0] if len(works) == 1 else Several(works)
+
+    def begin_ranges(
+        self, word: Collective, arena: Arena, label: str, ranges: Iterable[Range], flat: Tensor, low: int = 0
+    ) -> list[Work]:
+        """Start to add up ranges of an arena's gradient, or of this rank's share of it.
+
+        Args:
+            word: the share or sum.
+            arena: whose gradient.
+            label: what it is called.
+            ranges: elements of the arena.
+            flat: the gradient or share.
+            low: where in the arena it begins.
+        """
+        bounds, works = arena.layout.bounds(len(word.group)), []
+        for start, stop in ranges:
             part = flat[start - low : stop - low]
             if word.verb == "share":
                 inside = [min(max(bound, start), stop) - start for bound in bounds]
-                works.append(self.fabric.reduce_scatter(label, part, inside, group))
+                works.append(self.fabric.reduce_scatter(label, part, inside, word.group))
             else:
-                works.append(self.fabric.all_reduce(label, part, group))
-        return works[0] if len(works) == 1 else Several(works)
+                works.append(self.fabric.all_reduce(label, part, word.group))
+        return works
 
     def begin_code(self, word: Collective, arena: Arena, label: str) -> Work:
         """Start to add up one arena's gradient in a code; rows of tables with sparse gradients travel as they are."""

@@ -6,6 +6,7 @@ It knows instructions and nothing else; which strategy wrote them is not visible
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -48,6 +49,7 @@ from counterpoint.runtime.vote import (
     to_numbers,
     unreached,
 )
+from counterpoint.strategies.buckets import Buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,13 @@ class Served:
 
 @dataclass(slots=True)
 class Note:
-    """What the interpreter tells of a call: the words of the row it was, and when it ran."""
+    """What the interpreter tells of a call, or of a transfer beside it: the words of the row it was, and its times."""
 
     start: int
     stop: int
     start_s: float
     stop_s: float
+    is_transfer: bool = False
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class Interpreter:
         guard: what is checked before updates.
         num_readers: for each parameter how many ranks of this rank's commit compute with it.
         brought: for a group and a unit that it sums in a code the microbatches that each member brings.
+        buckets: in which gradients are summed while a backward goes on.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -118,8 +122,9 @@ class Interpreter:
         guard: Guard,
         num_readers: Mapping[str, int],
         brought: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
+        buckets: Buckets,
     ) -> None:
-        self.scripts = {name: (script, fuse(script.words)) for name, script in scripts.items()}
+        self.scripts = {name: (script, fuse(script.words, script.early)) for name, script in scripts.items()}
         self.script, self.calls = list(self.scripts.values())[-1]
         self.forward_calls = fuse(forward_only(self.script.words))
         self.sets_aside = any(isinstance(word, Swap) for word in self.script.words)
@@ -132,7 +137,7 @@ class Interpreter:
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
         self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         self.compute = Compute(model, store, dice)
-        self.exchange = Exchange(fabric, self.compute, store, brought)
+        self.exchange = Exchange(fabric, self.compute, store, brought, buckets)
         self.twins = Twins((), store)
         self.state = RankState()
         self.clock: Callable[[], float] | None = None
@@ -151,7 +156,8 @@ class Interpreter:
         self.store.begin()
         self.state.verdict, self.state.leaves_out = None, False
         self.state.notes.clear()
-        self.run(calls)
+        with self.exchange.early.step():
+            self.run(calls)
         return self.state.verdict
 
     def evaluate(self, feed: Feed, model: Model) -> None:
@@ -177,14 +183,18 @@ class Interpreter:
             began = clock()
             self.execute(call)
             self.state.notes.append(Note(start, stop, began, clock()))
+        for one in self.exchange.early.transfers():
+            at = self.script.words.index(one.word)
+            self.state.notes.append(Note(at, at + 1, one.start_s, one.stop_s, is_transfer=True))
 
     def execute(self, call: Call) -> None:  # noqa: C901, PLR0912 - one case for each call
         """Run one call."""
         match call:
             case ForwardRun(first, last, micro):
                 self.compute.forward(first, last, micro)
-            case BackwardRun(first, last, micro):
-                self.compute.backward(first, last, micro)
+            case BackwardRun(first, last, micro, early):
+                with self.exchange.early.during(early, self.clock) if early else nullcontext():
+                    self.compute.backward(first, last, micro)
             case CollectiveRun(words):
                 self.collect(words)
             case Send(value, peer):

@@ -12,6 +12,7 @@ from counterpoint.program.codes import find_code, sum_trips
 from counterpoint.program.instruction import Collective, Instruction, Serve, Update, grad
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import before_commit, last_backward_first, replicate, widen_commits
+from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 from counterpoint.strategies.late import Late
 from counterpoint.strategies.local import Local
 from counterpoint.strategies.rhythm import Rhythm, TurnName
@@ -47,6 +48,8 @@ class Data:
         sync_every: average weights after so many steps instead of summing gradients in each; 1 sums gradients.
         sync_first: sum gradients in so many steps at the beginning.
         staleness: 0 for gradients that are applied in their own step, 1 for the step after it.
+        buckets: in which pieces gradients are summed while the backward of their step goes on; where nothing is
+            summed then (a code, staleness, an update in memory that copies have in common), they say nothing.
 
     Promise:
         The same numbers as on one rank, to rounding; but not with any option from ``compress`` on. With ``compress``
@@ -92,6 +95,7 @@ class Data:
     sync_every: int = 1
     sync_first: int = 0
     staleness: int = 0
+    buckets: Buckets = BY_DEFAULT
 
     axis: ClassVar[str] = "data"
     splits_batch: ClassVar[bool] = True
@@ -153,6 +157,7 @@ class Data:
         options += [f"sync_every={self.sync_every}"] if self.sync_every != 1 else []
         options += [f"sync_first={self.sync_first}"] if self.sync_first else []
         options += [f"staleness={self.staleness}"] if self.staleness else []
+        options += self.buckets.options()
         return f"data({', '.join([str(self.degree), *options])})"
 
     @property

@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from counterpoint.errors import PlanError
+from counterpoint.strategies.buckets import Buckets
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
@@ -34,15 +35,24 @@ class Named:
     parent: type
 
 
+BUCKETS = ("bucket", "first_bucket", "cycle", "tune")
+"""The options that :class:`Buckets` reads."""
+
+
+def _data(degree: int, **options: Any) -> Strategy:  # noqa: ANN401 - the fields of Data, but for its buckets
+    buckets = Buckets.parse(**{name: options.pop(name) for name in BUCKETS if name in options})
+    return Data(degree, buckets=buckets, **options)
+
+
 def _server(degree: int, *, servers: int = 1, consistency: Literal["bsp", "asp"] = "bsp") -> Strategy:
     return Server(degree, servers, consistency)
 
 
 STRATEGIES: dict[str, Named] = {
     "data": Named(
-        Data,
+        _data,
         "replicas on their own samples, gradients summed before the update",
-        ("update", "compress", "reduce", "sync_every", "sync_first", "staleness"),
+        ("update", "compress", "reduce", "sync_every", "sync_first", "staleness", *BUCKETS),
         Data,
     ),
     "zero": Named(Zero, "replicas that share out optimizer state, gradients or weights", ("level",), Zero),

@@ -28,6 +28,9 @@ from counterpoint.world.cluster import Cluster
 FEW_SAMPLES = 8
 """A model is traced on so many samples at most, to see what it costs."""
 
+PASSES = ("overlap",)
+"""What is done to a program where nobody says what."""
+
 _AUTO = re.compile(r"^\s*auto\s*(\(\s*\d+\s*\))?\s*$")
 
 
@@ -47,19 +50,29 @@ def make_options(options: dict[str, Any]) -> Options:
 
 
 def make_plan(
-    strategy: str | Plan, environment: RankEnvironment | None, num_microbatches: int | None, passes: Sequence[str]
+    strategy: str | Plan,
+    environment: RankEnvironment | None,
+    num_microbatches: int | None,
+    passes: Sequence[str] | None,
 ) -> Plan:
-    """Return the plan for the ranks that were started, or for this process alone; data where a choice is left open."""
+    """Return the plan for the ranks that were started, or for this process alone; data where a choice is left open.
+
+    Args:
+        strategy: a plan, or its text; a plan has its passes, a text gets :data:`PASSES`.
+        environment: what a launcher told this process, if any did.
+        num_microbatches: of the innermost program; None for those of the plan.
+        passes: what is done to the program instead; None where nothing is asked for.
+    """
     num_ranks = environment.world_size if environment is not None else 1
     if isinstance(strategy, Plan):
         plan = strategy
     else:
-        plan = Plan.parse(_AUTO.sub(r"data\1", strategy), num_ranks=num_ranks)
+        plan = replace(Plan.parse(_AUTO.sub(r"data\1", strategy), num_ranks=num_ranks), passes=PASSES)
     if num_microbatches is not None:
         plan = replace(plan, num_microbatches=num_microbatches)
     if num_ranks > 1:
         plan.require_ranks(num_ranks)
-    return replace(plan, passes=tuple(passes) or plan.passes)
+    return plan if passes is None else replace(plan, passes=tuple(passes))
 
 
 @dataclass(frozen=True, slots=True)

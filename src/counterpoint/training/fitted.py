@@ -80,6 +80,8 @@ def fit(model: ModelSpec, measured: Trace) -> FittedCosts:
         for key, seconds in computed(words, event, model):
             computing[key].append(seconds)
         first = words[0]
+        if isinstance(first, Collective) and event.lane == "link":
+            continue  # it was under way beside computing; what it cost is what its wait took
         if isinstance(first, Collective) and first.phase:
             split[event.rank, format_instruction(first).rstrip("+-")] += event.seconds
         elif isinstance(first, Send | Recv | Push | Pull | Commit | Collective):

@@ -193,7 +193,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     *,
     strategy: str | Plan = "data",
     num_microbatches: int | None = None,
-    passes: Sequence[str] = (),
+    passes: Sequence[str] | None = None,
     environment: RankEnvironment | None = None,
     **options: Any,  # noqa: ANN401 - checked by Options
 ) -> Step:
@@ -205,7 +205,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         loss: from the model's output and the targets to the mean loss.
         strategy: a plan or its text, as for :class:`counterpoint.training.trainer.Trainer`.
         num_microbatches: microbatches of the innermost program.
-        passes: what is done to the program afterwards.
+        passes: what is done to the program afterwards, as for the trainer.
         environment: what a launcher told this process; detected when left out.
         **options: fields of :class:`counterpoint.training.options.Options`.
 

@@ -118,6 +118,7 @@ class Team:
             self.face,
             guard_of(self.options),
             self.options.seed,
+            self.plan.buckets,
         )
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
         words = [word for _, word in self.compiled.program.words() if isinstance(word, Release)]

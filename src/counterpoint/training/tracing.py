@@ -47,24 +47,29 @@ def measured_step(team: Team, number: int, feed: Feed) -> tuple[Verdict, Trace]:
     if len(team.world.fabrics) < first.num_ranks:
         everyone = first.gather_values("trace", notes[first.rank], tuple(range(first.num_ranks)))
         notes = dict(enumerate(everyone))  # type: ignore[arg-type]  # what every rank sends
-    events = [
-        event
-        for rank, times in notes.items()
-        for event in _events(rank, rows[rank].body, [(int(a), int(b), c, d) for a, b, c, d in times])
-    ]
+    events = [event for rank, times in notes.items() for event in _events(rank, rows[rank].body, times)]
     return verdict, Trace.of(events, len(rows), "measured")
 
 
 def _plain(notes: list[Note]) -> list[list[float]]:
     """Return notes as numbers, counted from the first one."""
     began = notes[0].start_s if notes else 0.0
-    return [[note.start, note.stop, note.start_s - began, note.stop_s - began] for note in notes]
-
-
-def _events(rank: int, words: tuple[Instruction, ...], times: list[tuple[int, int, float, float]]) -> list[Event]:
     return [
-        Event(rank, start, " ".join(map(format_instruction, words[start:stop])), began, ended, lane_of(words[start]))
-        for start, stop, began, ended in times
+        [note.start, note.stop, note.start_s - began, note.stop_s - began, float(note.is_transfer)] for note in notes
+    ]
+
+
+def _events(rank: int, words: tuple[Instruction, ...], times: list[list[float]]) -> list[Event]:
+    return [
+        Event(
+            rank,
+            int(start),
+            " ".join(map(format_instruction, words[int(start) : int(stop)])),
+            began,
+            ended,
+            "link" if is_transfer else lane_of(words[int(start)]),
+        )
+        for start, stop, began, ended, is_transfer in times
     ]
 
 

@@ -53,7 +53,8 @@ class Trainer:
         num_microbatches: microbatches of the innermost program; by default 1, or what a pipeline can use.
         schedule: from the optimizer to a learning rate scheduler, stepped after every step, such as
             ``partial(cp.large_batch_schedule, batch_size=8192, ...)``.
-        passes: what is done to the program afterwards, ``("overlap",)`` for instance.
+        passes: what is done to the program afterwards; by default ``("overlap",)``, or what a plan that is no text
+            says. Without any, ``()``, gradients are summed after the backward.
         callbacks: listeners to what happens.
         progress: how the run is shown on standard error: a bar on a terminal and plain lines elsewhere (``auto``),
             one of the two, ``json``, or ``off``.
@@ -83,7 +84,7 @@ class Trainer:
         strategy: str | Plan = "data",
         num_microbatches: int | None = None,
         schedule: Schedule | None = None,
-        passes: Sequence[str] = (),
+        passes: Sequence[str] | None = None,
         callbacks: Iterable[Callback] = (),
         progress: Mode = "auto",
         environment: RankEnvironment | None = None,

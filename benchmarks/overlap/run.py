@@ -1,0 +1,54 @@
+"""Steps of data parallelism between hosts of the lab, with the sums of gradients during the backward and after it."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from counterpoint.errors import LaunchError
+from counterpoint.testing.claims import Options, Result
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.lab import Lab
+
+ROUNDS, RATE = 15, "1gbit"
+BARS = {"without": 1.1, "ddp": 1.0}  # how many times as fast the tuned step is, at least
+MEANS = {
+    "without": "ours, passes=()",
+    "overlap": "ours, tune=off",
+    "tuned": "ours",
+    "ddp": "DDP on gloo",
+}
+
+
+def on_hosts(rounds):
+    """Return what each of two ranks on two hosts has measured."""
+    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(rounds)]
+    with Lab(hosts=2, rate=RATE) as lab:
+        return [json.loads(one.text().splitlines()[-1]) for one in lab.run_ranks(command, deadline_s=240)]
+
+
+def measure(options: Options) -> Result:
+    if reason := Lab.why_not():
+        raise LaunchError(f"hosts cannot be made here: {reason}")
+    found = on_hosts(max(3, options.rounds or ROUNDS))
+    seconds = {name: list(map(max, *(rank["seconds"][name] for rank in found))) for name in MEANS}
+    rows, missed = [], []
+    for name, meaning in MEANS.items():
+        ratios = {
+            other: statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True))
+            for other in ("without", "ddp")
+        }
+        count = ", ".join(map(str, found[0]["buckets"].get(name, []))) or "-"
+        spread = f"{1e3 * min(seconds[name]):.0f} to {1e3 * max(seconds[name]):.0f}"
+        shown = [f"{ratio:.2f}" for ratio in ratios.values()]
+        rows.append((meaning, count, f"{1e3 * statistics.median(seconds[name]):.0f}", spread, *shown))
+        for other, bar in BARS.items() if name == "tuned" else ():
+            if not ratios[other] >= bar:
+                missed.append(f"ours is {ratios[other]:.2f} times as fast as {MEANS[other]}; at least {bar} promised")
+    forward, backward = (statistics.median(times) for times in zip(*found[0]["alone"], strict=True))
+    rows.append(("one rank that sends nothing", "-", f"{1e3 * (forward + backward):.0f}", "-", "-", "-"))
+    columns = ("2 hosts x 1 rank, 1 Gbit/s", "buckets", "ms a step", "spread", "over without", "over DDP")
+    note = f"forward {1e3 * forward:.0f} ms, backward {1e3 * backward:.0f} ms; no update"
+    return Result(columns, tuple(rows), tuple(missed), {"seconds": seconds, "ranks": found}, {"sends nothing:": note})
