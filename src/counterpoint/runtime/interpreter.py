@@ -47,6 +47,7 @@ from counterpoint.runtime.vote import (
     require_reached,
     to_numbers,
     unreached,
+    warn_of_parted,
 )
 
 
@@ -81,6 +82,7 @@ class RankState:
         skipped: steps left out in a row.
         leaves_out: whether the updates behind the last commit are left out.
         leaves_out_late: whether those with the gradients that were set aside will be.
+        has_told: whether it has been said that parameters get gradients on some ranks only.
         journal: the pushes that a server answered, in order.
         notes: the calls of the last step with their times, when they are kept.
     """
@@ -89,6 +91,7 @@ class RankState:
     skipped: int = 0
     leaves_out: bool = False
     leaves_out_late: bool = False
+    has_told: bool = False
     journal: list[Served] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
@@ -103,7 +106,7 @@ class Interpreter:
         fabric: its way to the other ranks.
         dice: its random state.
         guard: what is checked before updates.
-        num_readers: for each parameter how many ranks of this rank's commit compute with it.
+        readers: for each parameter which ranks of this rank's commit compute with it.
         brought: for a group and a unit that it sums in a code the microbatches that each member brings.
     """
 
@@ -116,7 +119,7 @@ class Interpreter:
         fabric: Fabric,
         dice: Dice,
         guard: Guard,
-        num_readers: Mapping[str, int],
+        readers: Mapping[str, Group],
         brought: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
     ) -> None:
         self.scripts = {name: (script, fuse(script.words)) for name, script in scripts.items()}
@@ -127,9 +130,10 @@ class Interpreter:
         self.fabric = fabric
         self.dice = dice
         self.guard = guard
-        self.num_readers = num_readers
+        self.readers = readers
         runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
+        self.micros = {run.micro for run in runs}
         self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         self.compute = Compute(model, store, dice)
         self.exchange = Exchange(fabric, self.compute, store, brought)
@@ -231,7 +235,9 @@ class Interpreter:
             )
         feed = self.compute.feed
         missing = [name for unit in self.computed for name in self.store.units[unit].missing()]
-        ballot = ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared, missing)
+        sizes = feed.sizes if feed is not None else {}
+        is_idle = not any(sizes[micro] for micro in self.micros)
+        ballot = ballot_of(self.compute.losses, sizes, squared, missing, is_idle=is_idle)
         ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
         verdict = decide(ballots, group, self.guard, own)
         self.state.verdict = verdict
@@ -239,7 +245,7 @@ class Interpreter:
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
         if not self.is_left_out():
-            self.settle_missing(ballots)
+            self.settle_missing(ballots, group)
         self.store.settle(applied=not self.is_left_out())
         if verdict.scale < 1.0:
             for unit in self.store.units.values():
@@ -256,12 +262,14 @@ class Interpreter:
         else:
             state.leaves_out = bool(verdict.fault) or not has_samples
 
-    def settle_missing(self, ballots: Sequence[Ballot]) -> None:
+    def settle_missing(self, ballots: Sequence[Ballot], group: Group) -> None:
         """Check that every parameter got a gradient on some rank, unless zeros are wanted; where none is, put zeros."""
         if not any(ballot.missing for ballot in ballots):
             return
         if self.compute.unused == "error":
-            require_reached(unreached(ballots, self.num_readers), self.dice.step)
+            require_reached(unreached(ballots, self.readers), self.dice.step)
+            if group[0] == self.fabric.rank and not self.state.has_told:
+                self.state.has_told = warn_of_parted(ballots, group, self.readers, self.dice.step)
         for unit in self.computed:
             self.store.units[unit].fill()
 
@@ -277,8 +285,9 @@ class Interpreter:
         rows = numbers.view(count, BALLOT_NUMBERS).tolist()
         if not any(row[-1] for row in rows):
             return [from_numbers(row) for row in rows]
-        names = self.fabric.gather_values("missing gradients", list(ballot.missing), group)
-        return [from_numbers(row, cast("list[str]", missing)) for row, missing in zip(rows, names, strict=True)]
+        found = self.fabric.gather_values("missing gradients", [ballot.is_idle, *ballot.missing], group)
+        told = cast("list[tuple[bool, *tuple[str, ...]]]", found)
+        return [from_numbers(row, names, is_idle=idle) for row, (idle, *names) in zip(rows, told, strict=True)]
 
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
         """Apply the optimizer to some units, unless the step is left out."""
