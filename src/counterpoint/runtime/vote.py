@@ -220,6 +220,7 @@ def require_reached(missing: Sequence[str], step: int) -> None:
     if missing:
         raise DataError(
             f"no gradient reached {listed(missing)}: the loss does not depend on "
-            f"{'it' if len(missing) == 1 else 'them'}; freeze what is not trained with requires_grad_(False), use its output in the loss of every step (this "
-            f"was step {step}), or pass unused='zero' to train on with gradients of zeros"
+            f"{'it' if len(missing) == 1 else 'them'}; freeze what is not trained with requires_grad_(False), use its "
+            f"output in the loss of every step (this was step {step}), or pass unused='zero' to train on with "
+            "gradients of zeros"
         )

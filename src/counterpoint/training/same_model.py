@@ -71,7 +71,7 @@ def mode_of(model: nn.Module) -> str:
     if not model.training:
         return "in evaluation mode"
     still = ", ".join(path for path, module in model.named_modules() if not module.training)
-    return "in training mode" + (f", but {still} in evaluation mode" if still else "")
+    return "in training mode" + (f" but for {still}" if still else "")
 
 
 def first_difference(found: Sequence[Facts]) -> str:
