@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from counterpoint.data.sampler import split
 from counterpoint.errors import DataError
-from counterpoint.fabric.fabric import Fabric, Group, Json
-from counterpoint.fabric.fingerprint import ranks
+from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.fabric.fingerprint import digest, ranks
 from counterpoint.program.instruction import Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.feed import cut
@@ -25,7 +27,7 @@ class Offer:
     Args:
         count: its samples.
         is_done: whether it has run out of them.
-        settings: the options of its optimizer's groups.
+        settings: the options of its optimizer's groups; empty where all ranks have the same ones and train.
         content: what tells its first batch from others; empty for later ones.
     """
 
@@ -82,13 +84,27 @@ class OwnBatches:
         Raises:
             DataError: ranks would update with different options.
         """
-        mine: Json = [count, is_done, [settings(group) for group in self.face.optimizer.param_groups], content]
+        groups = [settings(group) for group in self.face.optimizer.param_groups]
         everyone = tuple(range(self.fabric.num_ranks))
-        found = [Offer(*cast("Any", one)) for one in self.fabric.gather_values("batches", mine, everyone)]
+        numbers = self.gather_numbers([count, is_done, int.from_bytes(digest(groups)[:7])], everyone)
+        told: Sequence[Any] = [[[], ""]] * len(everyone)
+        if not self.micros_of or any(gone for _, gone, _ in numbers) or len({print_ for *_, print_ in numbers}) > 1:
+            told = cast("list[Any]", self.fabric.gather_values("batches", [groups, content], everyone))
+        found = [Offer(num, bool(gone), *more) for (num, gone, _), more in zip(numbers, told, strict=True)]
         present = [rank for rank in everyone if not found[rank].is_done]
         if present:
             self.agree_on_settings(step, found, present)
         return found
+
+    def gather_numbers(self, mine: Sequence[int], everyone: Group) -> list[list[int]]:
+        """Return what every rank passes, whole numbers, as many on each."""
+        numbers = torch.zeros(len(everyone) * len(mine), dtype=torch.int64)
+        bounds = range(0, len(numbers) + 1, len(mine))
+        place = self.fabric.rank
+        numbers[bounds[place] : bounds[place + 1]] = torch.tensor(mine)
+        self.fabric.all_gather("sizes of batches", numbers, bounds, everyone).wait()
+        rows: list[list[int]] = numbers.view(len(everyone), -1).tolist()
+        return rows
 
     def judge(self, step: int, found: Sequence[Offer]) -> None:
         """Say once what may be meant: ranks have run out, differ in their numbers of samples, or bring the same ones.
@@ -123,7 +139,7 @@ class OwnBatches:
                         f"{theirs.get(key)} on rank {rank}, but ranks update one model; change it alike on all ranks: "
                         f"step a schedule until its last_epoch is step.number, which is {step} on all"
                     )
-        if self.fabric.rank not in present:
+        if self.fabric.rank not in present:  # and so all were told
             for group, options in zip(self.face.optimizer.param_groups, found[first].settings, strict=True):
                 put_settings(group, options)
 
