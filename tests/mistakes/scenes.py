@@ -76,6 +76,13 @@ def own_batches_of_a_pipeline():
     return train_on_own([(4, 4, 4)], "pipeline(3)", num_microbatches=2)
 
 
+def one_batch_for_all_stages():
+    model = mlp()
+    with step_of(model, "pipeline(3)", batches="own", num_microbatches=2) as step:
+        losses = [step(*parts_of((size,))[0]) for size in (12, 5)]
+    return losses, {name: value.tolist() for name, value in params_of(model).items()}
+
+
 def a_mean_over_uneven_parts():
     with step_of(batches="own") as step:
         return step.mean([1.0, 2.0, float("nan")][rank()], [3, 1, 0][rank()])
@@ -228,7 +235,8 @@ def an_exception_on_one_rank():
 ALIKE = (
     sizes_that_differ, sizes_that_differ_as_meant, sizes_that_may_not_differ, a_rank_that_runs_out,
     a_rank_that_may_not_run_out, an_empty_batch, a_first_batch_without_samples, own_batches_of_a_pipeline,
-    a_mean_over_uneven_parts, rates_that_differ, the_same_samples, a_branch_that_one_rank_does_not_take,
+    one_batch_for_all_stages, a_mean_over_uneven_parts, rates_that_differ, the_same_samples,
+    a_branch_that_one_rank_does_not_take,
     weights_that_share_memory, a_model_in_evaluation_mode_on_one_rank, a_module_in_evaluation_mode_on_one_rank,
     another_dtype, another_device, another_width, another_depth, another_dropout, another_plan, other_first_weights,
     other_first_weights_that_are_refused, another_order, sizes_of_one_batch_that_differ, a_branch_that_no_rank_takes,

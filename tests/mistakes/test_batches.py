@@ -17,6 +17,7 @@ TOLD = [
     (scenes.sizes_that_differ_as_meant, None, [(4, 4, 2)]),
     (scenes.a_rank_that_runs_out, ENDS, [(4, 4, 4), (4, 0, 0), (3, 0, 0)]),
     (scenes.an_empty_batch, EMPTY, [(4, 4, 4), (4, 0, 3)]),
+    (scenes.one_batch_for_all_stages, None, [(12,), (5,)]),
 ]
 REFUSED = [
     (scenes.sizes_that_may_not_differ, SIZES, 1),

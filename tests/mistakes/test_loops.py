@@ -23,7 +23,8 @@ def check_disagreement(scene):
 
 
 def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():
-    assert [check_disagreement(scenes.a_step_that_one_rank_leaves_out)] == promised("An if that goes by the rank")
+    text = check_disagreement(scenes.a_step_that_one_rank_leaves_out)
+    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == promised("An if that goes by the rank")
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -31,21 +30,19 @@ from counterpoint.runtime.compute import Compute, Model
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import squared_norm
+from counterpoint.runtime.polling import gather_ballots
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.vote import (
-    BALLOT_NUMBERS,
     Ballot,
     Guard,
     Verdict,
     ballot_of,
     decide,
-    from_numbers,
     has_bad_gradient,
     has_bad_loss,
     require_finite,
     require_reached,
-    to_numbers,
     unreached,
     warn_of_parted,
 )
@@ -238,7 +235,7 @@ class Interpreter:
         sizes = feed.sizes if feed is not None else {}
         is_idle = not any(sizes[micro] for micro in self.micros)
         ballot = ballot_of(self.compute.losses, sizes, squared, missing, is_idle=is_idle)
-        ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
+        ballots = [ballot] if len(group) == 1 else gather_ballots(self.fabric, ballot, group)
         verdict = decide(ballots, group, self.guard, own)
         self.state.verdict = verdict
         self.note_what_counts(ballots, verdict)
@@ -272,22 +269,6 @@ class Interpreter:
                 self.state.has_told = warn_of_parted(ballots, group, self.readers, self.dice.step)
         for unit in self.computed:
             self.store.units[unit].fill()
-
-    def gather_ballots(self, ballot: Ballot, group: tuple[int, ...]) -> list[Ballot]:
-        """Return the ballots of all members, in their order; names travel only where parameters are missing."""
-        count, place = len(group), group.index(self.fabric.rank)
-        numbers = torch.zeros(count * BALLOT_NUMBERS, dtype=torch.float64)
-        numbers[place * BALLOT_NUMBERS : (place + 1) * BALLOT_NUMBERS] = torch.tensor(
-            to_numbers(ballot), dtype=torch.float64
-        )
-        bounds = range(0, (count + 1) * BALLOT_NUMBERS, BALLOT_NUMBERS)
-        self.fabric.all_gather("commit", numbers, bounds, group).wait()
-        rows = numbers.view(count, BALLOT_NUMBERS).tolist()
-        if not any(row[-1] for row in rows):
-            return [from_numbers(row) for row in rows]
-        found = self.fabric.gather_values("missing gradients", [ballot.is_idle, *ballot.missing], group)
-        told = cast("list[tuple[bool, *tuple[str, ...]]]", found)
-        return [from_numbers(row, names, is_idle=idle) for row, (idle, *names) in zip(rows, told, strict=True)]
 
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
         """Apply the optimizer to some units, unless the step is left out."""

@@ -15,14 +15,13 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Commit, Forward
-from counterpoint.program.program import Program
 from counterpoint.runtime.feed import BatchFeed, Feed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.batches import count_samples, digest, warn_of_forks
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan
+from counterpoint.training.feeds import counted_micros
 from counterpoint.training.own_batches import OwnBatches
 from counterpoint.training.team import Team
 from counterpoint.training.world import World, open_world
@@ -263,15 +262,6 @@ def require_same_batches(fabric: Fabric, count: int, content: str) -> None:
                 "passes the same global batch and takes its own part of it: leave a DistributedSampler away, shuffle "
                 "with the same seed on every rank, and draw no noise that differs; or pass batches='own' to parallelize"
             )
-
-
-def counted_micros(program: Program, rank: int) -> list[int]:
-    """Return the microbatches whose samples the ranks that commit with this one count, each as often as it is."""
-    words = program.rows[rank].body
-    group = next((word.group for word in words if isinstance(word, Commit)), ())
-    bodies = [word for member in group for word in program.rows[member].body if isinstance(word, Forward)]
-    last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
-    return [word.micro for word in bodies if word.block == last]
 
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
