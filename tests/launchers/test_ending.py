@@ -35,6 +35,18 @@ def test_an_exception_explains_peer_errors_that_came_first_in_time():
     assert exit_code(outcomes) == 1
 
 
+def test_of_ranks_that_disagree_it_is_told_where_each_stood():
+    """Only the one that was stopped first was named, and it was none of the two."""
+    text = "ranks 0 and 1 disagree on collective 3 of their group"
+    places = {0: "job.py:51", 1: "job.py:60", 2: "job.py:51"}
+    records = {rank: ErrorRecord("PeerError", text, place, True, 3.0 - rank) for rank, place in places.items()}
+    assert tell([*(ended(rank, error=record) for rank, record in records.items()), ended(3, -15, stopped_s=2.0)]) == (
+        f"rank 1 failed: PeerError: {text} at job.py:60\n"
+        "ranks 0 and 2 stood at job.py:51, rank 1 stood at job.py:60\n"
+        "rank 3 stopped because of rank 1"
+    )
+
+
 def test_of_two_failures_of_their_own_the_earlier_is_the_cause_and_the_other_is_told():
     outcomes = [ended(0, error=raised("KeyError", 2.0)), ended(1, error=raised("OSError", 1.0, text="full\ndisk"))]
     assert tell(outcomes).splitlines() == [

@@ -5,10 +5,13 @@ import socket
 import time
 import warnings
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
+from torch import nn, optim
 
+import counterpoint as cp
 from counterpoint.launchers.environment import RankEnvironment, rank_variables
 from tests.fabric.players import CONTEXT, heard
 
@@ -36,10 +39,13 @@ def on_ranks(scenes, num_ranks, deadline_s=10.0):
 def play(pipe, scenes, who, listener, port):
     """Be one rank in a process of its own."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     rank, num_ranks, deadline_s = who
     listen_fd = None if listener is None else listener.detach()
     found = RankEnvironment(rank, num_ranks, rank, num_ranks, "127.0.0.1", port, "test", deadline_s, listen_fd)
     os.environ.update(rank_variables(found))
+    with cp.parallelize(nn.Linear(1, 1), partial(optim.SGD, lr=0.0), F.mse_loss, strategy=f"data({num_ranks})") as step:
+        step(torch.zeros(num_ranks, 1), torch.zeros(num_ranks, 1))  # all have started, and met
     pipe.send({scene.__name__: told(scene) for scene in scenes})
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from counterpoint.runtime.build import answers_for, domain_of, first_difference, holdings, slice_of, structure
+from counterpoint.runtime.build import answers_for, domain_of, holdings, slice_of
 from counterpoint.runtime.layout import WHOLE
 from counterpoint.runtime.state import gather_weights, write_weights
 from tests.runtime.teams import chain, feed, team
@@ -91,17 +91,6 @@ def test_replicas_have_equal_weights_after_a_step(plan):
 def test_a_loss_is_a_mean_over_the_samples_of_all_who_commit_together(plan, domains):
     with built(plan) as one:
         assert [domain_of(one.parts.program, rank) for rank in range(len(domains))] == domains
-
-
-def test_the_first_difference_of_two_models_is_told():
-    mine, theirs = (structure(chain(depth)) for depth in (2, 3))
-    assert mine[0] == "0.0.weight (6, 6) torch.float64 trainable"
-    assert first_difference(mine, theirs) == "4 parameters and buffers here, 6 there"
-    frozen = chain(2)
-    frozen[0].requires_grad_(False)
-    assert (
-        first_difference(mine, structure(frozen)) == f"{mine[0]} here, {mine[0].replace('trainable', 'frozen')} there"
-    )
 
 
 def test_a_slice_is_the_same_whoever_takes_it():

@@ -92,7 +92,7 @@ def disagreement(seen: Mapping[int, tuple[bytes, str]], turn: int) -> str | None
                 f"ranks {first} and {other} disagree on collective {turn} of their group: "
                 f"rank {first} starts {seen[first][1]}; rank {other} starts {seen[other][1]}; "
                 "all members must start the same collectives in the same order; nothing was added up or overwritten: "
-                f"compare what ranks {first} and {other} ran before it"
+                f"compare what ranks {first} and {other} ran before it, and look for an if that goes by the rank"
             )
     return None
 

@@ -101,7 +101,7 @@ def find_culprit(outcomes: Sequence[Outcome]) -> Outcome | None:
     Where those that failed only wait for one that had ended well, it is that one: it ended too early.
     """
     failed = [outcome for outcome in outcomes if severity(outcome) < 3]
-    found = min(failed, key=lambda outcome: (severity(outcome), _failed_s(outcome)), default=None)
+    found = min(failed, key=lambda one: (severity(one), not _is_party(one), _failed_s(one)), default=None)
     if found is None or severity(found) < 2:
         return found
     early = [outcome for outcome in outcomes if _left_behind(outcome, found)]
@@ -120,6 +120,10 @@ def tell(outcomes: Sequence[Outcome]) -> str:
     lines = [_told(culprit), *(f"also: {_told(outcome)}" for outcome in own if outcome.rank not in alike)]
     if alike:
         lines.append(f"{_ranks(alike)} failed in the same way")
+    stood = _where(outcomes, culprit)
+    if len(stood) > 1:
+        lines.append(", ".join(f"{_ranks(numbers)} stood at {place}" for place, numbers in stood.items()))
+        folded = [rank for rank in folded if not any(rank in numbers for numbers in stood.values())]
     if folded:
         lines.append(f"{_ranks(folded)} stopped because of rank {culprit.rank}")
     return "\n".join(lines)
@@ -138,6 +142,21 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 def _same_error(one: Outcome, other: Outcome) -> bool:
     texts = {(o.error.kind, o.error.message, o.error.place) for o in (one, other) if o.error is not None}
     return one.error is not None and other.error is not None and len(texts) == 1
+
+
+def _is_party(outcome: Outcome) -> bool:
+    """Tell whether its error says that this rank and another were about to do different things."""
+    found = re.match(r"ranks (\d+) and (\d+) disagree\b", outcome.error.message) if outcome.error else None
+    return found is not None and str(outcome.rank) in found.groups()
+
+
+def _where(outcomes: Sequence[Outcome], culprit: Outcome) -> dict[str, list[int]]:
+    """Return where the ranks stood that tell of the same disagreement, by the place."""
+    stood: dict[str, list[int]] = {}
+    for outcome in outcomes if _is_party(culprit) else ():
+        if outcome.error is not None and culprit.error is not None and outcome.error.message == culprit.error.message:
+            stood.setdefault(outcome.error.place, []).append(outcome.rank)
+    return stood
 
 
 def _left_behind(outcome: Outcome, other: Outcome) -> bool:

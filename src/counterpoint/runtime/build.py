@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +94,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         fabric=fabric,
         dice=Dice(parts.seed),
         guard=parts.guard,
-        num_readers=num_readers(parts, rank),
+        readers=readers(parts, rank),
         brought={place: micros for turn in parts.turns for place, micros in turn.ledger.brought.items()},
         buckets=parts.buckets,
     )
@@ -266,14 +266,15 @@ def groups_of(programs: Iterable[Program]) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-def num_readers(parts: Parts, rank: int) -> dict[str, int]:
-    """Return for each parameter how many ranks of this rank's commit compute with it."""
-    found: Counter[str] = Counter()
+def readers(parts: Parts, rank: int) -> dict[str, Group]:
+    """Return for each parameter which ranks of this rank's commit compute with it."""
+    found: dict[str, Group] = {}
     units = parts.spec.units
     for member in commit_group(parts.program, rank):
         blocks = {word.block for word in parts.program.rows[member].body if isinstance(word, Forward)}
-        found.update(name for unit, names in units.items() if not blocks.isdisjoint(unit) for name in names)
-    return dict(found)
+        for name in (name for unit, names in units.items() if not blocks.isdisjoint(unit) for name in names):
+            found[name] = (*found.get(name, ()), member)
+    return found
 
 
 def domain_of(program: Program, rank: int) -> list[int]:
@@ -281,25 +282,6 @@ def domain_of(program: Program, rank: int) -> list[int]:
     commit = next((word for word in program.rows[rank].body if isinstance(word, Commit)), Commit(()))
     group = commit.own or commit.group
     return sorted({word.micro for member in group for word in program.rows[member].body if isinstance(word, Forward)})
-
-
-def structure(model: nn.Module) -> list[str]:
-    """Return one line per parameter and buffer, to be compared between ranks."""
-    sparse = sparse_names(model)
-    lines = [
-        f"{name} {tuple(param.shape)} {param.dtype} {'trainable' if param.requires_grad else 'frozen'}"
-        f"{', with sparse gradients' if name in sparse else ''}"
-        for name, param in model.named_parameters()
-    ]
-    return lines + [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-
-
-def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """Return the first line in which two structures differ, as text."""
-    for own, other in zip(mine, theirs, strict=False):
-        if own != other:
-            return f"{own} here, {other} there"
-    return f"{len(mine)} parameters and buffers here, {len(theirs)} there"
 
 
 def copy_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -31,23 +30,22 @@ from counterpoint.runtime.compute import Compute, Model
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import clip_by_value, squared_norm
+from counterpoint.runtime.polling import gather_ballots
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import (
-    BALLOT_NUMBERS,
     Ballot,
     Guard,
     Verdict,
     ballot_of,
     decide,
-    from_numbers,
     has_bad_gradient,
     has_bad_loss,
     require_finite,
     require_reached,
-    to_numbers,
     unreached,
+    warn_of_parted,
 )
 from counterpoint.strategies.buckets import Buckets
 
@@ -84,6 +82,7 @@ class RankState:
         skipped: steps left out in a row.
         leaves_out: whether the updates behind the last commit are left out.
         leaves_out_late: whether those with the gradients that were set aside will be.
+        has_told: whether it has been said that parameters get gradients on some ranks only.
         journal: the pushes that a server answered, in order.
         notes: the calls of the last step with their times, when they are kept.
     """
@@ -92,6 +91,7 @@ class RankState:
     skipped: int = 0
     leaves_out: bool = False
     leaves_out_late: bool = False
+    has_told: bool = False
     journal: list[Served] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class Interpreter:
         fabric: its way to the other ranks.
         dice: its random state.
         guard: what is checked before updates.
-        num_readers: for each parameter how many ranks of this rank's commit compute with it.
+        readers: for each parameter which ranks of this rank's commit compute with it.
         brought: for a group and a unit that it sums in a code the microbatches that each member brings.
         buckets: in which gradients are summed while a backward goes on.
     """
@@ -120,7 +120,7 @@ class Interpreter:
         fabric: Fabric,
         dice: Dice,
         guard: Guard,
-        num_readers: Mapping[str, int],
+        readers: Mapping[str, Group],
         brought: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
         buckets: Buckets,
     ) -> None:
@@ -132,9 +132,10 @@ class Interpreter:
         self.fabric = fabric
         self.dice = dice
         self.guard = guard
-        self.num_readers = num_readers
+        self.readers = readers
         runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
+        self.micros = {run.micro for run in runs}
         self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         self.compute = Compute(model, store, dice)
         self.exchange = Exchange(fabric, self.compute, store, brought, buckets)
@@ -243,8 +244,9 @@ class Interpreter:
         feed = self.compute.feed
         missing = [name for unit in self.computed for name in self.store.units[unit].missing()]
         sizes = feed.sizes if feed is not None else {}
-        ballot = ballot_of(self.compute.losses, sizes, squared, missing, self.twins.mark())
-        ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
+        is_idle = not any(sizes[micro] for micro in self.micros)
+        ballot = ballot_of(self.compute.losses, sizes, squared, missing, mark=self.twins.mark(), is_idle=is_idle)
+        ballots = [ballot] if len(group) == 1 else gather_ballots(self.fabric, ballot, group)
         marks = {rank: one.mark for rank, one in zip(group, ballots, strict=True)}
         self.twins.compare(marks, group, self.fabric, self.dice.step)
         verdict = decide(ballots, group, self.guard, own)
@@ -253,7 +255,7 @@ class Interpreter:
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
         if not self.is_left_out():
-            self.settle_missing(ballots)
+            self.settle_missing(ballots, group)
         self.store.settle(applied=not self.is_left_out())
         self.clip(verdict.scale)
 
@@ -279,29 +281,16 @@ class Interpreter:
         else:
             state.leaves_out = bool(verdict.fault) or not has_samples
 
-    def settle_missing(self, ballots: Sequence[Ballot]) -> None:
+    def settle_missing(self, ballots: Sequence[Ballot], group: Group) -> None:
         """Check that every parameter got a gradient on some rank, unless zeros are wanted; where none is, put zeros."""
         if not any(ballot.missing for ballot in ballots):
             return
         if self.compute.unused == "error":
-            require_reached(unreached(ballots, self.num_readers), self.dice.step)
+            require_reached(unreached(ballots, self.readers), self.dice.step)
+            if group[0] == self.fabric.rank and not self.state.has_told:
+                self.state.has_told = warn_of_parted(ballots, group, self.readers, self.dice.step)
         for unit in self.computed:
             self.store.units[unit].fill()
-
-    def gather_ballots(self, ballot: Ballot, group: tuple[int, ...]) -> list[Ballot]:
-        """Return the ballots of all members, in their order; names travel only where parameters are missing."""
-        count, place = len(group), group.index(self.fabric.rank)
-        numbers = torch.zeros(count * BALLOT_NUMBERS, dtype=torch.float64)
-        numbers[place * BALLOT_NUMBERS : (place + 1) * BALLOT_NUMBERS] = torch.tensor(
-            to_numbers(ballot), dtype=torch.float64
-        )
-        bounds = range(0, (count + 1) * BALLOT_NUMBERS, BALLOT_NUMBERS)
-        self.fabric.all_gather("commit", numbers, bounds, group).wait()
-        rows = numbers.view(count, BALLOT_NUMBERS).tolist()
-        if not any(row[-1] for row in rows):
-            return [from_numbers(row) for row in rows]
-        names = self.fabric.gather_values("missing gradients", list(ballot.missing), group)
-        return [from_numbers(row, cast("list[str]", missing)) for row, missing in zip(rows, names, strict=True)]
 
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
         """Apply the optimizer to some units, unless the step is left out."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from counterpoint.errors import DataError
+from counterpoint.fabric.fabric import Group
+from counterpoint.fabric.fingerprint import ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Ballot:
         worst: the microbatch with a loss that is not finite; -1 for none.
         missing: the parameters it computes with on which none of its microbatches has put a gradient.
         mark: a number for some of its weights, the same for the same ones; 0 where nobody should have the same.
+        is_idle: whether none of its microbatches had samples.
     """
 
     loss_sum: float = 0.0
@@ -54,6 +58,7 @@ class Ballot:
     worst: int = -1
     missing: tuple[str, ...] = ()
     mark: int = 0
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,14 @@ def ballot_of(
     sizes: Mapping[int, int],
     squared_norm: float,
     missing: Sequence[str] = (),
+    *,
     mark: int = 0,
+    is_idle: bool = False,
 ) -> Ballot:
     """Return the ballot of a rank from its microbatches' mean losses."""
     worst = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
     total = sum(loss * sizes[micro] for micro, loss in losses.items())
-    return Ballot(total, sum(sizes[micro] for micro in losses), squared_norm, worst, tuple(missing), mark)
+    return Ballot(total, sum(sizes[micro] for micro in losses), squared_norm, worst, tuple(missing), mark, is_idle)
 
 
 BALLOT_NUMBERS = 6
@@ -97,10 +104,10 @@ def to_numbers(ballot: Ballot) -> list[float]:
     return [ballot.loss_sum, ballot.num_samples, ballot.squared_norm, ballot.worst, ballot.mark, len(ballot.missing)]
 
 
-def from_numbers(numbers: Sequence[float], missing: Sequence[str] = ()) -> Ballot:
-    """Return the ballot that :func:`to_numbers` was given; the names of what is missing travel apart."""
+def from_numbers(numbers: Sequence[float], missing: Sequence[str] = (), *, is_idle: bool = False) -> Ballot:
+    """Return the ballot that :func:`to_numbers` was given; what is missing from whom travels apart."""
     loss_sum, num_samples, squared_norm, worst, mark, _ = numbers
-    return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing), int(mark))
+    return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing), int(mark), is_idle)
 
 
 def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: Collection[int] = ()) -> Verdict:
@@ -164,13 +171,47 @@ def require_finite(fault: str, step: int, skipped: int, guard: Guard) -> None:
         )
 
 
-def unreached(ballots: Sequence[Ballot], num_readers: Mapping[str, int]) -> tuple[str, ...]:
+def unreached(ballots: Sequence[Ballot], readers: Mapping[str, Group]) -> tuple[str, ...]:
     """Return the parameters that got no gradient anywhere: missing on every rank that computes with them.
 
     One that only some microbatches or ranks used has a gradient, the sum of theirs.
     """
     counts = Counter(name for ballot in ballots for name in ballot.missing)
-    return tuple(name for name, count in counts.items() if count == num_readers[name])
+    return tuple(name for name, count in counts.items() if count == len(readers[name]))
+
+
+def warn_of_parted(ballots: Sequence[Ballot], group: Sequence[int], readers: Mapping[str, Group], step: int) -> bool:
+    """Warn of parameters that got a gradient on some ranks only, and return whether there was one.
+
+    Args:
+        ballots: of all members, in the order of the group.
+        group: who decides.
+        readers: the ranks that compute with each parameter.
+        step: its number.
+    """
+    idle = {rank for rank, ballot in zip(group, ballots, strict=True) if ballot.is_idle}
+    without: dict[str, Group] = {}
+    for name in dict.fromkeys(name for ballot in ballots for name in ballot.missing):
+        found = [rank for rank, ballot in zip(group, ballots, strict=True) if name in ballot.missing]
+        if set(found) != set(readers[name]) and set(found) - idle:
+            without[name] = tuple(sorted(set(found) - idle))
+    if not without:
+        return False
+    first = next(iter(without))
+    names = [name for name, found in without.items() if found == without[first] and readers[name] == readers[first]]
+    others = tuple(sorted(set(readers[first]) - set(without[first]) - idle))
+    warnings.warn(
+        f"{listed(names)} got no gradient on {ranks(without[first])} in step {step}, but did on {ranks(others)}; the "
+        "gradients are summed as they are, so the step is right, but forward took another way there: if it was not "
+        "meant to, look at what it decides by, and if it was, pass unused='zero'",
+        stacklevel=2,
+    )
+    return True
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names as text, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def require_reached(missing: Sequence[str], step: int) -> None:
@@ -182,9 +223,9 @@ def require_reached(missing: Sequence[str], step: int) -> None:
         DataError: some got none.
     """
     if missing:
-        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise DataError(
-            f"no gradient reached {listed}: the loss does not depend on {'it' if len(missing) == 1 else 'them'}; "
-            "freeze what is not trained with requires_grad_(False), use its output in the loss of every step (this "
-            f"was step {step}), or pass unused='zero' to train on with gradients of zeros"
+            f"no gradient reached {listed(missing)}: the loss does not depend on "
+            f"{'it' if len(missing) == 1 else 'them'}; freeze what is not trained with requires_grad_(False), use its "
+            f"output in the loss of every step (this was step {step}), or pass unused='zero' to train on with "
+            "gradients of zeros"
         )

@@ -17,8 +17,13 @@ from counterpoint.errors import DataError
 from counterpoint.world.topology import counted
 
 
-def count_samples(inputs: Any, targets: Any) -> int:  # noqa: ANN401 - whatever model and loss take
+def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> int:  # noqa: ANN401 - of any form
     """Return the length along dim 0 of all tensors of a batch; 1 where there is no tensor.
+
+    Args:
+        inputs: whatever the model takes.
+        targets: whatever the loss takes.
+        may_be_empty: whether there may be no sample.
 
     Raises:
         DataError: there is no sample, or not all tensors have as many.
@@ -39,7 +44,7 @@ def count_samples(inputs: Any, targets: Any) -> int:  # noqa: ANN401 - whatever 
             "every tensor, and each needs its input and its target: give tensors of one length"
         )
     count: int = min(lengths | others, default=1)
-    if not count:
+    if not count and not may_be_empty:
         raise DataError("the batch has 0 samples, which have no mean loss; leave empty batches out")
     return count
 

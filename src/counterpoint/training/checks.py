@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from counterpoint.data.fetch import MapDataset
 from counterpoint.errors import CheckpointError, DataError, PlanError
+from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Face, Factory
 
 
@@ -60,6 +62,32 @@ def make_face(optimizer: optim.Optimizer | Factory, model: nn.Module) -> Face:
             "model's parameters, or a factory such as partial(torch.optim.Adam, lr=1e-3)"
         )
     return Face(optimizer, dict(model.named_parameters()))
+
+
+def require_own_memory(model: nn.Module, plan: Plan) -> None:
+    """Check that no two parameters lie in the same memory where ranks move them; one with two names is one parameter.
+
+    Raises:
+        PlanError: two do.
+    """
+    if plan.num_ranks == 1:
+        return
+    places = sorted((*extent_of(param), name) for name, param in model.named_parameters() if param.numel())
+    for (_, stop, name), (start, _, other) in pairwise(places):
+        if stop > start:
+            raise PlanError(
+                f"{name} and {other} are two parameters in one piece of memory, but under {plan} ranks move each "
+                "parameter to memory of its own, where they would come to differ; make them one parameter "
+                "(second.weight = first.weight), which may have several names and is summed and updated once, or give "
+                "one of them a copy (nn.Parameter(weight.detach().clone()))"
+            )
+
+
+def extent_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor and the one behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def require_schedule(schedule: object) -> None:

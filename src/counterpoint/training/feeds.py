@@ -11,7 +11,7 @@ from torch import Tensor
 from counterpoint.data.fetch import Fields, MapDataset
 from counterpoint.data.reading import read_keyed
 from counterpoint.data.sampler import Indices, split
-from counterpoint.program.instruction import Forward
+from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
 
 
@@ -69,3 +69,12 @@ def read_micros(program: Program, ranks: Collection[int]) -> list[int]:
     last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
     words = (word for rank in ranks for word in program.rows[rank].body if isinstance(word, Forward))
     return sorted({word.micro for word in words if word.block in {0, last}})
+
+
+def counted_micros(program: Program, rank: int) -> list[int]:
+    """Return the microbatches whose samples the ranks that commit with this one count, each as often as it is."""
+    words = program.rows[rank].body
+    group = next((word.group for word in words if isinstance(word, Commit)), ())
+    bodies = [word for member in group for word in program.rows[member].body if isinstance(word, Forward)]
+    last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
+    return [word.micro for word in bodies if word.block == last]

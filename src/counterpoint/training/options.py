@@ -24,6 +24,8 @@ class Options:
         dims: names of the (out, in) dims of linear layers by pattern of module path, for tensor(...).
         deadline_s: the longest that any rank waits for another.
         one_copy: whether replicas of one host have one copy of weights and optimizer state, where they can.
+        init: what other first weights than rank 0's on a rank mean: ``rank0`` gives all ranks rank 0's and says so,
+            ``same`` is an error.
     """
 
     seed: int = 0
@@ -35,6 +37,7 @@ class Options:
     dims: Mapping[str, tuple[str, str]] | None = None
     deadline_s: float = 60.0
     one_copy: bool = True
+    init: Literal["rank0", "same"] = "rank0"
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -47,6 +50,7 @@ class Options:
             ("watch", ("loss", "gradients")),
             ("nonfinite", ("error", "skip")),
             ("unused", ("error", "zero")),
+            ("init", ("rank0", "same")),
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn, optim
@@ -11,35 +12,41 @@ from torch import Tensor, nn, optim
 from counterpoint.data.sampler import split
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fingerprint import ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Commit, Forward
-from counterpoint.program.program import Program
-from counterpoint.runtime.feed import BatchFeed, cut
+from counterpoint.runtime.feed import BatchFeed, Feed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.batches import count_samples, digest, warn_of_forks
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan
+from counterpoint.training.feeds import counted_micros
+from counterpoint.training.own_batches import OwnBatches
 from counterpoint.training.team import Team
-from counterpoint.training.world import open_world
+from counterpoint.training.world import World, open_world
 
 
 class Step:
     """A training step: called with a global batch, it returns the mean loss over it.
 
-    Every rank passes the same batch and computes its own part of it. Close it, or use it in a ``with`` block,
-    when training is over; the model then has the trained weights.
+    Every rank passes the same batch and computes its own part of it, or passes a batch of its own where
+    :func:`parallelize` was told so. Close it, or use it in a ``with`` block, when training is over; the model then has
+    the trained weights.
 
     Args:
         team: the ranks.
         has_fixed_micros: whether the number of microbatches was given.
         auto: the choice of the plan, where it is left open until the first batch.
+        own: the batches of the ranks, where each process passes its own.
     """
 
-    def __init__(self, team: Team, *, has_fixed_micros: bool, auto: Auto | None = None) -> None:
+    def __init__(
+        self, team: Team, *, has_fixed_micros: bool, auto: Auto | None = None, own: OwnBatches | None = None
+    ) -> None:
         self.team = team
         self.auto = auto
+        self.own = own
         self.number = 0
         self.has_fixed_micros = has_fixed_micros
         self.is_closed = False
@@ -56,7 +63,7 @@ class Step:
             targets: likewise.
 
         Returns:
-            The mean loss over the batch, before the update.
+            The mean loss over the batch, that of all ranks together, before the update.
 
         Raises:
             PlanError: the step is closed.
@@ -68,36 +75,115 @@ class Step:
                 f"step {self.number} comes after close(), which has ended the ranks; close when training is over, and "
                 "to train on, call parallelize(...) again"
             )
+        if self.own is not None:
+            return self.take_part(self.own, (inputs, targets))
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, targets, count)
-        if self.is_shared and not self.has_warned:
-            self.has_warned = warn_of_forks(self.children)  # a loader starts workers anew in every epoch
         feed = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
+        return self.advance(feed).loss
+
+    def advance(self, feed: Feed) -> Verdict:
+        """Take one step on all ranks."""
+        if (self.is_shared or self.own is not None) and not self.has_warned:
+            self.has_warned = warn_of_forks(self.children)  # a loader starts workers anew in every epoch
         with torch.random.fork_rng(devices=[], enabled=self.team.draws):
             verdict = self.team.step(self.number, feed)
-        if self.is_shared:
+        if self.is_shared and isinstance(feed, BatchFeed):
             self.require_all(verdict, feed)
         self.team.face.stepped()
         self.number += 1
-        return verdict.loss
+        return verdict
+
+    def take_part(self, own: OwnBatches, batch: tuple[Any, Any]) -> float:
+        """Train on the batches of all ranks, this one's among them, and return their mean loss."""
+        count, is_first = count_samples(*batch, may_be_empty=True), self.team.compiled is None
+        offers = own.meet(self.number, count, content=digest(*batch) if is_first else "")
+        if is_first:
+            self.build_for_all(own, batch, [offer.count for offer in offers])
+        own.judge(self.number, offers)
+        return self.advance(own.feed(batch, offers)).loss
+
+    def build_for_all(self, own: OwnBatches, batch: tuple[Any, Any], counts: list[int]) -> None:
+        """Build the ranks for batches of their own.
+
+        Raises:
+            DataError: a rank has no sample to build the model with.
+        """
+        team = self.team
+        if 0 in counts:
+            raise DataError(
+                f"{ranks([rank for rank, count in enumerate(counts) if not count])} brought no sample to the first "
+                "step, by which every rank builds the model; give each one sample or more in its first batch"
+            )
+        total = max(counts) * (team.plan.num_micros // team.plan.num_microbatches)
+        self.settle_plan(cut(batch[0], 0, min(*counts, FEW_SAMPLES)), total)
+        size = split(total, team.plan.num_micros)[0][1]
+        own.open(team.build(cut(batch[0], 0, min(*counts, size)), size).turns[-1].program)
+
+    def finish(self) -> None:
+        """Take part, without samples, in the steps of the ranks that have some left, until all have come here.
+
+        To be called where a rank's loop over batches of its own ends, once in each epoch for instance;
+        :meth:`give_back`, :meth:`mean` and :meth:`close` do it by themselves. Where all ranks pass the same batches
+        there is nothing to do.
+
+        Raises:
+            DataError: ranks may not have different numbers of batches.
+        """
+        while self.own is not None and not self.is_closed:
+            offers = self.own.meet(self.number, 0, is_done=True)
+            if all(offer.is_done for offer in offers):
+                return
+            if self.team.compiled is None:
+                self.build_for_all(self.own, ((), ()), [offer.count for offer in offers])
+            self.own.judge(self.number, offers)
+            self.advance(self.own.feed(None, offers))
+
+    def mean(self, value: float, count: int = 1) -> float:
+        """Return the mean of a value over all ranks, each counting as often as it says; all ranks call it together.
+
+        What each rank has measured on its own part of held-out data becomes one figure, however uneven the parts are.
+
+        Args:
+            value: this rank's mean; not looked at where ``count`` is 0.
+            count: of how many samples.
+
+        Returns:
+            The mean over the samples of all ranks; nan where there are none.
+        """
+        self.finish()
+        fabric = self.team.world.fabrics[0]
+        pairs: list[Any] = [[value if count else 0.0, count]]
+        if is_one_of_many(self.team.world):
+            pairs = list(fabric.gather_values("mean", pairs[0], tuple(range(fabric.num_ranks))))
+        total = sum(number for _, number in pairs)
+        return math.fsum(one * number for one, number in pairs) / total if total else math.nan
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
         team = self.team
         fabric = team.world.fabrics[0]
-        self.is_shared = len(team.world.fabrics) < fabric.num_ranks
+        self.is_shared = is_one_of_many(team.world)
         if self.is_shared:
             require_same_batches(fabric, count, digest(inputs, targets))
+        self.settle_plan(cut(inputs, 0, min(count, FEW_SAMPLES)), count)
+        start, stop = split(count, team.plan.num_micros)[0]
+        compiled = team.build(cut(inputs, start, stop), stop - start)
+        self.counted = counted_micros(compiled.turns[-1].program, fabric.rank)
+
+    def settle_plan(self, few: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
+        """The plan is chosen, where that was left open, and has microbatches for batches of so many samples.
+
+        Raises:
+            PlanError: there are none.
+        """
+        team = self.team
         if self.auto is not None:
-            few = cut(inputs, 0, min(count, FEW_SAMPLES))
             team.plan = self.auto.choose(team.model, team.face, few, team.options, count)
         elif not self.has_fixed_micros:
             team.plan = team.plan.with_microbatches_for(count)
         team.plan.require_batch(count)
-        start, stop = split(count, team.plan.num_micros)[0]
-        compiled = team.build(cut(inputs, start, stop), stop - start)
-        self.counted = counted_micros(compiled.turns[-1].program, fabric.rank)
 
     def require_all(self, verdict: Verdict, feed: BatchFeed) -> None:
         """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
@@ -120,6 +206,7 @@ class Step:
 
     def give_back(self) -> nn.Module:
         """Put the trained weights into the model, on every rank, and return it."""
+        self.finish()
         self.team.give_back()
         return self.team.model
 
@@ -135,6 +222,7 @@ class Step:
     def close(self) -> None:
         """Give the weights back and end the connection to the other ranks; a second call does nothing."""
         if not self.is_closed:
+            self.finish()
             self.is_closed = True
             self.team.give_back()
             self.team.close()
@@ -167,23 +255,15 @@ def require_same_batches(fabric: Fabric, count: int, content: str) -> None:
         if theirs[0] != count:
             raise DataError(
                 f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {theirs[0]}; every rank "
-                "passes the same global batch and takes its own part of it: leave the sharding of batches away"
+                "passes the same global batch and takes its own part of it: leave the sharding of batches away, or "
+                "pass batches='own' to parallelize"
             )
         if theirs[1] != content:
             raise DataError(
                 f"rank {fabric.rank} and rank {rank} were given different batches of {count} samples; every rank "
                 "passes the same global batch and takes its own part of it: leave a DistributedSampler away, shuffle "
-                "with the same seed on every rank, and draw no noise that differs"
+                "with the same seed on every rank, and draw no noise that differs; or pass batches='own' to parallelize"
             )
-
-
-def counted_micros(program: Program, rank: int) -> list[int]:
-    """Return the microbatches whose samples the ranks that commit with this one count, each as often as it is."""
-    words = program.rows[rank].body
-    group = next((word.group for word in words if isinstance(word, Commit)), ())
-    bodies = [word for member in group for word in program.rows[member].body if isinstance(word, Forward)]
-    last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
-    return [word.micro for word in bodies if word.block == last]
 
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -194,6 +274,8 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     strategy: str | Plan = "data",
     num_microbatches: int | None = None,
     passes: Sequence[str] | None = None,
+    batches: Literal["same", "own"] = "same",
+    uneven: bool | None = None,
     environment: RankEnvironment | None = None,
     **options: Any,  # noqa: ANN401 - checked by Options
 ) -> Step:
@@ -206,6 +288,11 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         strategy: a plan or its text, as for :class:`counterpoint.training.trainer.Trainer`.
         num_microbatches: microbatches of the innermost program.
         passes: what is done to the program afterwards, as for the trainer.
+        batches: ``same`` where every process passes the whole global batch, ``own`` where each passes samples of its
+            own, as a ``DistributedSampler`` gives them; the gradient is then that of all samples together, each
+            counting alike. One process with all ranks passes the whole batch in either case.
+        uneven: whether processes with batches of their own may have different numbers of samples, or of batches
+            (:meth:`Step.finish`): True, or False for an error; by default it is said once.
         environment: what a launcher told this process; detected when left out.
         **options: fields of :class:`counterpoint.training.options.Options`.
 
@@ -220,6 +307,11 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         >>> losses[0] > losses[2]
         True
     """
+    if batches not in {"same", "own"} or (batches == "same" and uneven is not None):
+        given = f"batches={batches!r}" + (f" with uneven={uneven}" if uneven is not None else "")
+        raise PlanError(
+            f"{given} makes no sense; batches is 'same' or 'own', and uneven is about the batches of batches='own'"
+        )
     chosen = make_options(options)
     found = environment if environment is not None else detect()
     plan = make_plan(strategy, found, num_microbatches, passes)
@@ -227,4 +319,10 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     world = open_world(found, plan.num_ranks, chosen.deadline_s)
     team = Team(world, plan, model, loss, face, chosen)
     fixed = num_microbatches is not None or isinstance(strategy, Plan)
-    return Step(team, has_fixed_micros=fixed, auto=make_auto(strategy, plan, num_microbatches))
+    own = OwnBatches(world.fabrics[0], face, uneven=uneven) if batches == "own" and is_one_of_many(world) else None
+    return Step(team, has_fixed_micros=fixed, auto=make_auto(strategy, plan, num_microbatches), own=own)
+
+
+def is_one_of_many(world: World) -> bool:
+    """Tell whether other processes have ranks, too."""
+    return len(world.fabrics) < world.fabrics[0].num_ranks

@@ -221,7 +221,7 @@ class Run:
         for group, options in zip(self.team.face.optimizer.param_groups, extra.get("options", ()), strict=False):
             if self.team.world.fabrics[0].rank == 0:
                 self.tell_of_kept_rate(path, group, options)
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+            put_settings(group, options)
 
     def require_same_run(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Check that what was kept with a checkpoint is what this run would keep.
@@ -286,3 +286,8 @@ def settings(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if all(isinstance(item, int | float) for item in (value if isinstance(value, tuple) else (value,)))
     }
+
+
+def put_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give a group the options that :func:`settings` returned."""
+    group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})

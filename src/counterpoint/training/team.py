@@ -29,13 +29,11 @@ from counterpoint.runtime.build import (
     build_rank,
     call_form,
     copy_values,
-    first_difference,
     groups_of,
     renormalizes,
     require_no_hooks,
     slice_of,
     slices_of,
-    structure,
 )
 from counterpoint.runtime.compute import Model
 from counterpoint.runtime.feed import Feed
@@ -43,8 +41,10 @@ from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.together import norms_of
 from counterpoint.runtime.vote import Verdict
+from counterpoint.training.checks import require_own_memory
 from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.options import Options, guard_of
+from counterpoint.training.same_model import require_same_model, share_first_values
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
 
@@ -104,6 +104,7 @@ class Team:
         self.compare_models()
         cut = self.cut(self.model, inputs)
         require_no_hooks(self.model, cut, self.plan)
+        require_own_memory(self.model, self.plan)
         self.draws = cut.draws
         spec = with_unused(trainable(cut.spec, self.face))
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
@@ -165,24 +166,13 @@ class Team:
         """Check that all processes hold the same model and plan, and give all of them rank 0's values.
 
         Raises:
-            PlanError: they differ; the message names two ranks and the first difference.
+            PlanError: they differ, as :mod:`counterpoint.training.same_model` says.
         """
         fabric = self.world.fabrics[0]
-        if len(self.world.fabrics) == fabric.num_ranks:
-            return
-        everyone = tuple(range(fabric.num_ranks))
-        mine = [f"plan {self.plan} with {self.plan.num_microbatches} microbatches", *structure(self.model)]
-        for rank, theirs in enumerate(fabric.gather_values("model", mine, everyone)):
-            assert isinstance(theirs, list), "what every rank sends"
-            if theirs != mine:
-                raise PlanError(
-                    f"rank {fabric.rank} and rank {rank} do not train the same model: "
-                    f"{first_difference(mine, [str(line) for line in theirs])}; every rank must build the same one"
-                )
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            values = tensor.detach().contiguous()
-            fabric.broadcast(f"first {name}", values, everyone, 0).wait()
-            tensor.detach().copy_(values)
+        if len(self.world.fabrics) < fabric.num_ranks:
+            micros = self.plan.num_microbatches
+            require_same_model(fabric, self.model, f"{self.plan} with {micros} microbatch{'es' if micros > 1 else ''}")
+            share_first_values(fabric, self.model, self.options.init)
 
     def step(self, number: int, feed: Feed) -> Verdict:
         """Run one training step on all ranks and return what the first of this process's ranks decided."""

@@ -25,6 +25,14 @@ def other_models():
     optimizer.step()
 
 
+def another_order():
+    names = ["left", "right"] if hvd.rank() == 0 else ["right", "left"]
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model["right"](model["left"](torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+
+
 def other_sets():
     hvd.add_process_set([hvd.rank()])
 

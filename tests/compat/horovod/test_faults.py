@@ -14,6 +14,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
         (faults.other_names, ["all_reduce mean of loss of rank 0, float32 (2,)", "of loss of rank 1, float32 (2,)"]),
         (faults.other_shapes, ["allgather of rows: rank 0 has torch.float32 of shape (2, 3), rank 1 has", "(2, 4)"]),
         (faults.other_models, ["of 2 parameters, ", "of 4 parameters, "]),
+        pytest.param(
+            faults.another_order, ["left.weight to right.bias", "right.weight to left.bias"], marks=pytest.mark.slow
+        ),
         (faults.other_sets, ["process set of ranks [0]", "process set of ranks [1]"]),
         (faults.gathers_after_another_has_joined, ["rank 1 joined", "pad the data so that all ranks"]),
     ],

@@ -90,7 +90,8 @@ class Gradients:
         self._next = 0
         self.is_fed = False
         facts = [(name, tuple(param.shape), dtype_name(param.dtype)) for name, param in self._named]
-        self._label = f"{AGREEMENT} of {len(facts)} parameters, {digest(*facts).hex()[:8]}"
+        ends = f"{facts[0][0]} to {facts[-1][0]}, " if facts else ""
+        self._label = f"{AGREEMENT} of {len(facts)} parameters, {ends}{digest(*facts).hex()[:8]}"
         own = weakref.ref(self)
         for number, (_, param) in enumerate(self._named):
             param.register_post_accumulate_grad_hook(_hook(own, number))  # type: ignore[no-untyped-call]

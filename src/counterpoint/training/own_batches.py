@@ -1,0 +1,246 @@
+"""Steps to which every process brings samples of its own, as many as it has: counts travel ahead of gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from counterpoint.data.sampler import split
+from counterpoint.errors import DataError
+from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.fabric.fingerprint import digest, ranks
+from counterpoint.program.instruction import Forward
+from counterpoint.program.program import Program
+from counterpoint.runtime.feed import cut
+from counterpoint.runtime.optimizers import Face
+from counterpoint.training.run import put_settings, settings
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rank brings to a step.
+
+    Args:
+        count: its samples.
+        is_done: whether it has run out of them.
+        settings: the options of its optimizer's groups; empty where all ranks have the same ones and train.
+        content: what tells its first batch from others; empty for later ones.
+    """
+
+    count: int
+    is_done: bool
+    settings: list[dict[str, Any]]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFeed:
+    """What a rank is fed where each one reads only what it has brought.
+
+    Args:
+        batch: this rank's inputs and targets; None where it has none.
+        places: for each microbatch of this rank the samples from and to.
+        sizes: of every microbatch, those of the others among them.
+    """
+
+    batch: tuple[Any, Any] | None
+    places: Mapping[int, tuple[int, int]]
+    sizes: Mapping[int, int]
+
+    def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
+        """Return the model's inputs for a microbatch of this rank."""
+        assert self.batch is not None, "only microbatches with samples are asked for"
+        return cut(self.batch[0], *self.places[micro])
+
+    def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
+        """Return the targets of a microbatch of this rank."""
+        assert self.batch is not None, "only microbatches with samples are asked for"
+        return cut(self.batch[1], *self.places[micro])
+
+
+class OwnBatches:
+    """What the ranks know of each other's batches.
+
+    Args:
+        fabric: the way to the others.
+        face: the user's optimizer on this rank.
+        uneven: whether ranks may bring different numbers of samples: True, or False for an error; None tells it once.
+    """
+
+    def __init__(self, fabric: Fabric, face: Face, *, uneven: bool | None) -> None:
+        self.fabric = fabric
+        self.face = face
+        self.uneven = uneven
+        self.micros_of: dict[int, tuple[int, ...]] = {}  # by rank, once the program is known
+        self.told: set[str] = set()
+
+    def meet(self, step: int, count: int, *, content: str = "", is_done: bool = False) -> list[Offer]:
+        """Return what every rank brings to a step; all ranks call it together.
+
+        Raises:
+            DataError: ranks would update with different options.
+        """
+        groups = [settings(group) for group in self.face.optimizer.param_groups]
+        everyone = tuple(range(self.fabric.num_ranks))
+        numbers = self.gather_numbers([count, is_done, int.from_bytes(digest(groups)[:7])], everyone)
+        told: Sequence[Any] = [[[], ""]] * len(everyone)
+        if not self.micros_of or any(gone for _, gone, _ in numbers) or len({print_ for *_, print_ in numbers}) > 1:
+            told = cast("list[Any]", self.fabric.gather_values("batches", [groups, content], everyone))
+        found = [Offer(num, bool(gone), *more) for (num, gone, _), more in zip(numbers, told, strict=True)]
+        present = [rank for rank in everyone if not found[rank].is_done]
+        if present:
+            self.agree_on_settings(step, found, present)
+        return found
+
+    def gather_numbers(self, mine: Sequence[int], everyone: Group) -> list[list[int]]:
+        """Return what every rank passes, whole numbers, as many on each."""
+        numbers = torch.zeros(len(everyone) * len(mine), dtype=torch.int64)
+        bounds = range(0, len(numbers) + 1, len(mine))
+        place = self.fabric.rank
+        numbers[bounds[place] : bounds[place + 1]] = torch.tensor(mine)
+        self.fabric.all_gather("sizes of batches", numbers, bounds, everyone).wait()
+        rows: list[list[int]] = numbers.view(len(everyone), -1).tolist()
+        return rows
+
+    def judge(self, step: int, found: Sequence[Offer]) -> None:
+        """Say once what may be meant: ranks have run out, differ in their numbers of samples, or bring the same ones.
+
+        Raises:
+            DataError: they differ, and that is refused.
+        """
+        present = [rank for rank in self.micros_of if not found[rank].is_done]
+        gone = [rank for rank in self.micros_of if found[rank].is_done]
+        if gone and present:
+            self.tell(
+                "ends",
+                f"{ranks(gone)} had no more samples for step {step}, to which {ranks(present)} brought some",
+                "the step is made of the samples there are, each counting alike",
+            )
+        self.look_at_counts(step, found, present)
+        self.look_at_contents(found, present)
+
+    def agree_on_settings(self, step: int, found: Sequence[Offer], present: Sequence[int]) -> None:
+        """Have the optimizer's options of the ranks that train, which must agree; one that has run out takes them over.
+
+        Raises:
+            DataError: they do not agree.
+        """
+        first = present[0]
+        for rank in present[1:]:
+            pairs = zip(found[first].settings, found[rank].settings, strict=True)
+            for index, (mine, theirs) in enumerate(pairs):
+                for key in [key for key in mine if mine[key] != theirs.get(key)]:
+                    raise DataError(
+                        f"in step {step} the optimizer's {key} of group {index} is {mine[key]} on rank {first}, "
+                        f"{theirs.get(key)} on rank {rank}, but ranks update one model; change it alike on all ranks: "
+                        f"step a schedule until its last_epoch is step.number, which is {step} on all"
+                    )
+        if self.fabric.rank not in present:  # and so all were told
+            for group, options in zip(self.face.optimizer.param_groups, found[first].settings, strict=True):
+                put_settings(group, options)
+
+    def look_at_counts(self, step: int, found: Sequence[Offer], present: Sequence[int]) -> None:
+        """Tell of ranks with batches of different sizes."""
+        counts = {rank: found[rank].count for rank in present}
+        if len(set(counts.values())) > 1:
+            told = ", ".join(
+                f"{count} on {ranks([rank for rank in present if counts[rank] == count])}"
+                for count in dict.fromkeys(counts.values())
+            )
+            self.tell(
+                "counts",
+                f"the ranks' batches differ in size in step {step}: {told}",
+                f"each of the {sum(counts.values())} samples counts alike in the gradient, not each rank",
+            )
+
+    def look_at_contents(self, found: Sequence[Offer], present: Sequence[int]) -> None:
+        """Warn of ranks that have all brought the same first batch, which a sampler should have parted."""
+        alike = {found[rank].content for rank in present}
+        replicas = {self.micros_of[rank] for rank in present}
+        if len(alike) == 1 and alike != {""} and len(replicas) > 1 and self.fabric.rank == 0:
+            warnings.warn(
+                f"{ranks(present)} brought the same {found[present[0]].count} samples to the first step, so that each "
+                "sample is computed more than once; shard them with a DistributedSampler, or pass batches='same' and "
+                "leave the sharding to the step",
+                stacklevel=5,
+            )
+
+    def tell(self, kind: str, what: str, rule: str) -> None:
+        """Say once that ranks are uneven, or refuse it.
+
+        Raises:
+            DataError: it is to be refused.
+        """
+        if self.uneven is False:
+            raise DataError(
+                f"{what}, which uneven=False refuses; give all ranks as many samples (drop_last=True, or a sampler "
+                "that pads), or pass uneven=True"
+            )
+        if self.uneven is None and kind not in self.told and self.fabric.rank == 0:
+            warnings.warn(
+                f"{what}; {rule}: pass uneven=True where that is meant, or uneven=False to have it refused",
+                stacklevel=6,
+            )
+        self.told.add(kind)
+
+    def open(self, program: Program) -> None:
+        """The microbatches of every rank are known.
+
+        Raises:
+            DataError: two ranks share some of them, but not all, so that neither can bring its own.
+        """
+        rows = enumerate(program.rows)
+        self.micros_of = {
+            rank: micros
+            for rank, row in rows
+            if (micros := tuple(sorted({word.micro for word in row.body if isinstance(word, Forward)})))
+        }
+        for one in set(self.micros_of.values()):
+            for other in set(self.micros_of.values()) - {one}:
+                if not set(one).isdisjoint(other):
+                    raise DataError(
+                        f"a rank of this plan runs microbatches {one}, another one {other}, so that no batch belongs "
+                        "to either; pass batches='same', the whole batch on every rank"
+                    )
+
+    def feed(self, batch: tuple[Any, Any] | None, found: Sequence[Offer]) -> OwnFeed:
+        """Return what this rank is fed.
+
+        Args:
+            batch: what it has brought; None for nothing.
+            found: what all have brought.
+
+        Raises:
+            DataError: ranks that compute parts of one replica have not brought the same.
+        """
+        sizes: dict[int, int] = {}
+        places: dict[int, tuple[int, int]] = {}
+        for rank, micros in self.micros_of.items():
+            cuts = dict(zip(micros, split(found[rank].count, len(micros)), strict=True))
+            self.require_one_batch(self.members(micros), found)
+            sizes |= {micro: stop - start for micro, (start, stop) in cuts.items()}
+            if rank == self.fabric.rank:
+                places = cuts
+        return OwnFeed(batch, places, sizes)
+
+    def members(self, micros: tuple[int, ...]) -> Group:
+        """Return the ranks that compute together on some microbatches."""
+        return tuple(rank for rank, own in self.micros_of.items() if own == micros)
+
+    def require_one_batch(self, members: Group, found: Sequence[Offer]) -> None:
+        """Check that the ranks of one replica have brought the same.
+
+        Raises:
+            DataError: they have not.
+        """
+        offers = [(found[rank].count, found[rank].content) for rank in members]
+        if len(set(offers)) > 1:
+            raise DataError(
+                f"{ranks(members)} compute together on one batch, but brought "
+                f"{', '.join(f'{count} samples' for count, _ in offers)}, not the same ones; shard the samples by "
+                "replica: the ranks of one replica pass one batch"
+            )

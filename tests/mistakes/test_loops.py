@@ -1,0 +1,50 @@
+"""Loops in which ranks do different things at one time: all are told who, and all end."""
+
+import re
+
+import pytest
+
+import counterpoint as cp
+from counterpoint.launchers import launch
+from tests.mistakes import scenes
+from tests.mistakes.page import promised
+from tests.mistakes.players import on_ranks
+
+pytestmark = pytest.mark.process
+
+
+def check_disagreement(scene):
+    """All ranks are told alike within two seconds; return the text."""
+    found = on_ranks((scene,), scenes.NUM_RANKS)
+    answers, seconds, _ = zip(*(one[scene.__name__] for one in found), strict=True)
+    assert len(set(answers)) == 1
+    assert max(seconds) < 2
+    return answers[0]
+
+
+def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():
+    text = check_disagreement(scenes.a_step_that_one_rank_leaves_out)
+    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == promised("An if that goes by the rank")
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_one_rank_names_two_ranks_and_what_they_did():
+    text = check_disagreement(scenes.an_evaluation_on_one_rank)
+    assert text.startswith("PeerError: ranks 0 and 1 disagree on collective ")
+    assert text.index("rank 0 starts broadcast of gather weight0") < text.index("rank 1 starts barrier of grad0")
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_is_the_first_line_and_the_others_stopped_because_of_it():
+    with pytest.raises(cp.LaunchError) as caught:
+        launch(scenes.an_exception_on_one_rank, ranks=scenes.NUM_RANKS)
+    (text,) = promised("An exception on one rank")
+    assert re.sub(r"scenes.py:\d+", "scenes.py:PLACE", " ".join(str(caught.value).split())) == text
+
+
+@pytest.mark.slow
+def test_the_launcher_adds_where_each_rank_stood():
+    with pytest.raises(cp.LaunchError, match=r"disagree on collective") as caught:
+        launch(scenes.a_step_that_one_rank_leaves_out, ranks=scenes.NUM_RANKS)
+    *_, last = str(caught.value).splitlines()
+    assert re.fullmatch(r"ranks 0 and 2 stood at tests/\S+py:\d+, rank 1 stood at tests/\S+py:\d+", last)

@@ -1,0 +1,98 @@
+"""Models that differ between ranks, or hold what cannot be trained: named on all ranks, before the first step."""
+
+import pytest
+
+from counterpoint.training.same_model import first_difference
+from tests.mistakes import scenes
+from tests.mistakes.page import promised
+from tests.mistakes.players import on_ranks
+from tests.training.fits import dataset, mlp, noisy, params_of, same_bits
+
+pytestmark = pytest.mark.process
+ANOTHER = "Another dtype, device or model on a rank"
+REFUSED = [
+    (scenes.weights_that_share_memory, "Weights that share memory", 0),
+    (scenes.a_model_in_evaluation_mode_on_one_rank, "Training and evaluation mode", 0),
+    (scenes.a_module_in_evaluation_mode_on_one_rank, "Training and evaluation mode", 1),
+    (scenes.another_dtype, ANOTHER, 0),
+    (scenes.another_device, ANOTHER, 1),
+    (scenes.another_width, ANOTHER, 2),
+    (scenes.another_dropout, ANOTHER, 3),
+    (scenes.another_plan, ANOTHER, 4),
+    (scenes.other_first_weights_that_are_refused, "Other first weights", 1),
+    (scenes.another_order, "Parameters in another order", 0),
+]
+
+
+def heard(scene):
+    """What each rank told of a scene: its answer, its seconds, its notices."""
+    found = on_ranks(scenes.ALIKE, scenes.NUM_RANKS)
+    return [list(column) for column in zip(*(one[scene.__name__] for one in found), strict=True)]
+
+
+@pytest.mark.parametrize(("scene", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_model_that_cannot_be_is_refused_alike_on_all_ranks(scene, title, place):
+    answers, seconds, _ = heard(scene)
+    assert answers == [promised(title)[place]] * scenes.NUM_RANKS
+    assert max(seconds) < 2
+
+
+def test_a_layer_more_on_a_rank_is_named():
+    answers, _, _ = heard(scenes.another_depth)
+    assert len(set(answers)) == 1
+    assert "1.weight is float64 (3, 6) on cpu on ranks 0, 1, float64 (6, 6) on cpu on rank 2; every" in answers[0]
+
+
+def test_other_first_weights_become_those_of_rank_0_and_that_is_said_once():
+    answers, _, notices = heard(scenes.other_first_weights)
+    assert answers == [[True, True], [False, True], [False, True]]
+    assert notices == [promised("Other first weights")[:1], [], []]
+
+
+def test_a_gradient_that_only_some_ranks_have_is_told_once():
+    """The losses are those of all ranks; there are two steps, and one notice."""
+    answers, _, notices = heard(scenes.a_branch_that_one_rank_does_not_take)
+    assert answers[0] == answers[1] == answers[2]
+    assert notices == [promised("Parameters without a gradient")[1:], [], []]
+
+
+def test_a_gradient_that_no_rank_has_is_refused_on_all():
+    answers, seconds, _ = heard(scenes.a_branch_that_no_rank_takes)
+    assert answers == promised("Parameters without a gradient")[:1] * scenes.NUM_RANKS
+    assert max(seconds) < 2
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)"])
+def test_a_model_that_was_left_in_evaluation_mode_trains_as_in_training_mode(strategy):
+    """It has dropout and batch norm."""
+    found = []
+    for model in (noisy(), noisy().eval()):
+        with scenes.step_of(model, strategy) as step:
+            step(*dataset(12).tensors)
+            model.eval()
+            step(*dataset(12).tensors)
+        found.append(params_of(model))
+    assert same_bits(*found)
+
+
+def test_one_parameter_of_two_names_is_no_mistake():
+    model = mlp()
+    model[2].weight = model[2].weight
+    model[2].register_parameter("again", model[2].weight)
+    with scenes.step_of(model) as step:
+        step(*dataset(12).tensors)
+    assert not same_bits(params_of(model), params_of(mlp()))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        ([["a", "x"], ["b", "x"]], [["a", "x"]], "at place 1 rank 0 has b, rank 1 has no more; every rank must build"),
+        ([["a", "x"]], [["b", "x"]], "at place 0 rank 0 has a, rank 1 has b; every rank must build the same one: look"),
+        ([["a", "x"]], [["a", "x"]], ""),
+    ],
+)
+def test_the_first_difference_of_two_models_is_told(mine, theirs, text):
+    found = first_difference([mine, theirs])
+    assert found.startswith(text)
+    assert bool(found) is bool(text)
