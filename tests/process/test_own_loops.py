@@ -5,6 +5,7 @@ import pytest
 from counterpoint.launchers import run_command, script_command
 from tests.process import ranks
 from tests.process.forked import on_forked_ranks
+from tests.process.test_faults import variables
 
 pytestmark = pytest.mark.process
 
@@ -51,8 +52,9 @@ trainer.fit(Numbers(), batch_size=6, workers=1)
 
 
 @pytest.mark.slow
-def test_a_script_that_trains_when_a_worker_imports_it_is_ended_with_the_remedy(tmp_path):
+def test_a_script_that_trains_when_a_worker_imports_it_is_ended_with_the_remedy(tmp_path, monkeypatch):
     """Its worker met the other ranks as one of them, and all waited."""
+    monkeypatch.setenv("PYTHONPATH", variables()["PYTHONPATH"])  # the script imports from these tests
     (tmp_path / "script.py").write_text(UNGUARDED)
     lines = []
     command = script_command(tmp_path / "script.py")
