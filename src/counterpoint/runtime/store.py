@@ -180,15 +180,21 @@ class Store:
                 assert group is not None, "it has arenas to go through"
                 count, dtype = arena.layout.num_elements, arena.layout.dtype
                 label = f"weights of {store.unit} {index}"
-                memory = fabric.shared(label, (len(group) + 1) * row_elements(count, dtype), dtype, group)
-                if memory is None:
+                weights = fabric.shared(label, count, dtype, group)
+                if weights is None:
                     continue
-                board = board_of(arena, fabric, group, f"notes of {label}")
-                commons = Commons(memory, arena.layout, len(group), group.index(fabric.rank), board)
                 if fabric.rank == group[0]:
-                    commons.weights.copy_(arena.weights)
+                    weights.copy_(arena.weights)
                 fabric.meet(label, group).wait()
-                arena.enter(commons)
+                arena.house(weights)  # what they were in is free before there is memory for gradients
+                gradients = fabric.shared(
+                    f"gradients of {label}", len(group) * row_elements(count, dtype), dtype, group
+                )
+                assert gradients is not None, "these ranks have memory in common"
+                board = board_of(arena, fabric, group, f"notes of {label}")
+                arena.enter(
+                    Commons(weights, gradients.view(len(group), -1), arena.layout, group.index(fabric.rank), board)
+                )
         self._follow_weights()
         self.landings = {
             id(arena.params[slot.name]): Landing(self, arena, slot)
@@ -205,6 +211,9 @@ class Store:
             fabric: all ranks call it together; None where the others are gone or have failed.
         """
         self.landings, self.is_in_commons = {}, False
+        for arena in self.arenas() if fabric is not None else ():
+            if arena.commons is not None:
+                arena.commons.forget_gradient()  # there is room for the weights that come into this rank's own memory
         left = [(store, arena.leave()) for store in self.units.values() for arena in store.arenas]
         self._follow_weights()
         for store, commons in left:  # nobody's memory is used for something else before all have left it

@@ -22,6 +22,7 @@ class Options:
         dims: names of the (out, in) dims of linear layers by pattern of module path, for tensor(...).
         deadline_s: the longest that any rank waits for another.
         one_copy: whether replicas of one host have one copy of weights and optimizer state, where they can.
+        keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
     """
 
     seed: int = 0
@@ -32,6 +33,7 @@ class Options:
     dims: Mapping[str, tuple[str, str]] | None = None
     deadline_s: float = 60.0
     one_copy: bool = True
+    keep_freed: bool = True
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
