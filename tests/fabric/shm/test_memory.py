@@ -37,9 +37,9 @@ def test_pages_that_are_dropped_take_no_room_and_those_at_the_edges_stay():
     made = segments.create("test", 8 * PAGE, fill=True)
     made.memory[:] = b"x" * (8 * PAGE)
     segments.drop_pages(made.address + 1, 4 * PAGE)
+    assert os.fstat(made.fd).st_blocks * 512 == 5 * PAGE
     assert made.memory[: PAGE + 1] == b"x" * PAGE + b"\0"
     assert made.memory[4 * PAGE - 1 : 4 * PAGE + 1] == b"\0x"
-    assert os.fstat(made.fd).st_blocks * 512 == 5 * PAGE
     made.close()
 
 
