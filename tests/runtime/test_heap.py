@@ -35,8 +35,14 @@ print(during, min(faults() for _ in range(4)))
 """
 
 
+def num_keepers():
+    found = heap()
+    assert found is not None, "this is glibc"
+    return found.num_keepers
+
+
 def told():
-    values = {}
+    values: dict[int, int] = {}
     return values, Heap(values.__setitem__, lambda: None)
 
 
@@ -62,26 +68,26 @@ def test_memory_that_is_kept_has_its_pages_already(wish):
 
 @GLIBC
 def test_memory_is_kept_from_the_second_step_until_the_model_is_given_back():
-    before = heap().num_keepers
+    before = num_keepers()
     with team("data(2)") as one:
-        assert heap().num_keepers == before
+        assert num_keepers() == before
         one.step(0, feed(one.num_micros))
-        assert heap().num_keepers == before + 1
+        assert num_keepers() == before + 1
         one.give_back()
-        assert heap().num_keepers == before
+        assert num_keepers() == before
 
 
 @GLIBC
 def test_a_run_that_does_not_want_it_changes_nothing():
-    before = heap().num_keepers
+    before = num_keepers()
     with team("data(2)", keep_freed=False) as one:
         one.step(0, feed(one.num_micros))
-        assert heap().num_keepers == before
+        assert num_keepers() == before
 
 
 @GLIBC
 def test_who_has_set_up_the_allocator_is_left_alone(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
-    before = heap().num_keepers
+    before = num_keepers()
     Keeping(wanted=True).begin()
-    assert heap().num_keepers == before
+    assert num_keepers() == before

@@ -62,7 +62,7 @@ class Commons:
         self.weights = weights
         self.rows = list(gradients[:, : layout.num_elements])
         self.own = self.rows[place]
-        self.tables = Tables(layout, self.rows, self.own, board)
+        self.tables = Tables(self.rows, self.own, board)
         self.is_shown = False
         self.large: list[Slot] = []
         self._small: list[tuple[nn.Parameter, Tensor]] = []

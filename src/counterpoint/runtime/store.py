@@ -36,6 +36,7 @@ class UnitStore:
     role: UnitRole
     params: dict[str, nn.Parameter]
     arenas: list[Arena] = field(default_factory=list)
+    _places: list[tuple[Arena, int, int, Span]] | None = field(default=None, init=False)
 
     def targets(self, face: Face) -> list[tuple[int, Tensor]]:
         """Return the tensors an optimizer updates for this unit, with their option groups."""
@@ -53,9 +54,10 @@ class UnitStore:
     def places(self) -> list[tuple[Arena, int, int, Span]]:
         """Return for each of :meth:`targets` its arena, its range there, and the share; only where there are arenas."""
         span = self.role.span
-        if span is None:
-            return []
-        return [(arena, start, stop, span) for arena in self.arenas for _, start, stop in arena.layout.updated(span)]
+        if self._places is None:
+            ranges = [] if span is None else [(one, span, one.layout.updated(span)) for one in self.arenas]
+            self._places = [(one, start, stop, part) for one, part, found in ranges for _, start, stop in found]
+        return self._places
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that belong to :meth:`targets`; parameters without one are left out."""
