@@ -180,23 +180,9 @@ class Store:
             group = store.role.replicas
             for index, arena in enumerate(store.arenas if group is not None else ()):
                 assert group is not None, "it has arenas to go through"
-                count, dtype = arena.layout.num_elements, arena.layout.dtype
-                label = f"weights of {store.unit} {index}"
-                weights = fabric.shared(label, count, dtype, group)
-                if weights is None:
-                    continue
-                if fabric.rank == group[0]:
-                    weights.copy_(arena.weights)
-                fabric.meet(label, group).wait()
-                arena.house(weights)  # what they were in is free before there is memory for gradients
-                gradients = fabric.shared(
-                    f"gradients of {label}", len(group) * row_elements(count, dtype), dtype, group
-                )
-                assert gradients is not None, "these ranks have memory in common"
-                board = board_of(arena, fabric, group, f"notes of {label}")
-                arena.enter(
-                    Commons(weights, gradients.view(len(group), -1), arena.layout, group.index(fabric.rank), board)
-                )
+                commons = commons_of(arena, fabric, group, f"weights of {store.unit} {index}")
+                if commons is not None:
+                    arena.enter(commons)
         self._follow_weights()
         self.landings = {
             id(arena.params[slot.name]): Landing(self, arena, slot)
@@ -297,6 +283,24 @@ class Store:
         """Forget all gradients."""
         for store in self.units.values():
             store.clear()
+
+
+def commons_of(arena: Arena, fabric: Fabric, group: Group, label: str) -> Commons | None:
+    """Return memory that replicas have in common, with an arena's weights; None where they can have none.
+
+    All of them call it together. What weights were in before is free before there is memory for gradients.
+    """
+    count, dtype = arena.layout.num_elements, arena.layout.dtype
+    weights = fabric.shared(label, count, dtype, group)
+    if weights is None:
+        return None
+    if fabric.rank == group[0]:
+        weights.copy_(arena.weights)
+    arena.house(weights)  # its values are there when all have met for what comes next
+    gradients = fabric.shared(f"gradients beside {label}", len(group) * row_elements(count, dtype), dtype, group)
+    assert gradients is not None, "these ranks have memory in common"
+    board = board_of(arena, fabric, group, f"notes of {label}")
+    return Commons(weights, gradients.view(len(group), -1), arena.layout, group.index(fabric.rank), board)
 
 
 def board_of(arena: Arena, fabric: Fabric, group: Group, label: str) -> Board:
