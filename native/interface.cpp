@@ -4,6 +4,7 @@
 #include "collectives.h"
 #include "pipes.h"
 #include "reduce.h"
+#include "linear.h"
 #include "rows.h"
 #include "update.h"
 
@@ -159,4 +160,5 @@ CP_API void cp_reduce(void* const* outs, int32_t num_outs, const void* const* in
 }
 
 CP_API void cp_update(const cp::Step* step) { cp::update(*step); }
+CP_API int32_t cp_linear(const cp::Layer* layer) { return cp::linear(*layer); }
 CP_API void cp_add_rows(const cp::Rows* rows) { cp::add_rows(*rows); }

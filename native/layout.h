@@ -8,7 +8,7 @@
 
 namespace cp {
 
-constexpr uint32_t LAYOUT_VERSION = 3;
+constexpr uint32_t LAYOUT_VERSION = 4;
 constexpr uint64_t WORLD_MAGIC = 0x31444c524f575043;  // "CPWORLD1"
 constexpr uint64_t GROUP_MAGIC = 0x3150554f52475043;  // "CPGROUP1"
 

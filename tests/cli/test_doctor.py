@@ -3,7 +3,8 @@ from typer.testing import CliRunner
 
 from counterpoint.cli import doctor
 from counterpoint.cli.main import build
-from counterpoint.launchers.variables import threads_wanted
+from counterpoint.launchers.variables import allocator_variables, threads_wanted
+from counterpoint.runtime.heap import heap
 
 
 def run(*words):
@@ -42,3 +43,18 @@ def test_the_cores_and_where_ranks_would_be_on_them_are_shown():
     assert topology.fact.endswith("package") or "packages" in topology.fact or "quota" in topology.fact
     assert core.fact.startswith("none by default; with --bind core: rank 0 on ")
     assert numa.fact.startswith("none by default; with --bind numa: rank 0 on ")
+
+
+@pytest.mark.skipif(heap() is None, reason="the C library is not glibc")
+def test_what_training_changes_in_the_allocator_is_said_and_how_to_leave_it(monkeypatch):
+    (finding,) = doctor.check_allocator(1)
+    assert "M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1" in finding.fact
+    assert "keep_freed=False" in finding.fix
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
+    (finding,) = doctor.check_allocator(1)
+    assert finding.fact == "set up by MALLOC_MMAP_MAX_: training leaves it as it is"
+
+
+def test_tunables_count_as_an_allocator_that_is_set_up_only_if_they_are_about_it():
+    assert allocator_variables({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}) == ["GLIBC_TUNABLES"]
+    assert not allocator_variables({"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F"})

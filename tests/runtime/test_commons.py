@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from counterpoint.runtime.state import has_everything
 from tests.runtime.teams import arenas, feed, stored, team
 
 PLAN = "data(2, update=shared)"
@@ -35,9 +36,11 @@ def test_all_replicas_compute_with_the_same_memory():
 def test_there_is_one_copy_of_weights_and_one_gradient_for_each_replica():
     with team("data(4, update=shared)") as one:
         one.step(0, feed(one.num_micros))
-        (memory,) = {stored(arena.weights) for rank in one.ranks.values() for arena in arenas(rank)}
+        every = [arena for rank in one.ranks.values() for arena in arenas(rank)]
+        (weights,) = {(stored(arena.weights), arena.weights.data_ptr()) for arena in every}
+        (gradients,) = {(stored(arena.commons.own), arena.commons.rows[0].data_ptr()) for arena in every}
         row = -(-sum(param.numel() for param in one.model.parameters()) // 8) * 8
-        assert memory == (4 + 1) * row * 8
+        assert weights[0] + gradients[0] == (4 + 1) * row * 8
 
 
 def test_after_a_run_the_model_has_memory_of_its_own():
@@ -47,6 +50,15 @@ def test_after_a_run_the_model_has_memory_of_its_own():
         one.give_back()
         assert inside.isdisjoint(param.data_ptr() for param in one.model.parameters())
         assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in one.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("plan", "has"),
+    [("data(2)", True), (PLAN, True), ("zero(2, level=1)", True), ("zero3(2)", False), ("pipeline(2)", False)],
+)
+def test_weights_are_gathered_only_where_a_rank_has_not_all_of_them(plan, has):
+    with team(plan, model=wide()) as one:
+        assert has_everything(one.book()) == has
 
 
 def test_a_run_goes_on_after_the_model_was_given_back():

@@ -17,7 +17,7 @@ import typer
 
 from counterpoint.cli.faults import FAILED
 from counterpoint.launchers.machine import place_here, this_host
-from counterpoint.launchers.variables import THREADS, threads_wanted
+from counterpoint.launchers.variables import ALLOCATOR, THREADS, allocator_variables, threads_wanted
 from counterpoint.world.placement import DEFAULT_BINDING, Binding
 
 Grade = Literal["good", "note", "hurts", "broken"]
@@ -142,6 +142,23 @@ def check_memory(ranks: int) -> Iterator[Finding]:
         yield Finding("/dev/shm", "hurts" if small else "good", f"{free:,.0f} MiB free", fix)
 
 
+def check_allocator(_ranks: int) -> Iterator[Finding]:
+    """Look at what training changes in this machine's allocator."""
+    from counterpoint.runtime.heap import KEEPING, heap
+
+    found = allocator_variables()
+    if heap() is None:
+        yield Finding("allocator", "good", "the C library is not glibc: training leaves its allocator as it is")
+    elif found:
+        yield Finding("allocator", "good", f"set up by {', '.join(found)}: training leaves it as it is")
+    else:
+        values = ", ".join(f"{name}={value}" for name, value in KEEPING.items())
+        yield Finding(
+            "allocator", "note", f"training has glibc keep the memory that steps free ({values}) until it ends",
+            f"to leave it as it is, pass keep_freed=False or set {ALLOCATOR[0]}",
+        )  # fmt: skip
+
+
 def check_network(_ranks: int) -> Iterator[Finding]:
     """Look at the loopback interface and at this machine's name."""
     try:
@@ -192,6 +209,7 @@ CHECKS: tuple[Callable[[int], Iterator[Finding]], ...] = (
     check_cores,
     check_topology,
     check_memory,
+    check_allocator,
     check_network,
     check_folder,
     check_data,

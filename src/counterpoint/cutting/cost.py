@@ -27,6 +27,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.draws = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that the method below may be compiled: to say that it may not, torch would load its compiler."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,  # noqa: ANN401

@@ -11,12 +11,21 @@ from counterpoint.errors import LaunchError
 MEBIBYTE = 1 << 20
 
 THREADS = "OMP_NUM_THREADS"
+ALLOCATOR = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+TUNABLES = "GLIBC_TUNABLES"
 
 
 def threads_wanted(environ: Mapping[str, str] | None = None) -> int | None:
     """Return the threads per process that the user has asked for with OMP_NUM_THREADS; None if they have not."""
     text = (os.environ if environ is None else environ).get(THREADS, "")
     return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the variables by which the user has set up glibc's allocator; none where they have not."""
+    variables = os.environ if environ is None else environ
+    named = [name for name in ALLOCATOR if variables.get(name)]
+    return named + [name for name in (TUNABLES,) if "glibc.malloc." in variables.get(name, "")]
 
 
 @dataclass(frozen=True, slots=True)

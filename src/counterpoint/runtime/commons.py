@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from counterpoint.fabric.shm.segments import drop_pages
 from counterpoint.runtime.board import Board
 from counterpoint.runtime.layout import Layout, Slot
 from counterpoint.runtime.rows import is_table
@@ -50,19 +51,18 @@ class Commons:
     """One arena's memory in common, as one rank sees it.
 
     Args:
-        memory: one row for the weights, then one for each replica's gradient; flat.
+        weights: of all replicas; flat.
+        gradients: a row for each replica's gradient.
         layout: what lies in a row.
-        num_replicas: how many there are.
-        place: the own one among them.
+        place: which replica's is the own one.
         board: where they show rows of gradients.
     """
 
-    def __init__(self, memory: Tensor, layout: Layout, num_replicas: int, place: int, board: Board) -> None:
-        rows = memory.view(num_replicas + 1, -1)[:, : layout.num_elements]
-        self.weights = rows[0]
-        self.rows = list(rows[1:])
+    def __init__(self, weights: Tensor, gradients: Tensor, layout: Layout, place: int, board: Board) -> None:
+        self.weights = weights
+        self.rows = list(gradients[:, : layout.num_elements])
         self.own = self.rows[place]
-        self.tables = Tables(layout, self.rows, self.own, board)
+        self.tables = Tables(self.rows, self.own, board)
         self.is_shown = False
         self.large: list[Slot] = []
         self._small: list[tuple[nn.Parameter, Tensor]] = []
@@ -90,6 +90,10 @@ class Commons:
         for param, _ in self._small:
             param.grad = None
         return self.small_names
+
+    def forget_gradient(self) -> None:
+        """The own row takes no memory any more; nobody reads it after the updates of a step."""
+        drop_pages(self.own.data_ptr(), self.own.numel() * self.own.element_size())
 
     def cease(self) -> None:
         """Gradients stay on the parameters again."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from counterpoint.runtime.linear import linear
 from counterpoint.runtime.lookup import TABLES, Shelf, look_up
 
 LINEAR: frozenset[Callable[..., Any]] = frozenset({F.linear, torch.ops.aten.linear.default})
@@ -38,7 +39,7 @@ class Linear(torch.autograd.Function):
         """Return the layer's output."""
         ctx.save_for_backward(x, weight)
         ctx.place, ctx.has_bias = place, bias is not None
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.errors import PlanError
+from counterpoint.runtime.uncompiled import without_compiler
 from counterpoint.world.topology import counted
 
 Factory: TypeAlias = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -130,7 +131,8 @@ class Face:
         for group, tensor in parts:
             groups.setdefault(group, []).append(tensor)
         listed = [{"params": tensors, **self.options(group)} for group, tensors in groups.items()]
-        made = self._from_factory(listed) or self._from_class(listed)
+        with without_compiler():
+            made = self._from_factory(listed) or self._from_class(listed)
         for inner, group in zip(made.param_groups, groups, strict=True):
             inner.update(self.options(group))
             inner["face_group"] = group
@@ -190,7 +192,8 @@ def first_of(factory: object, params: Mapping[str, nn.Parameter]) -> optim.Optim
     Raises:
         PlanError: it is no factory, or makes something else.
     """
-    made = factory(list(params.values())) if callable(factory) else factory
+    with without_compiler():
+        made = factory(list(params.values())) if callable(factory) else factory
     if not isinstance(made, optim.Optimizer):
         found = f"makes a {type(made).__name__}" if callable(factory) else f"is {factory!r}"
         raise PlanError(

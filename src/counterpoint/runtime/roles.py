@@ -43,6 +43,11 @@ class UnitRole:
     in_arena: bool
     replicas: Group | None = None
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether the rank has the whole unit as it is between steps."""
+        return self.home == WHOLE and (self.span == WHOLE or self.replicas is not None)
+
 
 def roles_of(rank: int, words: Iterable[Instruction], model: ModelSpec) -> dict[Unit, UnitRole]:
     """Return what a rank's row does with every unit that it computes with, updates or serves."""

@@ -18,9 +18,11 @@ from counterpoint.checkpoint import Piece, whole
 from counterpoint.checkpoint.piece import dtype_name, torch_dtype
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
+from counterpoint.program.instruction import Serve
 from counterpoint.program.text import format_unit
 from counterpoint.runtime.build import Holding, Parts, Rank, holdings, replicas_of, slice_of, slices_of
 from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span, lay_out
+from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.store import UnitStore
 
 ONE_FOR_ALL: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})
@@ -118,6 +120,25 @@ def _assembled(
                     flats[unit, index, layout.dtype][slot.start : slot.stop].view(slot.shape) for index in range(count)
                 ]
                 yield slot.name, torch.cat(local, dim=dim) if count > 1 else local[0].clone()
+
+
+def has_everything(book: Book) -> bool:
+    """Tell whether every rank has all weights as they are, so that nothing has to be gathered.
+
+    Ranks do which update whole units, or have a unit in common with others who do; not those with slices or servers.
+    """
+    parts = book.parts
+    if (
+        book.num_replicas > 1
+        or slices_of(parts.spec)
+        or any(isinstance(word, Serve) for _, word in parts.program.words())
+    ):
+        return False
+    for rank, row in enumerate(parts.program.rows):
+        roles = roles_of(rank, row.body, parts.spec)
+        if any(unit not in roles or not roles[unit].is_up_to_date for unit in parts.spec.units):
+            return False
+    return True
 
 
 def spread_weights(book: Book, rank: Rank, fabric: Fabric) -> None:

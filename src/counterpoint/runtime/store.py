@@ -36,6 +36,7 @@ class UnitStore:
     role: UnitRole
     params: dict[str, nn.Parameter]
     arenas: list[Arena] = field(default_factory=list)
+    _places: list[tuple[Arena, int, int, Span]] | None = field(default=None, init=False)
 
     def targets(self, face: Face) -> list[tuple[int, Tensor]]:
         """Return the tensors an optimizer updates for this unit, with their option groups."""
@@ -53,9 +54,10 @@ class UnitStore:
     def places(self) -> list[tuple[Arena, int, int, Span]]:
         """Return for each of :meth:`targets` its arena, its range there, and the share; only where there are arenas."""
         span = self.role.span
-        if span is None:
-            return []
-        return [(arena, start, stop, span) for arena in self.arenas for _, start, stop in arena.layout.updated(span)]
+        if self._places is None:
+            ranges = [] if span is None else [(one, span, one.layout.updated(span)) for one in self.arenas]
+            self._places = [(one, start, stop, part) for one, part, found in ranges for _, start, stop in found]
+        return self._places
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that belong to :meth:`targets`; parameters without one are left out."""
@@ -178,17 +180,9 @@ class Store:
             group = store.role.replicas
             for index, arena in enumerate(store.arenas if group is not None else ()):
                 assert group is not None, "it has arenas to go through"
-                count, dtype = arena.layout.num_elements, arena.layout.dtype
-                label = f"weights of {store.unit} {index}"
-                memory = fabric.shared(label, (len(group) + 1) * row_elements(count, dtype), dtype, group)
-                if memory is None:
-                    continue
-                board = board_of(arena, fabric, group, f"notes of {label}")
-                commons = Commons(memory, arena.layout, len(group), group.index(fabric.rank), board)
-                if fabric.rank == group[0]:
-                    commons.weights.copy_(arena.weights)
-                fabric.meet(label, group).wait()
-                arena.enter(commons)
+                commons = commons_of(arena, fabric, group, f"weights of {store.unit} {index}")
+                if commons is not None:
+                    arena.enter(commons)
         self._follow_weights()
         self.landings = {
             id(arena.params[slot.name]): Landing(self, arena, slot)
@@ -205,6 +199,9 @@ class Store:
             fabric: all ranks call it together; None where the others are gone or have failed.
         """
         self.landings, self.is_in_commons = {}, False
+        for arena in self.arenas() if fabric is not None else ():
+            if arena.commons is not None:
+                arena.commons.forget_gradient()  # there is room for the weights that come into this rank's own memory
         left = [(store, arena.leave()) for store in self.units.values() for arena in store.arenas]
         self._follow_weights()
         for store, commons in left:  # nobody's memory is used for something else before all have left it
@@ -286,6 +283,24 @@ class Store:
         """Forget all gradients."""
         for store in self.units.values():
             store.clear()
+
+
+def commons_of(arena: Arena, fabric: Fabric, group: Group, label: str) -> Commons | None:
+    """Return memory that replicas have in common, with an arena's weights; None where they can have none.
+
+    All of them call it together. What weights were in before is free before there is memory for gradients.
+    """
+    count, dtype = arena.layout.num_elements, arena.layout.dtype
+    weights = fabric.shared(label, count, dtype, group)
+    if weights is None:
+        return None
+    if fabric.rank == group[0]:
+        weights.copy_(arena.weights)
+    arena.house(weights)  # its values are there when all have met for what comes next
+    gradients = fabric.shared(f"gradients beside {label}", len(group) * row_elements(count, dtype), dtype, group)
+    assert gradients is not None, "these ranks have memory in common"
+    board = board_of(arena, fabric, group, f"notes of {label}")
+    return Commons(weights, gradients.view(len(group), -1), arena.layout, group.index(fabric.rank), board)
 
 
 def board_of(arena: Arena, fabric: Fabric, group: Group, label: str) -> Board:

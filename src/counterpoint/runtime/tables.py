@@ -14,7 +14,7 @@ from torch import Tensor
 
 from counterpoint.fabric.encounter import reduce_in_order
 from counterpoint.runtime.board import Board
-from counterpoint.runtime.layout import Layout, Slot
+from counterpoint.runtime.layout import Slot
 from counterpoint.runtime.rows import Piece, add_rows, clear_rows
 
 
@@ -40,14 +40,12 @@ class Tables:
     """The gradients of all replicas, shown in memory in common.
 
     Args:
-        layout: how parameters lie in it.
         rows: the flat gradient of each replica; that of a table is up to date where the board says so.
         own: this replica's.
         board: where rows of tables are shown.
     """
 
-    def __init__(self, layout: Layout, rows: Sequence[Tensor], own: Tensor, board: Board) -> None:
-        self.layout = layout
+    def __init__(self, rows: Sequence[Tensor], own: Tensor, board: Board) -> None:
         self.rows = rows
         self.own = own
         self.board = board
@@ -87,9 +85,9 @@ class Tables:
             as_rows: whether rows may stay rows; else they are added up.
         """
         begun = start
-        for slot in self.layout.slots:
+        for slot in self.board.tables.values():  # in the order of the layout
             low, high = max(start, slot.start), min(stop, slot.stop)
-            if low >= high or self._is_of_all(slot.name):
+            if low >= high or len(self.board.dense_places(slot.name)) == len(self.rows):
                 continue
             if begun < low:
                 yield self._of_all(begun, low)
@@ -97,9 +95,6 @@ class Tables:
             yield self._of_table(slot, low, high, as_rows=as_rows)
         if begun < stop:
             yield self._of_all(begun, stop)
-
-    def _is_of_all(self, name: str) -> bool:
-        return name not in self.board.tables or len(self.board.dense_places(name)) == len(self.rows)
 
     def _of_all(self, start: int, stop: int) -> Stretch:
         return Stretch(start, stop, [row[start:stop] for row in self.rows])

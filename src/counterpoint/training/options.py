@@ -26,6 +26,7 @@ class Options:
         one_copy: whether replicas of one host have one copy of weights and optimizer state, where they can.
         init: what other first weights than rank 0's on a rank mean: ``rank0`` gives all ranks rank 0's and says so,
             ``same`` is an error.
+        keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
     """
 
     seed: int = 0
@@ -38,6 +39,7 @@ class Options:
     deadline_s: float = 60.0
     one_copy: bool = True
     init: Literal["rank0", "same"] = "rank0"
+    keep_freed: bool = True
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:

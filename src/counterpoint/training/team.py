@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from counterpoint.cutting.slices import verify_split
 from counterpoint.cutting.whole import WholeCut
 from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Release, Serve
 from counterpoint.program.turn import Turn
@@ -38,13 +37,22 @@ from counterpoint.runtime.build import (
 from counterpoint.runtime.compute import Model
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
-from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
+from counterpoint.runtime.state import (
+    Book,
+    gather_weights,
+    has_everything,
+    settle_buffers,
+    spread_weights,
+    write_weights,
+)
 from counterpoint.runtime.together import norms_of
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.checks import require_own_memory
+from counterpoint.training.keeping import Keeping
 from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.options import Options, guard_of
 from counterpoint.training.same_model import require_same_model, share_first_values
+from counterpoint.training.trained import trainable, with_unused
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
 
@@ -78,6 +86,7 @@ class Team:
         self.may_share = options.one_copy and not renormalizes(model)  # whether replicas may have one copy of weights
         self.face = face
         self.options = options
+        self.keeping = Keeping(wanted=options.keep_freed)
         self.compiled: Compiled | None = None
         self.num_micros = 0  # microbatches in one step of all ranks, once built
         self.parts: Parts | None = None
@@ -193,6 +202,7 @@ class Team:
                 raise
 
         verdicts = self.world.run(work)
+        self.keeping.begin()  # what building and the first step have freed is gone, what later ones free is not
         self.has_late = self.plan.rhythm.late > 0
         found = [verdict for verdict in verdicts if verdict is not None]
         return found[0] if found else Verdict(float("nan"), 0, float("nan"), 1.0, "")
@@ -268,7 +278,9 @@ class Team:
         self.settle()
         book = self.book()
         first = self.world.fabrics[0].rank
-        full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
+        full: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params
+        if not has_everything(book):
+            full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
         self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.leave_commons(fabric))
         store = self.ranks[first].interpreter.store
         for arena in store.arenas():
@@ -276,6 +288,7 @@ class Team:
         with torch.no_grad():
             copy_values(self.model, full)
             copy_values(self.model, store.buffers)
+        self.keeping.end()
         if self.watch is not None:
             self.watch.note()
 
@@ -315,27 +328,5 @@ class Team:
         """Leave the world; nothing of it is left running."""
         for rank in self.ranks.values():
             rank.interpreter.store.leave_commons(None)
+        self.keeping.end()
         self.world.close()
-
-
-def trainable(spec: ModelSpec, face: Face) -> ModelSpec:
-    """Return the model without its frozen parameters, which no gradient and no update is about."""
-    return replace(spec, params=tuple(param for param in spec.params if param.name in face.group_of))
-
-
-def with_unused(spec: ModelSpec) -> ModelSpec:
-    """Return the model with the parameters that no piece reads given to one, so that they are trained or missed."""
-    read = {name for piece in spec.pieces for name in piece.params}
-    unused = tuple(param.name for param in spec.params if param.name not in read)
-    if not unused:
-        return spec
-    index, piece = next(((i, piece) for i, piece in enumerate(spec.pieces) if piece.split is None), (0, spec.pieces[0]))
-    adopted = replace(piece, params=(*piece.params, *unused))
-    blocks = tuple(
-        replace(
-            block,
-            pieces=tuple(adopted if at == index else piece for at, piece in enumerate(block.pieces, block.first_piece)),
-        )
-        for block in spec.blocks
-    )
-    return replace(spec, blocks=blocks)

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}"),
 ]
 PAIR = (0, 1)
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_segment_is_for_its_user_alone_and_cannot_shrink():
@@ -29,6 +30,16 @@ def test_a_segment_is_for_its_user_alone_and_cannot_shrink():
     assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
     with pytest.raises(PermissionError):
         os.ftruncate(made.fd, 4096)
+    made.close()
+
+
+def test_pages_that_are_dropped_take_no_room_and_those_at_the_edges_stay():
+    made = segments.create("test", 8 * PAGE, fill=True)
+    made.memory[:] = b"x" * (8 * PAGE)
+    segments.drop_pages(made.address + 1, 4 * PAGE)
+    assert os.fstat(made.fd).st_blocks * 512 == 5 * PAGE
+    assert made.memory[: PAGE + 1] == b"x" * PAGE + b"\0"
+    assert made.memory[4 * PAGE - 1 : 4 * PAGE + 1] == b"\0x"
     made.close()
 
 

@@ -23,7 +23,7 @@ from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.fabric.gloo import PrefixStore
 from counterpoint.fabric.processes import Processes, early_end, processes_of
-from counterpoint.fabric.shm.segments import COOKIE_BYTES, Mapping, create, open_of
+from counterpoint.fabric.shm.segments import COOKIE_BYTES, Mapping, create, fill, open_of
 
 PIECE_BYTES = 256 << 10
 TENSORS = 0  # the tag of segments that are not for a group
@@ -133,6 +133,20 @@ class SharedTensors:
         address, mapping = free.pop() if free else self._new(room)
         loan = loan_of(address, num_bytes, mapping, free)
         return torch.frombuffer(loan, dtype=torch.uint8)[: num_elements * dtype.itemsize].view(dtype)
+
+    def filled(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor as :meth:`empty` does, of zeros, whose pages are all there, also if it was used before.
+
+        Raises:
+            PeerError: there is not enough memory.
+        """
+        num_segments = len(self._segments)
+        tensor = self.empty(num_elements, dtype)
+        if num_elements and len(self._segments) == num_segments:
+            _, fd, _, offset = self.address_of(tensor)
+            fill("counterpoint tensors", fd, offset, num_elements * dtype.itemsize)
+            tensor.zero_()
+        return tensor
 
     def _new(self, num_bytes: int) -> tuple[int, Mapping]:
         mapping = create("counterpoint tensors", num_bytes, fill=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 READING_BYTES = 256
 REASON_BYTES = 1024
 SLICE_NS = 100_000_000  # the longest that a call waits
@@ -113,6 +113,20 @@ class RowPart(Structure):
     )
 
 
+class Layer(Structure):
+    """A linear layer's call as the library is asked for it; ``native/linear.h`` says what each field is."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("rows", c_uint64),
+        ("inputs", c_uint64),
+        ("outputs", c_uint64),
+    )
+
+
 class Rows(Structure):
     """Rows of a table and what is added to them; ``native/rows.h`` says what each field is."""
 
@@ -165,6 +179,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
         (POINTER(c_void_p), c_int32, POINTER(c_void_p), c_int32, c_uint64, c_uint32, c_uint32, c_double),
     ),
     "cp_update": (None, (POINTER(Step),)),
+    "cp_linear": (c_int32, (POINTER(Layer),)),
     "cp_add_rows": (None, (POINTER(Rows),)),
 }
 

@@ -105,6 +105,26 @@ def mapped(fd: int, num_bytes: int) -> mmap.mmap:
     return memory
 
 
+def fill(name: str, fd: int, offset: int, num_bytes: int) -> None:
+    """All pages of a part of a file are there, so that a shortage is an error here and not a signal later.
+
+    Raises:
+        PeerError: there is not enough memory.
+    """
+    try:
+        os.posix_fallocate(fd, offset, num_bytes)
+    except OSError as error:
+        raise PeerError(refusal(name, num_bytes, error.errno or 0)) from error
+
+
+def drop_pages(address: int, num_bytes: int) -> None:
+    """Shared memory is empty where it fills pages: they take no room until somebody writes. Private memory stays."""
+    start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None)
+    if stop > start and hasattr(libc, "madvise") and hasattr(mmap, "MADV_REMOVE"):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_REMOVE)
+
+
 def require_memory(name: str, num_bytes: int) -> None:
     """There is memory for so much more.
 

@@ -171,7 +171,7 @@ class ShmFabric(ShmRank):
         """Open what the first member shares."""
         operation = Operation("shared", label, group, dtype_name(dtype), (num_elements,))
         check_group(operation, self.rank, self.num_ranks)
-        own = self.empty(num_elements, dtype).zero_() if self.rank == group[0] else None
+        own = self._tensors.filled(num_elements, dtype) if self.rank == group[0] else None
         if len(group) == 1:
             return own
         address = None if own is None else list(self._tensors.address_of(own))
