@@ -15,6 +15,7 @@ from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.tree import Tree
 from counterpoint.strategies.zero import Zero
 
 
@@ -59,6 +60,12 @@ STRATEGIES: dict[str, Named] = {
     "zero1": Named(partial(Zero, level=1), "zero with shared optimizer state", (), Zero),
     "zero2": Named(partial(Zero, level=2), "zero with shared optimizer state and gradients", (), Zero),
     "zero3": Named(partial(Zero, level=3), "zero with shared optimizer state, gradients and weights", (), Zero),
+    "tree": Named(
+        Tree,
+        "replicas whose gradients go up a tree to the first, which updates, and weights down again",
+        ("shape", "sends"),
+        Tree,
+    ),
     "pipeline": Named(
         Pipeline,
         "stages of blocks, microbatches flow through them",
