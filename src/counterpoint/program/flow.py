@@ -227,7 +227,7 @@ def _uses(word: Instruction, started: Iterable[Value]) -> Iterable[Value]:
             return Value("grad", unit), Value("weight", unit)
         case Swap(unit):
             return Value("grad", unit), Value("late", unit)
-        case Send(value) | Recv(value) | Push(value) | Release(value):
+        case Send(value) | Push(value) | Release(value):
             return (value,)
         case Backward(block):
             return [value for value in started if value.name in {"grad", "weight"} and block in value.blocks]

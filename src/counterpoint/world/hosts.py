@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 def neighbours(degree: int, stride: int, hosts: Sequence[int]) -> int:
     """Return into groups of how many replicas an axis can be cut so that each group is on one host; 1 if into none."""
-    if stride * degree > len(hosts):
+    if not hosts or len(hosts) % (stride * degree):
         return 1
     for among in range(degree, 1, -1):
         if degree % among == 0 and all(
