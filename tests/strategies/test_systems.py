@@ -1,6 +1,7 @@
 """The systems by name: what each becomes, where ranks are on several hosts, and what it refuses."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,19 @@ def test_a_system_is_a_plan_of_strategies_that_reads_back_as_itself(text, become
 
 def test_every_system_is_shown_above():
     assert {text.split("(")[0] for text, _ in BECOMES} >= SYSTEMS.keys()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\|.*\| `([^`]+)` \| `([^`]+)` \|$", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("here", "becomes"), ROWS)
+def test_the_page_says_what_a_system_becomes(here, becomes):
+    assert str(Plan.parse(here)) == becomes
+
+
+def test_every_system_is_on_the_page():
+    assert {here.split("(")[0] for here, _ in ROWS} == SYSTEMS.keys()
 
 
 INSIDE = "data(2, update=shared)"

@@ -77,7 +77,7 @@ def data_parallel(degree: int) -> tuple[Strategy, ...]:
     """Return PyTorch's DataParallel: one owner of the weights, which computes with copies of them beside it.
 
     The owner is rank 0: it gets all gradients, updates, and sends out the weights for the next step. Ranks are
-    processes or threads of their own, so that no interpreter lock stands between them; ``tree(n, shape=star)``.
+    processes, so that no interpreter lock stands between them. It is ``tree(n, shape=star)``.
 
     Args:
         degree: ranks along the new axis, the owner among them.
