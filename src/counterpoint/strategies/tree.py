@@ -40,7 +40,7 @@ class Tree:
         degree: ranks along the new axis.
         shape: ``binomial``, ``star`` or ``chain``.
         sends: ``last`` for gradients that are sent after all backwards, ``early`` for each as soon as it is complete;
-            what a copy receives first, it sends after all backwards.
+            where others add to it, it is received and handed on when the next one is complete.
 
     Cost:
         Bytes sent per step, with P bytes of weights: P for the gradients of each copy but the first, and P for each
@@ -160,17 +160,25 @@ class _Node:
 
     def with_gradients(self, words: Words, units: Sequence[Unit]) -> Iterator[Instruction]:
         """Yield the words, and gradients coming in and going out behind them, in the order of their completion."""
-        complete: dict[int, list[Unit]] = {}
-        for unit in sorted(units):
-            complete.setdefault(completion(words, unit) or 0, []).append(unit)
-        is_early = self.sends == "early" and not self.down
+        complete = sorted((completion(words, unit) or 0, unit) for unit in units)
+        due: dict[int, list[Unit]] = {}
+        for index, unit in complete:
+            due.setdefault(self.place([index for index, _ in complete], index, len(words) - 1), []).append(unit)
         for index, word in enumerate(words):
             yield word
-            for unit in complete.get(index, ()) if is_early else ():
+            for unit in due.get(index, ()):
+                yield from (Recv(grad(unit), child) for child in self.down)
                 yield from self.hand_on(unit)
-        for unit in (unit for index in sorted(complete) for unit in complete[index]) if not is_early else ():
-            yield from (Recv(grad(unit), child) for child in self.down)
-            yield from self.hand_on(unit)
+
+    def place(self, indices: Sequence[int], index: int, last: int) -> int:
+        """Return the index of the word behind which a gradient comes in and goes out.
+
+        One that is sent early goes as soon as it is complete; where others add to it, not before the next one is
+        complete, so that their messages have had as long to arrive as a backward takes.
+        """
+        if self.sends == "last":
+            return last
+        return index if not self.down else next((later for later in indices if later > index), last)
 
     def hand_on(self, unit: Unit) -> Iterable[Instruction]:
         """Return the message with a gradient; none where it is for the first copy to apply."""

@@ -31,8 +31,8 @@ def firecaffe(degree: int) -> tuple[Strategy, ...]:
 def s_caffe(degree: int, *, per_host: int = 0) -> tuple[Strategy, ...]:
     """Return S-Caffe: a chain inside each host and a tree between hosts, begun during the backward.
 
-    Each gradient is sent as soon as it is complete, layer by layer, and handed on along the chain while the next one
-    comes. Weights come back in the same step; S-Caffe's next forward begins before all of them are there.
+    Each gradient is sent as soon as it is complete, layer by layer, and handed on along the chain one backward later.
+    Weights come back in the same step; S-Caffe's next forward begins before all of them are there.
 
     Args:
         degree: ranks along the new axis.
