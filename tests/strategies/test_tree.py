@@ -4,6 +4,7 @@ import pytest
 
 from counterpoint.compiler.compile import sizes_in
 from counterpoint.model.spec import chain
+from counterpoint.program.text import format_program
 from counterpoint.simulator.costs import model_costs
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.tree import Tree
@@ -27,6 +28,13 @@ def test_every_copy_but_the_first_has_one_above_it_and_is_below_that_one(shape, 
     assert {copy: tree.children(copy) for copy in range(8)} == {
         copy: tuple(child for child, parent in enumerate(parents, 1) if parent == copy) for copy in range(8)
     }
+
+
+def test_a_gradient_is_not_waited_for_behind_a_sum_that_waits_for_others():
+    """The receive stood behind the sum of the tied weight, and two stages and their copies waited in a circle."""
+    made = compiled("pipeline(2) * tree(2, sends=early)", m=2, tied=True, blocks=5)
+    behind_backwards = format_program(made.program).splitlines()[1].split("g1.1>0 ")[1]
+    assert behind_backwards.startswith("grad3<3 grad2<3 sum(grad0+4)@0,1 grad0+4<3 commit@0-3")
 
 
 def seconds(text):

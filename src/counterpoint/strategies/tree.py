@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import (
+    Backward,
     Collective,
     Commit,
     Instruction,
@@ -40,7 +41,7 @@ class Tree:
         degree: ranks along the new axis.
         shape: ``binomial``, ``star`` or ``chain``.
         sends: ``last`` for gradients that are sent after all backwards, ``early`` for each as soon as it is complete;
-            where others add to it, it is received and handed on when the next one is complete.
+            where others add to it, it is received and handed on one backward later.
 
     Cost:
         Bytes sent per step, with P bytes of weights: P for the gradients of each copy but the first, and P for each
@@ -160,25 +161,31 @@ class _Node:
 
     def with_gradients(self, words: Words, units: Sequence[Unit]) -> Iterator[Instruction]:
         """Yield the words, and gradients coming in and going out behind them, in the order of their completion."""
-        complete = sorted((completion(words, unit) or 0, unit) for unit in units)
         due: dict[int, list[Unit]] = {}
-        for index, unit in complete:
-            due.setdefault(self.place([index for index, _ in complete], index, len(words) - 1), []).append(unit)
+        for index, unit in sorted((completion(words, unit) or 0, unit) for unit in units):
+            due.setdefault(self.place(words, index), []).append(unit)
         for index, word in enumerate(words):
             yield word
             for unit in due.get(index, ()):
                 yield from (Recv(grad(unit), child) for child in self.down)
                 yield from self.hand_on(unit)
 
-    def place(self, indices: Sequence[int], index: int, last: int) -> int:
+    def place(self, words: Words, complete: int) -> int:
         """Return the index of the word behind which a gradient comes in and goes out.
 
-        One that is sent early goes as soon as it is complete; where others add to it, not before the next one is
-        complete, so that their messages have had as long to arrive as a backward takes.
+        One that is sent early goes as soon as it is complete. Where others add to it, it waits for one more backward,
+        so that their messages have had as long to arrive; not for a sum, in which others may be waited for. What the
+        words before send, a stage of a pipeline may be waiting for: it goes first.
         """
         if self.sends == "last":
-            return last
-        return index if not self.down else next((later for later in indices if later > index), last)
+            return len(words) - 1
+        place = complete
+        if self.down:
+            later = range(complete + 1, len(words))
+            place = next((index for index in later if isinstance(words[index], Backward)), complete)
+        while place + 1 < len(words) and isinstance(words[place + 1], Send):
+            place += 1
+        return place
 
     def hand_on(self, unit: Unit) -> Iterable[Instruction]:
         """Return the message with a gradient; none where it is for the first copy to apply."""
