@@ -23,11 +23,11 @@ def test_a_launcher_fills_one_host_after_the_other():
     [(4, "tree(4, shape=chain, sends=early)"), (2, "tree(2, shape=chain, sends=early) * tree(2, sends=early)")],
 )
 def test_a_system_is_told_how_many_ranks_are_on_each_host(per_host, becomes):
-    assert str(make_plan("s_caffe", started(4, per_host), None, ())) == becomes
+    assert str(make_plan("s_caffe", started(4, per_host), None, None)) == becomes
 
 
 def test_without_a_launcher_all_ranks_are_on_one_host():
-    assert str(make_plan("s_caffe(4)", None, None, ())) == "tree(4, shape=chain, sends=early)"
+    assert str(make_plan("s_caffe(4)", None, None, None)) == "tree(4, shape=chain, sends=early)"
 
 
 def test_copies_that_do_not_update_have_no_update_to_share():
