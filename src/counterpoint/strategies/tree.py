@@ -144,7 +144,7 @@ class _Node:
     """One rank's place in its tree.
 
     Args:
-        sends: when gradients are sent that nothing is added to.
+        sends: when gradients are handed on.
         up: the rank it hands gradients to; None for the first copy's.
         down: the ranks it gets gradients from.
     """
