@@ -40,10 +40,14 @@ def test_a_plan_is_read_as_its_strategies_from_left_to_right(text, strategies):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_name_of_the_table_makes_a_strategy_that_reads_back_as_itself(name):
-    plan = Plan.parse(f"{name}(2)")
+def test_every_name_of_the_table_makes_a_plan_that_reads_back_as_itself(name):
+    plan = Plan.parse(find(name).example or f"{name}(2)")
     assert Plan.parse(str(plan)) == plan
-    assert isinstance(plan.strategies[0], find(name).parent)
+
+
+@pytest.mark.parametrize("name", [name for name, named in STRATEGIES.items() if isinstance(named.parent, type)])
+def test_a_name_of_a_strategy_makes_that_one(name):
+    assert type(find(name).strategies(2, {})[0]) is find(name).parent
 
 
 @pytest.mark.parametrize(

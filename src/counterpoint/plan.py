@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import lcm, prod
 from typing import Any
@@ -13,10 +15,12 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.options import kinds_of, read_option
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Need, Strategy
 from counterpoint.strategies.table import find
+from counterpoint.world.hosts import neighbours
 from counterpoint.world.mesh import Axis, Mesh
 
 _TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<inside>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
@@ -130,13 +134,14 @@ class Plan:
             )
 
     @staticmethod
-    def parse(text: str, *, num_ranks: int | None = None, num_microbatches: int = 1) -> Plan:
+    def parse(text: str, *, num_ranks: int | None = None, num_microbatches: int = 1, hosts: Sequence[int] = ()) -> Plan:
         """Read a plan such as ``pipeline(4, order=gpipe) * data(2)``.
 
         Args:
             text: strategies joined by ``*``; a bare name takes the ranks it is given.
             num_ranks: the ranks there are, for a bare name; None when there is none.
             num_microbatches: microbatches of the innermost program.
+            hosts: the host of every rank, for systems that add up inside hosts first; all are on one by default.
 
         Raises:
             PlanError: the text is no plan, or names a strategy or option that does not exist.
@@ -150,8 +155,8 @@ class Plan:
             raise PlanError(f"{text!r} leaves the ranks of {' and '.join(bare)} open; give a number to all but one")
         if bare and num_ranks is None:
             raise PlanError(f"{text!r} does not say how many ranks {bare[0]} takes; write {bare[0]}(2), or give ranks")
-        free = 1 if not bare else _ranks_left(terms, text, num_ranks or 1)
-        strategies = tuple(_make(name, str(free) if inside is None else inside, text) for name, inside in terms)
+        free = 1 if not bare else _ranks_left(terms, text, num_ranks or 1, hosts)
+        strategies = _fold([(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts)
         if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "asp"}:
             strategies = ()
         return Plan(strategies, num_microbatches)
@@ -217,41 +222,55 @@ def _parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
     return found["name"], found["inside"]
 
 
-def _ranks_left(terms: list[tuple[str, str | None]], text: str, num_ranks: int) -> int:
+def _ranks_left(terms: list[tuple[str, str | None]], text: str, num_ranks: int, hosts: Sequence[int]) -> int:
+    refused: PlanError | None = None
     for free in range(1, num_ranks + 1):
-        ranks = 1
-        for name, inside in terms:
-            ranks = _make(name, str(free) if inside is None else inside, text).num_ranks(ranks)
-        if ranks == num_ranks:
+        try:
+            strategies = _fold([(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts)
+        except PlanError as wrong:
+            refused = wrong
+            continue
+        if Plan(strategies).num_ranks == num_ranks:
             return free
+    if refused is not None:
+        raise refused
     raise PlanError(f"{text!r} cannot take {num_ranks} ranks; the ranks of its strategies must multiply to it")
 
 
-def _make(name: str, inside: str, text: str) -> Strategy:
+def _fold(terms: Sequence[tuple[str, str]], text: str, hosts: Sequence[int]) -> tuple[Strategy, ...]:
+    """Return the strategies of all terms in a row; what depends on hosts sees the ranks that its axis goes over."""
+    strategies: tuple[Strategy, ...] = ()
+    stride = 1
+    for name, inside in terms:
+        made = _make(name, inside, text, partial(_per_host, stride=stride, hosts=hosts))
+        strategies += made
+        for strategy in made:
+            stride = strategy.num_ranks(stride)
+    return strategies
+
+
+def _per_host(degree: int, stride: int, hosts: Sequence[int]) -> int:
+    return neighbours(degree, stride, hosts) if hosts else 0
+
+
+def _make(name: str, inside: str, text: str, per_host: Callable[[int], int]) -> tuple[Strategy, ...]:
     named = find(name)
     parts = [part.strip() for part in re.split(r",(?![^()]*\))", inside) if part.strip()]
     if not parts or not re.fullmatch(r"\d+", parts[0]) or int(parts[0]) < 1:
         raise PlanError(f"{name} in {text!r} needs the number of ranks along its axis first: {name}(2)")
     options: dict[str, Any] = {}
+    kinds = kinds_of(named.parent)
     for part in parts[1:]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key in named.instead:
+            raise PlanError(f"{name} takes no {key}=: {named.instead[key]}")
         if not equals or key not in named.options:
             known = ", ".join(f"{option}=" for option in named.options) or "none"
             raise PlanError(f"{name} has no option {part!r}; its options are {known}")
         if key in options:
             raise PlanError(f"{name} in {text!r} has {key}= twice; give it once")
-        options[key] = _option(key, value, text)
-    return named.make(int(parts[0]), **options)
-
-
-def _option(key: str, value: str, text: str) -> int | str | tuple[int, ...] | tuple[str, ...]:
-    try:
-        if key in {"level", "servers", "sync_every", "sync_first", "staleness"}:
-            return int(value)
-        if key in {"replicas", "balance"}:
-            return tuple(int(part) for part in value.strip("()").split(",") if part.strip())
-    except ValueError:
-        raise PlanError(f"{key}={value} in {text!r} must be whole numbers") from None
-    if key == "dims":
-        return tuple(value.split("+"))
-    return value
+        options[key] = read_option(key, value, kinds.get(key, str), text)
+    degree = int(parts[0])
+    if "per_host" in named.options:
+        options.setdefault("per_host", per_host(degree))
+    return named.strategies(degree, options)

@@ -26,6 +26,12 @@ def test_a_tied_weight_waits_for_the_backward_of_its_first_block():
     )
 
 
+def test_a_gradient_that_others_add_to_waits_for_what_they_send():
+    assert early("B1.0 B0.0 grad1<1 grad0<1 sum(grad1)@0 sum(grad0)@0 commit@0") == (
+        "B1.0 B0.0 grad1<1 sum(grad1)@0+ grad0<1 sum(grad0)@0+ sum(grad1)@0- sum(grad0)@0- commit@0"
+    )
+
+
 @pytest.mark.parametrize(
     "text",
     [

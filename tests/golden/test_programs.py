@@ -57,7 +57,36 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "data_2_server_2": ("data(2) * server(2)", {}),
     "pipeline_2_asp_2": ("pipeline(2) * asp(2)", {"blocks": 3, "tied": True}),
     "server_2_tensor_2": ("server(2) * tensor(2)", {}),
+    "tree_4": ("tree(4)", {"m": 2}),
+    "tree_3_chain_early": ("tree(3, shape=chain, sends=early)", {"m": 2}),
+    "tree_4_star_tied": ("tree(4, shape=star)", {"tied": True, "blocks": 3}),
+    "pipeline_2_tree_2_early": ("pipeline(2) * tree(2, sends=early)", {"m": 2}),
+    "data_2_tree_2": ("data(2) * tree(2)", {}),
+    "tree_2_data_2_overlap": ("tree(2) * data(2)", {"m": 2, **EARLY}),
+    "tree_2_tensor_2": ("tree(2) * tensor(2)", {}),
 }
+SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp_2": ("ddp(2)", {"m": 2, **EARLY}),
+    "data_parallel_3": ("data_parallel(3)", {"m": 2}),
+    "one_device_1": ("one_device(1)", {"m": 2}),
+    "mirrored_2": ("mirrored(2)", {"m": 2}),
+    "mirrored_4_hierarchical_copy": ("mirrored(4, cross_device_ops=hierarchical_copy)", {}),
+    "mirrored_3_reduction_to_one_device": ("mirrored(3, cross_device_ops=reduction_to_one_device)", {}),
+    "multi_worker_mirrored_2": ("multi_worker_mirrored(2)", {"m": 2, **EARLY}),
+    "central_storage_3": ("central_storage(3)", {"m": 2}),
+    "horovod_2": ("horovod(2)", {"m": 2, **EARLY}),
+    "horovod_4_hierarchical": ("horovod(4, hierarchical_allreduce=on, per_host=2)", EARLY),
+    "horovod_4_hierarchical_adasum": ("horovod(4, hierarchical_allreduce=on, per_host=2, op=adasum)", {}),
+    "chainermn_2": ("chainermn(2)", {"m": 2}),
+    "chainermn_4_hierarchical": ("chainermn(4, communicator=hierarchical, per_host=2)", {}),
+    "chainermn_4_two_dimensional": ("chainermn(4, communicator=two_dimensional, per_host=2)", {}),
+    "chainermn_2_double_buffering": ("chainermn(2, double_buffering=on)", {}),
+    "firecaffe_4": ("firecaffe(4)", {"m": 2}),
+    "s_caffe_4": ("s_caffe(4, per_host=2)", {"blocks": 3}),
+    "intel_caffe_2": ("intel_caffe(2)", {"m": 2, **EARLY}),
+    "numa_caffe_2": ("numa_caffe(2)", {"m": 2}),
+}
+PROGRAMS |= SYSTEMS
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -12,6 +12,7 @@ from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.tree import Tree
 from counterpoint.strategies.zero import Zero
 
 MOST_RANKS = 12
@@ -86,6 +87,21 @@ def servers(draw, most):
     return Server(degree, count, draw(st.sampled_from(["bsp", "asp"])))
 
 
+def trees(most):
+    shapes, sends = st.sampled_from(["binomial", "star", "chain"]), st.sampled_from(["last", "early"])
+    return st.builds(Tree, degrees(most), shapes, sends)
+
+
+def outermost(behind):
+    """Replicas of all that stands before them."""
+    if Zero in behind:
+        return st.builds(Data, degrees(3))
+    if Tree in behind:
+        return trees(3) | replicas(3)
+    apart = st.builds(Data, degrees(3), sync_every=st.sampled_from([2, 8]))
+    return replicas(3) if Server in behind else replicas(3) | apart
+
+
 @st.composite
 def legal_plans(draw, model):
     """Strategies in an order that makes sense, each only while there is room for it."""
@@ -98,25 +114,24 @@ def legal_plans(draw, model):
             chosen.append(strategy)
             ranks = strategy.num_ranks(ranks)
 
-    kinds = draw(st.sets(st.sampled_from(["tensor", "pipeline", "data", "zero", "server", "more data"])))
+    kinds = draw(st.sets(st.sampled_from(["tensor", "pipeline", "data", "tree", "zero", "server", "more data"])))
     if "tensor" in kinds and any(piece.split for piece in model.pieces):
         add(Tensor(draw(degrees(4))))
     if "pipeline" in kinds and model.num_blocks > 1:
         add(draw(pipelines(model, num_micros, MOST_RANKS)))
     if "data" in kinds:
         add(draw(replicas(4)))
+    has_tree = "tree" in kinds
+    if has_tree:
+        add(draw(trees(4)))
     is_coded = any(isinstance(strategy, Data) and strategy.code for strategy in chosen)
-    served = "server" in kinds and not any(isinstance(strategy, Tensor) for strategy in chosen)
+    served = "server" in kinds and not has_tree and not any(isinstance(strategy, Tensor) for strategy in chosen)
     if served:
         add(draw(servers(4)))
-    elif "zero" in kinds:
+    elif "zero" in kinds and not has_tree:
         add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
     if "more data" in kinds and not any(getattr(s, "consistency", "") == "asp" for s in chosen):
-        apart = st.builds(Data, degrees(3), sync_every=st.sampled_from([2, 8]))
-        if any(isinstance(strategy, Zero) for strategy in chosen):
-            add(Data(draw(degrees(3))))
-        else:
-            add(draw(replicas(3) if served else replicas(3) | apart))
+        add(draw(outermost({type(strategy) for strategy in chosen})))
     passes = draw(st.sampled_from([(), ("overlap",)]))
     return Plan(tuple(chosen), num_micros, passes)
 
@@ -146,6 +161,7 @@ def any_strategy():
         st.builds(Data, st.just(2), compress=st.sampled_from(["sign", "powersgd"])),
         st.builds(Zero, st.just(2), st.sampled_from([1, 2, 3])),
         st.builds(Server, st.just(2), st.just(1), st.sampled_from(["bsp", "asp"])),
+        trees(3),
     )
 
 
@@ -164,13 +180,14 @@ def kind(strategy):
 ZEROS = {"zero", "zero that shares gradients"}
 MAY_NOT_FOLLOW = {
     "tensor": {"tensor", "asp"},
-    "pipeline": {"pipeline", "data", "coded data", "bsp", "asp", *ZEROS},
+    "pipeline": {"pipeline", "data", "coded data", "tree", "bsp", "asp", *ZEROS},
     "data": {"asp"},
     "coded data": {"asp", *ZEROS},
-    "zero": {"bsp", "asp", *ZEROS},
-    "zero that shares gradients": {"bsp", "asp", "coded data", *ZEROS},
-    "bsp": {"tensor", "bsp", "asp", *ZEROS},
-    "asp": {"tensor", "bsp", "asp", *ZEROS},
+    "tree": {"bsp", "asp", *ZEROS},
+    "zero": {"tree", "bsp", "asp", *ZEROS},
+    "zero that shares gradients": {"tree", "bsp", "asp", "coded data", *ZEROS},
+    "bsp": {"tensor", "tree", "bsp", "asp", *ZEROS},
+    "asp": {"tensor", "tree", "bsp", "asp", *ZEROS},
 }
 
 

@@ -11,16 +11,18 @@ from tests.training.fits import dataset, distance, fit
 pytestmark = pytest.mark.process
 ROWS = {
     2: [("data(2)", 2), ("zero(2, level=1)", 2), ("zero(2, level=2)", 2), ("zero(2, level=3)", 2),
-        ("pipeline(2, order=gpipe)", 4), ("pipeline(2)", 4), ("tensor(2)", 4), ("server(1)", 4)],
+        ("pipeline(2, order=gpipe)", 4), ("pipeline(2)", 4), ("tensor(2)", 4), ("server(1)", 4),
+        ("data_parallel(2)", 2)],
     3: [("data(3)", 2), ("zero(3, level=1)", 1), ("zero(3, level=2)", 2), ("zero(3, level=3)", 2), ("pipeline(3)", 4),
         ("pipeline(3, order=gpipe)", 4), ("pipeline(2, replicas=(2,1))", 4), ("pipeline(2, replicas=(1,2))", 4),
-        ("server(2)", 2), ("server(1, servers=2)", 4), ("data(2) * server(1)", 2), ("pipeline(2) * server(1)", 2)],
+        ("server(2)", 2), ("server(1, servers=2)", 4), ("data(2) * server(1)", 2), ("pipeline(2) * server(1)", 2),
+        ("s_caffe(3)", 2)],
 }  # fmt: skip
 
 
 SERVED = {2: [], 3: ["asp(2)", "asp(1, servers=2)"]}
 PERIODS = [("data(2, sync_every=3)", 2), ("data(2, staleness=1)", 2)]
-SAVED = {2: [*(ROWS[2][index] for index in (3, 5)), *PERIODS], 3: [ROWS[3][8]]}
+SAVED = {2: [*(ROWS[2][index] for index in (3, 5)), *PERIODS], 3: [ROWS[3][8], ROWS[3][-1]]}
 
 
 def came_to(plan):

@@ -13,7 +13,7 @@ from tests.program.damage import ALL, Damage, judge, judge_text
 ONE = (("blocks", 1),)
 TWO_MICROS = (("m", 2), ("blocks", 1))
 EARLY = (("passes", ("overlap",)),)
-S1, S0 = "sum(grad1)@0,1", "sum(grad0)@0,1"
+S1, S0, S02 = "sum(grad1)@0,1", "sum(grad0)@0,1", "sum(grad0)@0,2"
 R0 = "release(weight0)"
 
 MESSAGES = [
@@ -109,6 +109,10 @@ GRADIENTS = [
     Damage("a worker sends its gradient before its backward", 6, "server(2)",
            ((1, "B0.1 grad0>2", "grad0>2 B0.1"),), "", ONE),
     Damage("a worker never gives its gradient", 6, "server(2)", ((1, "grad1>2", ""), (2, "grad1<1", "")), "never B1.1"),
+    Damage("a copy in a tree keeps its gradient", 6, "tree(2)", ((1, "grad1>0", ""), (0, "grad1<1", "")), "never B1.1"),
+    Damage("a sum is started before all of its gradient has come", 6, "tree(2) * data(2)",
+           ((0, f"grad0<1 {S02}+", f"{S02}+ grad0<1"), (2, f"grad0<3 {S02}+", f"{S02}+ grad0<3")), "B0.1",
+           (*ONE, *EARLY)),
     Damage("weights are summed", 6, "data(2)", ((ALL, "U1", "U1 sum(weight1)@0,1"),), "never summed"),
     Damage("tied stages do not sum", 6, "pipeline(2)", ((ALL, "sum(grad0+1)@0,1", ""),), "", (("tied", True),)),
 ]  # fmt: skip

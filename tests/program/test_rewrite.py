@@ -5,6 +5,7 @@ from counterpoint.program.program import Program, moved
 from counterpoint.program.rewrite import (
     before_commit,
     blocks_of,
+    completion,
     expand,
     last_backward_first,
     releases,
@@ -73,3 +74,8 @@ def test_a_row_knows_its_blocks_and_a_word_what_it_releases():
 
 def test_an_empty_program_has_no_ranks():
     assert (Program(()).num_ranks, Program(()).micros, Program(()).is_stream) == (0, (), False)
+
+
+def test_a_gradient_is_complete_after_the_last_word_that_adds_to_it():
+    words = parse_program("B2.0 grad2<1 B0.0 grad0+2<1 sum(grad0+2)@0,1 grad2>3 commit@0,1").rows[0].body
+    assert [completion(words, unit) for unit in ((2,), (0, 2), (1,))] == [1, 4, None]

@@ -81,3 +81,26 @@ def test_forecasts_know_blocks_microbatches_and_peak_of_each_rank():
     assert [rank.in_flight for rank in ranks] == [3, 2, 1]
     assert [rank.in_flight for rank in compiled("gpipe(3)", m=4, blocks=3).forecast.ranks] == [4, 4, 4]
     assert [rank.num_micros for rank in compiled("pipeline(2, replicas=(2,1))", m=4).forecast.ranks] == [2, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [
+        ("tree(2)", [1, 1]),
+        ("tree(4)", [2, 1, 2, 1]),
+        ("tree(7)", [3, 1, 2, 1, 3, 1, 1]),
+        ("tree(4, shape=star)", [3, 1, 1, 1]),
+        ("tree(4, shape=chain, sends=early)", [1, 2, 2, 1]),
+        ("tree(2, shape=chain) * tree(2)", [2, 1, 2, 1]),
+        ("tree(2, shape=star) * data(2)", [2, 1, 2, 1]),
+        ("data(2) * tree(2)", [2, 2, 2, 2]),
+        ("data(2, update=shared) * data(2)", [Fraction(3, 2)] * 4),
+    ],
+)
+def test_trees_send_gradients_up_and_weights_down(text, times):
+    assert sent(text) == [P * factor for factor in times]
+
+
+def test_of_a_tree_only_the_first_copy_updates():
+    assert [rank.updated for rank in compiled("tree(3)").forecast.ranks] == [1, 0, 0]
+    assert [rank.updated for rank in compiled("tree(2) * data(2)").forecast.ranks] == [1, 0, 1, 0]

@@ -41,6 +41,21 @@ def refusal(text, blocks=4, micros=1, model=None):
         ("server(2) * data(2, sync_every=8)", "stands behind server, whose workers update nothing"),
         ("server(2) * data(2, staleness=1)", "write data(2, staleness=1) without server"),
         ("asp(2) * data(2, sync_every=8)", "data(2, sync_every=8) stands behind server"),
+        (
+            "server(2) * tree(2)",
+            "tree(2) stands behind server, which keeps the weights already; write data(...) in its",
+        ),
+        ("asp(2) * tree(2)", "tree(2) stands behind server, which keeps the weights already"),
+        ("zero(2) * tree(2)", "tree(2) stands where gradients have been shared out, but hands on whole ones"),
+        (
+            "tree(2) * zero(2)",
+            "stands behind tree, of whose copies only the first updates, so that there is nothing to",
+        ),
+        ("tree(2) * data(2, update=shared)", "write zero(...) with all ranks, without tree(...)"),
+        ("tree(2) * server(2)", "stands behind tree, of whose copies only the first updates; write data(...) in its"),
+        ("tree(2) * data(2, sync_every=8)", "data(2, sync_every=8) stands behind tree, of whose copies only the first"),
+        ("tree(2) * data(2, staleness=1)", "data(2, staleness=1) stands behind tree"),
+        ("tree(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
         ("data(2, compress=int8) * data(2, staleness=1)", "stands behind gradients that are summed in the code int8"),
     ],
 )
@@ -113,6 +128,8 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
             "data(2, sync_every=8) has steps that are not all alike, and data(2) stands behind it; write it last, "
             "outside of all that makes one replica",
         ),
+        ("tree(2, shape=oak)", "tree has no shape=oak; give shape=binomial, shape=star or shape=chain"),
+        ("tree(2, sends=never)", "tree has no sends=never; give sends=last or sends=early"),
         ("server(2, servers=0)", "server(2, servers=0) keeps its weights nowhere; give servers=1 or more"),
     ],
 )
@@ -122,7 +139,7 @@ def test_an_option_out_of_range_is_refused_before_anything_is_compiled(text, sai
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "gpipe", "data", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "gpipe", "data", "tree", "zero1", "zero2", "zero3"])
 def test_one_rank_along_an_axis_changes_nothing(name):
     with_one = compile_plan(Plan.parse(f"{name}(1) * data(2)"), chain(2))
     without = compile_plan(Plan.parse("data(2)"), chain(2))

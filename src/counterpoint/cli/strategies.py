@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
@@ -44,16 +46,21 @@ def describe(name: str, named: Named) -> str:
     options = {key: line for key, line in arguments(text.get("Args", "")).items() if key in {"degree", *named.options}}
     if options:
         parts.append("\n".join(["options", *(f"  {key}: {line}" for key, line in options.items())]))
+    if named.instead:
+        parts.append("\n".join(["not taken", *(f"  {key}: {why}" for key, why in named.instead.items())]))
     promise = text.get("Promise", "the same numbers as on one rank, to rounding")
     parts += [f"{title.lower()}\n{indented(text.get(title, promise))}" for title in SECTIONS]
-    plan = Plan((named.make(2),), num_microbatches=4 if named.make(2).axis == "stage" else 1)
+    example = named.example or f"{name}(2)"
+    plan = Plan.parse(example)
+    plan = replace(plan, num_microbatches=4 if any(one.axis == "stage" for one in plan.strategies) else 1)
     compiled = compile(plan, chain(2))
-    parts.append(f"example: {plan}, a model of 2 blocks\n{indented(draw_rows(compiled.program, width=100))}")
+    same = f", which is {plan}" if str(plan) != example else ""
+    parts.append(f"example: {example}{same}, a model of 2 blocks\n{indented(draw_rows(compiled.program, width=100))}")
     parts.append(indented(draw_grid(simulate(compiled.program, unit_costs()), tick_s=1.0, width=98)))
     return "\n\n".join(parts)
 
 
-def sections(documented: type) -> dict[str, str]:
+def sections(documented: Callable[..., Any]) -> dict[str, str]:
     """Return the parts of a docstring by their title; what stands before the first one under no title."""
     found: dict[str, list[str]] = {"": []}
     title = ""

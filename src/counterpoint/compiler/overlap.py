@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from counterpoint.program.instruction import Backward, Collective, Commit, Group, Instruction
+from counterpoint.program.instruction import Collective, Commit, Group, Instruction
 from counterpoint.program.program import Program, Words
-from counterpoint.program.rewrite import map_row
+from counterpoint.program.rewrite import completion, map_row
 
 
 def overlap(program: Program) -> Program:
     """Split every sum or share of a gradient before the commit into a start and a wait, and move the start up.
 
-    The start comes right after the last backward of its unit on the rank, but never before another collective
-    that the same group called first: members whose units are complete in another order still call alike. The wait
-    stays where the collective stood. Gradients that go through several collectives keep them as they are. Results
-    cannot change, because nothing reads or writes the gradient in between.
+    The start comes right after the last backward of its unit on the rank, or after the last message that adds to its
+    gradient, but never before another collective that the same group called first: members whose units are complete in
+    another order still call alike. The wait stays where the collective stood. Gradients that go through several
+    collectives keep them as they are. Results cannot change, because nothing reads or writes the gradient in between.
     """
     return Program(tuple(map_row(row, _overlap_words) for row in program.rows))
 
@@ -33,7 +33,7 @@ def _overlap_words(words: Words) -> list[Instruction]:
             continue
         place = index
         if word.value.name == "grad" and times[word.value] == 1:
-            producer = _last_backward(words[:index], word.value.blocks)
+            producer = completion(words[:index], word.value.blocks)
             if producer is not None:
                 place = max(producer, called.get(word.group, -1))
                 starts.setdefault(place, []).append(replace(word, phase="+"))
@@ -44,8 +44,3 @@ def _overlap_words(words: Words) -> list[Instruction]:
         moved.append(waits.get(index, word))
         moved += starts.get(index, [])
     return moved
-
-
-def _last_backward(words: Words, unit: tuple[int, ...]) -> int | None:
-    found = [index for index, word in enumerate(words) if isinstance(word, Backward) and word.block in unit]
-    return found[-1] if found else None

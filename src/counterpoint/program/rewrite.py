@@ -20,6 +20,7 @@ from counterpoint.program.instruction import (
     Send,
     Serve,
     Value,
+    grad,
 )
 from counterpoint.program.program import Program, Row, Words, moved
 
@@ -150,6 +151,20 @@ def last_backward_first(row: Row, units: Iterable[tuple[int, ...]]) -> list[tupl
     """Return the units in the order in which their gradients are complete at the end of the row's body."""
     last = {word.block: i for i, word in enumerate(row.body) if isinstance(word, Backward)}
     return sorted(units, key=lambda unit: (max((last.get(block, -1) for block in unit), default=-1), unit))
+
+
+def completion(words: Words, unit: tuple[int, ...]) -> int | None:
+    """Return the index of the last word that adds to a unit's gradient; None where none does."""
+    found = None
+    for index, word in enumerate(words):
+        match word:
+            case Backward(block) if block in unit:
+                found = index
+            case Recv(value) | Collective(_, value) if value == grad(unit):
+                found = index
+            case _:
+                pass
+    return found
 
 
 def blocks_of(row: Row) -> set[int]:

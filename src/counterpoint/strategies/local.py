@@ -12,6 +12,7 @@ from counterpoint.program.instruction import Collective, Commit, Instruction, Re
 from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.rewrite import replicate, widen_commits
 from counterpoint.strategies.strategy import Forecast, Need, ring_share
+from counterpoint.strategies.tree import has_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,13 @@ def require_whole(program: Program, name: str) -> None:
     """Check that every replica has whole weights and updates them by itself.
 
     Raises:
-        PlanError: they are shared out, or live on servers.
+        PlanError: they are shared out, live on servers, or are updated by the first copy of a tree.
     """
+    if has_tree(program):
+        raise PlanError(
+            f"{name} stands behind tree, of whose copies only the first updates; write data(...) in its place, so that "
+            "each replica has weights of its own"
+        )
     for _, word in program.words():
         if isinstance(word, Serve) or (isinstance(word, Recv) and word.value.name == "grad"):
             raise PlanError(f"{name} stands behind server, whose workers update nothing; write {name} without server")

@@ -27,6 +27,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import map_row, replicate, widen_commits
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast
+from counterpoint.strategies.tree import has_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,11 @@ class Server:
         Raises:
             PlanError: the weights are shared out, served or sliced already.
         """
+        if has_tree(program):
+            raise PlanError(
+                f"{self} stands behind tree, of whose copies only the first updates; write data(...) in its place, so "
+                "that each worker is a group of replicas"
+            )
         for _, word in program.words():
             if isinstance(word, Serve | Recv) and (isinstance(word, Serve) or word.value.name == "grad"):
                 raise PlanError(f"{self} stands in a plan that has servers already; write one server(...)")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import Buckets
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.options import keywords_of
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.systems import caffe, chainer, horovod, pytorch, tensorflow
 from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.tree import Tree
 from counterpoint.strategies.zero import Zero
+
+Made: TypeAlias = Strategy | tuple[Strategy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +31,33 @@ class Named:
         make: called with the ranks along the new axis and the options.
         summary: what it is, in one line.
         options: the options it takes.
-        parent: the class whose docstring says promise, cost and source.
+        parent: the class or function whose docstring says promise, cost and source, and whose annotations say of what
+            kind its options are.
+        instead: options that its users know and that say nothing here: why, and what to write instead.
+        example: a plan that shows it.
     """
 
-    make: Callable[..., Strategy]
+    make: Callable[..., Made]
     summary: str
     options: tuple[str, ...]
-    parent: type
+    parent: Callable[..., Any]
+    instead: Mapping[str, str] = field(default_factory=dict)
+    example: str = ""
+
+    def strategies(self, degree: int, options: Mapping[str, Any]) -> tuple[Strategy, ...]:
+        """Return what it amounts to for so many ranks."""
+        made = self.make(degree, **options)
+        return made if isinstance(made, tuple) else (made,)
+
+
+def _system(
+    make: Callable[..., tuple[Strategy, ...]],
+    summary: str,
+    instead: Mapping[str, str] | None = None,
+    example: str = "",
+) -> Named:
+    """Return the line of a system, whose options are what its function takes."""
+    return Named(make, summary, keywords_of(make), make, instead or {}, example)
 
 
 BUCKETS = ("bucket", "first_bucket", "cycle", "tune")
@@ -59,6 +84,12 @@ STRATEGIES: dict[str, Named] = {
     "zero1": Named(partial(Zero, level=1), "zero with shared optimizer state", (), Zero),
     "zero2": Named(partial(Zero, level=2), "zero with shared optimizer state and gradients", (), Zero),
     "zero3": Named(partial(Zero, level=3), "zero with shared optimizer state, gradients and weights", (), Zero),
+    "tree": Named(
+        Tree,
+        "replicas whose gradients go up a tree to the first, which updates, and weights down again",
+        ("shape", "sends"),
+        Tree,
+    ),
     "pipeline": Named(
         Pipeline,
         "stages of blocks, microbatches flow through them",
@@ -81,6 +112,55 @@ STRATEGIES: dict[str, Named] = {
     "server": Named(_server, "workers that push to servers and pull from them", ("servers", "consistency"), Server),
     "bsp": Named(partial(_server, consistency="bsp"), "a server that waits for all workers", ("servers",), Server),
     "asp": Named(partial(_server, consistency="asp"), "a server that updates at every push", ("servers",), Server),
+    "ddp": _system(
+        pytorch.ddp,
+        "PyTorch's DistributedDataParallel: buckets of gradients summed during the backward",
+        pytorch.NOT_IN_DDP,
+    ),
+    "data_parallel": _system(
+        pytorch.data_parallel,
+        "PyTorch's DataParallel: one rank has the weights and updates",
+        pytorch.NOT_IN_DATA_PARALLEL,
+    ),
+    "one_device": _system(
+        tensorflow.one_device,
+        "tf.distribute's OneDeviceStrategy: one rank",
+        example="one_device(1)",
+    ),
+    "mirrored": _system(
+        tensorflow.mirrored,
+        "tf.distribute's MirroredStrategy: replicas on one host, a sum, a star or a tree",
+        tensorflow.NOT_IN_MIRRORED,
+    ),
+    "multi_worker_mirrored": _system(
+        tensorflow.multi_worker_mirrored,
+        "tf.distribute's MultiWorkerMirroredStrategy: replicas on many hosts that sum packs of gradients",
+        tensorflow.NOT_IN_MULTI_WORKER_MIRRORED,
+    ),
+    "central_storage": _system(
+        tensorflow.central_storage,
+        "tf.distribute's CentralStorageStrategy: variables on one rank, computation on all",
+        tensorflow.NOT_IN_CENTRAL_STORAGE,
+    ),
+    "horovod": _system(
+        horovod.horovod,
+        "Horovod: gradients fused as they come, summed flat or host by host, or by Adasum",
+        horovod.NOT_IN_HOROVOD,
+    ),
+    "chainermn": _system(
+        chainer.chainermn,
+        "ChainerMN: one optimizer with a communicator that knows hosts",
+        chainer.NOT_IN_CHAINERMN,
+        "chainermn(4, communicator=hierarchical, per_host=2)",
+    ),
+    "firecaffe": _system(caffe.firecaffe, "FireCaffe: a reduction tree", example="firecaffe(4)"),
+    "s_caffe": _system(
+        caffe.s_caffe,
+        "S-Caffe: chains inside hosts and a tree between them, begun during the backward",
+        example="s_caffe(4, per_host=2)",
+    ),
+    "intel_caffe": _system(caffe.intel_caffe, "Intel-Caffe: each layer summed as soon as it is there"),
+    "numa_caffe": _system(caffe.numa_caffe, "NUMA-Caffe: one replica for each NUMA node"),
 }
 
 

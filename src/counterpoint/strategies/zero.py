@@ -31,6 +31,7 @@ from counterpoint.program.rewrite import (
     widen_commits,
 )
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
+from counterpoint.strategies.tree import has_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,13 @@ class Zero:
         """Return the program for ``degree`` replicas with one share each.
 
         Raises:
-            PlanError: the program is shared out already, or keeps its weights on servers.
+            PlanError: the program is shared out already, or keeps its weights on servers or the first copy of a tree.
         """
+        if has_tree(program):
+            raise PlanError(
+                f"{self} stands behind tree, of whose copies only the first updates, so that there is nothing to share "
+                "out; write zero(...) with all ranks, without tree(...)"
+            )
         for _, word in program.words():
             if isinstance(word, Collective) and word.verb == "share":
                 raise PlanError(

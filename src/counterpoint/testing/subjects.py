@@ -44,6 +44,9 @@ STRATEGIES = (
     "data(2) * server(2)",
     "pipeline(2) * server(2)",
     "data(2, update=shared) * data(2)",
+    "tree(4)",
+    "tree(2, shape=star) * data(2) + overlap",
+    "pipeline(2) * tree(2, sends=early)",
     "data(2) + overlap",
     "zero(2, level=1) + overlap",
     "pipeline(2) * data(2) + overlap",
@@ -61,6 +64,7 @@ THREE_RANKS = (
     "pipeline(2, replicas=(1,2))",
     "server(2)",
     "tensor(3)",
+    "tree(3)",
     "data(3) + overlap",
 )
 """What three processes train the MLP with; two take every row of the table that needs two ranks."""

@@ -67,12 +67,20 @@ def make_plan(
     if isinstance(strategy, Plan):
         plan = strategy
     else:
-        plan = replace(Plan.parse(_AUTO.sub(r"data\1", strategy), num_ranks=num_ranks), passes=PASSES)
+        text = _AUTO.sub(r"data\1", strategy)
+        plan = replace(Plan.parse(text, num_ranks=num_ranks, hosts=hosts_of(environment)), passes=PASSES)
     if num_microbatches is not None:
         plan = replace(plan, num_microbatches=num_microbatches)
     if num_ranks > 1:
         plan.require_ranks(num_ranks)
     return plan if passes is None else replace(plan, passes=tuple(passes))
+
+
+def hosts_of(environment: RankEnvironment | None) -> list[int]:
+    """Return the host of every rank, as its launcher has laid them out: each host full before the next; none alone."""
+    if environment is None:
+        return []
+    return [rank // environment.local_world_size for rank in range(environment.world_size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ from counterpoint.plan import Plan
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.tree import Tree
 from counterpoint.strategies.zero import Zero
+from counterpoint.world.hosts import neighbours
 
 
 def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
@@ -17,8 +19,8 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
 
     Results stay the same, and so do the bytes that the plan sends. Where replicas are spread over hosts, those of each
     host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already, or
-    where gradients are summed in a code, which is about whole ones, or where replicas have weights or gradients of
-    their own: where steps are not all alike.
+    leave the update to one replica, or where gradients are summed in a code, which is about whole ones, or where
+    replicas have weights or gradients of their own: where steps are not all alike.
 
     Args:
         plan: as it was asked for.
@@ -30,7 +32,7 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
         >>> print(with_one_copy(Plan.parse("data(4)"), (0, 0, 1, 1)))
         data(2, update=shared) * data(2)
     """
-    if any(isinstance(strategy, Zero | Server) for strategy in plan.strategies) or len(plan.rhythm.turns) > 1:
+    if any(isinstance(strategy, Zero | Server | Tree) for strategy in plan.strategies) or len(plan.rhythm.turns) > 1:
         return plan
     if any(isinstance(strategy, Data) and strategy.code for strategy in plan.strategies):
         return plan
@@ -46,20 +48,6 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
             return without_idle_passes(replace(plan, strategies=strategies))
         stride = strategy.num_ranks(stride)
     return plan
-
-
-def neighbours(degree: int, stride: int, hosts: Sequence[int]) -> int:
-    """Return into groups of how many replicas an axis can be cut so that each group is on one host; 1 if into none."""
-    if stride * degree > len(hosts):
-        return 1
-    for among in range(degree, 1, -1):
-        if degree % among == 0 and all(
-            len({hosts[first + place * stride] for place in range(among)}) == 1
-            for block in range(0, len(hosts), stride * among)
-            for first in range(block, block + stride)
-        ):
-            return among
-    return 1
 
 
 def without_idle_passes(plan: Plan) -> Plan:

@@ -1,0 +1,95 @@
+"""The descendants of Caffe: trees of GPUs, and processors with many cores."""
+
+from __future__ import annotations
+
+from counterpoint.strategies.data import Data
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.systems.fusion import EACH_ALONE, composed, split_by_host
+from counterpoint.strategies.tree import Tree
+
+
+def firecaffe(degree: int) -> tuple[Strategy, ...]:
+    """Return FireCaffe: gradients are added up along a tree in place of a parameter server.
+
+    Args:
+        degree: ranks along the new axis.
+
+    Promise:
+        The same numbers as on one rank, to rounding.
+
+    Cost:
+        Bytes sent per step: the first rank ceil(log2 n) times the weights, where a server sends them n times; each
+        other rank its gradients, and the weights to those below it. Optimizer state on the first rank alone.
+
+    Source:
+        Iandola et al., FireCaffe: near-linear acceleration of deep neural network training on compute clusters, CVPR
+        2016.
+    """
+    return (Tree(degree),)
+
+
+def s_caffe(degree: int, *, per_host: int = 0) -> tuple[Strategy, ...]:
+    """Return S-Caffe: a chain inside each host and a tree between hosts, begun during the backward.
+
+    Each gradient is sent as soon as it is complete, layer by layer, and handed on along the chain one backward later.
+    Weights come back in the same step; S-Caffe's next forward begins before all of them are there.
+
+    Args:
+        degree: ranks along the new axis.
+        per_host: ranks on each host; by default as they have been started, and all on one where none were.
+
+    Promise:
+        The same numbers as on one rank, to rounding.
+
+    Cost:
+        Bytes sent per step, k ranks on each of h hosts: the first rank of a host at most 1 + ceil(log2 h) times the
+        weights, every other rank at most twice. Optimizer state on the first rank alone.
+
+    Source:
+        Awan et al., S-Caffe: Co-designing MPI Runtimes and Caffe for Scalable Deep Learning on Modern GPU Clusters,
+        PPoPP 2017.
+    """
+    inside, hosts = split_by_host("s_caffe", degree, per_host)
+    return composed(Tree(inside, shape="chain", sends="early"), Tree(hosts, sends="early"))
+
+
+def intel_caffe(degree: int) -> tuple[Strategy, ...]:
+    """Return Intel-Caffe on several nodes: the gradient of each layer is summed as soon as it is there.
+
+    On each node Intel-Caffe has one thread on each core: ``counterpoint run --bind=core`` does that.
+
+    Args:
+        degree: ranks along the new axis.
+
+    Promise:
+        The same numbers as on one rank, to rounding.
+
+    Cost:
+        Bytes sent per rank and step: 2 (n-1)/n of the gradients, one sum for each parameter.
+
+    Source:
+        Intel Distribution of Caffe, its multinode solver.
+    """
+    return (Data(degree, buckets=EACH_ALONE),)
+
+
+def numa_caffe(degree: int) -> tuple[Strategy, ...]:
+    """Return NUMA-Caffe: one replica for each NUMA node, with its threads and its memory near.
+
+    The binding is the launcher's: ``counterpoint run -n 2 --bind=numa`` on a host of two nodes. Replicas on one host
+    have one copy of the weights by default, which then lies on one of the nodes; pass ``one_copy=False`` to Trainer for
+    a copy on each.
+
+    Args:
+        degree: ranks along the new axis, as many as NUMA nodes.
+
+    Promise:
+        The same numbers as on one rank, to rounding.
+
+    Cost:
+        Bytes sent per rank and step: 2 (n-1)/n of the gradients.
+
+    Source:
+        Roy et al., NUMA-Caffe: NUMA-Aware Deep Learning Neural Networks, TACO 2018.
+    """
+    return (Data(degree),)

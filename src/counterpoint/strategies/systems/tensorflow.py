@@ -1,0 +1,138 @@
+"""The synchronous strategies of tf.distribute; its parameter servers are ``server``."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+from counterpoint.errors import PlanError
+from counterpoint.strategies.buckets import BY_DEFAULT
+from counterpoint.strategies.data import Data
+from counterpoint.strategies.options import Bytes, require_word
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.systems.fusion import EACH_ALONE, IN_ONE_PIECE, up_to
+from counterpoint.strategies.tree import Tree
+
+CrossDeviceOps: TypeAlias = Literal["nccl", "hierarchical_copy", "reduction_to_one_device"]
+_AUTOMATIC = Bytes(0)
+
+
+def one_device(degree: int) -> tuple[Strategy, ...]:
+    """Return tf.distribute's OneDeviceStrategy: one rank, to try a program before it is spread.
+
+    Args:
+        degree: 1.
+
+    Promise:
+        It is what all others promise to equal: solo.
+
+    Cost:
+        Bytes sent: none.
+
+    Source:
+        tf.distribute.OneDeviceStrategy.
+    """
+    if degree != 1:
+        raise PlanError(
+            f"one_device is one rank and cannot take {degree}; write one_device(1), or mirrored({degree}) to use them"
+        )
+    return ()
+
+
+def mirrored(degree: int, *, cross_device_ops: CrossDeviceOps = "nccl", num_packs: int = 1) -> tuple[Strategy, ...]:
+    """Return tf.distribute's MirroredStrategy: replicas on one host that sum their gradients.
+
+    ``nccl`` is a sum, ``reduction_to_one_device`` a star in which rank 0 adds up, and ``hierarchical_copy`` a
+    binomial tree. In the last two rank 0 updates, and weights instead of gradients come back.
+
+    Args:
+        degree: ranks along the new axis.
+        cross_device_ops: ``nccl``, ``hierarchical_copy`` or ``reduction_to_one_device``.
+        num_packs: with ``nccl`` 1 sums all gradients at once, 0 each parameter's alone.
+
+    Promise:
+        The same numbers as on one rank, to rounding. TensorFlow adds up gradients of losses that the user has divided
+        by the global batch; here the loss is a mean, and ranks are weighted by their samples.
+
+    Cost:
+        Bytes sent per rank and step: 2 (n-1)/n of the gradients with nccl, else those of tree.
+
+    Source:
+        tf.distribute.MirroredStrategy; its cross_device_ops.py.
+    """
+    require_word("mirrored", "cross_device_ops", cross_device_ops, get_args(CrossDeviceOps))
+    if cross_device_ops != "nccl":
+        if num_packs != 1:
+            raise PlanError(f"num_packs={num_packs} of mirrored is for cross_device_ops=nccl only; leave it out")
+        return (Tree(degree, shape="star" if cross_device_ops == "reduction_to_one_device" else "binomial"),)
+    if num_packs not in {0, 1}:
+        raise PlanError(
+            f"num_packs={num_packs} of mirrored: gradients are put together by bytes here, not into a number of packs; "
+            f"give num_packs=0 or 1, or write data({degree}, bucket=16MiB)"
+        )
+    return (Data(degree, buckets=IN_ONE_PIECE if num_packs else EACH_ALONE),)
+
+
+NOT_IN_MIRRORED = {"devices": "ranks are given by their number; write mirrored(4)"}
+
+
+def multi_worker_mirrored(
+    degree: int, *, bytes_per_pack: Bytes = _AUTOMATIC, implementation: Literal["auto", "ring", "nccl"] = "auto"
+) -> tuple[Strategy, ...]:
+    """Return tf.distribute's MultiWorkerMirroredStrategy: replicas on many hosts that sum packs of gradients.
+
+    Args:
+        degree: ranks along the new axis.
+        bytes_per_pack: how much is summed at once; 0 leaves it to measurements while training.
+        implementation: ``auto``; what adds up, a ring or another algorithm, is chosen by what joins the ranks.
+
+    Promise:
+        The same numbers as on one rank, to rounding.
+
+    Cost:
+        Bytes sent per rank and step: 2 (n-1)/n of the gradients.
+
+    Source:
+        tf.distribute.MultiWorkerMirroredStrategy; tf.distribute.experimental.CommunicationOptions.
+    """
+    require_word("multi_worker_mirrored", "implementation", implementation, ("auto", "ring", "nccl"))
+    if implementation != "auto":
+        raise PlanError(
+            f"implementation={implementation} of multi_worker_mirrored: what joins the ranks chooses the algorithm; "
+            "leave it out, and give counterpoint run --transport=... where another transport is wanted"
+        )
+    return (Data(degree, buckets=up_to(bytes_per_pack) if bytes_per_pack else BY_DEFAULT),)
+
+
+NOT_IN_MULTI_WORKER_MIRRORED = {
+    "timeout_seconds": "how long ranks wait for each other is said where they start; write counterpoint run "
+    "--deadline=..., or Trainer(..., deadline_s=...)",
+    "cluster_resolver": "the launcher tells each process its rank; use counterpoint run or torchrun",
+}
+
+
+def central_storage(degree: int) -> tuple[Strategy, ...]:
+    """Return tf.distribute's CentralStorageStrategy: variables on one device, computation on all.
+
+    The device is that of rank 0, which computes as well; ``tree(n, shape=star)``. For a rank that does nothing but
+    keep variables write ``server(n)``.
+
+    Args:
+        degree: ranks along the new axis, the one with the variables among them.
+
+    Promise:
+        The same numbers as on one rank, to rounding.
+
+    Cost:
+        Bytes sent per step: rank 0 the weights n-1 times, each other rank its gradients. Optimizer state on rank 0
+        alone.
+
+    Source:
+        tf.distribute.experimental.CentralStorageStrategy.
+    """
+    return (Tree(degree, shape="star"),)
+
+
+NOT_IN_CENTRAL_STORAGE = {
+    "compute_devices": "ranks are given by their number; write central_storage(4)",
+    "parameter_device": "it is that of rank 0; leave it out, or write server(4) for one more rank",
+}

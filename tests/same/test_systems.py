@@ -1,0 +1,31 @@
+"""The systems by name train as one rank does, but for those that say otherwise."""
+
+import pytest
+
+from counterpoint.strategies.table import STRATEGIES
+from counterpoint.testing import parity
+
+SYNCHRONOUS = [
+    *(named.example or f"{name}(2)" for name, named in STRATEGIES.items() if not isinstance(named.parent, type)),
+    "mirrored(4, cross_device_ops=hierarchical_copy)",
+    "chainermn(4, communicator=two_dimensional, per_host=2)",
+    "horovod(4, hierarchical_allreduce=on, per_host=2)",
+    "pipeline(2) * firecaffe(2)",
+]
+
+
+@pytest.mark.parametrize("plan", SYNCHRONOUS)
+def test_a_system_ends_where_solo_ends(plan):
+    assert parity.cell("mlp", plan).worst <= parity.BAR
+
+
+def test_trees_and_a_sum_between_their_owners_take_a_tied_weight_for_one():
+    assert parity.cell("gpt", "chainermn(4, communicator=hierarchical, per_host=2)").worst <= parity.BAR
+
+
+def test_the_owner_of_a_tree_clips_by_the_norm_of_all():
+    assert parity.cell("mlp", "s_caffe(4, per_host=2)", clip_norm=0.3).worst <= parity.BAR
+
+
+def test_half_floats_are_not_taken_for_the_same():
+    assert parity.cell("mlp", "ddp(2, comm_hook=fp16_compress)").params > parity.BAR

@@ -1,0 +1,183 @@
+"""The systems by name: what each becomes, where ranks are on several hosts, and what it refuses."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
+from counterpoint.strategies.table import STRATEGIES
+
+SYSTEMS = {name: named for name, named in STRATEGIES.items() if not isinstance(named.parent, type)}
+ALL = "bucket=1024GiB, first_bucket=1024GiB, tune=off"
+EACH = "bucket=0, first_bucket=0, tune=off"
+
+BECOMES = [
+    ("ddp(4)", "data(4, tune=off)"),
+    ("ddp(4, bucket_cap_mb=50)", "data(4, bucket=50MiB, first_bucket=50MiB, tune=off)"),
+    ("ddp(4, bucket_cap_mb=0.5)", "data(4, bucket=512KiB, first_bucket=512KiB, tune=off)"),
+    ("ddp(2, comm_hook=fp16_compress)", "data(2, compress=fp16, tune=off)"),
+    ("ddp(2, comm_hook=bf16_compress)", "data(2, compress=bf16, tune=off)"),
+    ("ddp(2, comm_hook=powerSGD, matrix_approximation_rank=4)", "data(2, compress=powersgd:4, tune=off)"),
+    ("data_parallel(4)", "tree(4, shape=star)"),
+    ("one_device(1)", "solo"),
+    ("pipeline(2) * one_device(1)", "pipeline(2)"),
+    ("mirrored(4)", f"data(4, {ALL})"),
+    ("mirrored(4, num_packs=0)", f"data(4, {EACH})"),
+    ("mirrored(4, cross_device_ops=hierarchical_copy)", "tree(4)"),
+    ("mirrored(4, cross_device_ops=reduction_to_one_device)", "tree(4, shape=star)"),
+    ("multi_worker_mirrored(4)", "data(4)"),
+    ("multi_worker_mirrored(4, bytes_per_pack=50MiB)", "data(4, bucket=50MiB, first_bucket=50MiB, tune=off)"),
+    ("central_storage(4)", "tree(4, shape=star)"),
+    ("horovod(4)", "data(4, bucket=128MiB, first_bucket=128MiB, cycle=1, tune=off)"),
+    ("horovod(4, fusion_threshold=0, cycle_time=0)", f"data(4, {EACH})"),
+    ("horovod(4, autotune=on, cycle_time=5)", "data(4, bucket=128MiB, first_bucket=128MiB, cycle=5)"),
+    ("horovod(2, fusion_threshold=0, cycle_time=0, op=adasum)", f"data(2, reduce=adasum, {EACH})"),
+    ("horovod(2, fusion_threshold=0, cycle_time=0, compression=fp16)", f"data(2, compress=fp16, {EACH})"),
+    ("chainermn(4)", f"data(4, {ALL})"),
+    ("chainermn(4, communicator=pure, allreduce_grad_dtype=float16)", f"data(4, compress=fp16, {ALL})"),
+    ("chainermn(4, communicator=naive)", f"data(4, {EACH})"),
+    ("chainermn(4, communicator=flat)", f"data(4, {ALL})"),
+    ("chainermn(4, communicator=non_cuda_aware)", f"data(4, {ALL})"),
+    ("chainermn(4, communicator=single_node)", f"data(4, {ALL})"),
+    ("chainermn(4, communicator=hierarchical)", "tree(4, shape=star)"),
+    ("chainermn(4, communicator=two_dimensional)", "data(4, update=shared)"),
+    ("chainermn(4, double_buffering=on)", "data(4, staleness=1)"),
+    ("firecaffe(8)", "tree(8)"),
+    ("s_caffe(8)", "tree(8, shape=chain, sends=early)"),
+    ("intel_caffe(4)", f"data(4, {EACH})"),
+    ("numa_caffe(2)", "data(2)"),
+    ("pipeline(2) * firecaffe(2)", "pipeline(2) * tree(2)"),
+]
+"""What is written, and what it has become."""
+
+
+@pytest.mark.parametrize(("text", "becomes"), BECOMES)
+def test_a_system_is_a_plan_of_strategies_that_reads_back_as_itself(text, becomes):
+    plan = Plan.parse(text)
+    assert str(plan) == becomes
+    assert Plan.parse(becomes) == plan
+
+
+def test_every_system_is_shown_above():
+    assert {text.split("(")[0] for text, _ in BECOMES} >= SYSTEMS.keys()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\|.*\| `([^`]+)` \| `([^`]+)` \|$", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("here", "becomes"), ROWS)
+def test_the_page_says_what_a_system_becomes(here, becomes):
+    assert str(Plan.parse(here)) == becomes
+
+
+def test_every_system_is_on_the_page():
+    assert {here.split("(")[0] for here, _ in ROWS} == SYSTEMS.keys()
+
+
+INSIDE = "data(2, update=shared)"
+OPEN = "fusion_threshold=0, cycle_time=0"
+BY_HOST = [
+    (f"horovod(4, hierarchical_allreduce=on, {OPEN})", f"{INSIDE} * data(2, {EACH})"),
+    (f"horovod(4, {OPEN})", f"data(4, {EACH})"),
+    (f"horovod(4, hierarchical_allreduce=on, op=adasum, {OPEN})", f"data(2, {EACH}) * data(2, reduce=adasum, {EACH})"),
+    (
+        f"horovod(4, hierarchical_allreduce=on, compression=fp16, {OPEN})",
+        f"data(2, compress=fp16, {EACH}) * data(2, compress=fp16, {EACH})",
+    ),
+    ("chainermn(4, communicator=hierarchical)", f"tree(2, shape=star) * data(2, {ALL})"),
+    ("chainermn(4, communicator=two_dimensional)", f"{INSIDE} * data(2, {ALL})"),
+    ("s_caffe(4)", "tree(2, shape=chain, sends=early) * tree(2, sends=early)"),
+]
+"""What is written for two hosts of two ranks, and what it becomes there."""
+
+
+@pytest.mark.parametrize(("text", "becomes"), BY_HOST)
+def test_a_system_adds_up_inside_hosts_first_where_ranks_are_on_several(text, becomes):
+    assert str(Plan.parse(text, hosts=(0, 0, 1, 1))) == becomes
+    assert str(Plan.parse(text.replace(")", ", per_host=2)"))) == becomes
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "becomes"),
+    [
+        ("s_caffe", (0, 0, 0, 0), "tree(4, shape=chain, sends=early)"),
+        ("s_caffe", (0, 1, 2, 3), "tree(4, sends=early)"),
+        ("s_caffe", (0, 0, 0, 1), "tree(4, sends=early)"),
+        ("pipeline(2) * s_caffe", (0, 0, 0, 0, 1, 1, 1, 1), "pipeline(2) * tree(2, shape=chain, sends=early) * tree("),
+        ("tensor(2) * s_caffe", (0, 0, 1, 1), "tensor(2) * tree(2, sends=early)"),
+        ("s_caffe(4, per_host=4)", (0, 0, 1, 1), "tree(4, shape=chain, sends=early)"),
+    ],
+)
+def test_what_hosts_say_is_about_the_ranks_along_the_axis(text, hosts, becomes):
+    assert str(Plan.parse(text, num_ranks=len(hosts), hosts=hosts)).startswith(becomes)
+
+
+def refusal(text, **given):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text, **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "ddp(2, comm_hook=zip)",
+            "ddp has no comm_hook=zip; give comm_hook=none, comm_hook=fp16_compress, comm_hook=b",
+        ),
+        ("ddp(2, comm_hook=post_localSGD)", "its steps are not all alike; write data(2, sync_every=4, sync_first=100)"),
+        ("ddp(2, matrix_approximation_rank=2)", "matrix_approximation_rank=2 of ddp is for comm_hook=powerSGD only"),
+        ("ddp(2, bucket_cap_mb=much)", "bucket_cap_mb=much in 'ddp(2, bucket_cap_mb=much)' must be a number"),
+        ("ddp(2, bucket_cap_mb=-1)", "give 0 or more bytes"),
+        ("ddp(2, bucket_cap=25)", "ddp has no option 'bucket_cap=25'; its options are bucket_cap_mb=, comm_hook=, m"),
+        ("one_device(2)", "one_device is one rank and cannot take 2; write one_device(1), or mirrored(2) to use them"),
+        ("mirrored(2, cross_device_ops=ring)", "mirrored has no cross_device_ops=ring; give cross_device_ops=nccl, cr"),
+        ("mirrored(2, num_packs=4)", "give num_packs=0 or 1, or write data(2, bucket=16MiB)"),
+        ("mirrored(2, num_packs=2, cross_device_ops=hierarchical_copy)", "is for cross_device_ops=nccl only"),
+        ("multi_worker_mirrored(2, implementation=ring)", "what joins the ranks chooses the algorithm; leave it out"),
+        ("multi_worker_mirrored(2, bytes_per_pack=big)", "bytes_per_pack=big is no size; give whole numbers such as b"),
+        ("horovod(2, op=sum)", "write op=average, and multiply the learning rate by 2 where a sum is meant"),
+        ("horovod(2, op=product)", "horovod has no op=product; give op=average, op=sum or op=adasum"),
+        ("horovod(2, autotune=yes)", "there is no autotune=yes; give autotune=on or autotune=off"),
+        (
+            "horovod(2, op=adasum, compression=fp16)",
+            "adasum needs whole gradients; give reduce=adasum without compress",
+        ),
+        (
+            "horovod(4, per_host=3)",
+            "horovod(4, per_host=3) cannot have as many ranks inside each host; give a per_host",
+        ),
+        ("s_caffe(4, per_host=8)", "give a per_host that divides 4"),
+        ("chainermn(4, communicator=mpi)", "chainermn has no communicator=mpi; give communicator=pure_nccl"),
+        ("chainermn(4, communicator=flat, double_buffering=on)", "give communicator=pure_nccl, or leave these out"),
+        ("chainermn(4, communicator=single_node, per_host=2)", "is for ranks of one host, but these 4 are on 2; give"),
+        ("chainermn(2, double_buffering=on, allreduce_grad_dtype=float16)", "give one or the other"),
+    ],
+)
+def test_what_a_system_cannot_mean_says_what_to_write(text, said):
+    assert said in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "why"),
+    [(name, key, why) for name, named in SYSTEMS.items() for key, why in named.instead.items()],
+)
+def test_an_option_that_says_nothing_here_is_answered_with_the_reason(name, key, why):
+    assert refusal(f"{name}(2, {key}=on)") == f"{name} takes no {key}=: {why}"
+
+
+def test_a_bare_name_that_cannot_take_the_ranks_says_why():
+    assert refusal("one_device", num_ranks=4).startswith(
+        "one_device is one rank and cannot take 4; write one_device(1)"
+    )
+    assert refusal("chainermn(3, communicator=hierarchical, per_host=2)").startswith("chainermn(3, per_host=2) cannot")
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_says_what_it_is_promises_and_costs_and_explains_each_option(name):
+    text = SYSTEMS[name].parent.__doc__ or ""
+    assert all(f"{part}:" in text for part in ("Args", "Promise", "Cost", "Source"))
+    assert [key for key in SYSTEMS[name].options if not re.search(rf"^ +{key}: ", text, re.MULTILINE)] == []
