@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import counterpoint as cp
 import counterpoint.compat.horovod.torch as hvd
+from counterpoint.launchers import detect
+from counterpoint.training.threads import settle_threads
+from counterpoint.training.world import met
 from tests.training.fits import dataset, mlp
 
 SGD = partial(optim.SGD, lr=0.1)
@@ -30,8 +33,10 @@ def more_threads_than_cores():
     """What standard error says where all ranks compute with all cores, and how many threads each has afterwards."""
     os.environ.pop("OMP_NUM_THREADS", None)
     torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
-    with contextlib.redirect_stderr(io.StringIO()) as said, step_of():
-        return said.getvalue(), torch.get_num_threads()
+    (fabric,) = met(detect())
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        settle_threads(fabric, is_placed=False)
+    return said.getvalue(), torch.get_num_threads()
 
 
 def workers_that_are_forked_late():

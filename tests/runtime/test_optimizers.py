@@ -81,7 +81,10 @@ def test_every_optimizer_said_to_treat_numbers_apart_does(kind):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda found: optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "^the optimizer holds 1 tensors that are not"),
+        (
+            lambda found: optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1),
+            "^the optimizer holds 1 tensor that the model does",
+        ),
         (
             lambda found: optim.SGD([found["bias"]], lr=0.1),
             "^the optimizer does not hold weight; give it all trainable",

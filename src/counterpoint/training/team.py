@@ -186,11 +186,13 @@ class Team:
     def step(self, number: int, feed: Feed) -> Verdict:
         """Run one training step on all ranks and return what the first of this process's ranks decided."""
         turn, is_alone = self.turn_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
+        if self.watch is not None and is_alone:
+            self.watch.require_unchanged(self.plan, "")
 
         def work(fabric: Fabric) -> Verdict | None:
             interpreter = self.ranks[fabric.rank].interpreter
-            if self.watch is not None:
-                self.watch.require_unchanged(self.plan, "" if is_alone else f"on rank {fabric.rank} ")
+            if self.watch is not None and not is_alone:
+                self.watch.require_unchanged(self.plan, f"on rank {fabric.rank} ")
             try:
                 if self.may_share:
                     interpreter.store.enter_commons(fabric)
