@@ -241,7 +241,7 @@ def _make(name: str, inside: str, text: str) -> Strategy:
 
 def _option(key: str, value: str, text: str) -> int | str | tuple[int, ...] | tuple[str, ...]:
     try:
-        if key in {"level", "servers", "sync_every", "sync_first", "staleness"}:
+        if key in {"level", "servers", "sync_every", "sync_first", "staleness", "virtual"}:
             return int(value)
         if key in {"replicas", "balance"}:
             return tuple(int(part) for part in value.strip("()").split(",") if part.strip())
