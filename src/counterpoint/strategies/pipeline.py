@@ -91,13 +91,13 @@ class Pipeline:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks a stage runs; one stage alone has nobody to take turns with."""
+        """How many chunks a stage runs; one alone has nobody to wait for."""
         return self.virtual if self.degree > 1 else 1
 
     @property
     def how(self) -> Order:
-        """The order, as it is for so many chunks."""
-        return find_order(self.order if self.virtual == self.num_chunks else "one_f_one_b", self.num_chunks)
+        """The order, as it is for so many chunks; a stage that is alone needs none."""
+        return find_order(self.order, self.virtual) if self.degree > 1 else find_order("one_f_one_b", 1)
 
     def num_ranks(self, inner: int) -> int:
         """Return one copy of the given ranks for every replica of every stage."""

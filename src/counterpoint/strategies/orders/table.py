@@ -32,10 +32,7 @@ def find_order(name: str, chunks: int) -> Order:
     for order in ORDERS[name]:
         if chunks in order.chunks:
             return order
-    raise PlanError(
-        f"order={name} is not made for virtual={chunks} chunks per stage; give {_wanted(ORDERS[name])}, or "
-        "order=interleaved for any number of chunks above one"
-    )
+    raise PlanError(f"order={name} is not made for virtual={chunks} chunks per stage; give {_wanted(ORDERS[name])}")
 
 
 def _wanted(orders: tuple[Order, ...]) -> str:

@@ -13,8 +13,8 @@ def zb_v(place: Place) -> Iterator[Turn]:
     """Fill along both arms of the V, then alternate both chunks' forwards and backwards, then drain.
 
     With forwards and both parts of backwards of equal length the bubble is ``(n-1)/(6 m+n-1)`` for n stages and
-    ``m >= 2 n-2`` microbatches: the n-1 ticks of half a stage until the first microbatch has come to the last stage. At
-    most ``min(2 n, 2 m)`` halves of a stage are in flight on every stage, which is what 1F1B has on its first one.
+    ``m >= 3 n/2`` microbatches: half a stage's forward for each stage until the first microbatch has come to the last
+    one. At most ``2 min(n, m)`` halves of a stage are in flight on every stage, 1F1B's on its first one.
 
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6; the same schedule in
