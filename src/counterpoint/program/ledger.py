@@ -70,8 +70,7 @@ def keep_ledger(program: Program, rows: Sequence[Words], heads: Sequence[Sequenc
     Args:
         program: whose rows they are.
         rows: the flat rows.
-        heads: per rank the blocks at which microbatches in flight are counted and summed; None for the block where
-            most are.
+        heads: per rank the blocks at which microbatches in flight are counted; None for the one where most are.
 
     Raises:
         ProgramError: laws 4 to 7, wherever a word cannot do what it says.
@@ -171,21 +170,14 @@ class _Book:
             raise self.wrong(4, rank, index, fact)
         mark = (word.block, word.micro, self.slices[rank][0])
         for unit in self.units_of[word.block]:
-            if word.has_input:
-                self.require_version(rank, index, unit, mark)
+            version = self.read(rank, index, unit, word.version) if word.has_input else self.used[mark, unit]
+            if version != self.used[mark, unit]:
+                fact = f"forward used version {self.used[mark, unit]} of weight{format_unit(unit)}, backward {version}"
+                raise self.wrong(5, rank, index, f"{fact}; both must use the same")
             if word.has_weight:
                 state = self.states[rank, unit]
                 state.whole, state.has_buffer = with_mark(state.whole, mark), True
         self.undecided[rank].add(word.micro)
-
-    def require_version(self, rank: int, index: int, unit: Unit, mark: Mark) -> None:
-        """The weight part of a backward reads no weights; all else reads what its forward has read."""
-        word = self.rows[rank][index]
-        assert isinstance(word, Backward), "only a backward reads again"
-        version = self.read(rank, index, unit, word.version)
-        if version != self.used[mark, unit]:
-            fact = f"forward used version {self.used[mark, unit]} of weight{format_unit(unit)}, backward {version}"
-            raise self.wrong(5, rank, index, f"{fact}; both must use the same")
 
     def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
         state = self.states[rank, unit]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,17 @@ class Desk:
             self.noted.append(job)
 
 
+class Learner(Protocol):
+    """Who knows whether gradients that are made now are those of a step."""
+
+    is_learning: bool
+
+
 class OwnGradient(NamedTuple):
     """A parameter's own gradient, as autograd keeps it."""
 
     param: nn.Parameter
-    store: Store
+    store: Learner
 
     @property
     def is_open(self) -> bool:
