@@ -74,7 +74,7 @@ def test_every_order_does_each_microbatch_forward_before_backward_and_once(kind,
     replicas = tuple(replicas) if chunks == 1 else (1,) * len(replicas)
     for stage in range(len(replicas)):
         place = Place(stage, replicas, tuple(range(count)), chunks)
-        done = [tuple(turn) for turn in find_order(name, chunks).turns(place)]
+        done: list[tuple[object, ...]] = [tuple(turn) for turn in find_order(name, chunks).turns(place)]
         kinds = ["F", "Bi", "Bw"] if name == "zero_bubble" else ["F", "B"]
         assert sorted(done) == sorted((what, m, c) for what in kinds for m in range(count) for c in range(chunks))
         for before, after in pairwise(kinds):

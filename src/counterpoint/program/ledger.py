@@ -158,15 +158,13 @@ class _Book:
             del self.deciding[group]
 
     def forward(self, rank: int, index: int, word: Forward) -> None:
-        fact = self.flights.begin(rank, word)
-        if fact is not None:
+        if fact := self.flights.begin(rank, word):
             raise self.wrong(4, rank, index, fact)
         for unit in self.units_of[word.block]:
             self.used[(word.block, word.micro, self.slices[rank][0]), unit] = self.read(rank, index, unit, word.version)
 
     def backward(self, rank: int, index: int, word: Backward) -> None:
-        fact = self.flights.end(rank, word)
-        if fact is not None:
+        if fact := self.flights.end(rank, word):
             raise self.wrong(4, rank, index, fact)
         mark = (word.block, word.micro, self.slices[rank][0])
         for unit in self.units_of[word.block]:
@@ -177,7 +175,8 @@ class _Book:
             if word.has_weight:
                 state = self.states[rank, unit]
                 state.whole, state.has_buffer = with_mark(state.whole, mark), True
-        self.undecided[rank].add(word.micro)
+        if word.has_weight:
+            self.undecided[rank].add(word.micro)
 
     def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
         state = self.states[rank, unit]
