@@ -85,14 +85,18 @@ def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_slice(ca
 def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_it_has(kind, stages, count):
     order, chunks = kind
     plan = Plan((Pipeline(stages, order, virtual=chunks),), count)
-    rehearse_blocking_sends(compile_plan(plan, chain(stages * chunks, width=12)).program.unroll(1))
+    rows = compile_plan(plan, chain(stages * chunks, width=12)).program.unroll(1)
+    rehearse_blocking_sends(rows)
+    assert len(list(walk(rows))) == len(list(joined(*rows)))
 
 
 @settings(max_examples=40)
 @given(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(order, replicas):
     plan = Plan((Pipeline(len(replicas), order, tuple(replicas)),), 2 * lcm(*replicas))
-    rehearse_blocking_sends(compile_plan(plan, chain(len(replicas), width=12)).program.unroll(1))
+    rows = compile_plan(plan, chain(len(replicas), width=12)).program.unroll(1)
+    rehearse_blocking_sends(rows)
+    assert len(list(walk(rows))) == len(list(joined(*rows)))
 
 
 @LAWS

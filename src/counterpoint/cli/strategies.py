@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.show import default_blocks, ticks_of
 from counterpoint.cli.tables import Column, show_table
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
-from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.orders.table import ORDERS
 from counterpoint.strategies.table import STRATEGIES, Named, find
@@ -47,9 +47,11 @@ def describe(name: str, named: Named) -> str:
     promise = text.get("Promise", "the same numbers as on one rank, to rounding")
     parts += [f"{title.lower()}\n{indented(text.get(title, promise))}" for title in SECTIONS]
     plan = Plan((named.make(2),), num_microbatches=4 if named.make(2).axis == "stage" else 1)
-    compiled = compile(plan, chain(2))
-    parts.append(f"example: {plan}, a model of 2 blocks\n{indented(draw_rows(compiled.program, width=100))}")
-    parts.append(indented(draw_grid(simulate(compiled.program, unit_costs()), tick_s=1.0, width=98)))
+    compiled = compile(plan, chain(default_blocks(plan)))
+    parts.append(
+        f"example: {plan}, a model of {compiled.model.num_blocks} blocks\n{indented(draw_rows(compiled.program, width=100))}"
+    )
+    parts.append(indented(draw_grid(simulate(compiled.program, ticks_of(compiled.program)), tick_s=1.0, width=98)))
     return "\n\n".join(parts)
 
 
