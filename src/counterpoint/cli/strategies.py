@@ -48,10 +48,10 @@ def describe(name: str, named: Named) -> str:
     parts += [f"{title.lower()}\n{indented(text.get(title, promise))}" for title in SECTIONS]
     plan = Plan((named.make(2),), num_microbatches=4 if named.make(2).axis == "stage" else 1)
     compiled = compile(plan, chain(default_blocks(plan)))
-    parts.append(
-        f"example: {plan}, a model of {compiled.model.num_blocks} blocks\n{indented(draw_rows(compiled.program, width=100))}"
-    )
-    parts.append(indented(draw_grid(simulate(compiled.program, ticks_of(compiled.program)), tick_s=1.0, width=98)))
+    program = compiled.program
+    parts.append(f"example: {plan}, a model of {compiled.model.num_blocks} blocks")
+    parts[-1] += f"\n{indented(draw_rows(program, width=100))}"
+    parts.append(indented(draw_grid(simulate(program, ticks_of(program)), tick_s=1.0, width=98)))
     return "\n\n".join(parts)
 
 
