@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from counterpoint.drawing.grid import draw_grid
 from counterpoint.program.text import format_program, parse_program
+from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.table import STRATEGIES
 from tests.laws.compositions import compiled
 
@@ -35,6 +38,15 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline_4": ("pipeline(4)", {"m": 4, "blocks": 4}),
     "gpipe_4": ("gpipe(4)", {"m": 4, "blocks": 4}),
     "one_f_one_b_2": ("one_f_one_b(2)", {"m": 4, "blocks": 3}),
+    "pipedream_flush_2": ("pipedream_flush(2)", {"m": 2}),
+    "gpipe_2_virtual_2": ("gpipe(2, virtual=2)", {"m": 2, "blocks": 4}),
+    "interleaved_2": ("interleaved(2)", {"m": 4, "blocks": 4}),
+    "interleaved_2_zero2_2_tied": ("interleaved(2) * zero2(2)", {"blocks": 4, "tied": True}),
+    "megatron_interleaved_2": ("megatron_interleaved(2, virtual=3)", {"m": 3, "blocks": 6}),
+    "zero_bubble_2": ("zero_bubble(2)", {"m": 4}),
+    "zero_bubble_2_virtual_2": ("zero_bubble(2, virtual=2)", {"m": 4, "blocks": 4}),
+    "zero_bubble_2_tensor_2": ("zero_bubble(2) * tensor(2)", {}),
+    "zero_bubble_2_zero3_2": ("zero_bubble(2) * zero3(2)", {}),
     "pipeline_2_tied": ("pipeline(2)", {"m": 2, "blocks": 4, "tied": True}),
     "pipeline_2_replicas_2_1": ("pipeline(2, replicas=(2,1))", {"m": 4, "blocks": 3}),
     "gpipe_2_replicas_1_2": ("gpipe(2, replicas=(1,2), balance=(1,2))", {"m": 2, "blocks": 3}),
@@ -95,6 +107,24 @@ def test_a_program_reads_as_it_did(golden, name):
     program = compiled(text, **given).program
     golden(f"{name}.program", format_program(program) + "\n")
     assert parse_program(format_program(program)) == program
+
+
+DRAWN = {
+    "gpipe_4_drawn": ("gpipe(4)", 4),
+    "one_f_one_b_4_drawn": ("one_f_one_b(4)", 4),
+    "interleaved_4_drawn": ("interleaved(4)", 8),
+    "zero_bubble_4_drawn": ("zero_bubble(4)", 4),
+    "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8),
+}
+"""Plans and numbers of blocks, one for each chunk."""
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_an_order_is_drawn_as_in_its_paper(golden, name):
+    """Eight microbatches; a forward takes one tick, and each of the two parts of a backward another one."""
+    text, blocks = DRAWN[name]
+    trace = simulate(compiled(text, m=8, blocks=blocks).program, unit_costs(backward_ticks=2))
+    golden(f"{name}.txt", draw_grid(trace, tick_s=1, width=250) + "\n")
 
 
 def test_every_name_of_the_table_has_a_program_of_its_own():

@@ -53,6 +53,9 @@ def degrees(most):
     return st.integers(2, most)
 
 
+ORDERS = [("gpipe", 1), ("one_f_one_b", 1), ("zero_bubble", 1), ("gpipe", 2), ("interleaved", 2), ("interleaved", 3),
+          ("zero_bubble", 2)]  # fmt: skip
+"""Each with a number of chunks per stage."""
 CODES = ["fp16", "bf16", "int8", "twobit", "twobit:0.25", "sign", "topk", "topk:0.3", "powersgd", "powersgd:3"]
 
 
@@ -69,15 +72,16 @@ def replicas(most):
 def pipelines(draw, model, num_micros, most):
     stages = draw(st.integers(2, min(most, model.num_blocks)))
     divisors = [count for count in (1, 2, 3) if num_micros % count == 0]
-    replicas = draw(st.just(()) | st.tuples(*[st.sampled_from(divisors)] * stages))
+    order, chunks = draw(st.sampled_from([kind for kind in ORDERS if stages * kind[1] <= model.num_blocks]))
+    replicas = draw(st.just(()) | st.tuples(*[st.sampled_from(divisors)] * stages)) if chunks == 1 else ()
     if sum(replicas) > most:
         replicas = ()
     balance = ()
     if draw(st.booleans()):
-        cuts = draw(st.permutations(range(1, model.num_blocks)))[: stages - 1]
+        cuts = draw(st.permutations(range(1, model.num_blocks)))[: stages * chunks - 1]
         stops = [0, *sorted(cuts), model.num_blocks]
         balance = tuple(after - before for before, after in pairwise(stops))
-    return Pipeline(stages, draw(st.sampled_from(["gpipe", "one_f_one_b"])), replicas, balance)
+    return Pipeline(stages, order, replicas, balance, chunks)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import chain as joined
+from math import lcm
 
 from hypothesis import given, settings, strategies as st
 
@@ -14,7 +15,8 @@ from counterpoint.program.laws import Promise, check
 from counterpoint.program.text import format_program, parse_program
 from counterpoint.program.walk import rehearse_blocking_sends, walk
 from counterpoint.strategies.data import Data
-from tests.laws.compositions import any_strategy, compiled, in_order, legal, streams
+from counterpoint.strategies.pipeline import Pipeline
+from tests.laws.compositions import ORDERS, any_strategy, compiled, in_order, legal, streams
 
 LAWS = settings(max_examples=120)
 
@@ -68,14 +70,33 @@ def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_slice(ca
     model, plan, _ = case
     made = compile_plan(plan, model)
     slices = {row.slice_index for row in made.program.rows}
-    for direction in (Forward, Backward):
-        done = [
-            (word.block, word.micro, made.program.rows[rank].slice_index)
-            for rank, word in made.program.words()
-            if isinstance(word, direction)
-        ]
+    computes = [(rank, word) for rank, word in made.program.words() if isinstance(word, Forward | Backward)]
+    forwards = [(rank, word) for rank, word in computes if isinstance(word, Forward)]
+    inputs = [(rank, word) for rank, word in computes if isinstance(word, Backward) and word.has_input]
+    weights = [(rank, word) for rank, word in computes if isinstance(word, Backward) and word.has_weight]
+    for words in (forwards, inputs, weights):
+        done = [(word.block, word.micro, made.program.rows[rank].slice_index) for rank, word in words]
         every = [(b, m, s) for b in range(made.model.num_blocks) for m in made.program.micros for s in slices]
         assert sorted(done) == sorted(every)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(ORDERS), st.integers(1, 6), st.integers(1, 13))
+def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_it_has(kind, stages, count):
+    order, chunks = kind
+    plan = Plan((Pipeline(stages, order, virtual=chunks),), count)
+    rows = compile_plan(plan, chain(stages * chunks, width=12)).program.unroll(1)
+    rehearse_blocking_sends(rows)
+    assert len(list(walk(rows))) == len(list(joined(*rows)))
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(order, replicas):
+    plan = Plan((Pipeline(len(replicas), order, tuple(replicas)),), 2 * lcm(*replicas))
+    rows = compile_plan(plan, chain(len(replicas), width=12)).program.unroll(1)
+    rehearse_blocking_sends(rows)
+    assert len(list(walk(rows))) == len(list(joined(*rows)))
 
 
 @LAWS

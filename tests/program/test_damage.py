@@ -68,6 +68,26 @@ WORK = [
     Damage("two replicas do the same microbatch", 4, "data(2)", ((1, "F0.1 B0.1", "F0.0 B0.0"),), "", ONE),
 ]  # fmt: skip
 
+PARTS = [
+    Damage("a weight part is missing", 4, "zero_bubble(2)", ((0, "Bw0.0", ""),),
+           "weight part of the backward of block 0 on microbatch 0 is done 0 times"),
+    Damage("an input part is missing", 4, "zero_bubble(2)", ((1, "Bi1.0", ""),),
+           "input part of the backward of block 1 on microbatch 0 is done 0 times"),
+    Damage("a weight part comes before its input part", 4, "zero_bubble(2)", ((0, "Bi0.0 Bw0.0", "Bw0.0 Bi0.0"),),
+           "the weight part of a backward comes once, behind its input part"),
+    Damage("a whole backward comes behind an input part", 4, "zero_bubble(2)", ((0, "Bi0.0 Bw0.0", "Bi0.0 B0.0"),),
+           "input part of the backward of block 0 on microbatch 0 is done 2 times"),
+    Damage("a weight part comes behind the update", 6, "zero_bubble(2)",
+           ((0, "Bw0.0 commit@0,1 U0", "commit@0,1 U0 Bw0.0"),), "never B0.0"),
+    Damage("a gradient is summed before its weight part", 6, "zero_bubble(2) * data(2)",
+           ((ALL, "Bw0.0 sum(grad0)@0,2", "sum(grad0)@0,2 Bw0.0"),), "with different gradients", (("m", 1),)),
+    Damage("what an input part would send is sent first", 4, "zero_bubble(2)", ((1, "Bi1.0 g0.0>0", "g0.0>0 Bi1.0"),),
+           "g0.0 is not there"),
+    Damage("two messages are received the wrong way round", 1, "interleaved(2)",
+           ((1, "x1.1<0 F1.1 x2.1>0 x3.0<0", "x3.0<0 F1.1 x2.1>0 x1.1<0"),),
+           "rank 1 receives x3.0 where rank 0 has sent x1.1 before", (("m", 2), ("blocks", 4))),
+]  # fmt: skip
+
 VERSIONS = [
     Damage("backward reads a version that was not kept", 5, "solo",
            ((0, "B0.0", "B0.0:-1"),), "no version -1 of weight0"),
@@ -135,7 +155,9 @@ BYTES = [
 
 
 @pytest.mark.parametrize(
-    "damage", [*MESSAGES, *TOGETHER, *WORK, *VERSIONS, *GRADIENTS, *MEMORY, *BYTES], ids=lambda damage: damage.name
+    "damage",
+    [*MESSAGES, *TOGETHER, *WORK, *PARTS, *VERSIONS, *GRADIENTS, *MEMORY, *BYTES],
+    ids=lambda damage: damage.name,
 )
 def test_damage_is_caught_by_the_law_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:

@@ -136,3 +136,11 @@ def test_unrolling_once_gives_the_rows_as_they_are():
     program = compiled("data(2)").program
     assert program.unroll(1) == tuple(row.body for row in program.rows)
     assert not program.is_stream
+
+
+HALVES = "F0.0 Bi0.0 | F0.+1 Bi0.+1 Bw0.+0 commit@0 U0 | Bw0.+0 commit@0 U0"
+
+
+def test_a_stream_may_put_weight_parts_off_for_a_repetition():
+    ledger = judge_text(HALVES, staleness=1, in_flight=(2,))
+    assert [sorted(mark[1] for mark in entry.marks) for entry in ledger.entries] == [[0], [1], [2]]

@@ -45,7 +45,7 @@ codes = st.sampled_from(
 )
 instructions = st.one_of(
     st.builds(Forward, numbers, numbers, st.integers(-9, 0)),
-    st.builds(Backward, numbers, numbers, st.integers(-9, 0)),
+    st.builds(Backward, numbers, numbers, st.integers(-9, 0), st.sampled_from(["", "input", "weight"])),
     st.builds(Update, units),
     st.builds(Commit, groups),
     st.builds(Send, values, ranks),

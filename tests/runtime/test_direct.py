@@ -13,6 +13,10 @@ class Spot:
 
     def __init__(self, weight):
         self.memory, self.is_used, self.is_open = torch.full_like(weight, torch.nan), False, True
+        self.puts_off = False
+
+    def when_due(self, job):
+        job()
 
     def target(self):
         was_used, self.is_used = self.is_used, True

@@ -12,6 +12,7 @@ CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(
 APART = ["data(2)", "data(4)", "zero(2, level=1)", "pipeline(2) * data(2)", "data(2) + overlap"]
 ISSUE = {
     "data(2)", "data(4)", *(f"zero({n}, level={level})" for n in (2, 4) for level in (1, 2, 3)),
+    *(f"pipeline(2, order={order})" for order in ("interleaved, virtual=2", "zero_bubble", "zero_bubble, virtual=2")),
     *(f"pipeline({n}{order})" for n in (2, 4) for order in ("", ", order=gpipe")), "pipeline(2, replicas=(2,1))",
     "server(2)", "tensor(2)", "pipeline(2) * data(2)", "pipeline(2) * zero(2, level=1)",
     "pipeline(2) * zero(2, level=2)", "tensor(2) * data(2)", "zero(2, level=3) * data(2)",

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from counterpoint.program.instruction import Collective
-from counterpoint.program.text import parse_instruction
+from counterpoint.program.text import format_instruction, parse_instruction
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.rings import collective_s, ring_all_reduce_s, ring_half_s, star_copy_s
 from counterpoint.simulator.simulate import row_seconds, simulate
@@ -42,6 +42,19 @@ def test_a_backward_costs_two_forwards_and_a_share_is_updated_in_part():
     assert seconds["Forward"] == 2 / 1e4
     assert seconds["Backward"] == 2 * seconds["Forward"]
     assert seconds["Update"] == pytest.approx(7 * WEIGHT / 2 / 10e9)
+
+
+def test_each_part_of_a_backward_costs_half_of_it():
+    made = compiled("zero_bubble(2)", blocks=2)
+    row = made.program.rows[0].body
+    seconds = dict(zip(map(format_instruction, row), row_seconds(row, costs_of(made)), strict=True))
+    assert seconds["Bi0.0"] == seconds["Bw0.0"] == seconds["F0.0"] == 2 / 1e4
+
+
+def test_what_a_forward_leaves_is_held_until_the_weight_part():
+    first = [peak_bytes(compiled(f"{name}(2)", m=4, blocks=2).program, size_of_in(compiled("solo", blocks=2)))[1]
+             for name in ("one_f_one_b", "zero_bubble")]  # fmt: skip
+    assert first[1] - first[0] == OUTPUT
 
 
 def test_a_gradient_that_was_shared_out_is_summed_in_part():

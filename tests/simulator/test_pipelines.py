@@ -2,6 +2,7 @@
 
 import pytest
 
+from counterpoint.program.instruction import Recv
 from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.simulate import simulate
 from tests.simulator.played import compiled
@@ -39,3 +40,55 @@ def test_gpipe_on_three_stages_computes_at_these_ticks():
     assert [(words, at) for rank, words, at in computed if rank == 2] == [
         ("F2.0", 2), ("F2.1", 3), ("B2.1", 4), ("B2.0", 5),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 2), (2, 5), (4, 4), (4, 9), (4, 32), (8, 32)])
+@pytest.mark.parametrize("v", [2, 3])
+def test_chunks_make_the_bubble_as_many_times_smaller(n, m, v):
+    """Megatron-LM, section 2.2.2, for numbers of microbatches that do not divide by the stages, too."""
+    for order in ("interleaved", "gpipe"):
+        made = compiled(f"pipeline({n}, order={order}, virtual={v})", m=m, blocks=n * v)
+        trace = simulate(made.program, unit_costs(backward_ticks=2))
+        assert trace.bubble == pytest.approx((n - 1) / (v * m + n - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 3), (2, 5), (4, 6), (4, 9), (4, 32), (8, 32)])
+def test_zero_bubble_is_idle_for_a_forward_of_each_stage_but_one_and_in_a_v_for_half_of_one(n, m):
+    """1F1B idles (n-1)(F + Bi + Bw), ZB-H1 (n-1)(F + Bi - Bw): a third of it where all take equally long."""
+    for virtual, ticks in ((1, 3 * m), (2, 6 * m)):
+        made = compiled(f"pipeline({n}, order=zero_bubble, virtual={virtual})", m=m, blocks=n * virtual)
+        trace = simulate(made.program, unit_costs(backward_ticks=2))
+        assert trace.step_s == ticks + n - 1
+        assert trace.bubble == pytest.approx((n - 1) / (ticks + n - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "peaks"),
+    [
+        ("gpipe(4)", [9, 9, 9, 9]),
+        ("one_f_one_b(4)", [4, 3, 2, 1]),
+        ("zero_bubble(4)", [4, 4, 4, 4]),
+        ("zero_bubble(4, virtual=2)", [8, 8, 8, 8]),
+        ("interleaved(4)", [12, 10, 8, 6]),
+        ("gpipe(4, virtual=2)", [18, 18, 18, 18]),
+        ("zero_bubble(2, replicas=(2,1))", [2, 2, 2]),
+    ],
+)
+def test_the_program_has_as_much_in_flight_as_the_formulas_say(text, peaks):
+    """Nine microbatches make an interleaved group of five, and one more chunk in flight than groups of four would."""
+    made = compiled(text, m=9 if "replicas" not in text else 10, blocks=8)
+    assert made.ledger.peak_in_flight == peaks == [rank.in_flight for rank in made.forecast.ranks]
+
+
+@pytest.mark.parametrize("text", ["interleaved(4, virtual=3)", "zero_bubble(4, virtual=2)"])
+def test_receives_that_are_posted_early_cost_no_time(text):
+    """Each seat stands where it receives when the value comes, so that a step is as long as without messages."""
+    made = compiled(text, m=9, blocks=12)
+    assert {event.seconds for event in simulate(made.program, unit_costs()).events if event.lane == "link"} <= {0.0}
+    early = sum(
+        1
+        for row in made.program.rows
+        for word, following in zip(row.body, row.body[1:], strict=False)
+        if isinstance(word, Recv) and isinstance(following, Recv)
+    )
+    assert early > 0

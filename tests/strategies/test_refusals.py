@@ -78,6 +78,12 @@ def test_strategies_that_cannot_follow_each_other_say_what_to_write(text, said):
             "3 microbatches do not divide over the 2 replicas of a stage",
         ),
         ("pipeline(2, replicas=(2,1))", {"micros": 3}, "give a multiple of 2 microbatches"),
+        (
+            "interleaved(2, virtual=3)",
+            {},
+            "pipeline(2, order=interleaved, virtual=3) has 6 chunks, 3 for each of 2 stages, but the model has only 4 "
+            "blocks; every chunk needs one: give fewer stages or chunks",
+        ),
         ("tensor(3)", {}, "tensor(3) cannot slice hidden of block0: 256 does not divide by 3; give a number of ranks"),
         ("tensor(2, dims=heads)", {}, "slices heads, but the model has the dims hidden; name its dims with dims=..."),
         ("tensor(2)", {"model": chain(2, tied=True)}, "the model has no pair of linear layers that can be sliced"),
@@ -91,7 +97,27 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
     ("text", "said"),
     [
         ("zero(2, level=4)", "zero has the levels 1, 2 and 3, not 4; give level=1, level=2 or level=3"),
-        ("pipeline(2, order=zigzag)", "there is no pipeline order 'zigzag'; the orders are gpipe, one_f_one_b"),
+        (
+            "pipeline(2, order=zigzag)",
+            "there is no pipeline order 'zigzag'; the orders are gpipe, interleaved, one_f_one_b, zero_bubble",
+        ),
+        (
+            "pipeline(2, order=interleaved)",
+            "order=interleaved is not made for virtual=1 chunks per stage; give virtual=2 or more",
+        ),
+        (
+            "zero_bubble(2, virtual=3)",
+            "order=zero_bubble is not made for virtual=3 chunks per stage; give virtual=1 or virtual=2",
+        ),
+        (
+            "gpipe(2, virtual=2, replicas=(1,2))",
+            "replicas=(1, 2) of pipeline(2) cannot have virtual=2 chunks each: the orders for several chunks take all "
+            "stages to be alike; leave out one of the two, or write pipeline(2, virtual=2) * data(...)",
+        ),
+        (
+            "interleaved(2, balance=(1,2))",
+            "balance=(1, 2) of pipeline(2) must be 4 positive numbers, one per chunk",
+        ),
         (
             "pipeline(2, replicas=(1,2,3))",
             "replicas=(1, 2, 3) of pipeline(2) must be 2 positive numbers, one per stage",
@@ -139,7 +165,10 @@ def test_an_option_out_of_range_is_refused_before_anything_is_compiled(text, sai
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "gpipe", "data", "tree", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "name",
+    ["tensor", "pipeline", "gpipe", "interleaved", "zero_bubble", "data", "tree", "zero1", "zero2", "zero3"],
+)
 def test_one_rank_along_an_axis_changes_nothing(name):
     with_one = compile_plan(Plan.parse(f"{name}(1) * data(2)"), chain(2))
     without = compile_plan(Plan.parse("data(2)"), chain(2))

@@ -21,7 +21,8 @@ from tests.training.fits import (
     trainer,
 )
 
-ALL = ["solo", *STRATEGIES, "data(4)", "pipeline(2) * data(2)", "zero(4, level=3)", "server(2, consistency=asp)"]
+ALL = ["solo", *STRATEGIES, "data(4)", "pipeline(2) * data(2)", "zero(4, level=3)", "server(2, consistency=asp)",
+       "interleaved(2)", "zero_bubble(2, virtual=2)"]  # fmt: skip
 
 
 def measure(outputs, targets):

@@ -53,7 +53,8 @@ def resumed(folder, strategy, model, **options):
     return fit(strategy, model(), fit_options={"resume": folder}, epochs=2, **options)
 
 
-@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "pipeline(2) * data(2)", "pipeline(2, order=gpipe)"])
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "pipeline(2) * data(2)", "pipeline(2, order=gpipe)",
+                                      "zero_bubble(2, virtual=2)"])  # fmt: skip
 def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
     whole, history = fit(strategy, noisy(), fit_options=saving(tmp_path / "a"), epochs=2, **SETTINGS)
     interrupted(tmp_path / "b", strategy, noisy, **SETTINGS)

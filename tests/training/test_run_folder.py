@@ -3,12 +3,14 @@
 import json
 import math
 import struct
+from fractions import Fraction
 
 import pytest
 import yaml
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
+from counterpoint.program.instruction import Backward
 from counterpoint.program.text import parse_program
 from counterpoint.training.curves import Curve
 from counterpoint.training.events import RunEnd
@@ -107,6 +109,8 @@ def test_a_word_that_was_not_measured_costs_what_its_like_cost():
     costs = fit(start.compiled.model, timed(start).trace)
     assert costs.like(("forward", (99,))) == pytest.approx(1.0)
     assert costs.like(("push", (0,))) == 0.0
+    whole = costs.compute_s(Backward(0, 0), Fraction(1))
+    assert costs.compute_s(Backward(0, 0, part="weight"), Fraction(1)) == whole / 2 > 0
 
 
 def test_the_report_of_a_run_that_failed_says_why_and_where(tmp_path):

@@ -22,13 +22,13 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.program.codes import find_code
-from counterpoint.program.instruction import Backward, Collective, Forward
-from counterpoint.program.program import Program, Row
+from counterpoint.program.instruction import Backward, Collective
+from counterpoint.program.program import Program
 from counterpoint.program.symmetry import classes
 from counterpoint.program.text import format_group, format_row
 from counterpoint.program.trace import Trace
 from counterpoint.program.turn import Turn
-from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.costs import Costs, unit_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.pipeline import Pipeline
@@ -53,7 +53,10 @@ def show(
     yaml: Annotated[bool, typer.Option("--yaml", help="Only print the plan as a run's plan.yaml has it.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this file.")] = None,
 ) -> None:
-    """Show the program of a plan: its rows, a drawing in which every forward and backward takes one tick, its cost."""
+    """Show the program of a plan: its rows, a drawing in which every forward and backward takes one tick, its cost.
+
+    Where backwards have two parts, each part takes one.
+    """
     parsed = read_plan(plan, ranks, microbatches, tuple(passes or ()))
     if yaml:
         typer.echo(parsed.to_yaml(), nl=False)
@@ -61,12 +64,18 @@ def show(
     columns = shutil.get_terminal_size((100, 24)).columns
     with uncollected():
         compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
-        trace = simulate(compiled.turns[-1].program, unit_costs())
+        trace = simulate(compiled.turns[-1].program, ticks_of(compiled.turns[-1].program))
         shown = [heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)]
     typer.echo("\n\n".join(shown))
     if svg is not None:
         svg.write_text(draw_timeline(trace), encoding="utf-8")
         typer.echo(f"drawing  {svg}")
+
+
+def ticks_of(program: Program) -> Costs:
+    """Return costs of one tick for everything that computes but updates."""
+    has_parts = any(isinstance(word, Backward) and word.part for _, word in program.words())
+    return unit_costs(backward_ticks=2 if has_parts else 1)
 
 
 @contextmanager
@@ -103,10 +112,10 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
 
 
 def default_blocks(plan: Plan) -> int:
-    """Return one block per stage, or as many as a given balance adds up to; two without a pipeline."""
+    """Return one block per chunk of a stage, or as many as a given balance adds up to; two without a pipeline."""
     for strategy in plan.strategies:
         if isinstance(strategy, Pipeline):
-            return sum(strategy.balance) or strategy.degree
+            return sum(strategy.balance) or strategy.degree * strategy.num_chunks
     return 2
 
 
@@ -204,12 +213,12 @@ def figures(compiled: Compiled, trace: Trace) -> str:
         if event.lane == "compute":
             busy[event.rank] += round(event.seconds)
     kinds: dict[tuple[str, ...], list[int]] = {}
-    for rank, row in enumerate(compiled.program.rows):
+    for rank in range(compiled.program.num_ranks):
         shown = (
             f"{busy[rank]} of {trace.step_s:g}",
             format_bytes(sent[rank]),
             format_bytes(memory[rank]),
-            str(peak_in_flight(row)),
+            str(compiled.ledger.peak_in_flight[rank]),
         )
         kinds.setdefault(shown, []).append(rank)
     sent_title = "sent per step" if len(compiled.turns) == 1 else "sent, mean step"
@@ -219,16 +228,3 @@ def figures(compiled: Compiled, trace: Trace) -> str:
         [(named(ranks), *shown) for shown, ranks in kinds.items()],
     )
     return f"{table}\n\nbubble {trace.bubble:.4f}\n{LAWS}"
-
-
-def peak_in_flight(row: Row) -> int:
-    """Return how many microbatches are between forward and backward in one block at most."""
-    return max(_in_flight(row), default=0)
-
-
-def _in_flight(row: Row) -> Iterator[int]:
-    alive: Counter[int] = Counter()
-    for word in row.prologue + row.body + row.epilogue:
-        if isinstance(word, Forward | Backward):
-            alive[word.block] += 1 if isinstance(word, Forward) else -1
-            yield alive[word.block]

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from counterpoint.cli.show import default_blocks, ticks_of
 from counterpoint.cli.tables import Column, show_table
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
-from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.orders.table import ORDERS
 from counterpoint.strategies.table import STRATEGIES, Named, find
@@ -53,10 +53,12 @@ def describe(name: str, named: Named) -> str:
     example = named.example or f"{name}(2)"
     plan = Plan.parse(example)
     plan = replace(plan, num_microbatches=4 if any(one.axis == "stage" for one in plan.strategies) else 1)
-    compiled = compile(plan, chain(2))
+    compiled = compile(plan, chain(default_blocks(plan)))
+    program = compiled.program
     same = f", which is {plan}" if str(plan) != example else ""
-    parts.append(f"example: {example}{same}, a model of 2 blocks\n{indented(draw_rows(compiled.program, width=100))}")
-    parts.append(indented(draw_grid(simulate(compiled.program, unit_costs()), tick_s=1.0, width=98)))
+    parts.append(f"example: {example}{same}, a model of {compiled.model.num_blocks} blocks")
+    parts[-1] += f"\n{indented(draw_rows(program, width=100))}"
+    parts.append(indented(draw_grid(simulate(program, ticks_of(program)), tick_s=1.0, width=98)))
     return "\n\n".join(parts)
 
 

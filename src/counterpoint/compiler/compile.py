@@ -103,6 +103,7 @@ def promise_of(forecast: Forecast) -> Promise:
     return Promise(
         staleness=forecast.staleness,
         in_flight=tuple(rank.in_flight for rank in ranks),
+        heads=tuple(rank.heads for rank in ranks),
         sent_bytes=forecast.sent_bytes(),
         num_blocks=1 + max(block for rank in ranks for block in rank.blocks),
         num_micros=forecast.num_micros,

@@ -8,12 +8,13 @@ from typing import Literal, TypeAlias
 
 from counterpoint.program.trace import Event
 
-Kind: TypeAlias = Literal["forward", "backward", "update", "communication", "commit", "waiting"]
+Kind: TypeAlias = Literal["forward", "backward", "weight part", "update", "communication", "commit", "waiting"]
 
 COLOURS: MappingProxyType[Kind, str] = MappingProxyType(
     {
         "forward": "#2b6cb0",
         "backward": "#23794b",
+        "weight part": "#0e7490",
         "update": "#b45309",
         "communication": "#7c4dbe",
         "commit": "#b83280",
@@ -24,12 +25,14 @@ COLOURS: MappingProxyType[Kind, str] = MappingProxyType(
 
 
 _COMPUTES: MappingProxyType[str, Kind] = MappingProxyType({"F": "forward", "B": "backward", "U": "update"})
-_OF_MICROBATCH = re.compile(r"([FB])\d+\.\+?(\d+)")
+_OF_MICROBATCH = re.compile(r"(F|B[iw]?)\d+\.\+?(\d+)")
 
 
 def kind_of_word(word: str) -> Kind:
     """Return the kind of an instruction's text; whatever is neither computing nor a commit is communication."""
-    return "commit" if word.startswith("commit@") else _COMPUTES.get(word[:1], "communication")
+    if word.startswith("commit@"):
+        return "commit"
+    return "weight part" if word.startswith("Bw") else _COMPUTES.get(word[:1], "communication")
 
 
 def kind_of(event: Event) -> Kind:

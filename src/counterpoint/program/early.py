@@ -36,7 +36,7 @@ def candidates(words: Words) -> Early:
     last: int | None = None
     for index, word in enumerate(words):
         if isinstance(word, Backward):
-            last = index
+            last = None if word.part else index  # parts make gradients without autograd's telling
         elif last is not None and _is_sum(word):
             assert isinstance(word, Collective), "a sum"
             found.setdefault(last, []).append(word)

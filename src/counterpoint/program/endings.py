@@ -57,6 +57,7 @@ def _left_behind(words: Words) -> Counter[Instruction]:
     And the backwards whose gradients are set aside.
     """
     live: dict[tuple[int, int], int] = {}
+    halfway: set[tuple[int, int]] = set()
     updates: Counter[int] = Counter()
     fresh: defaultdict[Unit, list[Instruction]] = defaultdict(list)
     aside: defaultdict[Unit, list[Instruction]] = defaultdict(list)
@@ -65,7 +66,10 @@ def _left_behind(words: Words) -> Counter[Instruction]:
         match word:
             case Forward(block, micro, version):
                 live[block, micro] = updates[block] + version
+            case Backward(block, micro, part="input"):
+                halfway.add((block, micro))
             case Backward(block, micro):
+                halfway.discard((block, micro))
                 live.pop((block, micro), None)
                 for unit in swapped:
                     fresh[unit] += [word] if block in unit else []
@@ -77,5 +81,8 @@ def _left_behind(words: Words) -> Counter[Instruction]:
             case _:
                 pass
     under_way = Counter[Instruction](word for kept in (fresh, aside) for found in kept.values() for word in found)
-    under_way.update(Forward(block, micro, read - updates[block]) for (block, micro), read in live.items())
+    for (block, micro), read in live.items():
+        version = read - updates[block]
+        is_halfway = (block, micro) in halfway
+        under_way[Backward(block, micro, version, "input") if is_halfway else Forward(block, micro, version)] += 1
     return under_way

@@ -33,7 +33,10 @@ from counterpoint.program.units import Unit
 from counterpoint.program.walk import show_places
 
 _Held: TypeAlias = tuple[str, int, int | None]
-"""A value of one block and microbatch: ``x`` or ``g``, or ``y`` or ``dx`` as long as nobody has summed it."""
+"""A value of one block and microbatch: ``x`` or ``g``, or ``y`` or ``dx`` as long as nobody has summed it.
+
+``Bi`` is what the input part of a backward leaves for the weight part.
+"""
 _Values: TypeAlias = tuple[_Held, ...]
 
 
@@ -58,7 +61,11 @@ class _Chain:
                     return needed, (), (("y", block, micro),)
                 return needed, (), (("x", block + 1, micro),) if block < self.last else ()
             case Backward(block, micro):
-                return self.backward(block, micro)
+                left: _Values = (("Bi", block, micro),)
+                if not word.has_input:
+                    return left, left, ()
+                flow = self.backward(block, micro)
+                return flow if word.has_weight else (*flow[:2], flow[2] + left)
             case Recv(value) if value.name in {"x", "g"}:
                 return (), (), ((value.name, value.blocks[0], value.micro),)
             case Send(value) | Release(value) if value.name not in OF_UNITS:
@@ -176,7 +183,7 @@ def law_7_gradients_are_freed(rows: Sequence[Words], units: Iterable[Unit], kept
         shared: set[Unit] = set()
         for index, word in enumerate(row):
             match word:
-                case Backward(block):
+                case Backward(block) if word.has_weight:
                     _require_freed(rows, (rank, index), shared, part)
                     held.update(users[block])
                 case Forward() | Commit():

@@ -62,11 +62,32 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run one block backward on one microbatch and add to its gradients. Text: ``B3.0``, ``B3.0:-1``."""
+    """Run one block backward on one microbatch and add to its gradients. Text: ``B3.0``, ``B3.0:-1``.
+
+    It may come in two parts: ``Bi3.0`` makes the gradient of what enters the block, ``Bw3.0`` those of its weights,
+    later. What the forward keeps is kept until then.
+
+    Args:
+        block: which block.
+        micro: which microbatch of the global batch.
+        version: which parameters its forward has read, as there.
+        part: ``""`` for all of it, ``input`` or ``weight``.
+    """
 
     block: int
     micro: int
     version: int = 0
+    part: Literal["", "input", "weight"] = ""
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the gradient of what enters the block is made."""
+        return self.part != "weight"
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether the gradients of the block's weights are complete after it."""
+        return self.part != "input"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The eight laws that every program keeps before it may run.
 
-1. Every send has exactly one receive, and every push one pull.
+1. Every send has exactly one receive, and every push one pull; a rank receives in the order in which another sends.
 2. No deadlock, even when a send blocks until its receive is posted.
 3. All members of a group call the same collectives in the same order.
 4. Each microbatch goes once forward and once backward through each block, on the same rank; every word finds what it
@@ -15,11 +15,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.accounts import Mark
@@ -32,25 +31,13 @@ from counterpoint.program.flow import (
     law_7_gradients_are_freed,
     laws_6_and_7_what_is_started_is_awaited,
 )
-from counterpoint.program.instruction import (
-    Backward,
-    Forward,
-    Instruction,
-    Pull,
-    Push,
-    Recv,
-    Send,
-    Value,
-)
+from counterpoint.program.instruction import Backward, Forward
 from counterpoint.program.ledger import Ledger, keep_ledger
+from counterpoint.program.messages import law_1_messages_pair_up
 from counterpoint.program.program import Program, Words
-from counterpoint.program.text import format_unit, format_value
+from counterpoint.program.text import format_unit
 from counterpoint.program.units import Unit
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
-
-_Message: TypeAlias = tuple[str, Value, int, int]
-"""A send or a push: which, of what, from whom, to whom."""
-_MESSAGES = {Send, Recv, Push, Pull}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +48,8 @@ class Promise:
 
     Args:
         staleness: how many updates may come between reading weights and applying their gradient.
-        in_flight: per rank, how many microbatches may be between forward and backward in one block.
+        in_flight: per rank, how many microbatches may be between forward and backward, in one block or, with ``heads``,
+            summed over these.
         sent_bytes: per rank, the bytes sent in one step by the closed formulas.
         num_blocks: how many blocks the model has.
         num_micros: how many microbatches the global batch has.
@@ -69,6 +57,7 @@ class Promise:
         updated: per rank, the part of each unit that it updates and keeps optimizer state for, at most.
         gradients: per rank, the part of each gradient that it holds from one forward to the next, at most.
         apart: whether replicas may end with weights of their own, to be averaged by a later program of the same plan.
+        heads: per rank, the first block of each run of blocks through which microbatches go together.
     """
 
     staleness: int | None = 0
@@ -80,6 +69,7 @@ class Promise:
     updated: tuple[Fraction, ...] | None = None
     gradients: tuple[Fraction, ...] | None = None
     apart: bool = False
+    heads: tuple[tuple[int, ...], ...] | None = None
 
 
 def check(
@@ -110,7 +100,7 @@ def check(
     blocks = range(promise.num_blocks or _last_block(rows, units) + 1)
     law_1_messages_pair_up(rows)
     law_4_all_work_is_done_once(program, rows, blocks, _micros_in(program, promise.num_micros))
-    ledger = keep_ledger(program, rows)
+    ledger = keep_ledger(program, rows, promise.heads)
     rehearse_blocking_sends(rows)
     law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced)
     law_5_staleness(rows, ledger, promise)
@@ -139,52 +129,12 @@ def _last_block(rows: Sequence[Words], units: Iterable[Unit]) -> int:
     return max([*run, *(block for unit in units for block in unit)], default=-1)
 
 
-def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
-    """Prove that sends and receives, pushes and pulls come in pairs."""
-    balance: defaultdict[_Message, int] = defaultdict(int)
-    for rank, row in enumerate(rows):
-        for word in row:
-            if type(word) in _MESSAGES:
-                key, weight = _message(rank, word)
-                if key is not None:
-                    balance[key] += weight
-    for key, count in balance.items():
-        if count:
-            kind, value, source, target = key
-            excess = "is never received" if count > 0 else "is never sent"
-            if kind == "push":
-                excess = "is never answered by a pull" if count > 0 else "is pulled without a push"
-            rank, index = max(
-                (at, index)
-                for at, row in enumerate(rows)
-                for index, word in enumerate(row)
-                if _message(at, word)[0] == key
-            )
-            raise ProgramError(
-                f"{format_value(value)} from rank {source} to rank {target} {excess}; every {kind} has exactly one "
-                f"counterpart\n{show_places(rows, {rank: index}, 'here')}",
-                law=1,
-            )
-
-
-def _message(rank: int, word: Instruction) -> tuple[_Message | None, int]:
-    match word:
-        case Send(value, peer):
-            return ("send", value, rank, peer), 1
-        case Recv(value, peer):
-            return ("send", value, peer, rank), -1
-        case Push(value, peer):
-            return ("push", value, rank, peer), 1
-        case Pull(value, peer):
-            return ("push", Value("grad", value.blocks), rank, peer), -1
-        case _:
-            return None, 0
-
-
 def law_4_all_work_is_done_once(
     program: Program, rows: Sequence[Words], blocks: Iterable[int], num_micros: int | None
 ) -> None:
     """Prove that every block of every slice runs every microbatch forward and backward once, and nothing else runs.
+
+    A backward in two parts is done once when both are.
 
     Args:
         program: whose rows they are.
@@ -192,13 +142,9 @@ def law_4_all_work_is_done_once(
         blocks: of the model.
         num_micros: of the global batch; None for those that any rank runs.
     """
-    done: dict[type[Forward | Backward], Counter[Mark]] = {Forward: Counter(), Backward: Counter()}
-    for rank, row in enumerate(rows):
-        slice_index = program.rows[rank].slice_index
-        for kind, counted in done.items():
-            counted.update([(word.block, word.micro, slice_index) for word in row if type(word) is kind])
-    marks = done[Forward] + done[Backward]
-    micros = sorted({mark[1] for mark in marks}) if num_micros is None else range(num_micros)
+    done = _work_done(program, rows)
+    found = sorted({micro for counted in done.values() for _, micro, _ in counted})
+    micros = found if num_micros is None else range(num_micros)
     slices = range(max((row.num_slices for row in program.rows), default=1))
     every = {(block, micro, at) for block in blocks for micro in micros for at in slices}
     for direction, counted in done.items():
@@ -207,12 +153,28 @@ def law_4_all_work_is_done_once(
         for mark in [*sorted(every), *sorted(counted.keys() - every)]:
             due = int(mark in every)
             if counted[mark] != due:
-                text = f"{direction.__name__.lower()} of block {mark[0]} on microbatch {mark[1]}"
+                text = f"{direction} of block {mark[0]} on microbatch {mark[1]}"
                 of = f" of slice {mark[2]}" if len(slices) > 1 else ""
                 place = _last_place(program, rows, mark)
                 shown = show_places(rows, dict([place]), "here") if place else "  no rank does it"
                 times = f"{counted[mark]} times, not once" if due else "but is no work of this plan"
                 raise ProgramError(f"{text}{of} is done {times}\n{shown}", law=4)
+
+
+def _work_done(program: Program, rows: Sequence[Words]) -> dict[str, Counter[Mark]]:
+    """Return how often each block of each slice does what; backwards apart by their parts where any has two."""
+    forwards: Counter[Mark] = Counter()
+    inputs: Counter[Mark] = Counter()
+    weights: Counter[Mark] = Counter()
+    for row, words in zip(program.rows, rows, strict=True):
+        at = row.slice_index
+        forwards.update([(word.block, word.micro, at) for word in words if type(word) is Forward])
+        backwards = [word for word in words if type(word) is Backward]
+        inputs.update([(word.block, word.micro, at) for word in backwards if word.has_input])
+        weights.update([(word.block, word.micro, at) for word in backwards if word.has_weight])
+    if not any(type(word) is Backward and word.part for words in rows for word in words):
+        return {"forward": forwards, "backward": inputs}
+    return {"forward": forwards, "input part of the backward": inputs, "weight part of the backward": weights}
 
 
 def _last_place(program: Program, rows: Sequence[Words], mark: Mark) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from counterpoint.program.accounts import (
     share_out,
     with_mark,
 )
+from counterpoint.program.flights import Flights
 from counterpoint.program.instruction import (
     OF_UNITS,
     Backward,
@@ -63,29 +64,32 @@ class Ledger:
     dropped: dict[Unit, set[Mark]] = field(default_factory=dict)
 
 
-def keep_ledger(program: Program, rows: Sequence[Words]) -> Ledger:
+def keep_ledger(program: Program, rows: Sequence[Words], heads: Sequence[Sequence[int]] | None = None) -> Ledger:
     """Run the flat rows on symbols.
+
+    Args:
+        program: whose rows they are.
+        rows: the flat rows.
+        heads: per rank the blocks at which microbatches in flight are counted; None for the one where most are.
 
     Raises:
         ProgramError: laws 4 to 7, wherever a word cannot do what it says.
     """
-    book = _Book(program, rows)
+    book = _Book(program, rows, heads)
     for rank, index in walk(rows):
         book.enter(rank, index)
-    return Ledger(book.entries, dict(book.states), book.peak, book.brought, dict(book.dropped))
+    return Ledger(book.entries, dict(book.states), book.flights.peak, book.brought, dict(book.dropped))
 
 
 class _Book:
-    def __init__(self, program: Program, rows: Sequence[Words]) -> None:
+    def __init__(self, program: Program, rows: Sequence[Words], heads: Sequence[Sequence[int]] | None) -> None:
         self.rows = rows
         self.slices = [(row.slice_index, row.num_slices) for row in program.rows]
         self.units_of = units_by_block(rows)
         self.states: defaultdict[tuple[int, Unit], UnitState] = defaultdict(UnitState)
         self.entries: list[Entry] = []
         self.used: dict[tuple[Mark, Unit], int] = {}
-        self.alive: dict[tuple[int, int, int], int] = {}
-        self.flight: list[Counter[int]] = [Counter() for _ in rows]
-        self.peak = [0] * len(rows)
+        self.flights = Flights(len(rows), heads)
         self.mail: defaultdict[tuple[Value, int, int], list[tuple[Marks, int, frozenset[Group]]]] = defaultdict(list)
         self.groups = Groups()
         self.waiting: defaultdict[tuple[int, Value], list[int]] = defaultdict(list)
@@ -154,29 +158,25 @@ class _Book:
             del self.deciding[group]
 
     def forward(self, rank: int, index: int, word: Forward) -> None:
-        key = (rank, word.block, word.micro)
-        if key in self.alive:
-            raise self.wrong(4, rank, index, "this microbatch has gone forward through this block already")
-        self.alive[key] = index
-        counts = self.flight[rank]
-        counts[word.block] += 1
-        self.peak[rank] = max(self.peak[rank], counts[word.block])
+        if fact := self.flights.begin(rank, word):
+            raise self.wrong(4, rank, index, fact)
         for unit in self.units_of[word.block]:
             self.used[(word.block, word.micro, self.slices[rank][0]), unit] = self.read(rank, index, unit, word.version)
 
     def backward(self, rank: int, index: int, word: Backward) -> None:
-        if self.alive.pop((rank, word.block, word.micro), None) is None:
-            raise self.wrong(4, rank, index, "this microbatch did not go forward through this block on this rank")
-        self.flight[rank][word.block] -= 1
+        if fact := self.flights.end(rank, word):
+            raise self.wrong(4, rank, index, fact)
         mark = (word.block, word.micro, self.slices[rank][0])
         for unit in self.units_of[word.block]:
-            version = self.read(rank, index, unit, word.version)
+            version = self.read(rank, index, unit, word.version) if word.has_input else self.used[mark, unit]
             if version != self.used[mark, unit]:
                 fact = f"forward used version {self.used[mark, unit]} of weight{format_unit(unit)}, backward {version}"
                 raise self.wrong(5, rank, index, f"{fact}; both must use the same")
-            state = self.states[rank, unit]
-            state.whole, state.has_buffer = with_mark(state.whole, mark), True
-        self.undecided[rank].add(word.micro)
+            if word.has_weight:
+                state = self.states[rank, unit]
+                state.whole, state.has_buffer = with_mark(state.whole, mark), True
+        if word.has_weight:
+            self.undecided[rank].add(word.micro)
 
     def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
         state = self.states[rank, unit]

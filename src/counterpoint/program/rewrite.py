@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 from counterpoint.program.instruction import (
     Backward,
@@ -70,8 +71,8 @@ def _copied(words: Words, by: tuple[int, int], seen: dict[int, Group]) -> Iterat
         match word:
             case Forward(block, micro, version):
                 yield Forward(block, micro + micros, version)
-            case Backward(block, micro, version):
-                yield Backward(block, micro + micros, version)
+            case Backward(block, micro, version, part):
+                yield Backward(block, micro + micros, version, part)
             case Collective(verb, value, group, phase, code):
                 yield Collective(verb, _later(value, micros), _among(group, ranks, seen), phase, code)
             case Commit(group, own):
@@ -170,6 +171,18 @@ def completion(words: Words, unit: tuple[int, ...]) -> int | None:
 def blocks_of(row: Row) -> set[int]:
     """Return the blocks that a row runs forward."""
     return {word.block for word in row.prologue + row.body if isinstance(word, Forward)}
+
+
+def runs_of(row: Row) -> tuple[range, ...]:
+    """Return the blocks of a row in runs that always go backward together, each right behind the one above it."""
+    computes = [word for word in row.prologue + row.body + row.epilogue if isinstance(word, Forward | Backward)]
+    apart: set[int] = set()
+    for word, following in zip(computes, [*computes[1:], None], strict=True):
+        if isinstance(word, Backward) and word.has_weight and replace(word, block=word.block - 1) != following:
+            apart.add(word.block)
+    blocks = sorted({word.block for word in computes})
+    starts = [at for at, block in enumerate(blocks) if block in apart or block - 1 != blocks[at - 1] or at == 0]
+    return tuple(range(blocks[a], blocks[b - 1] + 1) for a, b in pairwise([*starts, len(blocks)]))
 
 
 def releases(word: Instruction, name: str) -> bool:

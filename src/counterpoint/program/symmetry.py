@@ -87,8 +87,8 @@ def _plain(word: Instruction, first: int) -> Hashable:
     match word:
         case Forward(block, micro, version):
             return "F", block, micro - first, version
-        case Backward(block, micro, version):
-            return "B", block, micro - first, version
+        case Backward(block, micro, version, part):
+            return "B", block, micro - first, version, part
         case Send(value) | Recv(value) | Push(value) | Pull(value) | Release(value):
             return type(word), _value(value, first)
         case Collective(_, value, group, phase):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from counterpoint.program.early import Early
 from counterpoint.program.instruction import (
@@ -41,11 +41,15 @@ class ForwardRun:
 
 @dataclass(frozen=True, slots=True)
 class BackwardRun:
-    """Blocks ``last`` down to ``first`` backward on one microbatch; some sums may begin before it is over."""
+    """Blocks ``last`` down to ``first`` backward on one microbatch, or one part of their backwards.
+
+    Some sums may begin before it is over.
+    """
 
     first: int
     last: int
     micro: int
+    part: Literal["", "input", "weight"] = ""
     early: tuple[Collective, ...] = ()
 
 
@@ -129,7 +133,8 @@ def _goes_on(before: Instruction, word: Instruction) -> bool:
     if isinstance(before, Forward) and isinstance(word, Forward):
         return word.block == before.block + 1 and (word.micro, word.version) == (before.micro, before.version)
     if isinstance(before, Backward) and isinstance(word, Backward):
-        return word.block == before.block - 1 and (word.micro, word.version) == (before.micro, before.version)
+        same = (word.micro, word.version, word.part) == (before.micro, before.version, before.part)
+        return word.block == before.block - 1 and same
     if isinstance(before, Collective) and isinstance(word, Collective):
         same = (word.verb, word.group, word.value.name) == (before.verb, before.group, before.value.name)
         return same and word.phase == before.phase == "" and word.value.micro is None
@@ -142,7 +147,7 @@ def _call(words: Sequence[Instruction]) -> Call:
         case Forward():
             return ForwardRun(first.block, first.block + len(words) - 1, first.micro)
         case Backward():
-            return BackwardRun(first.block - len(words) + 1, first.block, first.micro)
+            return BackwardRun(first.block - len(words) + 1, first.block, first.micro, first.part)
         case Update():
             return UpdateRun(tuple(word.unit for word in words if isinstance(word, Update)))
         case Collective():

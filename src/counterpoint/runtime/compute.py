@@ -18,8 +18,9 @@ from torch import Tensor
 from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
-from counterpoint.runtime.direct import Directly, run_backward
+from counterpoint.runtime.direct import Directly, Place, run_backward
 from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.later import Desk, Job, later_places
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.together import Together
@@ -68,12 +69,16 @@ class Compute:
         model: what is computed with.
         store: the rank's parameters and buffers.
         dice: the random state.
+        desk: where weight gradients are put off; None where all backwards are whole.
     """
 
-    def __init__(self, model: Model, store: Store, dice: Dice) -> None:
+    def __init__(self, model: Model, store: Store, dice: Dice, desk: Desk | None = None) -> None:
         self.model = model
         self.store = store
         self.dice = dice
+        self.desk = desk
+        self.places: Mapping[int, Place] = {}  # where gradients of weights may be written straight to
+        self.put_off: dict[tuple[int, int], list[Job]] = {}
         self.feed: Feed | None = None
         self.weights: Mapping[int, float] = {}
         self.bundles: dict[tuple[int, int], Bundle] = {}
@@ -103,7 +108,8 @@ class Compute:
         """
         self.feed = feed
         self.weights = weights
-        for books in (self.bundles, self.tapes, self.grads, self.passing, self.losses):
+        self.places = self.store.landings if self.desk is None else later_places(self.store, self.desk)
+        for books in (self.bundles, self.tapes, self.grads, self.passing, self.losses, self.put_off):
             books.clear()
 
     def is_empty(self, micro: int) -> bool:
@@ -208,15 +214,38 @@ class Compute:
             self.bundles.pop((block, micro), None)
             stop = block
 
+    def backward_input(self, first: int, last: int, micro: int) -> None:
+        """Run blocks backward as :meth:`backward` does, but put off what only makes gradients of weights."""
+        assert self.desk is not None, "a row with parts of backwards has one"
+        for start, stop in self.segments_between(first, last):
+            with self.desk.noting() as jobs:
+                self.backward(start, stop - 1, micro)
+            self.put_off[start, micro] = jobs
+
+    def backward_weight(self, first: int, last: int, micro: int) -> None:
+        """Make the gradients of weights that blocks have put off."""
+        with torch.no_grad():
+            for start, _ in self.segments_between(first, last):
+                for job in self.put_off.pop((start, micro)):
+                    job()
+
+    def segments_between(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yield the first block and one past the last of each segment of a run, the last segment first."""
+        stop = last + 1
+        while stop > first:
+            start, _ = self.by_stop[stop]
+            yield start, stop
+            stop = start
+
     def directly(self) -> AbstractContextManager[object]:
-        """Have gradients of large weights written straight to where they belong, if there is such a place."""
-        return Directly(self.store.landings) if self.store.landings else nullcontext()
+        """Have gradients of weights written straight to where they belong, if there is such a place."""
+        return Directly(self.places) if self.places else nullcontext()
 
     def learn(self, roots: Sequence[Tensor], gradients: Grads) -> None:
         """Run autograd; gradients are added to the parameters'."""
         self.store.is_learning = True
         try:
-            if self.store.landings or self.together is not None:
+            if self.places or self.together is not None:
                 with self.directly():
                     run_backward(roots, gradients)
             else:

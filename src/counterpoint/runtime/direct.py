@@ -11,6 +11,7 @@ is made in torch's own way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from counterpoint.runtime.convolve import CONVOLUTIONS, convolve
 from counterpoint.runtime.linear import linear
 from counterpoint.runtime.lookup import TABLES, Shelf, look_up
 
@@ -29,6 +31,14 @@ class Place(Shelf, Protocol):
 
     def target(self) -> tuple[Tensor, bool]:
         """Return the memory, in the weight's shape, and whether something is in it to be added to."""
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether jobs may be done later than at once."""
+        ...
+
+    def when_due(self, job: Callable[[], None]) -> None:
+        """Do what makes the gradient: at once, or when the row comes to it."""
 
 
 class Linear(torch.autograd.Function):
@@ -53,16 +63,23 @@ class Linear(torch.autograd.Function):
             return to_input, None, to_bias, None
         if torch.is_grad_enabled() or not ctx.place.is_open:
             return to_input, rows.t() @ inputs, to_bias, None
-        into, has_some = ctx.place.target()
-        if has_some:
-            into.addmm_(rows.t(), inputs)
-        else:
-            torch.mm(rows.t(), inputs, out=into)
+        ctx.place.when_due(partial(_put_product, rows, inputs, ctx.place))
         return to_input, None, to_bias, None
+
+
+def _put_product(rows: Tensor, inputs: Tensor, place: Place) -> None:
+    into, has_some = place.target()
+    if has_some:
+        into.addmm_(rows.t(), inputs)
+    else:
+        torch.mm(rows.t(), inputs, out=into)
 
 
 class Directly(TorchFunctionMode):
     """While this is active, linear layers with one of these weights use :class:`Linear`, and tables :class:`Lookup`.
+
+    Convolutions use :class:`Convolve` where gradients may be put off; their results are no products that could be
+    written straight to somewhere.
 
     Args:
         places: by the weights' identity.
@@ -85,6 +102,11 @@ class Directly(TorchFunctionMode):
             if place is not None:
                 bias = args[2] if len(args) > 2 else None
                 return Linear.apply(args[0], args[1], bias, place)  # type: ignore[no-untyped-call]
+        if func in CONVOLUTIONS and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+            found = CONVOLUTIONS[func](*args, **(kwargs or {}))
+            place = self.places.get(id(found.weight)) if found is not None else None
+            if found is not None and place is not None and place.puts_off:
+                return convolve(found, place)
         if func in TABLES and torch.is_grad_enabled():
             call = TABLES[func](*args, **(kwargs or {}))
             place = self.places.get(id(call.weight)) if call is not None else None

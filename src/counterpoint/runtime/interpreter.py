@@ -29,6 +29,7 @@ from counterpoint.runtime.calls import (
 from counterpoint.runtime.compute import Compute, Model
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
 from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.later import Desk
 from counterpoint.runtime.optimizers import clip_by_value, squared_norm
 from counterpoint.runtime.polling import gather_ballots
 from counterpoint.runtime.seeds import Dice
@@ -137,7 +138,9 @@ class Interpreter:
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
         self.micros = {run.micro for run in runs}
         self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
-        self.compute = Compute(model, store, dice)
+        calls = [call for _, run in self.scripts.values() for call, _, _ in run]
+        has_parts = any(isinstance(call, BackwardRun) and call.part for call in calls)
+        self.compute = Compute(model, store, dice, Desk() if has_parts else None)
         self.exchange = Exchange(fabric, self.compute, store, brought, buckets)
         self.twins = Twins((), store)
         self.state = RankState()
@@ -193,9 +196,13 @@ class Interpreter:
         match call:
             case ForwardRun(first, last, micro):
                 self.compute.forward(first, last, micro)
-            case BackwardRun(first, last, micro, early):
+            case BackwardRun(first, last, micro, part="", early=early):
                 with self.exchange.early.during(early, self.clock) if early else nullcontext():
                     self.compute.backward(first, last, micro)
+            case BackwardRun(first, last, micro, part="input"):
+                self.compute.backward_input(first, last, micro)
+            case BackwardRun(first, last, micro):
+                self.compute.backward_weight(first, last, micro)
             case CollectiveRun(words):
                 self.collect(words)
             case Send(value, peer):

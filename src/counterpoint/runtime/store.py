@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -116,6 +116,15 @@ class Landing(NamedTuple):
     def add(self, piece: Piece) -> None:
         """Take rows in the place of a gradient of the weight's size."""
         self.arena.add_rows(self.slot, piece)
+
+    @property
+    def puts_off(self) -> bool:
+        """Nothing is."""
+        return False
+
+    def when_due(self, job: Callable[[], None]) -> None:
+        """Do it at once."""
+        job()
 
 
 class Store:

@@ -35,7 +35,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Every forward takes one tick, every backward as many as said, all else nothing."""
+    """Every forward takes one tick, every backward as many as said, a part of one half of them, all else nothing."""
 
     backward_ticks: float = 1.0
 
@@ -45,7 +45,7 @@ class UnitCosts:
             case Forward():
                 return 1.0
             case Backward():
-                return self.backward_ticks
+                return self.backward_ticks / (2 if word.part else 1)
             case Update():
                 return 0.0
 
@@ -60,7 +60,7 @@ class UnitCosts:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Costs of a model on a cluster; a backward costs two forwards, one for each of its two products.
+    """Costs of a model on a cluster; a backward costs two forwards, one for each of its two products and parts.
 
     Args:
         model: the model with the blocks that the program names.
@@ -80,7 +80,7 @@ class ModelCosts:
             case Forward(block):
                 return self._block_s(block)
             case Backward(block):
-                return 2 * self._block_s(block)
+                return (1 if word.part else 2) * self._block_s(block)
             case Update(unit):
                 return self._update_s(unit) * float(part)
 

@@ -82,8 +82,10 @@ def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tupl
 
 def _outline(word: Instruction) -> tuple[object, ...]:
     match word:
-        case Forward(block) | Backward(block):
-            return type(word), block
+        case Forward(block):
+            return "F", block
+        case Backward(block, part=part):
+            return "B", block, part
         case Collective(_, value, group, phase):
             return word.name, value.name, value.blocks, len(group), phase
         case Release(value):
@@ -105,7 +107,7 @@ def _row_peak(row: Words, units: list[_Unit], size_of: Sizes, num_states: int) -
         _hold(held, word, units, size_of)
         in_hand = max(size_of(weight(unit)) for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
         peak = max(peak, held.num_bytes(size_of, num_states) + in_hand)
-        if isinstance(word, Backward):  # it holds what it reads and what it writes at once
+        if isinstance(word, Backward) and word.has_weight:  # it holds what it reads and what it writes at once
             held.alive.pop((word.block, word.micro), None)
     return -(-peak.numerator // peak.denominator)
 

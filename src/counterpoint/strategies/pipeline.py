@@ -1,36 +1,22 @@
-"""Pipelines: each stage runs a run of blocks and hands its results to the next one."""
+"""Pipelines: each stage runs chunks of blocks and hands its results to whoever runs the next one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.program.instruction import (
-    Backward,
-    Collective,
-    Commit,
-    Forward,
-    Instruction,
-    Recv,
-    Send,
-    Update,
-    Value,
-    grad,
-)
-from counterpoint.program.program import Program, Row, Words
-from counterpoint.program.rewrite import shifted
+from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Update
+from counterpoint.program.program import Program, Row
 from counterpoint.strategies.balance import even_cuts
-from counterpoint.strategies.orders.order import Place, Turn
-from counterpoint.strategies.orders.table import ORDERS
+from counterpoint.strategies.chunks import Chunks
+from counterpoint.strategies.orders.order import Order, Place
+from counterpoint.strategies.orders.table import find_order
+from counterpoint.strategies.stages import StageRow, Stages
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share, sliced_bytes
-
-_Work: TypeAlias = dict[tuple[type[Instruction], int, int], Words]
-"""For each block's forward or backward on a microbatch: itself and the words that belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +25,59 @@ class Pipeline:
 
     Args:
         degree: number of stages (with ``replicas``: still the number of stages).
-        order: ``one_f_one_b`` or ``gpipe``.
+        order: ``one_f_one_b``, ``gpipe``, ``interleaved`` or ``zero_bubble``.
         replicas: ranks per stage; microbatch m goes to replica ``m mod r`` of each stage, its backward too.
-        balance: blocks per stage; by default the slowest stage is made as fast as can be.
+        balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be.
+        virtual: chunks per stage, called virtual stages by others; chunk c of stage s stands at ``c n + s`` of n stages
+            in the model, and at ``2 n - 1 - s`` where ``zero_bubble`` has its second one.
 
     Cost:
-        Bytes sent per rank and step: the activations that leave its stage and the gradients that leave it
+        Bytes sent per rank and step: the activations that leave its chunks and the gradients that leave them
         backwards, for each of its microbatches; with r replicas ``2 (r-1)/r`` of its gradient bytes.
-        Idle time: ``(n-1)/(m+n-1)`` of the step. Memory: its stage's states; activations of m microbatches
-        under gpipe, of ``n - stage`` under one_f_one_b.
+        Idle time, for n stages, m microbatches and v chunks: ``(n-1)/(v m+n-1)`` of the step, under zero_bubble with
+        v = 1 and 2 as if v were 3 and 6. Memory: its stage's states; activations of m microbatches under gpipe, of
+        ``n - stage`` under one_f_one_b, of ``n`` under zero_bubble, of up to ``n (1 + (n-1)/(n v))`` under interleaved.
 
     Source:
-        Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, section 3.
+        Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, section 3; Narayanan et al.,
+        Megatron-LM, SC 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
     """
 
     degree: int
     order: str = "one_f_one_b"
     replicas: tuple[int, ...] = ()
     balance: tuple[int, ...] = ()
+    virtual: int = 1
 
     axis: ClassVar[str] = "stage"
     splits_batch: ClassVar[bool] = False
     need: ClassVar[Need] = "chain"
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise PlanError(f"there is no pipeline order {self.order!r}; the orders are {', '.join(sorted(ORDERS))}")
-        for name, counts in (("replicas", self.replicas), ("balance", self.balance)):
-            if counts and (len(counts) != self.degree or min(counts) < 1):
+        find_order(self.order, self.virtual)
+        counts = self.degree * self.virtual
+        for name, given, wanted, of in (
+            ("replicas", self.replicas, self.degree, "stage"),
+            ("balance", self.balance, counts, "chunk" if self.virtual > 1 else "stage"),
+        ):
+            if given and (len(given) != wanted or min(given) < 1):
                 raise PlanError(
-                    f"{name}={counts} of pipeline({self.degree}) must be {self.degree} positive numbers, one per stage"
+                    f"{name}={given} of pipeline({self.degree}) must be {wanted} positive numbers, one per {of}"
                 )
+        if self.replicas and self.virtual > 1:
+            raise PlanError(
+                f"replicas={self.replicas} of pipeline({self.degree}) cannot have virtual={self.virtual} chunks each: "
+                "the orders for several chunks take all stages to be alike; leave out one of the two, or write "
+                f"pipeline({self.degree}, virtual={self.virtual}) * data(...)"
+            )
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
         parts = [str(self.degree)]
         if self.order != "one_f_one_b":
             parts.append(f"order={self.order}")
+        if self.virtual > 1:
+            parts.append(f"virtual={self.virtual}")
         if self.replicas:
             parts.append(f"replicas=({','.join(map(str, self.replicas))})")
         if self.balance:
@@ -87,6 +89,16 @@ class Pipeline:
         """How many ranks run each stage."""
         return self.replicas or (1,) * self.degree
 
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks a stage runs; one alone has nobody to wait for."""
+        return self.virtual if self.degree > 1 else 1
+
+    @property
+    def how(self) -> Order:
+        """The order, as it is for so many chunks; a stage that is alone needs none."""
+        return find_order(self.order, self.virtual) if self.degree > 1 else find_order("one_f_one_b", 1)
+
     def num_ranks(self, inner: int) -> int:
         """Return one copy of the given ranks for every replica of every stage."""
         return inner * sum(self.stage_ranks)
@@ -96,40 +108,49 @@ class Pipeline:
         return model
 
     def cuts(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return how many blocks each stage runs.
+        """Return how many blocks each chunk has.
 
         Raises:
-            PlanError: more stages than blocks, or a balance that does not add up.
+            PlanError: more chunks than blocks, or a balance that does not add up.
         """
+        num_chunks = self.degree * self.num_chunks
+        if self.num_chunks > 1 and num_chunks > model.num_blocks:
+            raise PlanError(
+                f"{self} has {num_chunks} chunks, {self.num_chunks} for each of {self.degree} stages, but the model "
+                f"has only {model.num_blocks} blocks; every chunk needs one: give fewer stages or chunks, or a model "
+                "with more blocks"
+            )
         if not self.balance:
-            return even_cuts([block.cost for block in model.blocks], self.stage_ranks)
+            ranks = self.stage_ranks if self.num_chunks == 1 else (1,) * num_chunks
+            return even_cuts([block.cost for block in model.blocks], ranks)
         if sum(self.balance) != model.num_blocks:
             raise PlanError(
                 f"balance={self.balance} adds up to {sum(self.balance)} blocks, but the model has {model.num_blocks}; "
                 "the stages together must run every block once"
             )
-        return self.balance
+        return self.balance if self.virtual == self.num_chunks else (model.num_blocks,)
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program with one row per replica of each stage.
 
         Raises:
-            PlanError: it does not come first, has more stages than blocks, or microbatches that do not divide.
+            PlanError: it does not come first, has more chunks than blocks, or microbatches that do not divide.
         """
-        stages = self._stages(model)
         for row in program.rows:
             self._check_order(row)
+        stages = Stages(self.chunks(model), self.stage_ranks, self.how)
+        micros = sorted({word.micro for row in program.rows for word in row.body if isinstance(word, Forward)})
+        seats = stages.items(micros)
         rows = []
-        for stage, count in enumerate(self.stage_ranks):
-            for twin in range(count):
-                for rank, row in enumerate(program.rows):
-                    drawn = _StageRow(self, stages, stage, twin, (rank, program.num_ranks))
-                    rows.append(replace(row, body=tuple(drawn.words(row))))
+        for seat, items in enumerate(seats):
+            for rank, row in enumerate(program.rows):
+                written = StageRow(stages, seat, rank, program.num_ranks)
+                rows.append(replace(row, body=tuple(written.words(row, items))))
         return Program(tuple(rows))
 
-    def _stages(self, model: ModelSpec) -> tuple[range, ...]:
-        stops = list(accumulate(self.cuts(model)))
-        return tuple(range(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+    def chunks(self, model: ModelSpec) -> Chunks:
+        """Return which blocks lie where."""
+        return Chunks.of(self.cuts(model), num_stages=self.degree, is_folded=self.how.is_folded)
 
     def _check_order(self, row: Row) -> None:
         for word in row.body:
@@ -150,140 +171,46 @@ class Pipeline:
 
     def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
         """Return the forecast with each stage's activations and, for replicas and ties, sums of gradients."""
-        stages = self._stages(model)
+        chunks = self.chunks(model)
         ranks: list[RankForecast] = []
         for stage, count in enumerate(self.stage_ranks):
-            for twin in range(count):
-                ranks += [self._forecast_rank(rank, (stages, stage, twin), before, model) for rank in before.ranks]
+            alike = [self._forecast_rank(rank, chunks, stage, before.samples_per_micro, model) for rank in before.ranks]
+            ranks += alike * count
         return replace(before, ranks=tuple(ranks))
 
     def _forecast_rank(
-        self,
-        rank: RankForecast,
-        place: tuple[tuple[range, ...], int, int],
-        before: Forecast,
-        model: ModelSpec,
+        self, rank: RankForecast, chunks: Chunks, stage: int, samples: int, model: ModelSpec
     ) -> RankForecast:
-        stages, stage, _twin = place
-        blocks = stages[stage]
+        blocks = chunks.blocks_of(stage)
         count = rank.num_micros // self.stage_ranks[stage]
         sent = 0
-        if stage < self.degree - 1:
-            sent += model.blocks[blocks[-1]].output_bytes
-        if stage > 0:
-            sent += model.blocks[blocks[0] - 1].output_bytes
+        for position, run in enumerate(chunks.runs):
+            if chunks.stage_of(position) != stage:
+                continue
+            sent += model.blocks[run[-1]].output_bytes if chunks.neighbour(position, 1) is not None else 0
+            sent += model.blocks[run[0] - 1].output_bytes if chunks.neighbour(position, -1) is not None else 0
         kept = {unit: size for unit, size in rank.updates.items() if set(unit) & set(blocks)}
         summed = sum(
-            (2 * ring_share(_holders(unit, stages, self.stage_ranks)) * size for unit, size in kept.items()),
+            (2 * ring_share(_holders(unit, chunks, self.stage_ranks)) * size for unit, size in kept.items()),
             Fraction(0),
         )
-        here = Place(stage, self.stage_ranks, tuple(range(count)))
         return RankForecast(
-            blocks=tuple(blocks),
+            blocks=blocks,
             num_micros=count,
             updates=kept,
-            sent=_sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * before.samples_per_micro,
+            sent=_sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * samples,
             summed=rank.summed + summed,
-            in_flight=count if self.order == "gpipe" else min(here.warmup + 1, count),
+            in_flight=self.how.in_flight(Place(stage, self.stage_ranks, tuple(range(count)), self.num_chunks)),
+            heads=tuple(run[0] for run in chunks.on(stage)),
         )
 
 
-def _sliced_part(rank: RankForecast, blocks: range, model: ModelSpec) -> Fraction:
+def _sliced_part(rank: RankForecast, blocks: Sequence[int], model: ModelSpec) -> Fraction:
     """Return what of an inner rank's traffic, which is all about sliced blocks, belongs to a stage."""
     whole = sliced_bytes(model, rank.blocks)
     return rank.sent * Fraction(sliced_bytes(model, blocks), whole) if whole else Fraction(0)
 
 
-def _holders(unit: Unit, stages: Sequence[range], replicas: Sequence[int]) -> int:
+def _holders(unit: Unit, chunks: Chunks, replicas: Sequence[int]) -> int:
     """Return how many ranks of one pipeline hold a unit."""
-    return sum(count for blocks, count in zip(stages, replicas, strict=True) if set(unit) & set(blocks))
-
-
-@dataclass(frozen=True, slots=True)
-class _StageRow:
-    """One replica of one stage, about to be written out for one inner rank.
-
-    Args:
-        plan: the pipeline.
-        stages: the blocks of each stage.
-        stage: which stage.
-        twin: which replica of it.
-        inner: the inner rank, and how many there are.
-    """
-
-    plan: Pipeline
-    stages: tuple[range, ...]
-    stage: int
-    twin: int
-    inner: tuple[int, int]
-
-    def rank_of(self, stage: int, twin: int) -> int:
-        """Return the rank that runs a replica of a stage for the same inner rank."""
-        at = sum(self.plan.stage_ranks[:stage]) + twin
-        return at * self.inner[1] + self.inner[0]
-
-    def words(self, row: Row) -> Iterator[Instruction]:
-        """Yield what this replica does instead of the inner rank's whole row."""
-        work = _work_of(row.body)
-        micros = sorted({micro for _, _, micro in work})
-        own = tuple(micros[self.twin :: self.plan.stage_ranks[self.stage]])
-        index_of = {micro: index for index, micro in enumerate(micros)}
-        for turn in ORDERS[self.plan.order](Place(self.stage, self.plan.stage_ranks, own)):
-            yield from self._turn(turn, index_of[turn[1]], work)
-        yield from self._finish(row.body)
-
-    def _turn(self, turn: Turn, index: int, work: _Work) -> Iterator[Instruction]:
-        direction, micro = turn
-        blocks = self.stages[self.stage]
-        into, out = Value("x", (blocks[0],), micro), Value("x", (blocks[-1] + 1,), micro)
-        back, on = Value("g", (blocks[-1],), micro), Value("g", (blocks[0] - 1,), micro)
-        if direction == "F":
-            yield from self._message(Recv, into, self.stage - 1, index)
-            for block in blocks:
-                yield from self._moved(work[Forward, block, micro])
-            yield from self._message(Send, out, self.stage + 1, index)
-        else:
-            yield from self._message(Recv, back, self.stage + 1, index)
-            for block in reversed(blocks):
-                yield from self._moved(work[Backward, block, micro])
-            yield from self._message(Send, on, self.stage - 1, index)
-
-    def _message(self, make: type[Send | Recv], value: Value, stage: int, index: int) -> Iterator[Instruction]:
-        if 0 <= stage < len(self.stages):
-            yield make(value, self.rank_of(stage, index % self.plan.stage_ranks[stage]))
-
-    def _moved(self, words: Words) -> Iterator[Instruction]:
-        by = self.rank_of(self.stage, self.twin) - self.inner[0]
-        return (shifted(word, by) for word in words)
-
-    def _finish(self, body: Words) -> Iterator[Instruction]:
-        blocks = set(self.stages[self.stage])
-        units = [word.unit for word in body if isinstance(word, Update) and set(word.unit) & blocks]
-        for unit in sorted(units, reverse=True):
-            holders = tuple(
-                self.rank_of(stage, twin)
-                for stage, run in enumerate(self.stages)
-                if set(unit) & set(run)
-                for twin in range(self.plan.stage_ranks[stage])
-            )
-            if len(holders) > 1:
-                yield Collective("sum", grad(unit), holders)
-        everyone = tuple(range(self.inner[1] * sum(self.plan.stage_ranks)))
-        yield Commit(everyone)
-        yield from (Update(unit) for unit in units)
-
-
-def _work_of(body: Words) -> _Work:
-    """Attach to each forward and backward the words that stand right behind it and belong to it."""
-    work: _Work = {}
-    key = None
-    for word in body:
-        match word:
-            case Forward(block, micro) | Backward(block, micro):
-                key = (type(word), block, micro)
-                work[key] = (word,)
-            case Collective() if key is not None:
-                work[key] += (word,)
-            case _:
-                key = None
-    return work
+    return sum(count for stage, count in enumerate(replicas) if set(unit) & set(chunks.blocks_of(stage)))

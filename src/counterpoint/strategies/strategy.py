@@ -24,9 +24,10 @@ class RankForecast:
         updates: bytes of gradient it updates, by unit.
         sent: bytes it sends, sums of gradients left out.
         summed: bytes it sends in sums of gradients.
-        in_flight: microbatches between forward and backward at most.
+        in_flight: microbatches between forward and backward at most, summed over its chunks.
         updated: the part of each unit that it updates and keeps optimizer state for.
         gradients: the part of each gradient that it holds from one forward to the next.
+        heads: the first block of each chunk that it runs; microbatches in flight are counted there.
     """
 
     blocks: tuple[int, ...]
@@ -37,6 +38,12 @@ class RankForecast:
     in_flight: int = 1
     updated: Fraction = Fraction(1)
     gradients: Fraction = Fraction(1)
+    heads: tuple[int, ...] = (0,)
+
+    def num_chunks(self, unit: Unit) -> int:
+        """Return how many of its chunks use a unit."""
+        users = [block for block in self.blocks if block in unit]
+        return len({max((head for head in self.heads if head <= block), default=0) for block in users})
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class Tensor:
                 group = tuple(range(rank % stride, stride * self.degree, stride))
                 if isinstance(word, Forward):
                     yield Collective("sum", Value("y", (word.block,), word.micro), group)
-                elif word.block > 0:
+                elif word.block > 0 and word.has_input:
                     yield Collective("sum", Value("dx", (word.block,), word.micro), group)
 
         spread = expand(copies, rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -28,6 +28,7 @@ from counterpoint.program.rewrite import (
     last_backward_first,
     map_row,
     replicate,
+    runs_of,
     widen_commits,
 )
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
@@ -49,7 +50,8 @@ class Zero:
 
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
-        ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each).
+        ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each, and its
+        gradient shared out by each of a stage's chunks).
         Memory per rank: optimizer state ``1/n``; from level 2 gradients ``1/n`` from one forward to the next, whole
         ones only until the last backward of their unit; at level 3 weights ``1/n``.
 
@@ -126,7 +128,7 @@ class Zero:
         return tuple(range(rank % stride, stride * self.degree, stride))
 
     def _spread(self, row: Row, twins: Group, units: tuple[Unit, ...]) -> Row:
-        used = {block: [unit for unit in units if block in unit] for block in blocks_of(row)}
+        used = _Used.by(row, units)
         if self.level == 3:
             return map_row(row, lambda words: [new for word in words for new in _gather_around(word, twins, used)])
         if self.level == 2:
@@ -154,9 +156,9 @@ class Zero:
         if self.level == 1:
             return 2
         if self.level == 2:
-            return rank.num_micros + 1
+            return rank.num_micros * rank.num_chunks(unit) + 1
         uses = sum(block in rank.blocks for block in unit)
-        return rank.num_micros * (2 * uses + 1)
+        return rank.num_micros * (2 * uses + rank.num_chunks(unit))
 
 
 def _share_once(row: Row, twins: Group) -> list[Instruction]:
@@ -164,23 +166,50 @@ def _share_once(row: Row, twins: Group) -> list[Instruction]:
     return [Collective("share", grad(unit), twins) for unit in last_backward_first(row, units)]
 
 
-def _share_after(word: Instruction, twins: Group, used: dict[int, list[Unit]]) -> Iterable[Instruction]:
+class _Used(NamedTuple):
+    """The units that a row's blocks use.
+
+    Args:
+        by_block: those of each block.
+        done_by: those of whose gradient a run of backwards makes no more behind that of a block.
+    """
+
+    by_block: dict[int, list[Unit]]
+    done_by: dict[int, list[Unit]]
+
+    @staticmethod
+    def by(row: Row, units: Iterable[Unit]) -> _Used:
+        units = tuple(units)
+        by_block = {block: [unit for unit in units if block in unit] for block in blocks_of(row)}
+        run_of = {block: number for number, run in enumerate(runs_of(row)) for block in run}
+        last: dict[tuple[Unit, int], int] = {}
+        for block in sorted(by_block, reverse=True):
+            last.update({(unit, run_of[block]): block for unit in by_block[block]})
+        done_by = {
+            block: [unit for unit in found if last[unit, run_of[block]] == block] for block, found in by_block.items()
+        }
+        return _Used(by_block, done_by)
+
+
+def _share_after(word: Instruction, twins: Group, used: _Used) -> Iterable[Instruction]:
     yield word
-    if isinstance(word, Backward):
-        for unit in used[word.block]:
-            if word.block == min(block for block in unit if block in used):
-                yield Collective("share", grad(unit), twins)
-                yield Release(grad(unit))
+    if isinstance(word, Backward) and word.has_weight:
+        for unit in used.done_by[word.block]:
+            yield Collective("share", grad(unit), twins)
+            yield Release(grad(unit))
 
 
-def _gather_around(word: Instruction, twins: Group, used: dict[int, list[Unit]]) -> Iterable[Instruction]:
+def _gather_around(word: Instruction, twins: Group, used: _Used) -> Iterable[Instruction]:
     if not isinstance(word, Forward | Backward):
         yield word
         return
-    for unit in used[word.block]:
+    if isinstance(word, Backward) and not word.has_input:  # it reads no weights
+        yield from _share_after(word, twins, used)
+        return
+    for unit in used.by_block[word.block]:
         yield Collective("join", weight(unit), twins)
     yield from _share_after(word, twins, used)
-    for unit in used[word.block]:
+    for unit in used.by_block[word.block]:
         yield Release(weight(unit))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import fmean, median
 from typing import TypeAlias
@@ -52,8 +52,11 @@ class FittedCosts:
     seconds: Mapping[Key, float]
 
     def compute_s(self, word: Forward | Backward | Update, part: Fraction) -> float:
-        """Return the median of what was measured."""
-        return self.like(key_of(word))
+        """Return the median of what was measured; a part of a backward that was not takes half of a whole one."""
+        key = key_of(word)
+        if isinstance(word, Backward) and word.part and not any(kind == key[0] for kind, _ in self.seconds):
+            return self.like(key_of(replace(word, part=""))) / 2
+        return self.like(key)
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
         """Return the least that was measured: what took longer was waiting."""
@@ -115,8 +118,8 @@ def key_of(word: Instruction) -> Key:  # noqa: PLR0911 - one case each
     match word:
         case Forward(block):
             return "forward", (block,)
-        case Backward(block):
-            return "backward", (block,)
+        case Backward(block, part=part):
+            return f"backward {part}".rstrip(), (block,)
         case Update(unit):
             return "update", unit
         case Send(value) | Recv(value):

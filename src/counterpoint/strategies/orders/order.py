@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-Turn: TypeAlias = tuple[Literal["F", "B"], int]
-"""Forward or backward of a whole stage, and the microbatch."""
+
+class Turn(NamedTuple):
+    """One thing that a stage does with one microbatch on one of its chunks.
+
+    Args:
+        kind: ``F`` forward, ``B`` backward, ``Bi`` and ``Bw`` its input and its weight part.
+        micro: the microbatch.
+        chunk: which of the stage's chunks, counted from the one that comes first in the model.
+    """
+
+    kind: Literal["F", "B", "Bi", "Bw"]
+    micro: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +29,48 @@ class Place:
         stage: index of the stage.
         replicas: how many replicas each stage has.
         micros: the microbatches this replica runs, in order.
+        chunks: how many chunks each stage runs.
     """
 
     stage: int
     replicas: tuple[int, ...]
     micros: tuple[int, ...]
+    chunks: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.replicas)
 
     @property
     def warmup(self) -> int:
-        """Forwards that a replica runs before its first backward so that later stages have work.
+        """Forwards that a replica runs before its first backward so that later stages have work."""
+        return self.warmup_of(self.stage)
+
+    def warmup_of(self, stage: int) -> int:
+        """Return the warmup of a stage that runs as many microbatches as this one.
 
         ``floor((R - 1 - sum of replicas of earlier stages) / own replicas)`` with R replicas in all.
         """
-        later = sum(self.replicas) - 1 - sum(self.replicas[: self.stage])
-        return min(later // self.replicas[self.stage], len(self.micros))
+        later = sum(self.replicas) - 1 - sum(self.replicas[:stage])
+        return min(later // self.replicas[stage], len(self.micros))
 
 
-Order: TypeAlias = Callable[[Place], Iterator[Turn]]
+Turns: TypeAlias = Callable[[Place], Iterator[Turn]]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One order of a pipeline.
+
+    Args:
+        turns: the generator that says what a stage does when.
+        in_flight: how many microbatches are between forward and the end of their backward at most, summed over chunks.
+        chunks: for how many chunks per stage it is made.
+        is_folded: whether every other pass through the stages goes backwards, so that chunks lie in a V.
+    """
+
+    turns: Turns
+    in_flight: Callable[[Place], int]
+    chunks: range = range(1, 2)
+    is_folded: bool = False

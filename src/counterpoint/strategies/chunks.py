@@ -1,0 +1,58 @@
+"""Which blocks of a model lie where in a pipeline: the chain of its chunks, and the stages that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chain of chunks, each a run of blocks; a chunk's place in it is its position.
+
+    Args:
+        runs: the blocks of each position.
+        num_stages: the stages they are dealt out to, one round after the other.
+        is_folded: whether every other round goes from the last stage to the first one, so that chunks lie in a V.
+
+    Example:
+        >>> chunks = Chunks.of((1, 1, 1, 1), num_stages=2, is_folded=True)
+        >>> [chunks.stage_of(position) for position in range(4)], chunks.blocks_of(0)
+        ([0, 1, 1, 0], (0, 3))
+    """
+
+    runs: tuple[range, ...]
+    num_stages: int
+    is_folded: bool = False
+
+    @staticmethod
+    def of(counts: Sequence[int], *, num_stages: int, is_folded: bool) -> Chunks:
+        """Return chunks of so many blocks each."""
+        stops = accumulate(counts, initial=0)
+        return Chunks(tuple(range(start, stop) for start, stop in pairwise(stops)), num_stages, is_folded)
+
+    def position(self, stage: int, chunk: int) -> int:
+        """Return where a stage's chunk stands in the chain."""
+        is_back = self.is_folded and chunk % 2 == 1
+        return chunk * self.num_stages + (self.num_stages - 1 - stage if is_back else stage)
+
+    def stage_of(self, position: int) -> int:
+        """Return the stage that runs the chunk at a position."""
+        chunk, at = divmod(position, self.num_stages)
+        return self.num_stages - 1 - at if self.is_folded and chunk % 2 == 1 else at
+
+    def on(self, stage: int) -> tuple[range, ...]:
+        """Return the blocks of each chunk of a stage."""
+        return tuple(run for position, run in enumerate(self.runs) if self.stage_of(position) == stage)
+
+    def blocks_of(self, stage: int) -> tuple[int, ...]:
+        """Return all blocks of a stage."""
+        return tuple(block for run in self.on(stage) for block in run)
+
+    def neighbour(self, position: int, by: int) -> int | None:
+        """Return the stage of the next chunk, or of the one before; None where there is none or it is the same."""
+        if not 0 <= position + by < len(self.runs):
+            return None
+        stage = self.stage_of(position + by)
+        return stage if stage != self.stage_of(position) else None

@@ -1,0 +1,106 @@
+"""Parts of a backward: what only makes gradients of weights waits for the weight part, and comes out the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from counterpoint.runtime.direct import Directly, run_backward
+from counterpoint.runtime.later import Desk, LaterPlace, OwnGradient
+
+
+class Step:
+    """Stands for a rank's parameters in the middle of a backward."""
+
+    is_learning = True
+
+
+def deferring(module, desk):
+    places = {id(param): LaterPlace(OwnGradient(param, Step()), desk) for param in module.parameters()}
+    return Directly(places)
+
+
+def in_parts(module, x, times=1):
+    """Run forward and both parts of the backward; return which weights had a gradient in between, and the jobs."""
+    desk = Desk()
+    with deferring(module, desk):
+        loss = sum(module(x).square().sum() for _ in range(times))
+        with desk.noting() as jobs:
+            run_backward([loss], [None])
+    early = {name for name, param in module.named_parameters() if param.grad is not None}
+    with torch.no_grad():
+        for job in jobs:
+            job()
+    return early, jobs
+
+
+class Twisted(nn.Module):
+    """Its weight is used in a way of its own, and then as a layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return F.linear(x @ self.weight, self.weight)
+
+
+def strided():
+    return nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+
+
+def padded():
+    return nn.Conv2d(2, 2, 3, padding="same")
+
+
+ROWS = [[0, 1, 0], [4, 0, 2]]
+MODULES = {
+    "linear": (lambda: nn.Linear(4, 3), lambda: torch.randn(2, 5, 4), {"bias"}),
+    "linear without bias": (lambda: nn.Linear(4, 3, bias=False), lambda: torch.randn(2, 4), set()),
+    "convolution": (strided, lambda: torch.randn(2, 4, 7, 7), {"bias"}),
+    "convolution of a line": (lambda: nn.Conv1d(2, 3, 3, dilation=2, bias=False), lambda: torch.randn(2, 2, 9), set()),
+    "table": (lambda: nn.Embedding(5, 3, padding_idx=1), lambda: torch.tensor(ROWS), set()),
+    "bags": (lambda: nn.EmbeddingBag(5, 3), lambda: torch.tensor(ROWS), set()),
+    "norm": (normed, lambda: torch.randn(3, 4), {"1.weight", "1.bias"}),
+    "a weight used in two ways": (Twisted, lambda: torch.randn(3, 4), {"weight"}),
+    "padding by name": (padded, lambda: torch.randn(1, 2, 5, 5), {"weight", "bias"}),
+}
+"""A module, its input, and the weights whose gradients come with the input part."""
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("name", MODULES)
+def test_both_parts_together_make_torchs_gradients_and_products_wait_for_the_second(name, times):
+    build, draw, expected_early = MODULES[name]
+    module, x = build().double(), draw()
+    x = x.double().requires_grad_() if x.is_floating_point() else x
+    wanted = [param for param in (x, *module.parameters()) if param.requires_grad]
+    expected = torch.autograd.grad(sum(module(x).square().sum() for _ in range(times)), wanted)
+    early, jobs = in_parts(module, x, times)
+    assert early == expected_early
+    assert bool(jobs) == (name != "padding by name")
+    for param, gradient in zip(wanted, expected, strict=True):
+        assert torch.allclose(param.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_whole_backward_puts_nothing_off():
+    desk, module = Desk(), nn.Linear(4, 3)
+    with deferring(module, desk):
+        run_backward([module(torch.randn(2, 4)).sum()], [None])
+    assert module.weight.grad is not None
+
+
+def test_two_microbatches_add_up_whatever_order_their_weight_parts_come_in():
+    module, x = nn.Linear(4, 3).double(), torch.randn(2, 4, dtype=torch.float64)
+    later = [in_parts(module, part)[1] for part in (x[:1], x[1:])]
+    module.zero_grad()
+    for job in (*later[1], *later[0]):
+        job()
+    (expected,) = torch.autograd.grad(module(x).square().sum(), module.weight)
+    found = module.weight.grad
+    assert found is not None
+    assert torch.allclose(found, expected)

@@ -1,0 +1,78 @@
+"""Every order of a pipeline trains the same: chunks, parts of backwards, ties across stages, dropout, clipping."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint.jobs.job import sequence_loss
+from counterpoint.testing import parity
+from counterpoint.testing.subjects import Recipe, Subject, plan_for
+
+ORDERS = ["order=gpipe, virtual=2", "order=interleaved, virtual=2", "order=zero_bubble", "order=zero_bubble, virtual=2"]
+AROUND = ["data(2)", "zero(2, level=1)", "zero(2, level=2)"]
+CLIPPED = Recipe(clip_norm=0.3)
+
+
+def words():
+    """Return a model of ten blocks that draws random numbers and begins and ends with one table."""
+    torch.manual_seed(3)
+    middle = [layer for _ in range(8) for layer in (nn.Linear(6, 6), nn.Dropout(0.1))]
+    model = nn.Sequential(nn.Embedding(11, 6), *middle, nn.Linear(6, 11, bias=False))
+    model[-1].weight = model[0].weight
+    return model.double()
+
+
+def subject():
+    draw = torch.Generator().manual_seed(5)
+    batches = [torch.randint(0, 11, (length, 6), generator=draw) for length in (12, 12, 7, 3)]
+    return Subject("words", words, tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in batches), sequence_loss)
+
+
+@cache
+def alone(recipe=Recipe()):  # noqa: B008 - frozen
+    return parity.train(subject(), plan_for("solo", recipe.num_micros), recipe)
+
+
+def difference(run, recipe=Recipe()):  # noqa: B008 - frozen
+    expected = alone(recipe)
+    assert run.losses == pytest.approx(expected.losses, rel=parity.BAR)
+    return max(parity.difference(run.params[name], param) for name, param in expected.params.items())
+
+
+def trained(strategy, recipe=Recipe(), world=None):  # noqa: B008 - frozen
+    return parity.train(subject(), plan_for(strategy, recipe.num_micros), recipe, world)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_trains_the_same_with_replicas_around_it(order, around):
+    assert difference(trained(f"pipeline(2, {order}) * {around}")) <= parity.BAR
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(f"pipeline(4, {order})" for order in ORDERS),
+        "pipeline(2, order=interleaved, virtual=5)",
+        "pipeline(3, order=interleaved, virtual=3)",
+        "pipeline(2, order=zero_bubble, replicas=(2,1))",
+        "pipeline(2, order=zero_bubble) + overlap",
+        "pipeline(2, order=interleaved, virtual=2) * data(2) + overlap",
+    ],
+)
+def test_deep_and_uneven_pipelines_train_the_same(strategy):
+    assert difference(trained(strategy)) <= parity.BAR
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_clipping_by_the_norm_over_all_chunks_trains_the_same(order):
+    assert difference(trained(f"pipeline(2, {order}) * zero(2, level=2)", CLIPPED), CLIPPED) <= parity.BAR
+    assert parity.difference(alone().params["0.weight"], alone(CLIPPED).params["0.weight"]) > 1e-3
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fewer_microbatches_than_stages_train_the_same(order):
+    two = Recipe(num_micros=2)
+    assert difference(trained(f"pipeline(4, {order})", two), two) <= parity.BAR
