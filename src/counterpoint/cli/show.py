@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import lcm
 from pathlib import Path
 from typing import Annotated
 
@@ -97,8 +96,7 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
         )
     stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
     if stages and microbatches is None:
-        multiple = lcm(*stages[0].stage_ranks)
-        plan = replace(plan, num_microbatches=-(-2 * stages[0].degree // multiple) * multiple)
+        plan = replace(plan, num_microbatches=stages[0].microbatches(2 * stages[0].degree))
     return replace(plan, passes=passes)
 
 

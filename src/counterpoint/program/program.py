@@ -99,3 +99,14 @@ def moved(word: Instruction, by: int) -> Instruction:
             return replace(word, value=Value(value.name, value.blocks, value.micro + by))
         case _:
             return word
+
+
+def versions_held(row: Row) -> int:
+    """Return how many versions of its weights a rank has to hold: the newest, and as many as it reads back.
+
+    Example:
+        >>> versions_held(Row((Forward(0, 2), Backward(0, 0, version=-2))))
+        3
+    """
+    words = (word for part in (row.prologue, row.body, row.epilogue) for word in part)
+    return 1 - min((word.version for word in words if isinstance(word, Forward | Backward)), default=0)

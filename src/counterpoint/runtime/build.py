@@ -15,8 +15,8 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Collective, Commit, Forward, Group
-from counterpoint.program.program import Program
+from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Group, Recv, Value
+from counterpoint.program.program import Program, versions_held
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.calls import Script, boundaries, fuse
 from counterpoint.runtime.compute import Model
@@ -81,6 +81,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
     store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, sparse_names(model))
+    store.keep_versions(versions_held(row))
     interpreter = Interpreter(
         {turn.name: script_of(parts, turn, rank) for turn in parts.turns},
         model=bind(parts, cut, words, training=True),
@@ -96,7 +97,9 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
 
 def script_of(parts: Parts, turn: Turn, rank: int) -> Script:
     """Return what a rank does in one kind of step."""
-    return Script(turn.program.rows[rank].body, answers_for(parts, rank, turn), domain_of(turn.program, rank))
+    program, stride = turn.program, turn.stride if turn.stream is not None else 0
+    above = domains_above(program, rank) if stride else {}
+    return Script(program.rows[rank].body, answers_for(parts, rank, turn), domains_of(program, rank), above, stride)
 
 
 def require_no_hooks(model: nn.Module, cut: Cut, plan: Plan) -> None:
@@ -240,11 +243,40 @@ def num_readers(parts: Parts, rank: int) -> dict[str, int]:
     return dict(found)
 
 
-def domain_of(program: Program, rank: int) -> list[int]:
-    """Return the microbatches over whose samples the loss of this rank is a mean: those of its commit's group."""
-    commit = next((word for word in program.rows[rank].body if isinstance(word, Commit)), Commit(()))
-    group = commit.own or commit.group
-    return sorted({word.micro for member in group for word in program.rows[member].body if isinstance(word, Forward)})
+def domains_of(program: Program, rank: int) -> list[list[int]]:
+    """Return for each commit of a rank the microbatches over whose samples its loss is a mean: those of its group."""
+    commits = [word for word in program.rows[rank].body if isinstance(word, Commit)]
+    groups = [commit.own or commit.group for commit in commits]
+    between = {member: _between_commits(program, member) for group in groups for member in group}
+    return [
+        sorted({micro for member in group for micro in between[member][index]}) for index, group in enumerate(groups)
+    ]
+
+
+def _between_commits(program: Program, rank: int) -> list[set[int]]:
+    """Return the microbatches that a rank goes backward on before each of its commits."""
+    found: list[set[int]] = [set()]
+    for word in program.rows[rank].body:
+        if isinstance(word, Backward):
+            found[-1].add(word.micro)
+        elif isinstance(word, Commit):
+            found.append(set())
+    return found
+
+
+def domains_above(program: Program, rank: int) -> dict[int, list[int]]:
+    """Return what is decided on with a microbatch where its gradient comes from, if this rank decides on others."""
+    own = domains_of(program, rank)
+    found: dict[int, list[int]] = {}
+    for word in program.rows[rank].body:
+        match word:
+            case Recv(Value("g", micro=int(micro)), peer):
+                theirs = next(domain for domain in domains_of(program, peer) if micro in domain)
+                if theirs not in own:
+                    found[micro] = theirs
+            case _:
+                pass
+    return found
 
 
 def structure(model: nn.Module) -> list[str]:

@@ -6,9 +6,8 @@ It knows instructions and nothing else; which strategy wrote them is not visible
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -26,26 +25,27 @@ from counterpoint.runtime.calls import (
     UpdateRun,
     forward_only,
     fuse,
+    later,
 )
 from counterpoint.runtime.compute import Compute, Model
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import squared_norm
 from counterpoint.runtime.seeds import Dice
+from counterpoint.runtime.shares import Shares, domain_of, shares_of
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.vote import (
-    BALLOT_NUMBERS,
     Ballot,
     Guard,
     Verdict,
     ballot_of,
+    both,
     decide,
-    from_numbers,
+    gather_ballots,
     has_bad_gradient,
     has_bad_loss,
     require_finite,
     require_reached,
-    to_numbers,
     unreached,
 )
 
@@ -78,6 +78,7 @@ class RankState:
 
     Args:
         verdict: of the last commit; None for a rank that commits nothing.
+        decided: how many of the step's commits are over.
         skipped: steps left out in a row.
         leaves_out: whether the updates behind the last commit are left out.
         leaves_out_late: whether those with the gradients that were set aside will be.
@@ -86,6 +87,7 @@ class RankState:
     """
 
     verdict: Verdict | None = None
+    decided: int = 0
     skipped: int = 0
     leaves_out: bool = False
     leaves_out_late: bool = False
@@ -121,7 +123,8 @@ class Interpreter:
     ) -> None:
         self.scripts = {name: (script, fuse(script.words)) for name, script in scripts.items()}
         self.script, self.calls = list(self.scripts.values())[-1]
-        self.forward_calls = fuse(forward_only(self.script.words))
+        self.forward_calls = fuse(forward_only(self.script.words, self.script.stride))
+        self.number = 0
         self.sets_aside = any(isinstance(word, Swap) for word in self.script.words)
         self.store = store
         self.fabric = fabric
@@ -143,12 +146,13 @@ class Interpreter:
         A loss or gradient that is not finite and may not be skipped, or a parameter that got no gradient, is a
         ``DataError``, and no parameter has changed; a rank that failed is a ``PeerError`` on all others.
         """
-        self.dice.step = number
+        self.dice.step = self.number = number
         self.script, calls = self.scripts[turn]
-        total = sum(feed.sizes[micro] for micro in self.script.domain)
-        self.compute.begin(feed, {micro: feed.sizes[micro] / max(total, 1) for micro in self.script.domain})
+        if self.script.stride:
+            calls = tuple((later(call, number * self.script.stride), start, stop) for call, start, stop in calls)
+        self.compute.begin(feed, shares_of(self.script, number, feed.sizes), self.script.stride)
         self.store.begin()
-        self.state.verdict, self.state.leaves_out = None, False
+        self.state.verdict, self.state.decided, self.state.leaves_out = None, 0, False
         self.state.notes.clear()
         self.run(calls)
         return self.state.verdict
@@ -158,7 +162,7 @@ class Interpreter:
         training = self.compute
         self.compute = Compute(model, self.store, self.dice)
         self.exchange.compute = self.compute
-        self.compute.begin(feed, dict.fromkeys(feed.sizes, 1.0))
+        self.compute.begin(feed, Shares(dict.fromkeys(feed.sizes, 1.0)))
         try:
             with torch.no_grad():
                 self.run(self.forward_calls)
@@ -180,10 +184,10 @@ class Interpreter:
     def execute(self, call: Call) -> None:  # noqa: C901, PLR0912 - one case for each call
         """Run one call."""
         match call:
-            case ForwardRun(first, last, micro):
-                self.compute.forward(first, last, micro)
-            case BackwardRun(first, last, micro):
-                self.compute.backward(first, last, micro)
+            case ForwardRun(first, last, micro, version):
+                self.compute.forward(first, last, micro, version)
+            case BackwardRun(first, last, micro, version):
+                self.compute.backward(first, last, micro, version)
             case CollectiveRun(words):
                 self.collect(words)
             case Send(value, peer):
@@ -229,15 +233,17 @@ class Interpreter:
             squared = squared_norm(
                 gradient for unit in self.script.answers_for for gradient in self.store.units[unit].gradients()
             )
-        feed = self.compute.feed
+        feed, domain = self.compute.feed, domain_of(self.script, self.number, self.state.decided)
         missing = [name for unit in self.computed for name in self.store.units[unit].missing()]
-        ballot = ballot_of(self.compute.losses, feed.sizes if feed is not None else {}, squared, missing)
-        ballots = [ballot] if len(group) == 1 else self.gather_ballots(ballot, group)
+        losses = {micro: loss for micro, loss in self.compute.losses.items() if micro in domain}
+        ballot = ballot_of(losses, feed.sizes if feed is not None else {}, squared, missing)
+        ballots = [ballot] if len(group) == 1 else gather_ballots(ballot, group, self.fabric)
         verdict = decide(ballots, group, self.guard, own)
-        self.state.verdict = verdict
-        self.note_what_counts(ballots, verdict)
+        self.state.verdict = verdict if self.state.verdict is None else both(self.state.verdict, verdict)
+        self.note_what_counts(ballots, verdict, domain)
+        self.state.decided += 1
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
-        require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
+        require_finite(verdict.fault, self.number, self.state.skipped, self.guard)
         if not self.is_left_out():
             self.settle_missing(ballots)
         self.store.settle(applied=not self.is_left_out())
@@ -246,10 +252,10 @@ class Interpreter:
                 for gradient in unit.gradients():
                     gradient.mul_(verdict.scale)
 
-    def note_what_counts(self, ballots: Sequence[Ballot], verdict: Verdict) -> None:
+    def note_what_counts(self, ballots: Sequence[Ballot], verdict: Verdict, domain: Collection[int]) -> None:
         """Note which updates are left out: those of a fault, and of gradients that no sample had a part in."""
         state, feed = self.state, self.compute.feed
-        has_samples = feed is not None and any(feed.sizes[micro] for micro in self.script.domain)
+        has_samples = feed is not None and any(feed.sizes[micro] for micro in domain)
         if self.sets_aside:
             state.leaves_out = state.leaves_out_late or has_bad_gradient(ballots)
             state.leaves_out_late = has_bad_loss(ballots) or not has_samples
@@ -261,27 +267,13 @@ class Interpreter:
         if not any(ballot.missing for ballot in ballots):
             return
         if self.compute.unused == "error":
-            require_reached(unreached(ballots, self.num_readers), self.dice.step)
+            require_reached(unreached(ballots, self.num_readers), self.number)
         for unit in self.computed:
             self.store.units[unit].fill()
 
-    def gather_ballots(self, ballot: Ballot, group: tuple[int, ...]) -> list[Ballot]:
-        """Return the ballots of all members, in their order; names travel only where parameters are missing."""
-        count, place = len(group), group.index(self.fabric.rank)
-        numbers = torch.zeros(count * BALLOT_NUMBERS, dtype=torch.float64)
-        numbers[place * BALLOT_NUMBERS : (place + 1) * BALLOT_NUMBERS] = torch.tensor(
-            to_numbers(ballot), dtype=torch.float64
-        )
-        bounds = range(0, (count + 1) * BALLOT_NUMBERS, BALLOT_NUMBERS)
-        self.fabric.all_gather("commit", numbers, bounds, group).wait()
-        rows = numbers.view(count, BALLOT_NUMBERS).tolist()
-        if not any(row[-1] for row in rows):
-            return [from_numbers(row) for row in rows]
-        names = self.fabric.gather_values("missing gradients", list(ballot.missing), group)
-        return [from_numbers(row, cast("list[str]", missing)) for row, missing in zip(rows, names, strict=True)]
-
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
-        """Apply the optimizer to some units, unless the step is left out."""
+        """Apply the optimizer to some units, unless the step is left out; what it was before stays a version."""
+        self.store.begin_version(is_new=not self.is_left_out())
         if self.is_left_out():
             for unit in units:
                 self.store.units[unit].clear()

@@ -6,9 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
+
+import torch
 
 from counterpoint.errors import DataError
+from counterpoint.fabric.fabric import Fabric, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,35 @@ def from_numbers(numbers: Sequence[float], missing: Sequence[str] = ()) -> Ballo
     """Return the ballot that :func:`to_numbers` was given; the names of what is missing travel apart."""
     loss_sum, num_samples, squared_norm, worst, _ = numbers
     return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing))
+
+
+def gather_ballots(ballot: Ballot, group: Group, fabric: Fabric) -> list[Ballot]:
+    """Return the ballots of all members, in their order; names travel only where parameters are missing."""
+    count, place = len(group), group.index(fabric.rank)
+    numbers = torch.zeros(count * BALLOT_NUMBERS, dtype=torch.float64)
+    own = torch.tensor(to_numbers(ballot), dtype=torch.float64)
+    numbers[place * BALLOT_NUMBERS : (place + 1) * BALLOT_NUMBERS] = own
+    bounds = range(0, (count + 1) * BALLOT_NUMBERS, BALLOT_NUMBERS)
+    fabric.all_gather("commit", numbers, bounds, group).wait()
+    rows = numbers.view(count, BALLOT_NUMBERS).tolist()
+    if not any(row[-1] for row in rows):
+        return [from_numbers(row) for row in rows]
+    names = fabric.gather_values("missing gradients", list(ballot.missing), group)
+    return [from_numbers(row, cast("list[str]", missing)) for row, missing in zip(rows, names, strict=True)]
+
+
+def both(first: Verdict, second: Verdict) -> Verdict:
+    """Return what two commits of one step decided, as one: the mean loss over all samples, the first fault.
+
+    Example:
+        >>> both(Verdict(1.0, 1, 0.5, 1.0, ""), Verdict(3.0, 3, 0.2, 1.0, "")).loss
+        2.5
+    """
+    count = first.num_samples + second.num_samples
+    seen = [verdict for verdict in (first, second) if verdict.num_samples]
+    loss = sum(verdict.loss * verdict.num_samples for verdict in seen) / count if count else math.nan
+    fault = first.fault or second.fault
+    return Verdict(loss, count, max(first.norm, second.norm), min(first.scale, second.scale), fault)
 
 
 def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: Collection[int] = ()) -> Verdict:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import ClassVar, TypeAlias
+from math import lcm
+from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -25,12 +26,12 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.rewrite import shifted
 from counterpoint.strategies.balance import even_cuts
-from counterpoint.strategies.orders.order import Place, Turn
+from counterpoint.strategies.orders.order import Place, Turn, warmup
+from counterpoint.strategies.orders.pipedream import STREAMS
 from counterpoint.strategies.orders.table import ORDERS
-from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share, sliced_bytes
-
-_Work: TypeAlias = dict[tuple[type[Instruction], int, int], Words]
-"""For each block's forward or backward on a microbatch: itself and the words that belong to it."""
+from counterpoint.strategies.stages import Work, sliced_part, work_of
+from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
+from counterpoint.strategies.stream import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +40,58 @@ class Pipeline:
 
     Args:
         degree: number of stages (with ``replicas``: still the number of stages).
-        order: ``one_f_one_b`` or ``gpipe``.
+        order: ``one_f_one_b`` or ``gpipe``; without a flush ``pipedream`` or ``pipedream_2bw``.
         replicas: ranks per stage; microbatch m goes to replica ``m mod r`` of each stage, its backward too.
         balance: blocks per stage; by default the slowest stage is made as fast as can be.
+        vertical_sync: ``on`` has every stage compute a microbatch with weights that have seen the same microbatches
+            as those of the first stage when it came there; only under ``pipedream``.
+
+    Promise:
+        gpipe and one_f_one_b change no numbers. The others never flush while batches come, and a gradient is computed
+        with older weights than those it is applied to. With w the warm-up of a stage, ``floor((R - 1 - replicas of
+        earlier stages) / own replicas)`` of R in all: under pipedream a stage of r replicas updates after every r
+        microbatches, with the mean over their samples, and forward and backward of a microbatch use the weights of w
+        updates before; with vertical_sync the stages use those of one moment, w of the first stage ago. Under
+        pipedream_2bw all stages update once per global batch, ``W(t+1) = W(t) - lr * gradient at W(t-1)``. After a
+        flush (at the end of an epoch, before an evaluation, a checkpoint, and the end of a fit) the first
+        microbatches meet the newest weights, as they do at the beginning. Running statistics have no versions. Each
+        stage decides by itself whether an update counts.
 
     Cost:
         Bytes sent per rank and step: the activations that leave its stage and the gradients that leave it
         backwards, for each of its microbatches; with r replicas ``2 (r-1)/r`` of its gradient bytes.
         Idle time: ``(n-1)/(m+n-1)`` of the step. Memory: its stage's states; activations of m microbatches
         under gpipe, of ``n - stage`` under one_f_one_b.
+        Without a flush: no idle time between two flushes; sums of gradients once per update; activations of w + 1
+        microbatches, and weights of w + 1 versions under pipedream, of 2 under pipedream_2bw, of as many as the
+        first stage has (in updates of its own) with vertical_sync.
 
     Source:
-        Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, section 3.
+        Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, section 3; Narayanan et al.,
+        Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021 (2BW).
     """
 
     degree: int
     order: str = "one_f_one_b"
     replicas: tuple[int, ...] = ()
     balance: tuple[int, ...] = ()
+    vertical_sync: Literal["off", "on"] = "off"
 
     axis: ClassVar[str] = "stage"
     splits_batch: ClassVar[bool] = False
     need: ClassVar[Need] = "chain"
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise PlanError(f"there is no pipeline order {self.order!r}; the orders are {', '.join(sorted(ORDERS))}")
+        if self.order not in ORDERS and not self.is_stream:
+            orders = ", ".join(sorted([*ORDERS, *STREAMS]))
+            raise PlanError(f"there is no pipeline order {self.order!r}; the orders are {orders}")
+        if self.vertical_sync not in {"off", "on"}:
+            raise PlanError(f"a pipeline has no vertical_sync={self.vertical_sync!r}; give off or on")
+        if self.vertical_sync == "on" and self.order != "pipedream":
+            raise PlanError(
+                f"vertical_sync=on is about microbatches that meet other versions on every stage, which order="
+                f"{self.order} has none of; leave it out, or give order=pipedream"
+            )
         for name, counts in (("replicas", self.replicas), ("balance", self.balance)):
             if counts and (len(counts) != self.degree or min(counts) < 1):
                 raise PlanError(
@@ -80,12 +107,29 @@ class Pipeline:
             parts.append(f"replicas=({','.join(map(str, self.replicas))})")
         if self.balance:
             parts.append(f"balance=({','.join(map(str, self.balance))})")
+        if self.vertical_sync == "on":
+            parts.append("vertical_sync=on")
         return f"pipeline({', '.join(parts)})"
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """How many ranks run each stage."""
         return self.replicas or (1,) * self.degree
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it never flushes while batches come."""
+        return self.order in STREAMS
+
+    def microbatches(self, wanted: int) -> int:
+        """Return the first number of microbatches from ``wanted`` on that divides over all replicas.
+
+        Under pipedream, whose microbatches are batches of their own, it is the least, however many are wanted.
+        """
+        multiple = lcm(*self.stage_ranks)
+        least = warmup(0, self.stage_ranks) * self.stage_ranks[0] if self.order == "pipedream_2bw" else 1
+        wanted = 1 if self.order == "pipedream" else max(wanted, least)
+        return -(-wanted // multiple) * multiple
 
     def num_ranks(self, inner: int) -> int:
         """Return one copy of the given ranks for every replica of every stage."""
@@ -119,6 +163,8 @@ class Pipeline:
         stages = self._stages(model)
         for row in program.rows:
             self._check_order(row)
+        if self.is_stream:
+            return self._stream(stages).lower(program)
         rows = []
         for stage, count in enumerate(self.stage_ranks):
             for twin in range(count):
@@ -126,6 +172,10 @@ class Pipeline:
                     drawn = _StageRow(self, stages, stage, twin, (rank, program.num_ranks))
                     rows.append(replace(row, body=tuple(drawn.words(row))))
         return Program(tuple(rows))
+
+    def _stream(self, stages: tuple[range, ...]) -> Stream:
+        rule = "synced" if self.vertical_sync == "on" else STREAMS[self.order]
+        return Stream(stages, self.stage_ranks, rule, str(self))
 
     def _stages(self, model: ModelSpec) -> tuple[range, ...]:
         stops = list(accumulate(self.cuts(model)))
@@ -151,6 +201,8 @@ class Pipeline:
     def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
         """Return the forecast with each stage's activations and, for replicas and ties, sums of gradients."""
         stages = self._stages(model)
+        if self.is_stream:
+            return self._stream(stages).forecast(before, model)
         ranks: list[RankForecast] = []
         for stage, count in enumerate(self.stage_ranks):
             for twin in range(count):
@@ -182,16 +234,10 @@ class Pipeline:
             blocks=tuple(blocks),
             num_micros=count,
             updates=kept,
-            sent=_sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * before.samples_per_micro,
+            sent=sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * before.samples_per_micro,
             summed=rank.summed + summed,
             in_flight=count if self.order == "gpipe" else min(here.warmup + 1, count),
         )
-
-
-def _sliced_part(rank: RankForecast, blocks: range, model: ModelSpec) -> Fraction:
-    """Return what of an inner rank's traffic, which is all about sliced blocks, belongs to a stage."""
-    whole = sliced_bytes(model, rank.blocks)
-    return rank.sent * Fraction(sliced_bytes(model, blocks), whole) if whole else Fraction(0)
 
 
 def _holders(unit: Unit, stages: Sequence[range], replicas: Sequence[int]) -> int:
@@ -224,7 +270,7 @@ class _StageRow:
 
     def words(self, row: Row) -> Iterator[Instruction]:
         """Yield what this replica does instead of the inner rank's whole row."""
-        work = _work_of(row.body)
+        work = work_of(row.body)
         micros = sorted({micro for _, _, micro in work})
         own = tuple(micros[self.twin :: self.plan.stage_ranks[self.stage]])
         index_of = {micro: index for index, micro in enumerate(micros)}
@@ -232,7 +278,7 @@ class _StageRow:
             yield from self._turn(turn, index_of[turn[1]], work)
         yield from self._finish(row.body)
 
-    def _turn(self, turn: Turn, index: int, work: _Work) -> Iterator[Instruction]:
+    def _turn(self, turn: Turn, index: int, work: Work) -> Iterator[Instruction]:
         direction, micro = turn
         blocks = self.stages[self.stage]
         into, out = Value("x", (blocks[0],), micro), Value("x", (blocks[-1] + 1,), micro)
@@ -271,19 +317,3 @@ class _StageRow:
         everyone = tuple(range(self.inner[1] * sum(self.plan.stage_ranks)))
         yield Commit(everyone)
         yield from (Update(unit) for unit in units)
-
-
-def _work_of(body: Words) -> _Work:
-    """Attach to each forward and backward the words that stand right behind it and belong to it."""
-    work: _Work = {}
-    key = None
-    for word in body:
-        match word:
-            case Forward(block, micro) | Backward(block, micro):
-                key = (type(word), block, micro)
-                work[key] = (word,)
-            case Collective() if key is not None:
-                work[key] += (word,)
-            case _:
-                key = None
-    return work

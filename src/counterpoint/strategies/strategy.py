@@ -27,6 +27,7 @@ class RankForecast:
         in_flight: microbatches between forward and backward at most.
         updated: the part of each unit that it updates and keeps optimizer state for.
         gradients: the part of each gradient that it holds from one forward to the next.
+        versions: how many versions of its weights it holds.
     """
 
     blocks: tuple[int, ...]
@@ -37,6 +38,7 @@ class RankForecast:
     in_flight: int = 1
     updated: Fraction = Fraction(1)
     gradients: Fraction = Fraction(1)
+    versions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Forecast:
         staleness: updates between reading weights and applying their gradient; None for no bound.
         sliced: the blocks whose results are partial on every rank, to be summed.
         apart: whether replicas end the step with weights of their own.
+        room: for how many messages of each peer a rank must have room before it waits for them.
     """
 
     ranks: tuple[RankForecast, ...]
@@ -58,6 +61,7 @@ class Forecast:
     staleness: int | None = 0
     sliced: frozenset[int] = frozenset()
     apart: bool = False
+    room: int = 0
 
     def copied(self, times: int) -> Forecast:
         """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""

@@ -52,7 +52,7 @@ STRATEGIES: dict[str, Named] = {
     "pipeline": Named(
         Pipeline,
         "stages of blocks, microbatches flow through them",
-        ("order", "replicas", "balance"),
+        ("order", "replicas", "balance", "vertical_sync"),
         Pipeline,
     ),
     "gpipe": Named(
@@ -64,6 +64,18 @@ STRATEGIES: dict[str, Named] = {
     "one_f_one_b": Named(
         partial(Pipeline, order="one_f_one_b"),
         "a pipeline that alternates forward and backward",
+        ("replicas", "balance"),
+        Pipeline,
+    ),
+    "pipedream": Named(
+        partial(Pipeline, order="pipedream"),
+        "a pipeline that never flushes, on stashed weights",
+        ("replicas", "balance", "vertical_sync"),
+        Pipeline,
+    ),
+    "pipedream_2bw": Named(
+        partial(Pipeline, order="pipedream_2bw"),
+        "a pipeline that never flushes, on two versions of the weights",
         ("replicas", "balance"),
         Pipeline,
     ),
