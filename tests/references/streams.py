@@ -1,5 +1,7 @@
 """Pipelines without a flush as one sequential loop: every stage reads the version of its weights that its rule says."""
 
+from typing import Any
+
 import torch
 from torch.func import functional_call
 
@@ -9,14 +11,15 @@ def stream(model, *, stages, replicas, batches, loss, optimizer, read, interval)
 
     Args:
         stages: the names of each stage's parameters.
-        replicas: of each stage, which updates after so many microbatches times ``interval``, each counted by its samples.
+        replicas: of each stage, which updates after so many microbatches times ``interval(stage)``.
         batches: one for each microbatch.
         read: from stage and microbatch to the number of updates that the weights it meets have seen.
     """
     params = dict(model.named_parameters())
     updates = [optimizer([params[name] for name in names]) for names in stages]
     history = [[{name: params[name].detach().clone() for name in names}] for names in stages]
-    waiting, losses = [[] for _ in stages], []
+    waiting: dict[int, list[Any]] = {s: [] for s in range(len(stages))}
+    losses = []
     for micro, (inputs, targets) in enumerate(batches):
         used = {name: value for s, past in enumerate(history) for name, value in past[read(s, micro)].items()}
         leaves = {name: value.clone().requires_grad_() for name, value in used.items()}

@@ -82,15 +82,16 @@ def test_replicas_have_equal_weights_after_a_step(plan):
 @pytest.mark.parametrize(
     ("plan", "domains"),
     [
-        ("data(2)", [[0, 1, 2, 3], [0, 1, 2, 3]]),
-        ("pipeline(2)", [[0, 1], [0, 1]]),
-        ("asp(2)", [[0, 1], [2, 3], []]),
-        ("server(2)", [[0, 1, 2, 3]] * 3),
+        ("data(2)", [[[0, 1, 2, 3]], [[0, 1, 2, 3]]]),
+        ("pipeline(2)", [[[0, 1]], [[0, 1]]]),
+        ("asp(2)", [[[0, 1]], [[2, 3]], []]),
+        ("server(2)", [[[0, 1, 2, 3]]] * 3),
+        ("pipeline(2, order=pipedream, replicas=(2,1))", [[[0, 1]], [[0, 1]], [[0], [1]]]),
     ],
 )
 def test_a_loss_is_a_mean_over_the_samples_of_all_who_commit_together(plan, domains):
     with built(plan) as one:
-        assert [sum(domains_of(one.parts.program, rank), []) for rank in range(len(domains))] == domains
+        assert [domains_of(one.parts.program, rank) for rank in range(len(domains))] == domains
 
 
 def test_the_first_difference_of_two_models_is_told():

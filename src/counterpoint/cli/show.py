@@ -60,7 +60,7 @@ def show(
     columns = shutil.get_terminal_size((100, 24)).columns
     with uncollected():
         compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
-        trace = simulate(compiled.turns[-1].program, unit_costs())
+        trace = simulate(compiled.turns[-1].playable, unit_costs())
         shown = [heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)]
     typer.echo("\n\n".join(shown))
     if svg is not None:
@@ -196,7 +196,7 @@ def drawing(trace: Trace, columns: int) -> str:
 def figures(compiled: Compiled, trace: Trace) -> str:
     """Return bubble, bytes and microbatches in flight, for each kind of rank."""
     sent = compiled.sent_bytes()
-    memory = peak_bytes(compiled.turns[-1].program, sizes_in(compiled.model, 1))
+    memory = peak_bytes(compiled.turns[-1].playable, sizes_in(compiled.model, 1))
     busy: Counter[int] = Counter()
     for event in trace.events:
         if event.lane == "compute":

@@ -301,7 +301,7 @@ def _judge_ends(rows: Sequence[Words], ledger: Ledger) -> None:
 
 def _judge_versions(program: Program, promised: Sequence[int]) -> None:
     for rank, (row, allowed) in enumerate(zip(program.rows, promised, strict=True)):
-        held = versions_held(row)
+        held = versions_held(row.prologue + row.body + row.epilogue)
         if held > allowed:
             raise ProgramError(
                 f"rank {rank} reads {held} versions of its weights; the plan promises to hold at most {allowed}\n"

@@ -101,12 +101,11 @@ def moved(word: Instruction, by: int) -> Instruction:
             return word
 
 
-def versions_held(row: Row) -> int:
+def versions_held(words: Words) -> int:
     """Return how many versions of its weights a rank has to hold: the newest, and as many as it reads back.
 
     Example:
-        >>> versions_held(Row((Forward(0, 2), Backward(0, 0, version=-2))))
+        >>> versions_held((Forward(0, 2), Backward(0, 0, version=-2)))
         3
     """
-    words = (word for part in (row.prologue, row.body, row.epilogue) for word in part)
     return 1 - min((word.version for word in words if isinstance(word, Forward | Backward)), default=0)

@@ -81,7 +81,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
     store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, sparse_names(model))
-    store.keep_versions(versions_held(row))
+    store.keep_versions(versions_held(row.body))
     interpreter = Interpreter(
         {turn.name: script_of(parts, turn, rank) for turn in parts.turns},
         model=bind(parts, cut, words, training=True),

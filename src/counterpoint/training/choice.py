@@ -22,7 +22,7 @@ from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.training.options import Options
-from counterpoint.training.team import trainable, with_unused
+from counterpoint.training.trained import trainable, with_unused
 from counterpoint.world.cluster import Cluster
 
 FEW_SAMPLES = 8

@@ -15,7 +15,7 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
-from counterpoint.runtime.feed import BatchFeed, cut
+from counterpoint.runtime.feed import BatchFeed, Feed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.batches import count_samples, digest, warn_of_forks
@@ -54,7 +54,8 @@ class Step:
             targets: likewise.
 
         Returns:
-            The mean loss over the batch, before the update.
+            The mean loss over the batch, before the update. Under a plan without a flush (pipedream), that of the batch
+            that has come through all stages, some calls after its own one, and nan as long as there is none.
 
         Raises:
             PlanError: the step is closed.
@@ -69,14 +70,33 @@ class Step:
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, targets, count)
-        feed = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
-        with torch.random.fork_rng(devices=[], enabled=self.team.draws):
-            verdict = self.team.step(self.number, feed)
-        if self.is_shared:
-            self.require_all(verdict, feed)
-        self.team.face.stepped()
+        flight = self.team.flight
+        flight.feeds[self.number] = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
         self.number += 1
+        return self.finish(self.number - 1 - flight.ahead)
+
+    def finish(self, number: int) -> float:
+        """Take the step that finishes the batch of this number; return its loss, nan where there is no such batch."""
+        flight = self.team.flight
+        with torch.random.fork_rng(devices=[], enabled=self.team.draws):
+            verdict = self.team.step(number, flight.feed(number))
+        feed = flight.feeds.pop(number, None)
+        if self.is_shared and feed is not None:
+            self.require_all(number, verdict, feed)
+        self.team.face.stepped()
         return verdict.loss
+
+    def flush(self) -> list[float]:
+        """Finish the batches that are under way, and return their losses; none are under a plan that always flushes.
+
+        Under pipedream and pipedream_2bw the next batches begin with the newest weights, as the first ones did.
+        """
+        flight, losses = self.team.flight, []
+        for number in range(self.number - flight.ahead, self.number) if flight.feeds else ():
+            is_there = number in flight.feeds
+            loss = self.finish(number)
+            losses += [loss] if is_there else []
+        return losses
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
@@ -96,7 +116,7 @@ class Step:
         compiled = team.build(cut(inputs, start, stop), stop - start)
         self.counted = counted_micros(compiled.turns[-1].program, fabric.rank)
 
-    def require_all(self, verdict: Verdict, feed: BatchFeed) -> None:
+    def require_all(self, number: int, verdict: Verdict, feed: Feed) -> None:
         """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
 
         Raises:
@@ -105,7 +125,7 @@ class Step:
         expected = sum(feed.sizes[micro] for micro in self.counted)
         if expected and verdict.num_samples not in {0, expected}:
             raise DataError(
-                f"rank {self.team.world.fabrics[0].rank} counts {expected} samples in step {self.number}, but the "
+                f"rank {self.team.world.fabrics[0].rank} counts {expected} samples in step {number}, but the "
                 f"ranks together {verdict.num_samples}, so they were given different batches, and the step was not the "
                 "one that was meant; every rank passes the same global batch and takes its own part of it"
             )
@@ -116,7 +136,8 @@ class Step:
         return self.team.face.optimizer
 
     def give_back(self) -> nn.Module:
-        """Put the trained weights into the model, on every rank, and return it."""
+        """Put the trained weights into the model, on every rank, and return it; what is under way is finished first."""
+        self.flush()
         self.team.give_back()
         return self.team.model
 
@@ -127,12 +148,14 @@ class Step:
         ``.data`` are not seen: torch does not count them.
         """
         if self.team.compiled is not None:
+            self.flush()
             self.team.take()
 
     def close(self) -> None:
         """Give the weights back and end the connection to the other ranks; a second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
+            self.flush()
             self.team.give_back()
             self.team.close()
 

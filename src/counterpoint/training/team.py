@@ -19,7 +19,6 @@ from counterpoint.cutting.slices import verify_split
 from counterpoint.cutting.whole import WholeCut
 from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Release, Serve
 from counterpoint.program.turn import Turn
@@ -41,8 +40,10 @@ from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import Book, gather_weights, settle_buffers, spread_weights, write_weights
 from counterpoint.runtime.vote import Guard, Verdict
+from counterpoint.training.flight import Flight, require_streamable
 from counterpoint.training.one_copy import renormalizes, with_one_copy
 from counterpoint.training.options import Options
+from counterpoint.training.trained import trainable, with_unused
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
 
@@ -82,6 +83,7 @@ class Team:
         self.draws = True
         self.ranks: dict[int, Rank] = {}
         self.has_late = False  # whether gradients are set aside that are still to be applied
+        self.flight = Flight()
         self.evaluations: dict[int, Model] = {}
         self.watch: Watch | None = None
 
@@ -106,6 +108,8 @@ class Team:
         spec = with_unused(trainable(cut.spec, self.face))
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
         self.num_micros = len(self.compiled.program.micros)
+        self.flight = Flight.of(self.compiled.turns[-1])
+        require_streamable(self.compiled, self.options, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.require_whole_parameters()
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
@@ -273,6 +277,7 @@ class Team:
         if self.compiled is None:
             return
         self.settle()
+        self.flight.require_flushed("give_back()")
         book = self.book()
         first = self.world.fabrics[0].rank
         full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
@@ -323,26 +328,3 @@ class Team:
         for rank in self.ranks.values():
             rank.interpreter.store.leave_commons(None)
         self.world.close()
-
-
-def trainable(spec: ModelSpec, face: Face) -> ModelSpec:
-    """Return the model without its frozen parameters, which no gradient and no update is about."""
-    return replace(spec, params=tuple(param for param in spec.params if param.name in face.group_of))
-
-
-def with_unused(spec: ModelSpec) -> ModelSpec:
-    """Return the model with the parameters that no piece reads given to one, so that they are trained or missed."""
-    read = {name for piece in spec.pieces for name in piece.params}
-    unused = tuple(param.name for param in spec.params if param.name not in read)
-    if not unused:
-        return spec
-    index, piece = next(((i, piece) for i, piece in enumerate(spec.pieces) if piece.split is None), (0, spec.pieces[0]))
-    adopted = replace(piece, params=(*piece.params, *unused))
-    blocks = tuple(
-        replace(
-            block,
-            pieces=tuple(adopted if at == index else piece for at, piece in enumerate(block.pieces, block.first_piece)),
-        )
-        for block in spec.blocks
-    )
-    return replace(spec, blocks=blocks)
