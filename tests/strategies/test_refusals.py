@@ -76,7 +76,10 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
     ("text", "said"),
     [
         ("zero(2, level=4)", "zero has the levels 1, 2 and 3, not 4; give level=1, level=2 or level=3"),
-        ("pipeline(2, order=zigzag)", "there is no pipeline order 'zigzag'; the orders are gpipe, one_f_one_b"),
+        (
+            "pipeline(2, order=zigzag)",
+            "there is no pipeline order 'zigzag'; the orders are gpipe, one_f_one_b, pipedream, pipedream_2bw",
+        ),
         (
             "pipeline(2, replicas=(1,2,3))",
             "replicas=(1, 2, 3) of pipeline(2) must be 2 positive numbers, one per stage",
