@@ -15,6 +15,7 @@ from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.simulate import simulate
+from counterpoint.strategies.orders.pipedream import STREAMS
 from counterpoint.strategies.orders.table import ORDERS
 from counterpoint.strategies.table import STRATEGIES, Named, find
 
@@ -31,7 +32,7 @@ def strategies(
     if name is None:
         columns = [Column("name"), Column("what it does", wraps=True), Column("options")]
         show_table(columns, [(key, named.summary, ", ".join(named.options)) for key, named in STRATEGIES.items()])
-        typer.echo("\norders of a pipeline: " + ", ".join(sorted(ORDERS)))
+        typer.echo("\norders of a pipeline: " + ", ".join(sorted([*ORDERS, *STREAMS])))
         typer.echo('strategies are joined by *, from the inside out: "pipeline(4) * data(2)" needs 8 ranks')
         return
     typer.echo(describe(name, find(name)))

@@ -15,7 +15,7 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Group, Recv, Value
+from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Group, Recv
 from counterpoint.program.program import Program, versions_held
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.calls import Script, boundaries, fuse
@@ -269,13 +269,10 @@ def domains_above(program: Program, rank: int) -> dict[int, list[int]]:
     own = domains_of(program, rank)
     found: dict[int, list[int]] = {}
     for word in program.rows[rank].body:
-        match word:
-            case Recv(Value("g", micro=int(micro)), peer):
-                theirs = next(domain for domain in domains_of(program, peer) if micro in domain)
-                if theirs not in own:
-                    found[micro] = theirs
-            case _:
-                pass
+        if isinstance(word, Recv) and word.value.name == "g" and word.value.micro is not None:
+            theirs = next(domain for domain in domains_of(program, word.peer) if word.value.micro in domain)
+            if theirs not in own:
+                found[word.value.micro] = theirs
     return found
 
 

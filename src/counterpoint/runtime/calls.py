@@ -25,7 +25,6 @@ from counterpoint.program.instruction import (
     Serve,
     Swap,
     Update,
-    Value,
 )
 from counterpoint.program.program import moved
 
@@ -217,13 +216,9 @@ def _evaluating(word: Instruction, stride: int) -> Instruction:
 
 
 def _micro_of(word: Instruction) -> int:
-    match word:
-        case Forward(micro=micro) | Send(Value(micro=int(micro))) | Recv(Value(micro=int(micro))):
-            return micro
-        case Collective(value=Value(micro=int(micro))):
-            return micro
-        case _:
-            return 0
+    if isinstance(word, Send | Recv | Collective):
+        return word.value.micro or 0
+    return word.micro if isinstance(word, Forward) else 0
 
 
 def _always_kept(word: Instruction) -> bool:

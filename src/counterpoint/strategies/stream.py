@@ -42,6 +42,15 @@ class Stream:
         replicas: how many replicas each stage has.
         rule: which weights a microbatch meets.
         name: what errors call it.
+
+    Cost:
+        Bytes sent per rank and body: the activations and gradients that leave its stage, for each of its microbatches;
+        with r replicas ``2 (r-1)/r`` of its gradient bytes for each update. Memory: weights in as many versions as
+        :class:`counterpoint.strategies.orders.pipedream.Course` says.
+
+    Source:
+        Narayanan et al., PipeDream, SOSP 2019; Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML
+        2021.
     """
 
     stages: tuple[range, ...]
