@@ -309,7 +309,7 @@ class Interpreter:
 
     def update_runs(self) -> list[tuple[tuple[int, ...], ...]]:
         """Return the units of every optimizer that this row steps."""
-        runs = [call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)]
+        runs = list(dict.fromkeys(call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)))
         served = [call for call, _, _ in self.calls if isinstance(call, ServeRun)]
         return runs + [(unit,) for call in served for word in call.words for unit in word.units]
 
