@@ -12,7 +12,7 @@ import counterpoint as cp
 from counterpoint.testing.parity import BAR, difference
 from counterpoint.training import flight
 from tests.same import streamed
-from tests.training.fits import ADAMW, StopAt, dataset, fit, mlp, params_of, same_bits, state_of, trainer
+from tests.training.fits import ADAMW, StopAt, dataset, distance, fit, mlp, params_of, same_bits, state_of, trainer
 
 PLAN = cp.Plan.parse("pipedream(3)")
 
@@ -71,6 +71,13 @@ def test_a_run_that_was_saved_goes_on_bit_for_bit(strategy, tmp_path):
         options = {"max_steps": steps, "save_to": tmp_path / folder, "save_every": 3, "resume": resume}
         states.append(fit(plan, epochs=2, progress="off", fit_options=options)[0])
     assert same_bits(states[0], states[2])
+
+
+def test_layers_may_be_sliced_inside_of_a_stage():
+    """With two stages and vertical sync all weights are one update old, wherever the model is cut."""
+    synced = "pipedream(2, vertical_sync=on)"
+    sliced, whole = (fit(cp.Plan.parse(text), progress="off")[0] for text in (f"tensor(2) * {synced}", synced))
+    assert distance(sliced, whole) <= BAR
 
 
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path):

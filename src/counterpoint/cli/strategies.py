@@ -17,6 +17,7 @@ from counterpoint.simulator.costs import unit_costs
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.orders.pipedream import STREAMS
 from counterpoint.strategies.orders.table import ORDERS
+from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.table import STRATEGIES, Named, find
 
 SECTIONS = ("Promise", "Cost", "Source")
@@ -47,7 +48,8 @@ def describe(name: str, named: Named) -> str:
         parts.append("\n".join(["options", *(f"  {key}: {line}" for key, line in options.items())]))
     promise = text.get("Promise", "the same numbers as on one rank, to rounding")
     parts += [f"{title.lower()}\n{indented(text.get(title, promise))}" for title in SECTIONS]
-    plan = Plan((named.make(2),), num_microbatches=4 if named.make(2).axis == "stage" else 1)
+    made = named.make(2)
+    plan = Plan((made,), num_microbatches=made.microbatches(4) if isinstance(made, Pipeline) else 1)
     compiled = compile(plan, chain(2))
     parts.append(f"example: {plan}, a model of 2 blocks\n{indented(draw_rows(compiled.program, width=100))}")
     parts.append(indented(draw_grid(simulate(compiled.program, unit_costs()), tick_s=1.0, width=98)))
