@@ -106,8 +106,9 @@ class Stream:
         num_micros = before.num_micros
         courses = [self.course(stage, num_micros) for stage in range(len(self.replicas))]
         for course in courses:
-            for _ in range(course.count):
-                ranks += [self._forecast_rank(rank, course, before, model) for rank in before.ranks]
+            for twin in range(course.count):
+                made = [self._forecast_rank(rank, course, before, model) for rank in before.ranks]
+                ranks += [replace(rank, versions=course.versions(twin)) for rank in made]
         staleness = max(course.staleness for course in courses)
         return replace(before, ranks=tuple(ranks), staleness=staleness, room=int(max(self.replicas) > 1))
 
@@ -124,7 +125,6 @@ class Stream:
             sent=sliced_part(rank, blocks, model) / course.count + left * course.steps * before.samples_per_micro,
             summed=rank.summed + trips * sum(kept.values(), Fraction(0)),
             in_flight=course.warmup + 1,
-            versions=course.versions,
         )
 
 

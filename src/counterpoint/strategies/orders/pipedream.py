@@ -98,12 +98,15 @@ class Course:
     @property
     def staleness(self) -> int:
         """How many updates old weights are at most when the gradient that was computed with them is applied."""
-        return max(self.made(micro // self.count) - self.read(micro) for micro in range(self.num_micros))
+        return max(map(self.age, range(self.num_micros)))
 
-    @property
-    def versions(self) -> int:
-        """How many versions of its weights a replica holds."""
-        return self.staleness + 1
+    def age(self, micro: int) -> int:
+        """Return how many updates old the weights that a microbatch meets are when it goes backward."""
+        return self.made(micro // self.count) - self.read(micro)
+
+    def versions(self, twin: int) -> int:
+        """Return how many versions of its weights a replica holds; those of one stage may differ by vertical sync."""
+        return 1 + max(map(self.age, range(twin, self.num_micros, self.count)))
 
 
 def one_f_one_b_without_flush(course: Course, twin: int, body: int, stop: float = inf) -> Iterator[Beat]:
