@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from math import lcm, prod
+from math import prod
 from typing import Any
 
 import yaml
@@ -56,6 +56,12 @@ class Plan:
                 raise PlanError(
                     f"{strategy} has steps that are not all alike, and {self.strategies[-1]} stands behind it; write "
                     "it last, outside of all that makes one replica"
+                )
+            if isinstance(strategy, Pipeline) and strategy.is_stream:
+                raise PlanError(
+                    f"{strategy} has stages that update each for itself, and {self.strategies[-1]} stands behind it, "
+                    f"whose ranks update together; give the stages replicas instead, pipeline({strategy.degree}, "
+                    f"order={strategy.order}, replicas=(...)), or take order=one_f_one_b"
                 )
         for name in self.passes:
             if name not in _PASSES:
@@ -166,12 +172,12 @@ class Plan:
         stages = [strategy for strategy in self.strategies if isinstance(strategy, Pipeline)]
         if not stages:
             return self
-        multiple = lcm(*stages[0].stage_ranks)
-        for count in range(4 * stages[0].degree, 1, -1):
+        fewest = stages[0].microbatches(1)
+        for count in range(4 * stages[0].degree, fewest, -1):
             plan = replace(self, num_microbatches=count)
-            if batch_size % plan.num_micros == 0 and count % multiple == 0:
+            if batch_size % plan.num_micros == 0 and stages[0].microbatches(count) == count:
                 return plan
-        return replace(self, num_microbatches=multiple)
+        return replace(self, num_microbatches=fewest)
 
     def to_yaml(self) -> str:
         """Write the plan as YAML, as it stands in ``plan.yaml`` of a run."""

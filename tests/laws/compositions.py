@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import lcm
 
 from hypothesis import strategies as st
 
@@ -148,6 +149,22 @@ def streams(draw):
     more = draw(st.sampled_from([(), (Data(2),)]))
     strategies = (*inner, *(more if Plan(tuple(inner)).num_ranks <= 3 else ()), Data(draw(degrees(2)), staleness=1))
     return model, Plan(strategies, draw(st.sampled_from([6, 12])), draw(st.sampled_from([(), ("overlap",)])))
+
+
+@st.composite
+def flushless(draw):
+    """A chain of blocks, and a plan whose pipeline never flushes, in front of which layers may be sliced."""
+    stages, count = draw(st.integers(2, 4)), draw(st.integers(0, 2))
+    replicas = draw(st.just((1,) * stages) | st.tuples(*[st.integers(1, 3)] * stages))
+    order = draw(st.sampled_from(["pipedream", "pipedream_2bw"]))
+    pipeline = Pipeline(stages, order, replicas)
+    if order == "pipedream" and draw(st.booleans()):
+        pipeline = replace(pipeline, vertical_sync="on")
+    sliced = (Tensor(2),) if draw(st.booleans()) and sum(replicas) <= MOST_RANKS // 2 else ()
+    least = pipeline.microbatches(1)
+    per_body = least + count * lcm(*replicas)
+    passes = draw(st.sampled_from([(), ("overlap",)]))
+    return chain(stages + draw(st.integers(0, 2)), width=WIDTH), Plan((*sliced, pipeline), per_body, passes)
 
 
 @st.composite

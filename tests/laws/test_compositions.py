@@ -12,11 +12,12 @@ from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Backward, Collective, Forward
 from counterpoint.program.laws import Promise, check
+from counterpoint.program.program import versions_held
 from counterpoint.program.text import format_program, parse_program
 from counterpoint.program.walk import rehearse_blocking_sends, walk
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
-from tests.laws.compositions import ORDERS, any_strategy, compiled, in_order, legal, streams
+from tests.laws.compositions import ORDERS, any_strategy, compiled, flushless, in_order, legal, streams
 
 LAWS = settings(max_examples=120)
 
@@ -145,6 +146,22 @@ def test_a_stream_of_late_gradients_keeps_every_law_and_sends_what_a_sum_in_each
     assert made.forecast.staleness == max(entry.staleness for entry in made.ledger.entries) == 1
     rows = made.program.unroll(times)
     assert len(list(walk(rows))) == len(list(joined(*rows)))
+
+
+@settings(max_examples=40)
+@given(flushless(), st.integers(1, 3))
+def test_a_pipeline_without_a_flush_keeps_every_law_and_its_formulas_are_what_the_program_does(case, times):
+    model, plan = case
+    made = compile_plan(plan, model)
+    replicas, sliced = plan.strategies[-1].stage_ranks, len(made.program.rows) // sum(plan.strategies[-1].stage_ranks)
+    for rank, row in enumerate(made.program.rows):
+        stage = [stage for stage, count in enumerate(replicas) for _ in range(count * sliced)][rank]
+        ahead = (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage]
+        assert made.ledger.peak_in_flight[rank] == made.forecast.ranks[rank].in_flight == ahead + 1
+        assert versions_held(row.prologue + row.body + row.epilogue) == made.forecast.ranks[rank].versions
+    assert made.forecast.staleness == max(entry.staleness for entry in made.ledger.entries)
+    assert parse_program(format_program(made.program)) == made.program
+    rehearse_blocking_sends(made.program.unroll(times), made.forecast.room)
 
 
 @LAWS

@@ -2,13 +2,17 @@
 
 import os
 import sys
+from contextlib import closing
 
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Subset
 
 import counterpoint as cp
+from counterpoint.launchers.environment import detect
 from counterpoint.testing.parity import difference
+from counterpoint.training.world import open_world
+from tests.same import streamed
 from tests.training.fits import ADAMW, dataset, mlp, params_of, same_bits, seeded, state_of, trainer
 
 
@@ -18,6 +22,16 @@ def rank():
 
 def plan_of(text, num_microbatches):
     return cp.Plan.parse(text, num_microbatches=num_microbatches)
+
+
+def stream(cases):
+    """Return what came of each case on this process's ranks."""
+    found = []
+    for fields in cases:
+        case = streamed.Case(**fields)
+        with closing(open_world(detect(), case.plan.num_ranks, 30.0)) as world:
+            found.append(streamed.trained(case, world))
+    return found
 
 
 def train(rows, expected, folder, served, saved, periods):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from counterpoint.runtime.build import answers_for, domain_of, holdings, slice_of
+from counterpoint.runtime.build import answers_for, domains_of, holdings, slice_of
 from counterpoint.runtime.layout import WHOLE
 from counterpoint.runtime.state import gather_weights, write_weights
 from tests.runtime.teams import chain, feed, team
@@ -82,15 +82,16 @@ def test_replicas_have_equal_weights_after_a_step(plan):
 @pytest.mark.parametrize(
     ("plan", "domains"),
     [
-        ("data(2)", [[0, 1, 2, 3], [0, 1, 2, 3]]),
-        ("pipeline(2)", [[0, 1], [0, 1]]),
-        ("asp(2)", [[0, 1], [2, 3], []]),
-        ("server(2)", [[0, 1, 2, 3]] * 3),
+        ("data(2)", [[[0, 1, 2, 3]], [[0, 1, 2, 3]]]),
+        ("pipeline(2)", [[[0, 1]], [[0, 1]]]),
+        ("asp(2)", [[[0, 1]], [[2, 3]], []]),
+        ("server(2)", [[[0, 1, 2, 3]]] * 3),
+        ("pipeline(2, order=pipedream, replicas=(2,1))", [[[0, 1]], [[0, 1]], [[0], [1]]]),
     ],
 )
 def test_a_loss_is_a_mean_over_the_samples_of_all_who_commit_together(plan, domains):
     with built(plan) as one:
-        assert [domain_of(one.parts.program, rank) for rank in range(len(domains))] == domains
+        assert [domains_of(one.parts.program, rank) for rank in range(len(domains))] == domains
 
 
 def test_a_slice_is_the_same_whoever_takes_it():

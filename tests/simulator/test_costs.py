@@ -90,6 +90,17 @@ def test_a_rank_holds_weights_gradients_states_and_what_backward_needs(plan, wei
 
 
 @pytest.mark.parametrize(
+    ("plan", "versions"),
+    [("pipedream(3)", [3, 2, 1]), ("pipedream(3, vertical_sync=on)", [3, 3, 3]), ("pipedream_2bw(3)", [2, 2, 2])],
+)
+def test_a_stage_without_a_flush_holds_its_versions_and_the_outputs_in_flight(plan, versions):
+    """Each with one gradient and two states of the optimizer."""
+    made = compiled(plan, m=3 if "2bw" in plan else 1, blocks=3)
+    peaks = peak_bytes(made.turns[-1].playable, size_of_in(made))
+    assert list(peaks) == [(count + 3) * WEIGHT + (3 - at) * OUTPUT for at, count in enumerate(versions)]
+
+
+@pytest.mark.parametrize(
     ("plan", "weights"),
     [
         ("data(2, compress=fp16)", 4 + 2 + 0.5),

@@ -4,7 +4,7 @@ import pytest
 
 from counterpoint.program.instruction import Recv
 from counterpoint.simulator.costs import unit_costs
-from counterpoint.simulator.simulate import simulate
+from counterpoint.simulator.simulate import simulate, simulate_turn
 from tests.simulator.played import compiled
 
 BUBBLES = [(4, 1, 0.75), (4, 4, 0.4286), (4, 8, 0.2727), (4, 32, 0.0857), (8, 32, 0.1795)]
@@ -25,6 +25,13 @@ def test_the_bubble_of_a_pipeline_is_stages_but_one_over_stages_but_one_and_micr
 def test_one_f_one_b_takes_twice_stages_but_one_and_microbatches_ticks(n, m):
     trace = simulate(compiled(f"pipeline({n})", m=m, blocks=n).program, unit_costs())
     assert trace.step_s == 2 * (m + n - 1)
+
+
+@pytest.mark.parametrize("plan", ["pipedream(4)", "pipedream(4, vertical_sync=on)", "pipedream_2bw(4)"])
+def test_a_pipeline_without_a_flush_has_no_bubble_in_the_long_run(plan):
+    made = compiled(plan, m=8, blocks=4)
+    trace = simulate_turn(made.turns[-1], unit_costs(backward_ticks=2))
+    assert (trace.step_s, trace.bubble) == (24.0, 0.0)
 
 
 def test_every_stage_of_a_pipeline_is_busy_for_its_microbatches():

@@ -99,7 +99,8 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
         ("zero(2, level=4)", "zero has the levels 1, 2 and 3, not 4; give level=1, level=2 or level=3"),
         (
             "pipeline(2, order=zigzag)",
-            "there is no pipeline order 'zigzag'; the orders are gpipe, interleaved, one_f_one_b, zero_bubble",
+            "there is no pipeline order 'zigzag'; the orders are gpipe, interleaved, one_f_one_b, pipedream, "
+            "pipedream_2bw, zero_bubble",
         ),
         (
             "pipeline(2, order=interleaved)",
@@ -108,6 +109,10 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
         (
             "zero_bubble(2, virtual=3)",
             "order=zero_bubble is not made for virtual=3 chunks per stage; give virtual=1 or virtual=2",
+        ),
+        (
+            "pipeline(2, order=pipedream, virtual=2)",
+            "order=pipedream is not made for virtual=2 chunks per stage; give virtual=1",
         ),
         (
             "gpipe(2, virtual=2, replicas=(1,2))",

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import lcm
 from pathlib import Path
 from typing import Annotated
 
@@ -64,7 +63,8 @@ def show(
     columns = shutil.get_terminal_size((100, 24)).columns
     with uncollected():
         compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
-        trace = simulate(compiled.turns[-1].program, ticks_of(compiled.turns[-1].program))
+        program = compiled.turns[-1].playable
+        trace = simulate(program, ticks_of(program))
         shown = [heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)]
     typer.echo("\n\n".join(shown))
     if svg is not None:
@@ -106,8 +106,7 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
         )
     stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
     if stages and microbatches is None:
-        multiple = lcm(*stages[0].stage_ranks)
-        plan = replace(plan, num_microbatches=-(-2 * stages[0].degree // multiple) * multiple)
+        plan = replace(plan, num_microbatches=stages[0].microbatches(2 * stages[0].degree))
     return replace(plan, passes=passes)
 
 
@@ -207,7 +206,7 @@ def drawing(trace: Trace, columns: int) -> str:
 def figures(compiled: Compiled, trace: Trace) -> str:
     """Return bubble, bytes and microbatches in flight, for each kind of rank."""
     sent = compiled.sent_bytes()
-    memory = peak_bytes(compiled.turns[-1].program, sizes_in(compiled.model, 1))
+    memory = peak_bytes(compiled.turns[-1].playable, sizes_in(compiled.model, 1))
     busy: Counter[int] = Counter()
     for event in trace.events:
         if event.lane == "compute":

@@ -17,7 +17,8 @@ from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.simulator.simulate import simulate
-from counterpoint.strategies.orders.table import ORDERS
+from counterpoint.strategies.orders.table import NAMES
+from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.table import STRATEGIES, Named, find
 
 SECTIONS = ("Promise", "Cost", "Source")
@@ -33,7 +34,7 @@ def strategies(
     if name is None:
         columns = [Column("name"), Column("what it does", wraps=True), Column("options")]
         show_table(columns, [(key, named.summary, ", ".join(named.options)) for key, named in STRATEGIES.items()])
-        typer.echo("\norders of a pipeline: " + ", ".join(sorted(ORDERS)))
+        typer.echo("\norders of a pipeline: " + ", ".join(NAMES))
         typer.echo('strategies are joined by *, from the inside out: "pipeline(4) * data(2)" needs 8 ranks')
         return
     typer.echo(describe(name, find(name)))
@@ -52,7 +53,8 @@ def describe(name: str, named: Named) -> str:
     parts += [f"{title.lower()}\n{indented(text.get(title, promise))}" for title in SECTIONS]
     example = named.example or f"{name}(2)"
     plan = Plan.parse(example)
-    plan = replace(plan, num_microbatches=4 if any(one.axis == "stage" for one in plan.strategies) else 1)
+    stages = [one for one in plan.strategies if isinstance(one, Pipeline)]
+    plan = replace(plan, num_microbatches=stages[0].microbatches(4) if stages else 1)
     compiled = compile(plan, chain(default_blocks(plan)))
     program = compiled.program
     same = f", which is {plan}" if str(plan) != example else ""

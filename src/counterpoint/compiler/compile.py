@@ -77,10 +77,15 @@ def compile(plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1) -> Comp
         first = Turn("first", begun, made.ledger, begun_bytes, shares["first"])
         return replace(made, turns=(first, Turn("steady", steady(made.program), made.ledger, sent, shares["steady"])))
     every = [(name, _compile_one(plan.at(name), model, samples_per_micro)) for name in shares]
-    turns = tuple(
-        Turn(name, made.program, made.ledger, made.forecast.sent_bytes(), shares[name]) for name, made in every
-    )
-    return replace(every[-1][1], plan=plan, turns=turns)
+    return replace(every[-1][1], plan=plan, turns=tuple(_turn(name, made, shares[name]) for name, made in every))
+
+
+def _turn(name: str, made: Compiled, share: Fraction) -> Turn:
+    """Return a kind of step: the program itself, or the body of a stream."""
+    sent = made.forecast.sent_bytes()
+    if not made.program.is_stream:
+        return Turn(name, made.program, made.ledger, sent, share)
+    return Turn(name, steady(made.program), made.ledger, sent, share, stream=made.program)
 
 
 def _compile_one(plan: Plan, model: ModelSpec, samples_per_micro: int) -> Compiled:
@@ -111,6 +116,8 @@ def promise_of(forecast: Forecast) -> Promise:
         updated=tuple(rank.updated for rank in ranks),
         gradients=tuple(rank.gradients for rank in ranks),
         apart=forecast.apart,
+        versions=tuple(rank.versions for rank in ranks),
+        room=forecast.room,
     )
 
 

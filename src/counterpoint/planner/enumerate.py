@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from math import lcm
 
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
@@ -122,7 +121,6 @@ def _microbatches(strategies: Sequence[Strategy]) -> list[int]:
     """Return the numbers of microbatches of the innermost program that are worth a try."""
     for strategy in strategies:
         if isinstance(strategy, Pipeline):
-            multiple = lcm(*strategy.stage_ranks)
             wanted = (times * strategy.degree for times in MICROBATCHES_PER_STAGE)
-            return sorted({-(-count // multiple) * multiple for count in wanted})
+            return sorted({strategy.microbatches(count) for count in wanted})
     return [1]

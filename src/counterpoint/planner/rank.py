@@ -16,7 +16,7 @@ from counterpoint.program.traffic import Sizes
 from counterpoint.program.turn import Turn
 from counterpoint.simulator.costs import model_costs
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.simulate import simulate
+from counterpoint.simulator.simulate import simulate_turn
 from counterpoint.world.cluster import Cluster, Link
 
 FREE = Link(latency_s=0.0, bytes_per_s=float("inf"))
@@ -144,7 +144,7 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(peak_bytes(compiled.turns[-1].program, _held_bytes(compiled.model, samples))),
+        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples))),
         room_bytes=cluster.device.memory_bytes,
         is_synchronous=compiled.is_synchronous,
     )
@@ -187,7 +187,7 @@ def _play_turn(turn: Turn, compiled: Compiled, cluster: Cluster, samples: int) -
         samples_per_micro=samples,
     )
     rows = turn.program.unroll(1)
-    trace = simulate(turn.program, costs)
+    trace = simulate_turn(turn, costs)
     compute_s = update_s = 0.0
     for event in trace.events:
         if event.lane == "compute" and isinstance(rows[event.rank][event.index], Update | Serve):

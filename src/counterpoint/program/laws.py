@@ -1,15 +1,16 @@
 """The eight laws that every program keeps before it may run.
 
 1. Every send has exactly one receive, and every push one pull; a rank receives in the order in which another sends.
-2. No deadlock, even when a send blocks until its receive is posted.
+2. No deadlock, even when a send blocks until its receive is posted, or the room is free that the strategy promises to
+   do with.
 3. All members of a group call the same collectives in the same order.
 4. Each microbatch goes once forward and once backward through each block, on the same rank; every word finds what it
    reads, and partial results are summed once over all slices.
 5. Backward uses the version that its forward used; staleness stays within the promise.
 6. Every gradient enters every update of its parameters exactly once, and all who had a part in it have decided
    together, about just these microbatches, that it counts.
-7. What is gathered, stashed or under way is released, and nothing else; the peak in flight and the parts of gradients
-   and optimizer states that a rank holds stay within the promise.
+7. What is gathered, stashed or under way is released, and nothing else; the peak in flight, the versions of weights and
+   the parts of gradients and optimizer states that a rank holds stay within the promise.
 8. The bytes that each rank sends equal the strategy's closed formula.
 """
 
@@ -34,7 +35,7 @@ from counterpoint.program.flow import (
 from counterpoint.program.instruction import Backward, Forward
 from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.messages import law_1_messages_pair_up
-from counterpoint.program.program import Program, Words
+from counterpoint.program.program import Program, Words, versions_held
 from counterpoint.program.text import format_unit
 from counterpoint.program.units import Unit
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
@@ -58,6 +59,8 @@ class Promise:
         gradients: per rank, the part of each gradient that it holds from one forward to the next, at most.
         apart: whether replicas may end with weights of their own, to be averaged by a later program of the same plan.
         heads: per rank, the first block of each run of blocks through which microbatches go together.
+        versions: per rank, how many versions of weights it may have to hold.
+        room: for how many messages of each peer a rank must have room before it posts their receives.
     """
 
     staleness: int | None = 0
@@ -70,6 +73,8 @@ class Promise:
     gradients: tuple[Fraction, ...] | None = None
     apart: bool = False
     heads: tuple[tuple[int, ...], ...] | None = None
+    versions: tuple[int, ...] | None = None
+    room: int = 0
 
 
 def check(
@@ -101,7 +106,7 @@ def check(
     law_1_messages_pair_up(rows)
     law_4_all_work_is_done_once(program, rows, blocks, _micros_in(program, promise.num_micros))
     ledger = keep_ledger(program, rows, promise.heads)
-    rehearse_blocking_sends(rows)
+    rehearse_blocking_sends(rows, promise.room)
     law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced)
     law_5_staleness(rows, ledger, promise)
     law_6_every_gradient_counts_once(program, rows, ledger, units)
@@ -120,7 +125,8 @@ def _micros_in(program: Program, num_micros: int | None) -> int | None:
     """Return how many microbatches the unrolled program has, given those of one global batch."""
     if num_micros is None or not program.is_stream:
         return num_micros
-    before = {word.micro for row in program.rows for word in row.prologue if isinstance(word, Forward)}
+    ends = (word for row in program.rows for word in row.prologue + row.epilogue)
+    before = {word.micro for word in ends if isinstance(word, Forward)}
     return len(before) + 2 * num_micros
 
 
@@ -211,6 +217,8 @@ def law_7_all_is_released(program: Program, rows: Sequence[Words], ledger: Ledge
             law_6_copies_end_alike(rows, ledger)
     if promise.updated is not None:
         _judge_parts(rows, ledger, promise.updated)
+    if promise.versions is not None:
+        _judge_versions(program, promise.versions)
     if promise.in_flight is not None:
         for rank, (peak, allowed) in enumerate(zip(ledger.peak_in_flight, promise.in_flight, strict=True)):
             if peak > allowed:
@@ -250,6 +258,17 @@ def _judge_ends(rows: Sequence[Words], ledger: Ledger) -> None:
                 f"{state.versions[-1]}; all copies of the same parameters end alike\n"
                 f"{show_places(rows, {rank: len(rows[rank]) - 1}, 'end')}",
                 law=6,
+            )
+
+
+def _judge_versions(program: Program, promised: Sequence[int]) -> None:
+    for rank, (row, allowed) in enumerate(zip(program.rows, promised, strict=True)):
+        held = versions_held(row.prologue + row.body + row.epilogue)
+        if held > allowed:
+            raise ProgramError(
+                f"rank {rank} reads {held} versions of its weights; the plan promises to hold at most {allowed}\n"
+                f"{show_places([row.body for row in program.rows], {rank: 0}, 'row')}",
+                law=7,
             )
 
 

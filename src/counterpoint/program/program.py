@@ -99,3 +99,13 @@ def moved(word: Instruction, by: int) -> Instruction:
             return replace(word, value=Value(value.name, value.blocks, value.micro + by))
         case _:
             return word
+
+
+def versions_held(words: Words) -> int:
+    """Return how many versions of its weights a rank has to hold: the newest, and as many as it reads back.
+
+    Example:
+        >>> versions_held((Forward(0, 2), Backward(0, 0, version=-2)))
+        3
+    """
+    return 1 - min((word.version for word in words if isinstance(word, Forward | Backward)), default=0)

@@ -48,15 +48,19 @@ def walk(rows: Sequence[Words]) -> Iterator[tuple[int, int]]:
     return _Walk(rows).run()
 
 
-def rehearse_blocking_sends(rows: Sequence[Words]) -> None:
+def rehearse_blocking_sends(rows: Sequence[Words], room: int = 0) -> None:
     """Walk the rows with sends that block until their receive is posted.
 
     Adjacent sends and receives of a row are posted together, as one batch.
 
+    Args:
+        rows: flat rows.
+        room: how many messages from each peer a rank has room for before it posts their receives.
+
     Raises:
-        ProgramError: the rows only work as long as something buffers their messages (law 2).
+        ProgramError: the rows only work as long as something buffers more of their messages (law 2).
     """
-    for _ in _BlockingWalk(rows).run():
+    for _ in _BlockingWalk(rows, room).run():
         pass
 
 
@@ -240,18 +244,25 @@ class _Walk:
 
 
 class _BlockingWalk(_Walk):
-    """A walk in which a send waits until the peer has come to a batch that holds its receive."""
+    """A walk in which a send waits until the peer has room for it, or has come to a batch that holds its receive."""
 
-    def __init__(self, rows: Sequence[Words]) -> None:
+    def __init__(self, rows: Sequence[Words], room: int) -> None:
         super().__init__(rows)
         self.announced = [0] * len(rows)
+        self.room = room
+        self.lying: Counter[tuple[int, int]] = Counter()
 
     def obstacle(self, rank: int, word: Instruction) -> object | None:
         match word:
-            case Send(value, peer) if not self.is_posted(value, rank, peer):
-                return "batch", peer
+            case Send(value, peer):
+                if self.lying[rank, peer] >= self.room and not self.is_posted(value, rank, peer):
+                    return "batch", peer
+                self.lying[rank, peer] += 1
+            case Recv(value, peer) if self.posted[value, peer, rank]:
+                self.lying[peer, rank] -= 1
             case _:
-                return super().obstacle(rank, word)
+                pass
+        return super().obstacle(rank, word)
 
     def advance(self, rank: int) -> Iterator[tuple[int, int]]:
         yield from super().advance(rank)

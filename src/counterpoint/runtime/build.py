@@ -16,8 +16,8 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.plan import Plan
 from counterpoint.program.early import early_sums
-from counterpoint.program.instruction import Collective, Commit, Forward, Group
-from counterpoint.program.program import Program
+from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Group, Recv
+from counterpoint.program.program import Program, versions_held
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.calls import Script, boundaries, fuse
 from counterpoint.runtime.compute import Model
@@ -27,7 +27,7 @@ from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import sparse_names
-from counterpoint.runtime.together import Together, norms_of, require_meetings, seats_of
+from counterpoint.runtime.together import Together, norms_of, require_alone, require_meetings, seats_of
 from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import Guard
 from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
@@ -87,6 +87,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
     store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, sparse_names(model))
+    store.keep_versions(versions_held(row.body))
     interpreter = Interpreter(
         {turn.name: script_of(parts, turn, rank) for turn in parts.turns},
         model=bind(parts, cut, words, training=True),
@@ -102,16 +103,25 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         interpreter.twins = Twins(twins_of(parts, parts.turns[-1]), store)
     norms = norms_of(model)
     if norms:
-        require_meetings(parts.program, norms)
+        if parts.turns[-1].stream is None:
+            require_meetings(parts.program, norms)
+        else:
+            require_alone(parts.program, norms)
         interpreter.compute.together = Together(norms, store, fabric, seats_of(parts.program, rank))
     return Rank(interpreter, lambda: bind(parts, cut, row.body, training=False))
 
 
 def script_of(parts: Parts, turn: Turn, rank: int) -> Script:
     """Return what a rank does in one kind of step."""
-    program = turn.program
-    return Script(
-        program.rows[rank].body, answers_for(parts, rank, turn), domain_of(program, rank), early_sums(program, rank)
+    program, words = turn.program, turn.program.rows[rank].body
+    if turn.stream is None:
+        return Script(words, answers_for(parts, rank, turn), domains_of(program, rank), early_sums(program, rank))
+    return Script(  # autograd puts gradients on parameters of older versions, where no sum could see them come early
+        words,
+        answers_for(parts, rank, turn),
+        domains_of(program, rank),
+        above=domains_above(program, rank),
+        stride=turn.stride,
     )
 
 
@@ -277,11 +287,37 @@ def readers(parts: Parts, rank: int) -> dict[str, Group]:
     return found
 
 
-def domain_of(program: Program, rank: int) -> list[int]:
-    """Return the microbatches over whose samples the loss of this rank is a mean: those of its commit's group."""
-    commit = next((word for word in program.rows[rank].body if isinstance(word, Commit)), Commit(()))
-    group = commit.own or commit.group
-    return sorted({word.micro for member in group for word in program.rows[member].body if isinstance(word, Forward)})
+def domains_of(program: Program, rank: int) -> list[list[int]]:
+    """Return for each commit of a rank the microbatches over whose samples its loss is a mean: those of its group."""
+    commits = [word for word in program.rows[rank].body if isinstance(word, Commit)]
+    groups = [commit.own or commit.group for commit in commits]
+    between = {member: _between_commits(program, member) for group in groups for member in group}
+    return [
+        sorted({micro for member in group for micro in between[member][index]}) for index, group in enumerate(groups)
+    ]
+
+
+def _between_commits(program: Program, rank: int) -> list[set[int]]:
+    """Return the microbatches that a rank goes backward on before each of its commits."""
+    found: list[set[int]] = [set()]
+    for word in program.rows[rank].body:
+        if isinstance(word, Backward):
+            found[-1].add(word.micro)
+        elif isinstance(word, Commit):
+            found.append(set())
+    return found
+
+
+def domains_above(program: Program, rank: int) -> dict[int, list[int]]:
+    """Return what is decided on with a microbatch where its gradient comes from, if this rank decides on others."""
+    own = domains_of(program, rank)
+    found: dict[int, list[int]] = {}
+    for word in program.rows[rank].body:
+        if isinstance(word, Recv) and word.value.name == "g" and word.value.micro is not None:
+            theirs = next(domain for domain in domains_of(program, word.peer) if word.value.micro in domain)
+            if theirs not in own:
+                found[word.value.micro] = theirs
+    return found
 
 
 def copy_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:

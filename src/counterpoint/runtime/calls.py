@@ -7,10 +7,10 @@ ends it, so that everything happens where the text says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from counterpoint.program.early import Early
 from counterpoint.program.instruction import (
@@ -28,20 +28,22 @@ from counterpoint.program.instruction import (
     Swap,
     Update,
 )
+from counterpoint.program.program import moved
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
-    """Blocks ``first`` to ``last`` forward on one microbatch."""
+    """Blocks ``first`` to ``last`` forward on one microbatch, with weights of some version."""
 
     first: int
     last: int
     micro: int
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardRun:
-    """Blocks ``last`` down to ``first`` backward on one microbatch, or one part of their backwards.
+    """Blocks ``last`` down to ``first`` backward on one microbatch, or one part of it, with weights of some version.
 
     Some sums may begin before it is over.
     """
@@ -49,6 +51,7 @@ class BackwardRun:
     first: int
     last: int
     micro: int
+    version: int = 0
     part: Literal["", "input", "weight"] = ""
     early: tuple[Collective, ...] = ()
 
@@ -97,14 +100,32 @@ class Script:
     Args:
         words: its row.
         answers_for: the units whose gradient norm this rank counts, so that each is counted once.
-        domain: the microbatches whose samples share one mean with this rank's.
+        domains: for each commit the microbatches that it decides on, whose samples share one mean.
         early: by the place of a backward the sums that may begin during it.
+        above: in a stream, for a microbatch whose gradient comes from a stage that decides on others together with it,
+            these.
+        stride: in a stream, how many microbatches a batch has; 0 for a step that ends what it begins.
     """
 
     words: Sequence[Instruction]
     answers_for: Sequence[tuple[int, ...]]
-    domain: Sequence[int]
+    domains: Sequence[Sequence[int]]
     early: Early = field(default_factory=dict)
+    above: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    stride: int = 0
+
+
+def later(call: Call, by: int) -> Call:
+    """Return the call for the microbatch that comes ``by`` later."""
+    match call:
+        case ForwardRun() | BackwardRun():
+            return replace(call, micro=call.micro + by)
+        case CollectiveRun(words):
+            return CollectiveRun(tuple(cast("Collective", moved(word, by)) for word in words))
+        case Send() | Recv() | Release():
+            return cast("Send | Recv | Release", moved(call, by))
+        case UpdateRun() | ServeRun() | Commit() | Swap() | Push() | Pull():
+            return call
 
 
 def fuse(words: Sequence[Instruction], early: Early = MappingProxyType({})) -> tuple[tuple[Call, int, int], ...]:
@@ -145,9 +166,9 @@ def _call(words: Sequence[Instruction]) -> Call:
     first = words[0]
     match first:
         case Forward():
-            return ForwardRun(first.block, first.block + len(words) - 1, first.micro)
+            return ForwardRun(first.block, first.block + len(words) - 1, first.micro, first.version)
         case Backward():
-            return BackwardRun(first.block - len(words) + 1, first.block, first.micro, first.part)
+            return BackwardRun(first.block - len(words) + 1, first.block, first.micro, first.version, first.part)
         case Update():
             return UpdateRun(tuple(word.unit for word in words if isinstance(word, Update)))
         case Collective():
@@ -183,8 +204,16 @@ def _ranges(blocks: Sequence[int], cuts: set[int]) -> Iterator[tuple[int, int]]:
             start = None
 
 
-def forward_only(words: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Return what a row does when nothing is learned: forwards, and what brings them inputs and weights."""
+def forward_only(words: Sequence[Instruction], stride: int = 0) -> tuple[Instruction, ...]:
+    """Return what a row does when nothing is learned: forwards, and what brings them inputs and weights.
+
+    Args:
+        words: a row.
+        stride: in a stream, how many microbatches a batch has: then all forwards are on one batch, in its order, with
+            the newest weights.
+    """
+    if stride:
+        return tuple(sorted((_evaluating(word, stride) for word in words if _always_kept(word)), key=_micro_of))
     kept: list[Instruction] = []
     held: set[tuple[int, ...]] = set()
     for index, word in enumerate(words):
@@ -197,6 +226,17 @@ def forward_only(words: Sequence[Instruction]) -> tuple[Instruction, ...]:
             kept.append(word)
             held.discard(word.value.blocks)
     return tuple(kept)
+
+
+def _evaluating(word: Instruction, stride: int) -> Instruction:
+    placed = moved(word, _micro_of(word) % stride - _micro_of(word))
+    return replace(placed, version=0) if isinstance(placed, Forward) else placed
+
+
+def _micro_of(word: Instruction) -> int:
+    if isinstance(word, Send | Recv | Collective):
+        return word.value.micro or 0
+    return word.micro if isinstance(word, Forward) else 0
 
 
 def _always_kept(word: Instruction) -> bool:

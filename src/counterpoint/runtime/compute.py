@@ -22,6 +22,7 @@ from counterpoint.runtime.direct import Directly, Place, run_backward
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk, Job, later_places
 from counterpoint.runtime.seeds import Dice, seed_of
+from counterpoint.runtime.shares import Shares
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.together import Together
 
@@ -80,7 +81,8 @@ class Compute:
         self.places: Mapping[int, Place] = {}  # where gradients of weights may be written straight to
         self.put_off: dict[tuple[int, int], list[Job]] = {}
         self.feed: Feed | None = None
-        self.weights: Mapping[int, float] = {}
+        self.shares = Shares({})
+        self.stride = 0
         self.bundles: dict[tuple[int, int], Bundle] = {}
         self.tapes: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}
         self.grads: dict[tuple[int, int], Grads] = {}
@@ -99,17 +101,20 @@ class Compute:
             block, segment = self.by_first[block]
             yield segment
 
-    def begin(self, feed: Feed, weights: Mapping[int, float]) -> None:
+    def begin(self, feed: Feed, shares: Shares, stride: int = 0) -> None:
         """Start a step on a global batch.
 
         Args:
-            feed: the batch.
-            weights: for each microbatch of this rank the part of its mean loss in the loss of the step.
+            feed: the batch, or those under way.
+            shares: the part of each microbatch's mean loss in the loss that is differentiated.
+            stride: in a stream, how many microbatches a batch has; what is under way then stays.
         """
         self.feed = feed
-        self.weights = weights
+        self.shares = shares
+        self.stride = stride
         self.places = self.store.landings if self.desk is None else later_places(self.store, self.desk)
-        for books in (self.bundles, self.tapes, self.grads, self.passing, self.losses, self.put_off):
+        self.losses.clear()
+        for books in (self.bundles, self.tapes, self.grads, self.passing, self.put_off) if not stride else ():
             books.clear()
 
     def is_empty(self, micro: int) -> bool:
@@ -117,12 +122,15 @@ class Compute:
         assert self.feed is not None, "a step has begun"
         return self.feed.sizes[micro] == 0
 
-    def forward(self, first: int, last: int, micro: int) -> None:
+    def forward(self, first: int, last: int, micro: int, version: int = 0) -> None:
         """Run blocks ``first`` to ``last`` forward and keep what backward needs."""
         if self.is_empty(micro):
             self.keep_up(first, last, micro)
             return
-        self.dice.micro = micro
+        if self.stride:  # microbatches are counted over all batches, and draw as each in its own
+            self.dice.step, self.dice.micro = divmod(micro, self.stride)
+        else:
+            self.dice.micro = micro
         block = first
         while block <= last:
             stop, segment = self.by_first[block]
@@ -134,7 +142,7 @@ class Compute:
             seed = seed_of(self.dice, draws=self.model.draws)
             try:
                 with self.directly(), self.meeting(block, micro):
-                    outputs = segment(leaves, self.store.params, self.store.buffers, seed)
+                    outputs = segment(leaves, self.store.weights(version), self.store.buffers, seed)
             except Exception as error:
                 tell_where(error, self.place(block, stop, micro, leaves))
                 raise
@@ -191,10 +199,11 @@ class Compute:
                 "samples: leave reduction='mean', and return it before item() or float()"
             )
         self.losses[micro] = float(loss.detach())
-        weighted: Tensor = loss * self.weights[micro] if self.weights[micro] != 1.0 else loss
+        weight = self.shares.weights[micro]
+        weighted: Tensor = loss * weight if weight != 1.0 else loss
         return weighted
 
-    def backward(self, first: int, last: int, micro: int) -> None:
+    def backward(self, first: int, last: int, micro: int, version: int = 0) -> None:
         """Run blocks ``last`` down to ``first`` backward; gradients are added to the parameters'."""
         if self.is_empty(micro):
             return
@@ -209,6 +218,7 @@ class Compute:
             if any(root.requires_grad for root in roots):
                 with self.meeting(block, micro):
                     self.learn(roots, gradients)
+                self.store.hand_over(version)
             self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
             self.passing[block, micro] = passed
             self.bundles.pop((block, micro), None)
@@ -278,6 +288,18 @@ class Compute:
         own = self.grads.pop((block, micro))
         passed = self.passing.pop((block, micro), no_gradients(len(own)))
         return [a if b is None else b if a is None else a + b for a, b in zip(own, passed, strict=True)]
+
+    def loss_behind(self, micro: int) -> list[Tensor]:
+        """Return what goes with a gradient to the stage before: in a stream the loss, which all stages decide by."""
+        return [torch.tensor(self.losses[micro], dtype=torch.float64)] if self.stride else []
+
+    def take_loss(self, micro: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Note the loss that came with a gradient; return the gradient, as a part of what is decided on here."""
+        if not self.stride:
+            return tensors
+        self.losses[micro] = float(tensors[0])
+        ratio = self.shares.ratios.get(micro, 1.0)
+        return [tensor * ratio for tensor in tensors[1:]] if ratio != 1.0 else tensors[1:]
 
     def partial_output(self, block: int, micro: int) -> Tensor | None:
         """Return the partial output of a sliced block, to be summed in place; None when there is none."""

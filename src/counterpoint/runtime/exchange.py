@@ -66,7 +66,8 @@ class Exchange:
             else:
                 gradients = self.compute.taken(block + 1, value.micro)
                 there = [gradient for gradient in gradients if gradient is not None]
-                self.fabric.send(peer, label, [_mask(gradient is not None for gradient in gradients), *there])
+                loss = self.compute.loss_behind(value.micro)
+                self.fabric.send(peer, label, [_mask(gradient is not None for gradient in gradients), *loss, *there])
             return
         unit = self.store.units[value.blocks]
         if value.name == "weight":
@@ -86,7 +87,7 @@ class Exchange:
             if value.name == "x":
                 self.compute.bundles[value.blocks[0], value.micro] = Bundle(tuple(tensors), tuple(flags))
             else:
-                left = iter(tensors)
+                left = iter(self.compute.take_loss(value.micro, tensors))
                 gradients = [next(left) if flag else None for flag in flags]
                 self.compute.grads[value.blocks[0] + 1, value.micro] = gradients
             return
@@ -204,7 +205,7 @@ class Exchange:
     def parts_of(self, word: Collective) -> list[float]:
         """Return for each member of a coded sum which part of the mean over all samples its gradient is."""
         brought = self.brought[word.group, word.value.blocks]
-        return [sum(self.compute.weights[micro] for micro in micros) for micros in brought]
+        return [sum(self.compute.shares.weights[micro] for micro in micros) for micros in brought]
 
     def finish(self, arena: Arena | None, word: Collective) -> None:
         """Put the result of a collective where it belongs."""

@@ -62,3 +62,33 @@ def cut(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest o
         parts = [cut(value, start, stop) for value in values]
         return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
     return values
+
+
+class Window:
+    """The batches that are under way in a stream, as one feed: microbatch m of batch k is ``k * stride + m``.
+
+    Batches that are not given are empty: before the first one, and behind the last one before a flush.
+
+    Args:
+        feeds: those under way, by the number of the batch.
+        number: of the batch that is finished with this feed.
+        ahead: how many batches behind it are begun.
+        stride: how many microbatches a batch has.
+    """
+
+    def __init__(self, feeds: Mapping[int, Feed], number: int, ahead: int, stride: int) -> None:
+        self.feeds = feeds
+        self.stride = stride
+        self.sizes: Mapping[int, int] = {
+            batch * stride + micro: feeds[batch].sizes[micro] if batch in feeds else 0
+            for batch in range(number, number + ahead + 1)
+            for micro in range(stride)
+        }
+
+    def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
+        """Return the model's inputs for a microbatch."""
+        return self.feeds[micro // self.stride].inputs(micro % self.stride)
+
+    def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
+        """Return the targets of a microbatch."""
+        return self.feeds[micro // self.stride].targets(micro % self.stride)

@@ -5,9 +5,8 @@ It knows instructions and nothing else; which strategy wrote them is not visible
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +24,7 @@ from counterpoint.runtime.calls import (
     UpdateRun,
     forward_only,
     fuse,
+    later,
 )
 from counterpoint.runtime.compute import Compute, Model
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
@@ -32,7 +32,9 @@ from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk
 from counterpoint.runtime.optimizers import clip_by_value, squared_norm
 from counterpoint.runtime.polling import gather_ballots
+from counterpoint.runtime.records import Note, RankState, Served
 from counterpoint.runtime.seeds import Dice
+from counterpoint.runtime.shares import Shares, domain_of, shares_of
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import (
@@ -40,6 +42,7 @@ from counterpoint.runtime.vote import (
     Guard,
     Verdict,
     ballot_of,
+    both,
     decide,
     has_bad_gradient,
     has_bad_loss,
@@ -49,52 +52,6 @@ from counterpoint.runtime.vote import (
     warn_of_parted,
 )
 from counterpoint.strategies.buckets import Buckets
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One push to a server and its answer: which unit, from which worker, giving back which version.
-
-    A push that brings no gradient makes no version; it is noted because of what the worker got back.
-    """
-
-    unit: tuple[int, ...]
-    worker: int
-    version: int
-
-
-@dataclass(slots=True)
-class Note:
-    """What the interpreter tells of a call, or of a transfer beside it: the words of the row it was, and its times."""
-
-    start: int
-    stop: int
-    start_s: float
-    stop_s: float
-    is_transfer: bool = False
-
-
-@dataclass(slots=True)
-class RankState:
-    """What one rank's step left behind.
-
-    Args:
-        verdict: of the last commit; None for a rank that commits nothing.
-        skipped: steps left out in a row.
-        leaves_out: whether the updates behind the last commit are left out.
-        leaves_out_late: whether those with the gradients that were set aside will be.
-        has_told: whether it has been said that parameters get gradients on some ranks only.
-        journal: the pushes that a server answered, in order.
-        notes: the calls of the last step with their times, when they are kept.
-    """
-
-    verdict: Verdict | None = None
-    skipped: int = 0
-    leaves_out: bool = False
-    leaves_out_late: bool = False
-    has_told: bool = False
-    journal: list[Served] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
 
 
 class Interpreter:
@@ -127,7 +84,8 @@ class Interpreter:
     ) -> None:
         self.scripts = {name: (script, fuse(script.words, script.early)) for name, script in scripts.items()}
         self.script, self.calls = list(self.scripts.values())[-1]
-        self.forward_calls = fuse(forward_only(self.script.words))
+        self.forward_calls = fuse(forward_only(self.script.words, self.script.stride))
+        self.number = 0
         self.sets_aside = any(isinstance(word, Swap) for word in self.script.words)
         self.store = store
         self.fabric = fabric
@@ -136,7 +94,7 @@ class Interpreter:
         self.readers = readers
         runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
         blocks = {block for run in runs for block in range(run.first, run.last + 1)}
-        self.micros = {run.micro for run in runs}
+        self.micros = {call.micro for call, _, _ in self.calls if isinstance(call, BackwardRun)}
         self.computed = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
         calls = [call for _, run in self.scripts.values() for call, _, _ in run]
         has_parts = any(isinstance(call, BackwardRun) and call.part for call in calls)
@@ -153,12 +111,13 @@ class Interpreter:
         A loss or gradient that is not finite and may not be skipped, or a parameter that got no gradient, is a
         ``DataError``, and no parameter has changed; a rank that failed is a ``PeerError`` on all others.
         """
-        self.dice.step = number
+        self.dice.step = self.number = number
         self.script, calls = self.scripts[turn]
-        total = sum(feed.sizes[micro] for micro in self.script.domain)
-        self.compute.begin(feed, {micro: feed.sizes[micro] / max(total, 1) for micro in self.script.domain})
+        if self.script.stride:
+            calls = tuple((later(call, number * self.script.stride), start, stop) for call, start, stop in calls)
+        self.compute.begin(feed, shares_of(self.script, number, feed.sizes), self.script.stride)
         self.store.begin()
-        self.state.verdict, self.state.leaves_out = None, False
+        self.state.verdict, self.state.decided, self.state.leaves_out = None, 0, False
         self.state.notes.clear()
         with self.exchange.early.step():
             self.run(calls)
@@ -169,7 +128,7 @@ class Interpreter:
         training = self.compute
         self.compute = Compute(model, self.store, self.dice)
         self.exchange.compute = self.compute
-        self.compute.begin(feed, dict.fromkeys(feed.sizes, 1.0))
+        self.compute.begin(feed, Shares(dict.fromkeys(feed.sizes, 1.0)))
         try:
             with torch.no_grad():
                 self.run(self.forward_calls)
@@ -194,11 +153,11 @@ class Interpreter:
     def execute(self, call: Call) -> None:  # noqa: C901, PLR0912 - one case for each call
         """Run one call."""
         match call:
-            case ForwardRun(first, last, micro):
-                self.compute.forward(first, last, micro)
-            case BackwardRun(first, last, micro, part="", early=early):
+            case ForwardRun(first, last, micro, version):
+                self.compute.forward(first, last, micro, version)
+            case BackwardRun(first, last, micro, version, part="", early=early):
                 with self.exchange.early.during(early, self.clock) if early else nullcontext():
-                    self.compute.backward(first, last, micro)
+                    self.compute.backward(first, last, micro, version)
             case BackwardRun(first, last, micro, part="input"):
                 self.compute.backward_input(first, last, micro)
             case BackwardRun(first, last, micro):
@@ -248,19 +207,22 @@ class Interpreter:
             squared = squared_norm(
                 gradient for unit in self.script.answers_for for gradient in self.store.units[unit].gradients()
             )
-        feed = self.compute.feed
+        feed, domain = self.compute.feed, domain_of(self.script, self.number, self.state.decided)
         missing = [name for unit in self.computed for name in self.store.units[unit].missing()]
         sizes = feed.sizes if feed is not None else {}
-        is_idle = not any(sizes[micro] for micro in self.micros)
-        ballot = ballot_of(self.compute.losses, sizes, squared, missing, mark=self.twins.mark(), is_idle=is_idle)
+        losses = {micro: loss for micro, loss in self.compute.losses.items() if micro in domain}
+        first = self.number * self.script.stride
+        is_idle = not any(sizes[micro] for micro in domain if micro - first in self.micros)
+        ballot = ballot_of(losses, sizes, squared, missing, mark=self.twins.mark(), is_idle=is_idle)
         ballots = [ballot] if len(group) == 1 else gather_ballots(self.fabric, ballot, group)
         marks = {rank: one.mark for rank, one in zip(group, ballots, strict=True)}
-        self.twins.compare(marks, group, self.fabric, self.dice.step)
+        self.twins.compare(marks, group, self.fabric, self.number)
         verdict = decide(ballots, group, self.guard, own)
-        self.state.verdict = verdict
-        self.note_what_counts(ballots, verdict)
+        self.state.verdict = verdict if self.state.verdict is None else both(self.state.verdict, verdict)
+        self.note_what_counts(ballots, verdict, domain)
+        self.state.decided += 1
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
-        require_finite(verdict.fault, self.dice.step, self.state.skipped, self.guard)
+        require_finite(verdict.fault, self.number, self.state.skipped, self.guard)
         if not self.is_left_out():
             self.settle_missing(ballots, group)
         self.store.settle(applied=not self.is_left_out())
@@ -278,10 +240,10 @@ class Interpreter:
                 if bound is not None:
                     clip_by_value(gradient, bound)
 
-    def note_what_counts(self, ballots: Sequence[Ballot], verdict: Verdict) -> None:
+    def note_what_counts(self, ballots: Sequence[Ballot], verdict: Verdict, domain: Collection[int]) -> None:
         """Note which updates are left out: those of a fault, and of gradients that no sample had a part in."""
         state, feed = self.state, self.compute.feed
-        has_samples = feed is not None and any(feed.sizes[micro] for micro in self.script.domain)
+        has_samples = feed is not None and any(feed.sizes[micro] for micro in domain)
         if self.sets_aside:
             state.leaves_out = state.leaves_out_late or has_bad_gradient(ballots)
             state.leaves_out_late = has_bad_loss(ballots) or not has_samples
@@ -293,14 +255,15 @@ class Interpreter:
         if not any(ballot.missing for ballot in ballots):
             return
         if self.compute.unused == "error":
-            require_reached(unreached(ballots, self.readers), self.dice.step)
+            require_reached(unreached(ballots, self.readers), self.number)
             if group[0] == self.fabric.rank and not self.state.has_told:
-                self.state.has_told = warn_of_parted(ballots, group, self.readers, self.dice.step)
+                self.state.has_told = warn_of_parted(ballots, group, self.readers, self.number)
         for unit in self.computed:
             self.store.units[unit].fill()
 
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
-        """Apply the optimizer to some units, unless the step is left out."""
+        """Apply the optimizer to some units, unless the step is left out; what it was before stays a version."""
+        self.store.begin_version(is_new=not self.is_left_out())
         if self.is_left_out():
             for unit in units:
                 self.store.units[unit].clear()
@@ -336,7 +299,7 @@ class Interpreter:
 
     def update_runs(self) -> list[tuple[tuple[int, ...], ...]]:
         """Return the units of every optimizer that this row steps."""
-        runs = [call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)]
+        runs = list(dict.fromkeys(call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)))
         served = [call for call, _, _ in self.calls if isinstance(call, ServeRun)]
         return runs + [(unit,) for call in served for word in call.words for unit in word.units]
 

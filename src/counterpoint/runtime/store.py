@@ -14,6 +14,7 @@ from counterpoint.model.spec import Unit
 from counterpoint.runtime.arena import Allocate, Arena, new_tensor
 from counterpoint.runtime.board import Board, note_elements
 from counterpoint.runtime.commons import Commons, row_elements, table_slots
+from counterpoint.runtime.editions import Editions
 from counterpoint.runtime.fused import can_update, takes_rows, update
 from counterpoint.runtime.layout import Slot, Span, lay_out
 from counterpoint.runtime.optimizers import Face
@@ -166,6 +167,26 @@ class Store:
         self.is_in_commons = False
         self.is_learning = False  # whether gradients that are made now are those of a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
+        self.editions: Editions | None = None
+
+    def keep_versions(self, count: int) -> None:
+        """From now on the weights of so many versions are there, in memory of their own; all are as the newest."""
+        self.editions = Editions(self.params, list(self.arenas()), count) if count > 1 else None
+
+    def weights(self, version: int) -> Mapping[str, Tensor]:
+        """Return the parameters by name as they stood so many updates ago."""
+        return self.params if self.editions is None else self.editions.read(version)
+
+    def hand_over(self, version: int) -> None:
+        """Gradients that autograd has put on the parameters of a version are those of the newest ones."""
+        if self.editions is not None:
+            self.editions.hand_over(version)
+
+    def begin_version(self, *, is_new: bool) -> None:
+        """An update begins: the weights as they are stay a version; without anything new, it is the same again."""
+        if self.editions is not None:
+            self.editions.advance(is_new=is_new)
+            self._follow_weights()
 
     def begin(self) -> None:
         """Start a step, in which no parameter has got a gradient or missed one."""

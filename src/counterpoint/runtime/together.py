@@ -252,6 +252,21 @@ def forwards(words: Sequence[Instruction]) -> defaultdict[int, list[int]]:
     return found
 
 
+def require_alone(program: Program, norms: Sequence[Norm]) -> None:
+    """Check that nobody has to normalize together with other ranks in the body of a stream.
+
+    Raises:
+        PlanError: somebody has.
+    """
+    for rank, row in enumerate(program.rows):
+        if len(mean_of(row, rank)) > row.num_slices:
+            raise PlanError(
+                f"{norms[0].path} is a SyncBatchNorm, which replicas normalize together, but those of a stage do not "
+                "meet in the middle of a forward in a pipeline without a flush; take BatchNorm, in which each "
+                "normalizes its own microbatches, or order=one_f_one_b"
+            )
+
+
 def require_meetings(program: Program, norms: Sequence[Norm]) -> None:
     """Prove that replicas which meet in every block, forwards and backwards, never wait for ever.
 

@@ -110,6 +110,20 @@ def from_numbers(numbers: Sequence[float], missing: Sequence[str] = (), *, is_id
     return Ballot(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing), int(mark), is_idle)
 
 
+def both(first: Verdict, second: Verdict) -> Verdict:
+    """Return what two commits of one step decided, as one: the mean loss over all samples, the first fault.
+
+    Example:
+        >>> both(Verdict(1.0, 1, 0.5, 1.0, ""), Verdict(3.0, 3, 0.2, 1.0, "")).loss
+        2.5
+    """
+    count = first.num_samples + second.num_samples
+    seen = [verdict for verdict in (first, second) if verdict.num_samples]
+    loss = sum(verdict.loss * verdict.num_samples for verdict in seen) / count if count else math.nan
+    fault = first.fault or second.fault
+    return Verdict(loss, count, max(first.norm, second.norm), min(first.scale, second.scale), fault)
+
+
 def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: Collection[int] = ()) -> Verdict:
     """Return the verdict of a group; the same on all its members, but for norm and scale where these are apart.
 

@@ -23,7 +23,7 @@ from counterpoint.program.instruction import (
     Value,
     weight,
 )
-from counterpoint.program.program import Program, Words
+from counterpoint.program.program import Program, Words, versions_held
 from counterpoint.program.traffic import Sizes
 from counterpoint.program.units import units_named
 
@@ -43,12 +43,13 @@ class _Held:
     wires: dict[Collective, int] = field(default_factory=dict)
     aside: dict[_Unit, Fraction] = field(default_factory=dict)
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
+    versions: int = 1
 
     def num_bytes(self, size_of: Sizes, num_states: int) -> Fraction:
         """Return the bytes of everything held."""
         total = Fraction(sum(self.alive.values()) + sum(self.wires.values()))
         gradients = ((self.grads, 1), (self.shares, 1), (self.aside, 1), (self.residuals, 2))
-        for parts, times in ((self.weights, 1), *gradients, (self.states, num_states)):
+        for parts, times in ((self.weights, self.versions), *gradients, (self.states, num_states)):
             total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
         return total
 
@@ -59,7 +60,8 @@ def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tupl
     A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
     backward, or its arrival on a server, to its update or departure, in part once it has been shared out and
     released, and a second one is there where one is set aside; a server that does not wait holds one gradient at a
-    time; an optimizer keeps ``num_states`` values per parameter (two for Adam) of what its rank updates. A code keeps
+    time; weights are there in as many versions as the row reads; an optimizer keeps ``num_states`` values per parameter
+    (two for Adam) of what its rank updates. A code keeps
     what it has not sent twice: as it is, and as it will be if the step is applied; and it has room for what it sends,
     and for what is gathered from others. What an operator inside a block needs for its
     backward is not in the program and not counted.
@@ -82,10 +84,10 @@ def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tupl
 
 def _outline(word: Instruction) -> tuple[object, ...]:
     match word:
-        case Forward(block):
-            return "F", block
-        case Backward(block, part=part):
-            return "B", block, part
+        case Forward(block, version=version):
+            return "F", block, version
+        case Backward(block, part=part, version=version):
+            return "B", block, part, version
         case Collective(_, value, group, phase):
             return word.name, value.name, value.blocks, len(group), phase
         case Release(value):
@@ -114,7 +116,7 @@ def _row_peak(row: Words, units: list[_Unit], size_of: Sizes, num_states: int) -
 
 def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
     """Return what a rank holds before its first word: a weight that it gathers first is kept in part."""
-    held = _Held()
+    held = _Held(versions=versions_held(row))
     parts: dict[_Unit, Fraction] = {}
     for word in row:
         match word:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from counterpoint.errors import ProgramError
@@ -26,6 +27,7 @@ from counterpoint.program.program import Program, Words
 from counterpoint.program.symmetry import refine
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Event, Trace
+from counterpoint.program.turn import Turn
 from counterpoint.program.walk import Groups, show_places, walk
 from counterpoint.simulator.clock import Clash, Clock, Score
 from counterpoint.simulator.costs import Costs
@@ -41,7 +43,48 @@ def simulate(program: Program, costs: Costs) -> Trace:
     Raises:
         ProgramError: the program comes to no end (law 2 or 3).
     """
-    rows = program.unroll(1)
+    return _simulate(program, program.unroll(1), costs)
+
+
+BODIES_PLAYED = 4
+"""So many bodies of a stream are played to see the last one, which is then like all later ones."""
+
+
+def simulate_turn(turn: Turn, costs: Costs) -> Trace:
+    """Return what one kind of step would be like; in a stream, one body in the long run.
+
+    Every rank's body begins at 0 then, as it does where it is measured.
+
+    Args:
+        turn: of a plan.
+        costs: seconds of its instructions.
+    """
+    if turn.stream is None:
+        return simulate(turn.program, costs)
+    trace = _simulate(turn.stream, turn.stream.unroll(BODIES_PLAYED), costs)
+    events = [event for rank in range(trace.num_ranks) for event in _last_body(trace, turn, rank)]
+    return Trace.of(events, trace.num_ranks, "simulated")
+
+
+def _last_body(trace: Trace, turn: Turn, rank: int) -> list[Event]:
+    assert turn.stream is not None, "a stream"
+    row, words = turn.stream.rows[rank], turn.program.rows[rank].body
+    first = len(row.prologue) + (BODIES_PLAYED - 1) * len(row.body)
+    played = [event for event in trace.events if event.rank == rank and 0 <= event.index - first < len(words)]
+    began = min((event.start_s for event in played), default=0.0)
+    return [
+        replace(
+            event,
+            index=event.index - first,
+            words=format_instruction(words[event.index - first]),
+            start_s=event.start_s - began,
+            stop_s=event.stop_s - began,
+        )
+        for event in played
+    ]
+
+
+def _simulate(program: Program, rows: Sequence[Words], costs: Costs) -> Trace:
     try:
         partners = find_partners(rows)
     except (IndexError, KeyError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar
+from math import lcm
+from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -13,10 +14,12 @@ from counterpoint.program.instruction import Backward, Collective, Commit, Forwa
 from counterpoint.program.program import Program, Row
 from counterpoint.strategies.balance import even_cuts
 from counterpoint.strategies.chunks import Chunks
-from counterpoint.strategies.orders.order import Order, Place
-from counterpoint.strategies.orders.table import find_order
-from counterpoint.strategies.stages import StageRow, Stages
-from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share, sliced_bytes
+from counterpoint.strategies.orders.order import Order, Place, warmup
+from counterpoint.strategies.orders.pipedream import STREAMS
+from counterpoint.strategies.orders.table import find_order, require_order
+from counterpoint.strategies.stages import StageRow, Stages, sliced_part
+from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
+from counterpoint.strategies.stream import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,25 @@ class Pipeline:
 
     Args:
         degree: number of stages (with ``replicas``: still the number of stages).
-        order: ``one_f_one_b``, ``gpipe``, ``interleaved`` or ``zero_bubble``.
+        order: ``one_f_one_b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; without a flush ``pipedream`` or
+            ``pipedream_2bw``.
         replicas: ranks per stage; microbatch m goes to replica ``m mod r`` of each stage, its backward too.
         balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be.
         virtual: chunks per stage, called virtual stages by others; chunk c of stage s stands at ``c n + s`` of n stages
             in the model, and at ``2 n - 1 - s`` where ``zero_bubble`` has its second one.
+        vertical_sync: ``on`` has every stage compute a microbatch with weights that have seen the same microbatches
+            as those of the first stage when it came there; only under ``pipedream``.
+
+    Promise:
+        The orders with a flush change no numbers. pipedream and pipedream_2bw never flush while batches come, and a
+        gradient is computed with older weights than those it is applied to. With w the warm-up of a stage,
+        ``floor((R - 1 - replicas of earlier stages) / own replicas)`` of R in all: under pipedream a stage of r
+        replicas updates after every r microbatches, with the mean over their samples, and forward and backward of a
+        microbatch use the weights of w updates before; with vertical_sync the stages use those of one moment, w of the
+        first stage ago. Under pipedream_2bw all stages update once per global batch,
+        ``W(t+1) = W(t) - lr * gradient at W(t-1)``. After a flush (at the end of an epoch, before an evaluation, a
+        checkpoint, and the end of a fit) the first microbatches meet the newest weights, as they do at the beginning.
+        Running statistics have no versions. Each stage decides by itself whether an update counts.
 
     Cost:
         Bytes sent per rank and step: the activations that leave its chunks and the gradients that leave them
@@ -37,10 +54,14 @@ class Pipeline:
         Idle time, for n stages, m microbatches and v chunks: ``(n-1)/(v m+n-1)`` of the step, under zero_bubble with
         v = 1 and 2 as if v were 3 and 6. Memory: its stage's states; activations of m microbatches under gpipe, of
         ``n - stage`` under one_f_one_b, of ``n`` under zero_bubble, of up to ``n (1 + (n-1)/(n v))`` under interleaved.
+        Without a flush: no idle time between two flushes; sums of gradients once per update; activations of w + 1
+        microbatches, and weights of w + 1 versions under pipedream, of 2 under pipedream_2bw, of as many as the
+        first stage has (in updates of its own) with vertical_sync.
 
     Source:
         Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, section 3; Narayanan et al.,
-        Megatron-LM, SC 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
+        Megatron-LM, SC 2021, section 2.2; Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024; Narayanan et al.,
+        Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021 (2BW).
     """
 
     degree: int
@@ -48,13 +69,21 @@ class Pipeline:
     replicas: tuple[int, ...] = ()
     balance: tuple[int, ...] = ()
     virtual: int = 1
+    vertical_sync: Literal["off", "on"] = "off"
 
     axis: ClassVar[str] = "stage"
     splits_batch: ClassVar[bool] = False
     need: ClassVar[Need] = "chain"
 
     def __post_init__(self) -> None:
-        find_order(self.order, self.virtual)
+        require_order(self.order, self.virtual)
+        if self.vertical_sync not in {"off", "on"}:
+            raise PlanError(f"a pipeline has no vertical_sync={self.vertical_sync!r}; give off or on")
+        if self.vertical_sync == "on" and self.order != "pipedream":
+            raise PlanError(
+                f"vertical_sync=on is about microbatches that meet other versions on every stage, which order="
+                f"{self.order} has none of; leave it out, or give order=pipedream"
+            )
         counts = self.degree * self.virtual
         for name, given, wanted, of in (
             ("replicas", self.replicas, self.degree, "stage"),
@@ -82,6 +111,8 @@ class Pipeline:
             parts.append(f"replicas=({','.join(map(str, self.replicas))})")
         if self.balance:
             parts.append(f"balance=({','.join(map(str, self.balance))})")
+        if self.vertical_sync == "on":
+            parts.append("vertical_sync=on")
         return f"pipeline({', '.join(parts)})"
 
     @property
@@ -90,13 +121,28 @@ class Pipeline:
         return self.replicas or (1,) * self.degree
 
     @property
+    def is_stream(self) -> bool:
+        """Whether it never flushes while batches come."""
+        return self.order in STREAMS
+
+    def microbatches(self, wanted: int) -> int:
+        """Return the first number of microbatches from ``wanted`` on that divides over all replicas.
+
+        Under pipedream, whose microbatches are batches of their own, it is the least, however many are wanted.
+        """
+        multiple = lcm(*self.stage_ranks)
+        least = warmup(0, self.stage_ranks) * self.stage_ranks[0] if self.order == "pipedream_2bw" else 1
+        wanted = 1 if self.order == "pipedream" else max(wanted, least)
+        return -(-wanted // multiple) * multiple
+
+    @property
     def num_chunks(self) -> int:
         """How many chunks a stage runs; one alone has nobody to wait for."""
         return self.virtual if self.degree > 1 else 1
 
     @property
     def how(self) -> Order:
-        """The order, as it is for so many chunks; a stage that is alone needs none."""
+        """The order, as it is for so many chunks; a stage that is alone needs none, and a stream has none."""
         return find_order(self.order, self.virtual) if self.degree > 1 else find_order("one_f_one_b", 1)
 
     def num_ranks(self, inner: int) -> int:
@@ -138,6 +184,8 @@ class Pipeline:
         """
         for row in program.rows:
             self._check_order(row)
+        if self.is_stream:
+            return self._stream(model).lower(program)
         stages = Stages(self.chunks(model), self.stage_ranks, self.how)
         micros = sorted({word.micro for row in program.rows for word in row.body if isinstance(word, Forward)})
         seats = stages.items(micros)
@@ -150,7 +198,11 @@ class Pipeline:
 
     def chunks(self, model: ModelSpec) -> Chunks:
         """Return which blocks lie where."""
-        return Chunks.of(self.cuts(model), num_stages=self.degree, is_folded=self.how.is_folded)
+        return Chunks.of(self.cuts(model), num_stages=self.degree, is_folded=not self.is_stream and self.how.is_folded)
+
+    def _stream(self, model: ModelSpec) -> Stream:
+        rule = "synced" if self.vertical_sync == "on" else STREAMS[self.order]
+        return Stream(self.chunks(model).runs, self.stage_ranks, rule, str(self))
 
     def _check_order(self, row: Row) -> None:
         for word in row.body:
@@ -171,6 +223,8 @@ class Pipeline:
 
     def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
         """Return the forecast with each stage's activations and, for replicas and ties, sums of gradients."""
+        if self.is_stream:
+            return self._stream(model).forecast(before, model)
         chunks = self.chunks(model)
         ranks: list[RankForecast] = []
         for stage, count in enumerate(self.stage_ranks):
@@ -198,17 +252,11 @@ class Pipeline:
             blocks=blocks,
             num_micros=count,
             updates=kept,
-            sent=_sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * samples,
+            sent=sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * samples,
             summed=rank.summed + summed,
             in_flight=self.how.in_flight(Place(stage, self.stage_ranks, tuple(range(count)), self.num_chunks)),
             heads=tuple(run[0] for run in chunks.on(stage)),
         )
-
-
-def _sliced_part(rank: RankForecast, blocks: Sequence[int], model: ModelSpec) -> Fraction:
-    """Return what of an inner rank's traffic, which is all about sliced blocks, belongs to a stage."""
-    whole = sliced_bytes(model, rank.blocks)
-    return rank.sent * Fraction(sliced_bytes(model, blocks), whole) if whole else Fraction(0)
 
 
 def _holders(unit: Unit, chunks: Chunks, replicas: Sequence[int]) -> int:

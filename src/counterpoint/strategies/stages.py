@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal, TypeAlias
 
+from counterpoint.model.spec import ModelSpec
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -23,8 +25,9 @@ from counterpoint.program.rewrite import shifted
 from counterpoint.strategies.chunks import Chunks
 from counterpoint.strategies.orders.order import Order, Place, Turn
 from counterpoint.strategies.posting import Ends, Hop, Item, with_messages
+from counterpoint.strategies.strategy import RankForecast, sliced_bytes
 
-_Work: TypeAlias = dict[tuple[type[Instruction], int, int], Words]
+Work: TypeAlias = Mapping[tuple[type[Instruction], int, int], Words]
 """For each block's forward or backward on a microbatch: itself and the words that belong to it."""
 
 PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
@@ -115,7 +118,7 @@ class StageRow:
 
     def words(self, row: Row, items: Sequence[Item]) -> Iterator[Instruction]:
         """Yield what this seat does instead of the inner rank's whole row."""
-        work = _work_of(row.body)
+        work = work_of(row.body)
         for item in items:
             match item:
                 case Turn():
@@ -130,7 +133,7 @@ class StageRow:
         """Return the rank at a seat for the same inner rank."""
         return seat * self.num_inner + self.inner
 
-    def _turn(self, turn: Turn, work: _Work) -> Iterator[Instruction]:
+    def _turn(self, turn: Turn, work: Work) -> Iterator[Instruction]:
         run = self.stages.run_of(self.seat, turn)
         by = self.seat * self.num_inner
         if turn.kind == "F":
@@ -161,9 +164,9 @@ class StageRow:
         yield from (Update(unit) for unit in units)
 
 
-def _work_of(body: Words) -> _Work:
+def work_of(body: Words) -> Work:
     """Attach to each forward and backward the words that stand right behind it and belong to it."""
-    work: _Work = {}
+    work: dict[tuple[type[Instruction], int, int], Words] = {}
     key = None
     for word in body:
         match word:
@@ -175,3 +178,9 @@ def _work_of(body: Words) -> _Work:
             case _:
                 key = None
     return work
+
+
+def sliced_part(rank: RankForecast, blocks: Sequence[int], model: ModelSpec) -> Fraction:
+    """Return what of an inner rank's traffic, which is all about sliced blocks, belongs to a stage."""
+    whole = sliced_bytes(model, rank.blocks)
+    return rank.sent * Fraction(sliced_bytes(model, blocks), whole) if whole else Fraction(0)

@@ -28,6 +28,7 @@ class RankForecast:
         updated: the part of each unit that it updates and keeps optimizer state for.
         gradients: the part of each gradient that it holds from one forward to the next.
         heads: the first block of each chunk that it runs; microbatches in flight are counted there.
+        versions: how many versions of its weights it holds.
     """
 
     blocks: tuple[int, ...]
@@ -39,6 +40,7 @@ class RankForecast:
     updated: Fraction = Fraction(1)
     gradients: Fraction = Fraction(1)
     heads: tuple[int, ...] = (0,)
+    versions: int = 1
 
     def num_chunks(self, unit: Unit) -> int:
         """Return how many of its chunks use a unit."""
@@ -57,6 +59,7 @@ class Forecast:
         staleness: updates between reading weights and applying their gradient; None for no bound.
         sliced: the blocks whose results are partial on every rank, to be summed.
         apart: whether replicas end the step with weights of their own.
+        room: for how many messages of each peer a rank must have room before it waits for them.
     """
 
     ranks: tuple[RankForecast, ...]
@@ -65,6 +68,7 @@ class Forecast:
     staleness: int | None = 0
     sliced: frozenset[int] = frozenset()
     apart: bool = False
+    room: int = 0
 
     def copied(self, times: int) -> Forecast:
         """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""

@@ -93,7 +93,7 @@ STRATEGIES: dict[str, Named] = {
     "pipeline": Named(
         Pipeline,
         "stages of blocks, microbatches flow through them",
-        ("order", "replicas", "balance", "virtual"),
+        ("order", "replicas", "balance", "virtual", "vertical_sync"),
         Pipeline,
     ),
     "gpipe": Named(
@@ -130,6 +130,18 @@ STRATEGIES: dict[str, Named] = {
         partial(Pipeline, order="zero_bubble"),
         "a pipeline that puts off the weight parts of backwards; virtual=2 for chunks in a V",
         ("replicas", "balance", "virtual"),
+        Pipeline,
+    ),
+    "pipedream": Named(
+        partial(Pipeline, order="pipedream"),
+        "a pipeline that never flushes, on stashed weights",
+        ("replicas", "balance", "vertical_sync"),
+        Pipeline,
+    ),
+    "pipedream_2bw": Named(
+        partial(Pipeline, order="pipedream_2bw"),
+        "a pipeline that never flushes, on two versions of the weights",
+        ("replicas", "balance"),
         Pipeline,
     ),
     "tensor": Named(Tensor, "layers sliced along named dims", ("dims",), Tensor),

@@ -22,8 +22,8 @@ from counterpoint.launchers.environment import detect
 from counterpoint.launchers.function import launch
 from counterpoint.plan import Plan
 from counterpoint.runtime.feed import BatchFeed
-from counterpoint.runtime.interpreter import Served
 from counterpoint.runtime.optimizers import Face
+from counterpoint.runtime.records import Served
 from counterpoint.testing.plain import Plain, expected_buffers, train_plainly
 from counterpoint.testing.subjects import STRATEGIES, THREE_RANKS, Recipe, Subject, plan_for, subject
 from counterpoint.training.options import Options

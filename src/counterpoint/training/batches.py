@@ -1,4 +1,4 @@
-"""How many samples a batch has, if its tensors agree."""
+"""How many samples a batch has, if its tensors agree, and whether all ranks have the same one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from counterpoint.errors import DataError
+from counterpoint.fabric.fabric import Fabric
 from counterpoint.world.topology import counted
 
 
@@ -119,3 +120,30 @@ def lengths_of(values: Any) -> set[int]:  # noqa: ANN401 - any nest of tensors
 def listed(lengths: set[int]) -> str:
     """Return the lengths as text."""
     return " and ".join(map(str, sorted(lengths))) or "no"
+
+
+def require_same_batches(fabric: Fabric, count: int, content: str) -> None:
+    """Check that all ranks begin with the same batch; all ranks call it together.
+
+    Args:
+        fabric: the way to the others.
+        count: samples of this rank's batch.
+        content: what :func:`digest` says of it.
+
+    Raises:
+        DataError: they do not.
+    """
+    for rank, theirs in enumerate(fabric.gather_values("batch", [count, content], tuple(range(fabric.num_ranks)))):
+        assert isinstance(theirs, list), "what every rank sends"
+        if theirs[0] != count:
+            raise DataError(
+                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {theirs[0]}; every rank "
+                "passes the same global batch and takes its own part of it: leave the sharding of batches away, or "
+                "pass batches='own' to parallelize"
+            )
+        if theirs[1] != content:
+            raise DataError(
+                f"rank {fabric.rank} and rank {rank} were given different batches of {count} samples; every rank "
+                "passes the same global batch and takes its own part of it: leave a DistributedSampler away, shuffle "
+                "with the same seed on every rank, and draw no noise that differs; or pass batches='own' to parallelize"
+            )

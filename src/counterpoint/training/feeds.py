@@ -65,10 +65,11 @@ class DatasetFeed:
 
 
 def read_micros(program: Program, ranks: Collection[int]) -> list[int]:
-    """Return the microbatches whose samples these ranks read: those whose first or last block they run."""
+    """Return the microbatches of a batch whose samples these ranks read: those whose first or last block they run."""
+    stride = len(program.micros)
     last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
     words = (word for rank in ranks for word in program.rows[rank].body if isinstance(word, Forward))
-    return sorted({word.micro for word in words if word.block in {0, last}})
+    return sorted({word.micro % stride for word in words if word.block in {0, last}})
 
 
 def counted_micros(program: Program, rank: int) -> list[int]:

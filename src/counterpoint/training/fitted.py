@@ -30,7 +30,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.text import format_instruction, parse_instruction
 from counterpoint.program.trace import Event, Trace
-from counterpoint.simulator.simulate import simulate
+from counterpoint.simulator.simulate import simulate_turn
 
 Key: TypeAlias = tuple[str, tuple[int, ...]]
 """What a cost is about: its kind, and the blocks or ranks it concerns; the same for all microbatches."""
@@ -38,7 +38,7 @@ Key: TypeAlias = tuple[str, tuple[int, ...]]
 
 def simulated_beside(compiled: Compiled, measured: Trace, number: int = 0) -> Trace:
     """Return what the simulator makes of the program of a step with the costs that were measured in it."""
-    return simulate(compiled.turn_at(number).program, fit(compiled.model, measured))
+    return simulate_turn(compiled.turn_at(number), fit(compiled.model, measured))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,15 @@ from typing import Any, cast
 import torch
 
 from counterpoint.data.sampler import split
-from counterpoint.errors import DataError
+from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import digest, ranks
+from counterpoint.plan import Plan
 from counterpoint.program.instruction import Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.feed import cut
 from counterpoint.runtime.optimizers import Face
+from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.training.run import put_settings, settings
 
 
@@ -243,4 +245,19 @@ class OwnBatches:
                 f"{ranks(members)} compute together on one batch, but brought "
                 f"{', '.join(f'{count} samples' for count, _ in offers)}, not the same ones; shard the samples by "
                 "replica: the ranks of one replica pass one batch"
+            )
+
+
+def require_whole_steps(plan: Plan) -> None:
+    """Check that a step ends what it begins, so that what each rank brings to it is used in it.
+
+    Raises:
+        PlanError: batches are under way over several steps.
+    """
+    for strategy in plan.strategies:
+        if isinstance(strategy, Pipeline) and strategy.is_stream:
+            raise PlanError(
+                f"batches='own' has each rank bring samples of its own to a step, but under {strategy} all stages work "
+                "on every batch, and take several steps for it; pass batches='same', the whole batch on every rank, or "
+                "take order=one_f_one_b"
             )

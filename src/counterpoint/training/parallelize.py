@@ -11,18 +11,17 @@ from torch import Tensor, nn, optim
 
 from counterpoint.data.sampler import split
 from counterpoint.errors import DataError, PlanError
-from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
 from counterpoint.runtime.feed import BatchFeed, Feed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
-from counterpoint.training.batches import count_samples, digest, warn_of_forks
+from counterpoint.training.batches import count_samples, digest, require_same_batches, warn_of_forks
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan
 from counterpoint.training.feeds import counted_micros
-from counterpoint.training.own_batches import OwnBatches
+from counterpoint.training.own_batches import OwnBatches, require_whole_steps
 from counterpoint.training.team import Team
 from counterpoint.training.world import World, open_world
 
@@ -63,7 +62,9 @@ class Step:
             targets: likewise.
 
         Returns:
-            The mean loss over the batch, that of all ranks together, before the update.
+            The mean loss over the batch, that of all ranks together, before the update. Under a plan without a flush
+            (pipedream), that of the batch that has come through all stages, some calls after its own one, and nan as
+            long as there is none.
 
         Raises:
             PlanError: the step is closed.
@@ -80,20 +81,28 @@ class Step:
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, targets, count)
-        feed = BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)))
-        return self.advance(feed).loss
+        return self.enter(BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros))))
 
-    def advance(self, feed: Feed) -> Verdict:
-        """Take one step on all ranks."""
+    def enter(self, feed: Feed) -> float:
+        """Let a batch enter; return the loss of the one that has come through: of this one, unless batches overlap."""
+        flight = self.team.flight
+        flight.feeds[self.number] = feed
+        loss = self.advance(self.number - flight.ahead)
+        self.number += 1
+        return loss
+
+    def advance(self, number: int) -> float:
+        """Take the step that ends with the batch of this number, on all ranks; return its loss, nan where none is."""
         if (self.is_shared or self.own is not None) and not self.has_warned:
             self.has_warned = warn_of_forks(self.children)  # a loader starts workers anew in every epoch
+        flight = self.team.flight
         with torch.random.fork_rng(devices=[], enabled=self.team.draws):
-            verdict = self.team.step(self.number, feed)
+            verdict = self.team.step(number, flight.feed(number))
+        feed = flight.feeds.pop(number, None)
         if self.is_shared and isinstance(feed, BatchFeed):
-            self.require_all(verdict, feed)
+            self.require_all(number, verdict, feed)
         self.team.face.stepped()
-        self.number += 1
-        return verdict
+        return verdict.loss
 
     def take_part(self, own: OwnBatches, batch: tuple[Any, Any]) -> float:
         """Train on the batches of all ranks, this one's among them, and return their mean loss."""
@@ -102,7 +111,7 @@ class Step:
         if is_first:
             self.build_for_all(own, batch, [offer.count for offer in offers])
         own.judge(self.number, offers)
-        return self.advance(own.feed(batch, offers)).loss
+        return self.enter(own.feed(batch, offers))
 
     def build_for_all(self, own: OwnBatches, batch: tuple[Any, Any], counts: list[int]) -> None:
         """Build the ranks for batches of their own.
@@ -138,7 +147,7 @@ class Step:
             if self.team.compiled is None:
                 self.build_for_all(self.own, ((), ()), [offer.count for offer in offers])
             self.own.judge(self.number, offers)
-            self.advance(self.own.feed(None, offers))
+            self.enter(self.own.feed(None, offers))
 
     def mean(self, value: float, count: int = 1) -> float:
         """Return the mean of a value over all ranks, each counting as often as it says; all ranks call it together.
@@ -159,6 +168,18 @@ class Step:
             pairs = list(fabric.gather_values("mean", pairs[0], tuple(range(fabric.num_ranks))))
         total = sum(number for _, number in pairs)
         return math.fsum(one * number for one, number in pairs) / total if total else math.nan
+
+    def flush(self) -> list[float]:
+        """Finish the batches that are under way, and return their losses; none are under a plan that always flushes.
+
+        Under pipedream and pipedream_2bw the next batches begin with the newest weights, as the first ones did.
+        """
+        flight, losses = self.team.flight, []
+        for number in range(self.number - flight.ahead, self.number) if flight.feeds else ():
+            is_there = number in flight.feeds
+            loss = self.advance(number)
+            losses += [loss] if is_there else []
+        return losses
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
@@ -185,7 +206,7 @@ class Step:
             team.plan = team.plan.with_microbatches_for(count)
         team.plan.require_batch(count)
 
-    def require_all(self, verdict: Verdict, feed: BatchFeed) -> None:
+    def require_all(self, number: int, verdict: Verdict, feed: BatchFeed) -> None:
         """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
 
         Raises:
@@ -194,7 +215,7 @@ class Step:
         expected = sum(feed.sizes[micro] for micro in self.counted)
         if expected and verdict.num_samples not in {0, expected}:
             raise DataError(
-                f"rank {self.team.world.fabrics[0].rank} counts {expected} samples in step {self.number}, but the "
+                f"rank {self.team.world.fabrics[0].rank} counts {expected} samples in step {number}, but the "
                 f"ranks together {verdict.num_samples}, so they were given different batches, and the step was not the "
                 "one that was meant; every rank passes the same global batch and takes its own part of it"
             )
@@ -205,8 +226,9 @@ class Step:
         return self.team.face.optimizer
 
     def give_back(self) -> nn.Module:
-        """Put the trained weights into the model, on every rank, and return it."""
+        """Put the trained weights into the model, on every rank, and return it; what is under way is finished first."""
         self.finish()
+        self.flush()
         self.team.give_back()
         return self.team.model
 
@@ -217,6 +239,7 @@ class Step:
         ``.data`` are not seen: torch does not count them.
         """
         if self.team.compiled is not None:
+            self.flush()
             self.team.take()
 
     def close(self) -> None:
@@ -224,6 +247,7 @@ class Step:
         if not self.is_closed:
             self.finish()
             self.is_closed = True
+            self.flush()
             self.team.give_back()
             self.team.close()
 
@@ -237,33 +261,6 @@ class Step:
         else:
             self.is_closed = True
             self.team.close()
-
-
-def require_same_batches(fabric: Fabric, count: int, content: str) -> None:
-    """Check that all ranks begin with the same batch; all ranks call it together.
-
-    Args:
-        fabric: the way to the others.
-        count: samples of this rank's batch.
-        content: what :func:`counterpoint.training.batches.digest` says of it.
-
-    Raises:
-        DataError: they do not.
-    """
-    for rank, theirs in enumerate(fabric.gather_values("batch", [count, content], tuple(range(fabric.num_ranks)))):
-        assert isinstance(theirs, list), "what every rank sends"
-        if theirs[0] != count:
-            raise DataError(
-                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {theirs[0]}; every rank "
-                "passes the same global batch and takes its own part of it: leave the sharding of batches away, or "
-                "pass batches='own' to parallelize"
-            )
-        if theirs[1] != content:
-            raise DataError(
-                f"rank {fabric.rank} and rank {rank} were given different batches of {count} samples; every rank "
-                "passes the same global batch and takes its own part of it: leave a DistributedSampler away, shuffle "
-                "with the same seed on every rank, and draw no noise that differs; or pass batches='own' to parallelize"
-            )
 
 
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -319,7 +316,10 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     world = open_world(found, plan.num_ranks, chosen.deadline_s)
     team = Team(world, plan, model, loss, face, chosen)
     fixed = num_microbatches is not None or isinstance(strategy, Plan)
-    own = OwnBatches(world.fabrics[0], face, uneven=uneven) if batches == "own" and is_one_of_many(world) else None
+    own = None
+    if batches == "own" and is_one_of_many(world):
+        require_whole_steps(plan)
+        own = OwnBatches(world.fabrics[0], face, uneven=uneven)
     return Step(team, has_fixed_micros=fixed, auto=make_auto(strategy, plan, num_microbatches), own=own)
 
 

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +144,18 @@ class Run:
     def step(self, *, traced: bool) -> None:
         """Take one step."""
         began = time.perf_counter()
-        cursor, number = self.progress.cursor, self.progress.step
-        feed = self.supply.feed(cursor)
+        cursor, number, flight = self.progress.cursor, self.progress.step, self.team.flight
+        fill = flight.filling(number)
+        for at in range(number, min(number + flight.ahead + 1, self.next_flush())):
+            if at not in flight.feeds:
+                flight.feeds[at] = self.supply.feed(replace(cursor, batch=cursor.batch + at - number))
+        for at in fill:
+            self.team.step(at, flight.feed(at))
         if traced:
-            verdict, trace = measured_step(self.team, number, feed)
+            verdict, trace = measured_step(self.team, number, flight.feed(number))
         else:
-            verdict, trace = self.team.step(number, feed), None
+            verdict, trace = self.team.step(number, flight.feed(number)), None
+        num_samples = sum(flight.feeds.pop(number).sizes.values())
         self.team.face.stepped()
         if self.schedule is not None:
             self.schedule.step()
@@ -158,7 +164,7 @@ class Run:
             number,
             cursor.epoch,
             verdict.loss,
-            min(verdict.num_samples, len(feed.indices)),
+            min(verdict.num_samples, num_samples),
             time.perf_counter() - began,
             verdict.norm,
             verdict.fault,
@@ -168,6 +174,14 @@ class Run:
             listener.on_step(end)
             if trace is not None:
                 listener.on_trace(Timed(number, trace))
+
+    def next_flush(self) -> int:
+        """Return the step before which nothing may be under way: of an evaluation or checkpoint, or a new epoch."""
+        step, cursor = self.progress.step, self.progress.cursor
+        evaluations = self.goals.evaluate_every if self.goals.evaluation is not None else None
+        periods = [every for every in (evaluations, self.goals.save_every) if every is not None]
+        times = [step - step % every + every for every in periods]
+        return min(self.num_steps, step + self.sampler.num_batches - cursor.batch, *times)
 
     def is_time_to_evaluate(self) -> bool:
         """Tell whether held-out data is measured now."""

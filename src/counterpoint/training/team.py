@@ -48,6 +48,7 @@ from counterpoint.runtime.state import (
 from counterpoint.runtime.together import norms_of
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.checks import require_own_memory
+from counterpoint.training.flight import Flight, require_streamable
 from counterpoint.training.keeping import Keeping
 from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.options import Options, guard_of
@@ -93,6 +94,7 @@ class Team:
         self.draws = True
         self.ranks: dict[int, Rank] = {}
         self.has_late = False  # whether gradients are set aside that are still to be applied
+        self.flight = Flight()
         self.evaluations: dict[int, Model] = {}
         self.watch: Watch | None = None
 
@@ -118,6 +120,8 @@ class Team:
         spec = with_unused(trainable(cut.spec, self.face))
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
         self.num_micros = len(self.compiled.program.micros)
+        self.flight = Flight.of(self.compiled.turns[-1])
+        require_streamable(self.compiled, self.options, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.require_whole_parameters()
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
@@ -278,6 +282,7 @@ class Team:
         if self.compiled is None:
             return
         self.settle()
+        self.flight.require_flushed("give_back()")
         book = self.book()
         first = self.world.fabrics[0].rank
         full: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params

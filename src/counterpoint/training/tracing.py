@@ -23,7 +23,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Event, Lane, Trace
 from counterpoint.runtime.feed import Feed
-from counterpoint.runtime.interpreter import Note
+from counterpoint.runtime.records import Note
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.team import Team
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained."""
+"""What of a model is trained: descriptions without frozen parameters, and with those that nothing reads."""
 
 from __future__ import annotations
 

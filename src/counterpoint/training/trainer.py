@@ -229,6 +229,7 @@ class Trainer:
 
     def leave(self, team: Team, error: BaseException) -> None:
         """End the connection after an error; where all ranks are here, the model gets what was learned before it."""
+        team.flight.feeds.clear()  # what was under way is lost
         try:
             if isinstance(team.world, JoinedWorld):
                 team.world.stop(error)
@@ -252,6 +253,7 @@ class Trainer:
         require_counts(optional=True, batch_size=batch_size)
         size = batch_size or 64 * self.plan.num_micros
         team = self.ready_team(dataset, size)
+        team.flight.require_flushed("evaluate()")
         if not self.is_running:
             team.take()
         with kept_modes(self.model):
@@ -265,6 +267,7 @@ class Trainer:
         """
         if self.team is None or self.team.compiled is None:
             raise CheckpointError("there is nothing to save before the first step; call fit(...) first")
+        self.team.flight.require_flushed("save()")
         if not self.is_running:
             self.team.take()
         return saving.save(self.team, Path(folder), self.progress, {}, keep=keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -48,12 +48,20 @@ class Place:
         return self.warmup_of(self.stage)
 
     def warmup_of(self, stage: int) -> int:
-        """Return the warmup of a stage that runs as many microbatches as this one.
+        """Return the warmup of a stage that runs as many microbatches as this one."""
+        return min(warmup(stage, self.replicas), len(self.micros))
 
-        ``floor((R - 1 - sum of replicas of earlier stages) / own replicas)`` with R replicas in all.
-        """
-        later = sum(self.replicas) - 1 - sum(self.replicas[:stage])
-        return min(later // self.replicas[stage], len(self.micros))
+
+def warmup(stage: int, replicas: Sequence[int]) -> int:
+    """Return how many forwards a replica of a stage is ahead of its backwards, however many microbatches there are.
+
+    ``floor((R - 1 - sum of replicas of earlier stages) / own replicas)`` with R replicas in all.
+
+    Example:
+        >>> [warmup(stage, (3, 2, 1)) for stage in range(3)]
+        [1, 1, 0]
+    """
+    return (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage]
 
 
 Turns: TypeAlias = Callable[[Place], Iterator[Turn]]

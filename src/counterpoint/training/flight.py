@@ -1,0 +1,90 @@
+"""The batches that are under way: one in a synchronous step, several in a stream, none behind a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from counterpoint.compiler.compile import Compiled
+from counterpoint.errors import PlanError
+from counterpoint.fabric.shm.segments import available_bytes
+from counterpoint.program.turn import Turn
+from counterpoint.runtime.feed import Feed, Window
+from counterpoint.training.options import Options
+
+
+@dataclass(slots=True)
+class Flight:
+    """What the next steps are fed. The step of a stream finishes the batch of its number and begins later ones.
+
+    A batch that is not there is empty: nothing is done for it. So a stream begins with steps of the numbers before its
+    first batch, of which only the beginnings of later ones are left, and is flushed by steps without later ones.
+
+    Args:
+        ahead: how many batches behind its own one a step begins.
+        stride: how many microbatches a batch has.
+        feeds: the batches under way, by the number of their step.
+    """
+
+    ahead: int = 0
+    stride: int = 0
+    feeds: dict[int, Feed] = field(default_factory=dict)
+
+    @staticmethod
+    def of(turn: Turn) -> Flight:
+        """Return the flight of a plan's steps."""
+        return Flight(turn.ahead, turn.stride)
+
+    def feed(self, number: int) -> Feed:
+        """Return what the step of this number is fed."""
+        return Window(self.feeds, number, self.ahead, self.stride) if self.ahead else self.feeds[number]
+
+    def filling(self, number: int) -> range:
+        """Return the steps that come before one of this number so that its batch has begun; none in mid-stream."""
+        return range(number - self.ahead, number) if number not in self.feeds else range(0)
+
+    def require_flushed(self, what: str) -> None:
+        """Check that no batch is under way.
+
+        Raises:
+            PlanError: one is.
+        """
+        if self.ahead and self.feeds:
+            batches = f"{len(self.feeds)} batch{'es' if len(self.feeds) > 1 else ''}"
+            raise PlanError(
+                f"{what} comes while {batches} are under way in a pipeline that does not flush after every step; let "
+                "fit(...) do it, which flushes first: evaluate_every=, save_every=, or at the end of an epoch; in a "
+                "loop of your own call step.flush() before"
+            )
+
+
+def require_streamable(compiled: Compiled, options: Options, hosts: Sequence[int], rank: int) -> None:
+    """Check what a stream cannot do: a norm over stages that do not wait for each other, weights without memory.
+
+    Args:
+        compiled: the plan and its program.
+        options: how the run trains.
+        hosts: the host of every rank.
+        rank: one on this host.
+
+    Raises:
+        PlanError: gradients would be clipped, or the versions of weights on this host need more memory than is free.
+    """
+    if not compiled.turns[-1].ahead:
+        return
+    if options.clip_norm is not None:
+        raise PlanError(
+            f"clip_norm={options.clip_norm} is a norm over all stages, but those of {compiled.plan} update each for "
+            "itself, without waiting for the others; leave it out and lower the learning rate, or take "
+            "order=one_f_one_b"
+        )
+    here = [made for made, host in zip(compiled.forecast.ranks, hosts, strict=True) if host == hosts[rank]]
+    needed = sum(int((made.versions - 1) * sum(made.updates.values())) for made in here)
+    free = available_bytes()
+    if needed > free:
+        most = max(made.versions for made in here)
+        raise PlanError(
+            f"the older versions of the weights that {compiled.plan} keeps, up to {most - 1} on a rank, take {needed} "
+            f"bytes on this host, of which {free} are free; take order=pipedream_2bw, which keeps one, or "
+            "order=one_f_one_b, which keeps none, or fewer ranks on this host"
+        )

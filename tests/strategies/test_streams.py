@@ -1,0 +1,101 @@
+"""Pipelines that never flush: what the published formulas say of them, and what they cannot do."""
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
+from counterpoint.program.instruction import Backward, Commit, Forward, Recv, Send, Update
+from counterpoint.program.program import moved, versions_held
+from counterpoint.strategies.pipeline import Pipeline
+from tests.laws.compositions import compiled
+
+UNEQUAL = [(1, 1, 1, 1), (2, 1), (1, 2), (3, 2, 1), (4, 1, 1), (1, 3, 1)]
+
+
+@pytest.mark.parametrize("replicas", UNEQUAL)
+def test_versions_are_warm_ups_and_one_and_as_many_enter_as_noam_says(replicas):
+    """NOAM is what each replica of the first stage has in flight, its share of all workers."""
+    plan = Pipeline(len(replicas), "pipedream", replicas)
+    made = compiled(str(plan), m=plan.microbatches(1), blocks=len(replicas))
+    at = 0
+    for stage, count in enumerate(replicas):
+        warmups = (sum(replicas) - 1 - sum(replicas[:stage])) // count
+        for row in made.program.rows[at : at + count]:
+            assert versions_held(row.prologue + row.body + row.epilogue) == warmups + 1
+        at += count
+    assert made.ledger.peak_in_flight[0] == ceil(sum(replicas) / replicas[0])
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_2bw_holds_two_versions_and_is_one_update_late_on_every_stage(num_stages):
+    made = compiled(f"pipedream_2bw({num_stages})", m=num_stages, blocks=num_stages)
+    assert {versions_held(row.body) for row in made.program.rows} == {2}
+    assert {entry.staleness for entry in made.ledger.entries[-num_stages:]} == {1}
+
+
+def test_vertical_sync_changes_the_numbers_of_the_versions_and_nothing_else():
+    def plain(word):
+        return replace(word, version=0) if isinstance(word, Forward | Backward) else word
+
+    stashed, synced = (compiled(f"pipedream(3{sync})", blocks=3).program for sync in ("", ", vertical_sync=on"))
+    for mine, other in zip(stashed.rows, synced.rows, strict=True):
+        assert list(map(plain, mine.body)) == list(map(plain, other.body))
+    assert [versions_held(row.body) for row in synced.rows] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("plan", ["pipedream(3)", "pipedream_2bw(2)", "pipedream(2, replicas=(2,1))"])
+def test_the_prologue_is_bodies_without_the_microbatches_that_there_are_not(plan):
+    """So a run takes bodies alone: batches before the first one, and behind the last one, are empty."""
+    made = compiled(plan, m=2, blocks=3)
+    turn = made.turns[-1]
+    bodies = range(-turn.ahead, turn.ahead)
+    kinds = Forward | Backward | Send | Recv
+    for stream, row in zip(made.program.rows, turn.program.rows, strict=True):
+        words = [moved(word, body * turn.stride) for body in bodies for word in row.body if isinstance(word, kinds)]
+        assert [told(word) for word in words if told(word)[-1] >= 0] == [
+            told(word) for word in stream.prologue if isinstance(word, kinds)
+        ]
+
+
+def told(word):
+    """A word without its version; its microbatch comes last."""
+    if isinstance(word, Forward | Backward):
+        return type(word), word.block, word.micro
+    return type(word), word.value.name, word.peer, word.value.micro
+
+
+def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
+    rows = compiled("pipedream(2, replicas=(2,1))", m=2).program.rows
+    commits = [[word.group for word in row.body if isinstance(word, Commit)] for row in rows]
+    assert commits == [[(0, 1)], [(0, 1)], [(2,), (2,)]]
+    assert [sum(isinstance(word, Update) for word in row.body) for row in rows] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pipedream(2) * data(2)", "has stages that update each for itself, and data.2. stands behind it"),
+        ("pipedream(2) * zero(2)", "give the stages replicas instead, pipeline.2, order=pipedream, replicas="),
+        ("gpipe(2) * pipedream(2)", "must come before data, zero and server in a plan"),
+        ("pipedream_2bw(4)", "updates once in 2 microbatches, but its first stage is 3 ahead.*num_microbatches=3 or"),
+        ("pipeline(2, vertical_sync=on)", "which order=one_f_one_b has none of; leave it out, or give order=pipedream"),
+        ("pipedream(2, vertical_sync=yes)", "has no vertical_sync='yes'; give off or on"),
+        ("pipedream(2, replicas=(3,1))", "2 microbatches do not divide over the 3 replicas of a stage"),
+    ],
+)
+def test_what_a_pipeline_without_a_flush_cannot_do_is_refused(text, said):
+    with pytest.raises(PlanError, match=said):
+        compiled(text, m=2, blocks=4)
+
+
+def test_weights_that_two_stages_share_are_refused():
+    with pytest.raises(PlanError, match=r"blocks 0 and 2 share weights, but under .* they stand in stages 0 and 1, wh"):
+        compiled("pipedream(2)", blocks=3, tied=True)
+
+
+@pytest.mark.parametrize(("text", "micros"), [("pipedream(4)", 1), ("pipedream(2, replicas=(2,3))", 6)])
+def test_a_batch_is_one_microbatch_for_each_turn_of_the_replicas(text, micros):
+    assert Plan.parse(text).with_microbatches_for(24).num_microbatches == micros
