@@ -253,3 +253,9 @@ def test_a_plan_needs_the_model_cut_as_finely_as_its_most_demanding_strategy_doe
 
 def test_overlap_cuts_no_model():
     assert Plan(Plan.parse("data(2)").strategies, 1, ("overlap",)).need == "none"
+
+
+def test_a_bare_name_takes_very_many_ranks_at_once():
+    assert str(Plan.parse("pipeline(2) * data", num_ranks=1_000_000)) == "pipeline(2) * data(500000)"
+    with pytest.raises(PlanError, match="cannot take 1000001 ranks"):
+        Plan.parse("pipeline(2) * data", num_ranks=1_000_001)

@@ -122,7 +122,11 @@ class DeepSpeed(Alone):
         deepspeed.init_distributed("gloo")
         self.workload, self.rank = workload, dist.get_rank()
         model = built(workload)
-        config = {"train_micro_batch_size_per_gpu": workload.size // RANKS, "zero_optimization": {"stage": 0}}
+        config = {  # it clips by the norm unless told not to, which would be another training
+            "train_micro_batch_size_per_gpu": workload.size // RANKS,
+            "zero_optimization": {"stage": 0},
+            "gradient_clipping": 0.0,
+        }
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=workload.optimizer(model.parameters()), config=config
         )

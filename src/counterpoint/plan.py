@@ -228,16 +228,31 @@ def _parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
     return found["name"], found["inside"]
 
 
+def _ranks_with(terms: list[tuple[str, str | None]], free: int, text: str, hosts: Sequence[int]) -> int:
+    filled = [(name, str(free) if inside is None else inside) for name, inside in terms]
+    return Plan(_fold(filled, text, hosts)).num_ranks
+
+
 def _ranks_left(terms: list[tuple[str, str | None]], text: str, num_ranks: int, hosts: Sequence[int]) -> int:
+    """Return the number that makes the whole plan need so many ranks: what it needs grows evenly with it."""
     refused: PlanError | None = None
+    before: int | None = None
     for free in range(1, num_ranks + 1):
         try:
-            strategies = _fold([(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts)
+            ranks = _ranks_with(terms, free, text, hosts)
         except PlanError as wrong:
-            refused = wrong
+            refused, before = wrong, None
             continue
-        if Plan(strategies).num_ranks == num_ranks:
+        if ranks == num_ranks:
             return free
+        if ranks > num_ranks:
+            break
+        if before is not None:
+            more, rest = divmod(num_ranks - ranks, ranks - before)
+            if rest == 0 and _ranks_with(terms, free + more, text, hosts) == num_ranks:
+                return free + more
+            break
+        before = ranks
     if refused is not None:
         raise refused
     raise PlanError(f"{text!r} cannot take {num_ranks} ranks; the ranks of its strategies must multiply to it")

@@ -60,7 +60,7 @@ def test_words_send_encoded_bytes():
         ("topk:0", "the part of 'topk:0' is 0, but must be between 0 and 1"),
         ("powersgd:1.5", "the rank of 'powersgd:1.5' is 1.5, but must be a whole number from 1"),
         ("twobit:0.0", "the threshold of 'twobit:0.0' is 0.0, but must be above 0"),
-        ("topk:-1", "there is no code 'topk:-1'"),
+        ("topk:-1", "the part of 'topk:-1' is no positive number in digits; write topk:0.01"),
     ],
 )
 def test_what_is_no_code_is_refused_in_a_plan_as_in_a_program(code, why):

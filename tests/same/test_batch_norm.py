@@ -1,5 +1,6 @@
 """SyncBatchNorm in a plan: replicas normalize together, and come to what BatchNorm comes to on the global batch."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -162,3 +163,15 @@ def test_processes_normalize_as_the_global_batch_does():
 
 def on_processes():
     return [trained(chain, strategy) for strategy in ("data(2)", "zero(2, level=3)")]
+
+
+def test_a_lone_replica_with_samples_keeps_up_those_without():
+    layers = nn.Conv1d(2, 4, 3, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    x, y = batches(chain)[0]
+    states = []
+    for strategy, build in (("data(2)", nn.SyncBatchNorm.convert_sync_batchnorm), ("solo", lambda model: model)):
+        model = build(seeded(lambda: nn.Sequential(*copy.deepcopy(layers))))
+        trainer = cp.Trainer(model, loss=F.cross_entropy, optimizer=SGD, strategy=strategy, num_microbatches=1)
+        trainer.fit(TensorDataset(x[:9], y[:9]), batch_size=4)
+        states.append(state_of(model))
+    assert distance(*states) <= 1e-12

@@ -158,7 +158,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(strategy):
         fit(strategy, model, broken_at(2))
     assert re.match(
         r"step 2 cannot be applied: the loss of microbatch \d on rank \d is nan; the parameters are as they were "
-        r"before the step; look at the samples .* or pass nonfinite='skip' to leave such steps out on all ranks$",
+        r"before the step; look at the samples .* or pass nonfinite='skip' to leave such steps out on all ranks; if weights are "
+        r"not finite by now, an earlier step's gradient was not, though its loss was: watch='gradients' finds that step$",
         str(caught.value),
     )
     assert same_bits(state_of(model), expected)
@@ -274,3 +275,30 @@ def test_an_error_of_torch_says_in_which_step_and_microbatch_it_was(strategy):
     with pytest.raises(IndexError, match="Target 99 is out of bounds") as caught:
         fit(strategy, data=TensorDataset(inputs, targets))
     assert any(re.fullmatch(r"in step 0 on rank \d, microbatch 2", note) for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"one_copy": "off"}, r"^one_copy='off' is a str; give True or False$"),
+        ({"keep_freed": None}, r"^keep_freed=None is a NoneType; give True or False$"),
+        ({"clip_norm": True}, r"^clip_norm=True is a bool; give a positive number$"),
+        ({"deadline_s": "3"}, r"^deadline_s='3' is a str; give a positive number$"),
+        ({"optimizer": partial(optim.LBFGS, lr=1.0)}, r"^LBFGS.step needs a closure that computes the loss again"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(options, text):
+    chosen = {"optimizer": partial(optim.SGD, lr=0.1), **options}
+    with pytest.raises(cp.PlanError, match=text):
+        cp.parallelize(mlp(), loss=F.cross_entropy, **chosen)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)"])
+def test_a_parameter_that_is_frozen_after_the_first_step_is_named(strategy):
+    model = mlp()
+    with cp.parallelize(model, partial(optim.SGD, lr=0.1), F.cross_entropy, strategy=strategy) as step:
+        batch = torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+        step(*batch)
+        next(model.parameters()).requires_grad_(requires_grad=False)
+        with pytest.raises(cp.DataError, match=r"^0\.weight of the model was frozen between two steps"):
+            step(*batch)

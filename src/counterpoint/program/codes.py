@@ -141,6 +141,9 @@ def find_code(text: str) -> Code:
     """
     name, colon, written = text.partition(":")
     kind = CODES.get(name)
+    if kind is not None and kind.number is not None and colon and not re.fullmatch(r"\d+(\.\d+)?", written):
+        usual = f"{name}:{float(kind.number[1]):g}"
+        raise ProgramError(f"the {kind.number[0]} of {text!r} is no positive number in digits; write {usual}, for one")
     if kind is None or not re.fullmatch(CODE, text):
         raise ProgramError(f"there is no code {text!r}; the codes are {', '.join(CODES)}, written as int8 or topk:0.01")
     if kind.number is None:

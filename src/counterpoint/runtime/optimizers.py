@@ -7,6 +7,7 @@ class, over their own parts of the arenas and read the face's options before eve
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,20 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 """Optimizers that treat every number apart, so that many parameters may be one tensor, and one cut in two."""
 
 
+def require_no_closure(kind: type[optim.Optimizer]) -> None:
+    """Check that an optimizer steps with gradients alone.
+
+    Raises:
+        PlanError: it computes the loss again and again within a step, as LBFGS does.
+    """
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"{kind.__name__}.step needs a closure that computes the loss again, but ranks take one step with the "
+            "gradients of one forward and backward; take an optimizer that steps with gradients alone (AdamW, SGD)"
+        )
+
+
 class Face:
     """The user's optimizer as the ranks see it: how one is made, groups of parameter names, and their options.
 
@@ -62,6 +77,7 @@ class Face:
         self._factory = None if isinstance(optimizer, optim.Optimizer) else optimizer
         self.optimizer = optimizer if isinstance(optimizer, optim.Optimizer) else first_of(optimizer, trainable)
         self.kind = type(self.optimizer)
+        require_no_closure(self.kind)
         self.is_elementwise = self.kind in ELEMENTWISE
         self.group_of = self._groups(trainable)
         self._known_state = self.optimizer.state, len(self.optimizer.state)

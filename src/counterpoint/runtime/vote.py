@@ -176,7 +176,8 @@ def require_finite(fault: str, step: int, skipped: int, guard: Guard) -> None:
         raise DataError(
             f"step {step} cannot be applied: {fault}; the parameters are as they were before the step; look at the "
             "samples of this step, lower the learning rate or clip with clip_norm=1.0, or pass nonfinite='skip' to "
-            "leave such steps out on all ranks"
+            "leave such steps out on all ranks; if weights are not finite by now, an earlier step's gradient was not, "
+            "though its loss was: watch='gradients' finds that step"
         )
     if skipped > guard.most_skips:
         raise DataError(

@@ -42,6 +42,15 @@ class Options:
     keep_freed: bool = True
 
     def __post_init__(self) -> None:
+        for name, kind in (("one_copy", bool), ("keep_freed", bool), ("seed", int)):
+            found = getattr(self, name)
+            if type(found) is not kind:
+                wanted = "True or False" if kind is bool else "a whole number"
+                raise PlanError(f"{name}={found!r} is a {type(found).__name__}; give {wanted}")
+        for name in ("clip_norm", "clip_value", "deadline_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool | str) or not isinstance(value, float | int | None):
+                raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise PlanError(f"clip_norm={self.clip_norm} would leave no gradient; give a positive norm, or None")
         if self.clip_value is not None and not self.clip_value > 0:

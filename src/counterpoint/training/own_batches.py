@@ -19,7 +19,7 @@ from counterpoint.program.program import Program
 from counterpoint.runtime.feed import cut
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.training.run import put_settings, settings
+from counterpoint.training.settings import put_settings, settings
 
 
 @dataclass(frozen=True, slots=True)

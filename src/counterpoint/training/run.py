@@ -22,6 +22,7 @@ from counterpoint.training.evaluation import Measure, evaluate
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
 from counterpoint.training.feeds import DatasetFeed
 from counterpoint.training.kept import plain, revived
+from counterpoint.training.settings import put_settings, settings
 from counterpoint.training.supply import Supply
 from counterpoint.training.team import Team
 from counterpoint.training.tracing import measured_step
@@ -291,17 +292,3 @@ def numbers(options: dict[str, Any]) -> dict[str, float]:
         for key, value in options.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
-
-
-def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that are numbers, switches or a few numbers, as a schedule may change them."""
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in group.items()
-        if all(isinstance(item, int | float) for item in (value if isinstance(value, tuple) else (value,)))
-    }
-
-
-def put_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a group the options that :func:`settings` returned."""
-    group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, ranks
 from counterpoint.runtime.strewn import sparse_names
+from counterpoint.training.settings import settings
 
 Facts: TypeAlias = Sequence[Sequence[str]]
 """Pairs of a name and what is true of it, in an order of their own."""
@@ -25,18 +26,19 @@ BUILD_ALIKE = "every rank must build the same one: look for a setting, a file or
 SORT = "parameters stand in the order in which they are made: sort what a set, os.listdir or glob gives before a loop"
 
 
-def require_same_model(fabric: Fabric, model: nn.Module, plan: str) -> None:
-    """Check that all ranks hold the same model and plan; all ranks call it together.
+def require_same_model(fabric: Fabric, model: nn.Module, plan: str, optimizer: optim.Optimizer) -> None:
+    """Check that all ranks hold the same model, plan and optimizer; all ranks call it together.
 
     Args:
         fabric: the way to the others.
         model: this rank's.
         plan: as text, with all that belongs to it.
+        optimizer: this rank's; every rank updates its part of one model by its options.
 
     Raises:
         PlanError: they differ; all ranks are told the first difference alike.
     """
-    mine = [[["the plan", plan]], *structure(model), [["the model", mode_of(model)]]]
+    mine = [[["the plan", plan]], *structure(model), [["the model", mode_of(model)]], facts_of(optimizer)]
     found = cast("list[list[Facts]]", fabric.gather_values("model", mine, tuple(range(fabric.num_ranks))))
     difference = next(filter(None, map(first_difference, zip(*found, strict=True))), "")
     if difference:
@@ -64,6 +66,17 @@ def structure(model: nn.Module) -> list[list[list[str]]]:
         if type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
     ]
     return [params, buffers, leaves]
+
+
+def facts_of(optimizer: optim.Optimizer) -> list[list[str]]:
+    """Return what an optimizer is, and the options of its groups that are numbers or switches."""
+    groups = enumerate(optimizer.param_groups)
+    options = [
+        [f"{key} of the optimizer's group {index}", str(value)]
+        for index, group in groups
+        for key, value in settings(group).items()
+    ]
+    return [["the optimizer", type(optimizer).__name__], *options]
 
 
 def mode_of(model: nn.Module) -> str:

@@ -184,7 +184,8 @@ class Team:
         fabric = self.world.fabrics[0]
         if len(self.world.fabrics) < fabric.num_ranks:
             micros = self.plan.num_microbatches
-            require_same_model(fabric, self.model, f"{self.plan} with {micros} microbatch{'es' if micros > 1 else ''}")
+            plan = f"{self.plan} with {micros} microbatch{'es' if micros > 1 else ''}"
+            require_same_model(fabric, self.model, plan, self.face.optimizer)
             share_first_values(fabric, self.model, self.options.init)
 
     def step(self, number: int, feed: Feed) -> Verdict:

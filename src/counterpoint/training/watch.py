@@ -28,6 +28,7 @@ class Watch:
             own |= {id(param) for param in stores[0].params.values()}
         self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in own]
         self.stores = stores
+        self.trained = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         self.versions: list[int] = []
         self.note()
 
@@ -40,7 +41,7 @@ class Watch:
         self.versions = self.counts()
 
     def require_unchanged(self, plan: Plan, where: str) -> None:
-        """Check that nobody has changed the model's weights since the ranks got them; nothing to do under solo.
+        """Check that nobody has changed the model's weights since the ranks got them, or which of them are trained.
 
         Args:
             plan: of the ranks.
@@ -49,6 +50,13 @@ class Watch:
         Raises:
             DataError: somebody has.
         """
+        changed = next(((name, was) for name, param, was in self.trained if param.requires_grad is not was), None)
+        if changed is not None:
+            became = "frozen" if changed[1] else "made trainable"
+            raise DataError(
+                f"{changed[0]} of the model was {became} {where}between two steps, but what is trained is settled in "
+                "the first one; freeze before it, or close() and call parallelize(...) again (a trainer: make another)"
+            )
         if not self.params:
             return
         found = self.counts()

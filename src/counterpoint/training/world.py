@@ -40,11 +40,17 @@ class JoinedWorld:
 
     Args:
         fabric: its way to the others; it stays open for the next world of this process, unless something failed.
+        failures: what ended the ranks of this process; at most one, noted here.
     """
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, failures: list[str]) -> None:
         self.fabrics: Sequence[Fabric] = (fabric,)
-        self.has_failed = False
+        self.failures = failures
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks have ended with an error."""
+        return bool(self.failures)
 
     def run(self, work: Callable[[Fabric], T]) -> list[T]:
         """Return what ``work`` returns here; tell the other ranks if it fails."""
@@ -57,8 +63,8 @@ class JoinedWorld:
     def stop(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
         if not self.has_failed:
-            self.has_failed = True
-            self.fabrics[0].stop(f"{type(error).__name__}: {error}".splitlines()[0])
+            self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            self.fabrics[0].stop(self.failures[0])
 
     def close(self) -> None:
         """Leave the world."""
@@ -72,6 +78,12 @@ def met(environment: RankEnvironment) -> list[Fabric]:
     return []
 
 
+@cache
+def failures_of(environment: RankEnvironment) -> list[str]:
+    """Return what has ended the ranks that met in this process."""
+    return []
+
+
 def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: float) -> World:
     """Return the world a launcher made, or one with all ranks in this process.
 
@@ -81,7 +93,7 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
         deadline_s: the longest that a rank waits for another.
 
     Raises:
-        LaunchError: this process only imports the script of the one that started it.
+        LaunchError: this process only imports the script of the one that started it, or its ranks have ended.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LaunchError(
@@ -91,9 +103,14 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
         )
     if environment is None or environment.world_size == 1:
         return LocalWorld(num_ranks, deadline_s)
-    known = met(environment)
+    known, failures = met(environment), failures_of(environment)
+    if failures:
+        raise LaunchError(
+            f"the ranks of this job have ended with an error, {failures[0]!r}; an error on one rank ends all of them, "
+            "so that nothing more can be trained in these processes: start the ranks again"
+        )
     if known:
-        return JoinedWorld(known[0])
+        return JoinedWorld(known[0], failures)
     patience = environment.deadline_s if environment.deadline_s is not None else deadline_s
     address = Address(
         environment.master_addr,
@@ -112,4 +129,4 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
     atexit.register(fabric.close)
     known.append(fabric)
     settle_threads(fabric, is_placed=environment.is_placed)
-    return JoinedWorld(fabric)
+    return JoinedWorld(fabric, failures)

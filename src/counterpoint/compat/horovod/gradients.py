@@ -234,8 +234,9 @@ class Gradients:
         found = 0
         for _, param in self._named:
             if param.grad is not None:
-                grad = param.grad.coalesce().values() if param.grad.is_sparse else param.grad
-                found = (31 * found + bits_of(grad.contiguous())) % (1 << 48)
+                grad = param.grad.coalesce() if param.grad.is_sparse else param.grad
+                for part in (grad.indices(), grad.values()) if grad.is_sparse else (grad,):
+                    found = (31 * found + bits_of(part.contiguous())) % (1 << 48)
         return found
 
     def _cut(self, order: Sequence[int], fusion_bytes: int) -> list[list[int]]:
