@@ -158,8 +158,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(strategy):
         fit(strategy, model, broken_at(2))
     assert re.match(
         r"step 2 cannot be applied: the loss of microbatch \d on rank \d is nan; the parameters are as they were "
-        r"before the step; look at the samples .* or pass nonfinite='skip' to leave such steps out on all ranks; if weights are "
-        r"not finite by now, an earlier step's gradient was not, though its loss was: watch='gradients' finds that step$",
+        r"before the step; look at the samples .* or pass nonfinite='skip' to leave such steps out on all ranks; if "
+        r"weights are not finite by now, an earlier step's gradient was not, though its loss was: watch='gradients' "
+        r"finds that step$",
         str(caught.value),
     )
     assert same_bits(state_of(model), expected)
