@@ -74,7 +74,7 @@ class Course:
 
     @property
     def interval(self) -> int:
-        """After how many backwards of a replica its stage updates: one for each replica, or a whole body."""
+        """After how many backwards of a replica its stage updates (one for each replica, or a whole body)."""
         return self.steps if self.rule == "double" else 1
 
     @property
