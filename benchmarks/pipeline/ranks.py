@@ -1,0 +1,37 @@
+"""One rank of one turn of one side: it trains and prints seconds, losses and memory as JSON."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import sides
+import torch
+
+WARM_UP, STEPS = 3, 8
+
+
+def proportional_bytes():
+    """Return the memory of this process, of what it shares its part."""
+    with Path("/proc/self/smaps_rollup").open() as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def main(kind, name):
+    torch.set_num_threads(1)
+    draw = torch.Generator().manual_seed(1)
+    side = getattr(sides, kind)(name)
+    losses, seconds = [], []
+    for number in range(WARM_UP + STEPS):
+        drawn = torch.randint(0, sides.SHAPE.num_tokens, (sides.BATCH, sides.SHAPE.context + 1), generator=draw)
+        began = time.perf_counter()
+        losses.append(side.step((drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())))
+        if number >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+    found = {"rank": sides.own_rank(), "seconds": seconds, "losses": losses, "bytes": proportional_bytes()}
+    side.close()
+    sys.stdout.write(f"{json.dumps(found)}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

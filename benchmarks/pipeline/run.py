@@ -1,0 +1,117 @@
+"""Pipelines here against torch's and DeepSpeed's: sides in turns, every turn in processes of its own."""
+
+import json
+import statistics
+from importlib.util import find_spec
+from pathlib import Path
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.local import run_command, script_command
+from counterpoint.testing.claims import Options, Result
+
+ROUNDS, BATCH = 3, 16
+SCRIPT = Path(__file__).with_name("ranks.py")
+SIDES = {
+    "gpipe": ("Ours", "pipeline(2, order=gpipe)", 2),
+    "1f1b": ("Ours", "pipeline(2)", 2),
+    "interleaved": ("Ours", "interleaved(2)", 2),
+    "zero bubble": ("Ours", "zero_bubble(2)", 2),
+    "zero bubble, V": ("Ours", "zero_bubble(2, virtual=2)", 2),
+    "pipedream": ("Ours", "pipedream(2)", 2),
+    "pipedream 2bw": ("Ours", "pipedream_2bw(2)", 2),
+    "torch gpipe": ("Torch", "GPipe", 2),
+    "torch 1f1b": ("Torch", "1F1B", 2),
+    "torch interleaved": ("Torch", "Interleaved1F1B", 2),
+    "torch zero bubble": ("Torch", "InterleavedZeroBubble", 2),
+    "torch zero bubble, V": ("Torch", "ZBVZeroBubble", 2),
+    "deepspeed 1f1b": ("DeepSpeed", "", 2),
+    "one process": ("Alone", "", 1),
+}
+SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zero bubble", "zero bubble, V")
+LIKE = {
+    "gpipe": "torch gpipe",
+    "1f1b": "torch 1f1b",
+    "interleaved": "torch interleaved",
+    "zero bubble": "torch zero bubble",
+    "zero bubble, V": "torch zero bubble, V",
+}
+"""Torch's schedule of the same name."""
+SAME, BEST, STREAM = 1.05, 1.05, 1.15
+APART = 1e-4
+
+
+def turn(side):
+    """Return what every rank of one turn has printed."""
+    kind, name, processes = SIDES[side]
+    lines = []
+    result = run_command(
+        script_command(SCRIPT, [kind, name or "-"]), processes, threads_per_rank=1, on_line=lines.append
+    )
+    texts = [line.text for line in lines]
+    found = [json.loads(text[text.index('{"rank"') :]) for text in texts if '{"rank"' in text]
+    if result.exit_code or len(found) != processes:
+        raise LaunchError(f"{side} ended with {result.exit_code}: {result.report}\n" + "\n".join(texts[-12:]))
+    return found
+
+
+def present(side):
+    return SIDES[side][0] != "DeepSpeed" or find_spec("deepspeed") is not None
+
+
+def measure(options: Options) -> Result:
+    sides = [side for side in SIDES if present(side)]
+    speeds, losses, memory = {}, {}, {}
+    for number in range(max(3, options.rounds or ROUNDS)):
+        for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
+            options.tell(f"round {number + 1}, {side}")
+            ranks = turn(side)
+            speeds.setdefault(side, []).append(BATCH / max(statistics.median(rank["seconds"]) for rank in ranks))
+            losses[side] = max((rank["losses"] for rank in ranks), key=lambda given: given[0])
+            memory.setdefault(side, []).append(sum(rank["bytes"] for rank in ranks))
+    best = {
+        whose: max(names, key=lambda side: statistics.median(speeds[side]))
+        for whose, names in (("ours", SYNCHRONOUS), ("torch", [side for side in sides if side.startswith("torch")]))
+    }
+    rows = [row(side, speeds, losses, memory, best["torch"]) for side in sides]
+    columns = ("side", "samples/s", "spread", "over torch's like it", "over torch's best", "MiB", "loss apart")
+    notes = {"torch's best": best["torch"], "our best synchronous one": best["ours"]}
+    missed = tuple(misses(sides, speeds, losses, memory, best))
+    return Result(columns, tuple(rows), missed, {"samples/s": speeds, "bytes": memory}, notes)
+
+
+def ratio(speeds, side, other):
+    return statistics.median(a / b for a, b in zip(speeds[side], speeds[other], strict=True))
+
+
+def apart(losses, side):
+    """Return how far the losses of synchronous sides are from those of one process."""
+    pairs = zip(losses[side], losses["one process"], strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs) if "pipedream" not in side else 0.0
+
+
+def row(side, speeds, losses, memory, best):
+    found = speeds[side]
+    return (
+        side,
+        f"{statistics.median(found):.1f}",
+        f"{min(found):.1f} to {max(found):.1f}",
+        f"{ratio(speeds, side, LIKE[side]):.2f}" if side in LIKE else "",
+        f"{ratio(speeds, side, best):.2f}",
+        f"{statistics.median(memory[side]) / 2**20:,.0f}",
+        f"{apart(losses, side):.0e}" if "pipedream" not in side else "",
+    )
+
+
+def misses(sides, speeds, losses, memory, best):
+    for side, other in LIKE.items():
+        if not ratio(speeds, side, other) >= SAME:
+            yield f"{side} is {ratio(speeds, side, other):.2f} times {other}, at least {SAME} promised"
+        if not statistics.median(memory[side]) <= statistics.median(memory[other]):
+            yield f"{side} needs more memory than {other}"
+    if not ratio(speeds, best["ours"], best["torch"]) >= BEST:
+        yield f"{best['ours']} is {ratio(speeds, best['ours'], best['torch']):.2f} times torch's best, not {BEST}"
+    if not ratio(speeds, "pipedream", best["torch"]) >= STREAM:
+        yield f"pipedream is {ratio(speeds, 'pipedream', best['torch']):.2f} times torch's best, not {STREAM}"
+    for side in sides:
+        if not apart(losses, side) <= APART:
+            yield f"losses of {side} are {apart(losses, side):.0e} from those of one process, at most {APART} promised"
