@@ -18,7 +18,8 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 check: $(READY)  ## what needs no training: format, lint, types, imports, the rules of the house
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house
 test: $(READY)  ## every test but the slow ones and those that need a GPU
-	$(BIN)/pytest $(APART) -m "not slow and not gpu"
+	$(BIN)/pytest $(APART) -m "not slow and not gpu and not alone"
+	$(BIN)/pytest -m "alone and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 test-all: $(READY)  ## every test, the laws on fresh random examples
 	$(BIN)/pytest --hypothesis-profile=explore
 golden: $(READY)  ## rewrite tests/golden with what is produced now; read the difference before you commit it

@@ -73,7 +73,7 @@ def test_the_example_of_the_readme_comes_to_the_same_loss_in_every_start(capsys)
     "launcher",
     [
         ("counterpoint", "run", "-n"),
-        pytest.param(("torch.distributed.run", "--nproc-per-node"), marks=pytest.mark.slow),  # see tests/process
+        ("torch.distributed.run", "--nproc-per-node"),
     ],
     ids=lambda words: words[0],
 )

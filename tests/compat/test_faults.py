@@ -1,7 +1,5 @@
 """What goes wrong between ranks of torch programs is an error that names it, and leaves nothing behind."""
 
-import re
-
 import pytest
 
 from tests.compat import faults
@@ -43,13 +41,10 @@ def test_an_exchange_of_sizes_that_do_not_fit_is_refused_on_all_ranks(backend):
     assert first.startswith("PeerError: all_to_all: rank 1 gives 2 numbers to rank 0, which expects 1; the sizes")
 
 
+@pytest.mark.alone
 def test_a_wait_with_a_deadline_ends_by_it():
     waiting, _ = on_ranks(faults.late, 2)
-    found = re.search(
-        r"waited (\d\.\d) s for all_reduce sum of a tensor with rank 1: the deadline of 0.5 s has", waiting
-    )
-    assert found is not None
-    assert 0.5 <= float(found[1]) < 2.0  # a busy machine sees it late, and says so
+    assert "waited 0.5 s for all_reduce sum of a tensor with rank 1: the deadline of 0.5 s has passed" in waiting
 
 
 @BOTH

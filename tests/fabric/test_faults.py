@@ -48,15 +48,15 @@ def in_sum(how, fabric):
 WAITS = {in_recv: "x1.0 with rank 0", in_any: "any message with rank 0", in_sum: "all_reduce sum of grad0 with rank 0"}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     began = time.monotonic()
     text = processes(partial(wait, "is late"), 2, deadline_s=0.6)[1]
-    waited = re.match(
-        rf"PeerError: rank 1 waited ([\d.]+) s for {WAITS[wait]}: the deadline of 0.6 s has passed; ", text
+    assert text.startswith(f"PeerError: rank 1 waited 0.6 s for {WAITS[wait]}: the deadline of 0.6 s has passed; "), (
+        text
     )
-    assert waited, text
-    assert 0.6 <= float(waited[1]) <= time.monotonic() - began < 10  # on a busy machine it sees the deadline pass later
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("wait", [in_recv, in_sum])

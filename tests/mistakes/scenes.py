@@ -203,6 +203,12 @@ class Named(nn.Module):
         return sum(layer(x) for layer in self.layers.values())
 
 
+def another_rate():
+    cp.parallelize(mlp(), partial(optim.SGD, lr=0.1 * (1 + rank())), F.cross_entropy, strategy="data")(
+        *dataset(12).tensors
+    )
+
+
 def another_order():
     names = ["left", "right"] if rank() != 1 else ["right", "left"]
     step_of(Named(names).double())(*dataset(12).tensors)
@@ -238,7 +244,8 @@ ALIKE = (
     one_batch_for_all_stages, a_mean_over_uneven_parts, rates_that_differ, the_same_samples,
     a_branch_that_one_rank_does_not_take,
     weights_that_share_memory, a_model_in_evaluation_mode_on_one_rank, a_module_in_evaluation_mode_on_one_rank,
-    another_dtype, another_device, another_width, another_depth, another_dropout, another_plan, other_first_weights,
+    another_dtype, another_device, another_width, another_depth, another_dropout, another_plan, another_rate,
+    other_first_weights,
     other_first_weights_that_are_refused, another_order, sizes_of_one_batch_that_differ, a_branch_that_no_rank_takes,
 )  # fmt: skip
 """Scenes after which all ranks can go on, and a last one after which they cannot."""

@@ -20,6 +20,7 @@ REFUSED = [
     (scenes.another_dropout, ANOTHER, 3),
     (scenes.another_plan, ANOTHER, 4),
     (scenes.other_first_weights_that_are_refused, "Other first weights", 1),
+    (scenes.another_rate, "Another optimizer on a rank", 0),
     (scenes.another_order, "Parameters in another order", 0),
 ]
 
