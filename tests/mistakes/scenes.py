@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
-from tests.training.fits import dataset, mlp, params_of, seeded
+from tests.training.fits import dataset, mlp, noisy, params_of, seeded
 
 SGD = partial(optim.SGD, lr=0.1)
 NUM_RANKS = 3
@@ -238,6 +238,20 @@ def an_exception_on_one_rank():
             raise ValueError("sample 7 is broken")
 
 
+def batch_norm_by_microbatches():
+    with step_of(noisy(), "pipeline(3)", num_microbatches=2) as step:
+        return [step(*dataset(12).tensors) for _ in range(2)]
+
+
+def batch_norm_by_microbatches_as_meant():
+    with step_of(noisy(), "pipeline(3)", num_microbatches=2, batch_norm="deferred") as step:
+        return [step(*dataset(12).tensors) for _ in range(2)]
+
+
+def batch_norm_by_microbatches_that_is_refused():
+    step_of(noisy(), "pipeline(3)", num_microbatches=2, batch_norm="error")(*dataset(12).tensors)
+
+
 ALIKE = (
     sizes_that_differ, sizes_that_differ_as_meant, sizes_that_may_not_differ, a_rank_that_runs_out,
     a_rank_that_may_not_run_out, an_empty_batch, a_first_batch_without_samples, own_batches_of_a_pipeline,
@@ -245,7 +259,8 @@ ALIKE = (
     a_branch_that_one_rank_does_not_take,
     weights_that_share_memory, a_model_in_evaluation_mode_on_one_rank, a_module_in_evaluation_mode_on_one_rank,
     another_dtype, another_device, another_width, another_depth, another_dropout, another_plan, another_rate,
-    other_first_weights,
-    other_first_weights_that_are_refused, another_order, sizes_of_one_batch_that_differ, a_branch_that_no_rank_takes,
+    other_first_weights, batch_norm_by_microbatches, batch_norm_by_microbatches_as_meant,
+    batch_norm_by_microbatches_that_is_refused, other_first_weights_that_are_refused, another_order,
+    sizes_of_one_batch_that_differ, a_branch_that_no_rank_takes,
 )  # fmt: skip
 """Scenes after which all ranks can go on, and a last one after which they cannot."""

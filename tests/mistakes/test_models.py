@@ -22,6 +22,7 @@ REFUSED = [
     (scenes.other_first_weights_that_are_refused, "Other first weights", 1),
     (scenes.another_rate, "Another optimizer on a rank", 0),
     (scenes.another_order, "Parameters in another order", 0),
+    (scenes.batch_norm_by_microbatches_that_is_refused, "Batch norm by microbatches", 1),
 ]
 
 
@@ -48,6 +49,15 @@ def test_other_first_weights_become_those_of_rank_0_and_that_is_said_once():
     answers, _, notices = heard(scenes.other_first_weights)
     assert answers == [[True, True], [False, True], [False, True]]
     assert notices == [promised("Other first weights")[:1], [], []]
+
+
+def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():
+    """The numbers are the same in either case."""
+    (losses, _, notices), (meant, _, silence) = map(
+        heard, (scenes.batch_norm_by_microbatches, scenes.batch_norm_by_microbatches_as_meant)
+    )
+    assert (notices, silence) == ([promised("Batch norm by microbatches")[:1], [], []], [[], [], []])
+    assert losses == meant
 
 
 def test_a_gradient_that_only_some_ranks_have_is_told_once():

@@ -92,6 +92,22 @@ def test_replicas_normalize_as_the_global_batch_does(strategy, build):
     assert distance(trained(build, strategy), alone(build)) <= 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["data(4)", "pipeline(2) * data(2)"])
+def test_one_option_has_every_norm_do_so(strategy):
+    """In the third batch a replica has no sample."""
+    found = trained(chain, strategy, convert=False, batch_norm="sync")
+    assert distance(found, alone(chain)) <= 1e-12
+
+
+@pytest.mark.parametrize("convert", [True, False])
+def test_running_statistics_of_several_microbatches_are_those_of_the_whole_batch(convert):
+    """Each is normalized with that of the other replica; what is kept is what one call on everything would see."""
+    found = trained(chain, "data(2)", convert=convert, num_batches=1, num_microbatches=2, batch_norm="sync")
+    x, model = batches(chain)[0][0], seeded(chain)
+    model[:2](x)
+    assert distance(found, {f"1.{name}": value for name, value in model[1].named_buffers()}) <= 1e-12
+
+
 def test_replicas_without_one_copy_normalize_together_too():
     assert distance(trained(chain, "data(2)", one_copy=False), alone(chain)) <= 1e-12
 
@@ -109,7 +125,8 @@ def test_with_several_microbatches_each_is_normalized_with_those_that_other_repl
     """Of four, replicas run 0 and 1, and 2 and 3: 0 is normalized with 2, and 1 with 3."""
     x, y = batches(chain)[0]
     model, expected = nn.SyncBatchNorm.convert_sync_batchnorm(seeded(chain)), seeded(chain)
-    with cp.parallelize(model, SGD, F.cross_entropy, strategy="data(2)", num_microbatches=2) as step:
+    options = {"strategy": "data(2)", "num_microbatches": 2, "batch_norm": "microbatch"}
+    with cp.parallelize(model, SGD, F.cross_entropy, **options) as step:
         step(x, y)
     optimizer = SGD(expected.parameters())
     for rows in ([0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]):

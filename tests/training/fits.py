@@ -52,7 +52,7 @@ def noisy():
 def trainer(strategy, model=None, **options):
     """Return a trainer with a plan, or with one of this strategy and four microbatches in all."""
     plan = plan_for(strategy, 4) if isinstance(strategy, str) else strategy
-    settings = {"loss": F.cross_entropy, "optimizer": ADAMW, "strategy": plan, **options}
+    settings = {"loss": F.cross_entropy, "optimizer": ADAMW, "strategy": plan, "batch_norm": "deferred", **options}
     return cp.Trainer(mlp() if model is None else model, **settings)
 
 

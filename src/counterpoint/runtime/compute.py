@@ -21,10 +21,10 @@ from counterpoint.errors import DataError
 from counterpoint.runtime.direct import Directly, Place, run_backward
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk, Job, later_places
+from counterpoint.runtime.normalizing import Norms
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.shares import Shares
 from counterpoint.runtime.store import Store
-from counterpoint.runtime.together import Together
 
 Grads = list["Tensor | None"]
 
@@ -89,7 +89,7 @@ class Compute:
         self.passing: dict[tuple[int, int], Grads] = {}
         self.losses: dict[int, float] = {}
         self.spent: Sequence[Tensor] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
-        self.together: Together | None = None  # where replicas meet in the middle of a forward
+        self.norms: Norms | None = None  # what modules of batch norm do, where a plan changes that
         self.unused = "error"  # what a parameter without a gradient means; a commit looks
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
@@ -114,6 +114,8 @@ class Compute:
         self.stride = stride
         self.places = self.store.landings if self.desk is None else later_places(self.store, self.desk)
         self.losses.clear()
+        if self.norms is not None:
+            self.norms.begin(is_stream=bool(stride))
         for books in (self.bundles, self.tapes, self.grads, self.passing, self.put_off) if not stride else ():
             books.clear()
 
@@ -141,7 +143,7 @@ class Compute:
             ]
             seed = seed_of(self.dice, draws=self.model.draws)
             try:
-                with self.directly(), self.meeting(block, micro):
+                with self.directly(), self.normalizing(block, micro):
                     outputs = segment(leaves, self.store.weights(version), self.store.buffers, seed)
             except Exception as error:
                 tell_where(error, self.place(block, stop, micro, leaves))
@@ -155,19 +157,19 @@ class Compute:
             block = stop
         self.keep_up(first, last, micro)
 
-    def meeting(self, block: int, micro: int) -> AbstractContextManager[object]:
-        """Have what replicas normalize together meet, if there is any."""
-        if self.together is None:
+    def normalizing(self, block: int, micro: int, *, is_again: bool = False) -> AbstractContextManager[object]:
+        """Have batch norm do what it does in this plan, if there is any; again, it takes in no statistics."""
+        if self.norms is None:
             return nullcontext()
         assert self.feed is not None, "a step has begun"
-        return self.together.around(block, micro, self.feed.sizes)
+        return self.norms.around(block, micro, self.feed.sizes, is_again=is_again)
 
     def keep_up(self, first: int, last: int, micro: int) -> None:
         """Bring running statistics of what replicas normalize together to those that had no samples."""
-        if self.together is not None:
+        if self.norms is not None:
             assert self.feed is not None, "a step has begun"
             names = [name for segment in self.between(first, last) for name in segment.buffers]
-            self.together.keep_up(names, first, micro, self.feed.sizes)
+            self.norms.keep_up(names, first, micro, self.feed.sizes)
 
     def place(self, block: int, stop: int, micro: int, values: Sequence[Tensor]) -> str:
         """Return which blocks run on which samples, as text for errors."""
@@ -216,7 +218,7 @@ class Compute:
             else:
                 roots, gradients, passed = self.roots(leaves, outputs, self.taken(stop, micro))
             if any(root.requires_grad for root in roots):
-                with self.meeting(block, micro):
+                with self.normalizing(block, micro, is_again=True):  # as where the model checkpoints
                     self.learn(roots, gradients)
                 self.store.hand_over(version)
             self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
@@ -255,7 +257,7 @@ class Compute:
         """Run autograd; gradients are added to the parameters'."""
         self.store.is_learning = True
         try:
-            if self.places or self.together is not None:
+            if self.places or self.norms is not None:
                 with self.directly():
                     run_backward(roots, gradients)
             else:

@@ -223,6 +223,9 @@ class Interpreter:
         self.state.decided += 1
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         require_finite(verdict.fault, self.number, self.state.skipped, self.guard)
+        if self.compute.norms is not None:
+            is_bad = has_bad_loss(ballots) if self.sets_aside else bool(verdict.fault)
+            self.compute.norms.commit(domain, is_applied=not is_bad)
         if not self.is_left_out():
             self.settle_missing(ballots, group)
         self.store.settle(applied=not self.is_left_out())

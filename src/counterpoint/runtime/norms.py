@@ -139,6 +139,17 @@ def statistics(values: Tensor, union: Union) -> tuple[Tensor, Tensor, int]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {values.size()} on one rank alone"
         )
-    mean = (means * counts).sum(0) / count
-    squares = (variances + (means - mean).square()) * counts
-    return mean, squares.sum(0) / count, count
+    return *pooled(means, variances, counts), count
+
+
+def pooled(means: Tensor, variances: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance by channel of all values, from those of parts ``(part, channel)``.
+
+    Args:
+        means: of each part; of one without values anything finite.
+        variances: over ``count``, not ``count - 1``.
+        counts: values by channel of each part, ``(part, 1)``; not all 0.
+    """
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    return mean, ((variances + (means - mean).square()) * counts).sum(0) / total

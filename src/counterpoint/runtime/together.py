@@ -1,30 +1,26 @@
 """What ``torch.nn.SyncBatchNorm`` means in a plan: replicas normalize the microbatches that they run side by side.
 
-Its statistics are needed in the middle of a forward, so this is the one exchange that no word of the program shows. A
-function mode that is active while blocks run sees the calls of batch norm that belong to such modules, and has them
-meet those of the other replicas. That no rank waits for ever in one is proved by a walk of the program, into which the
-meetings are put for that.
+Its statistics are needed in the middle of a forward, in an exchange that no word of the program shows: a function mode
+that is active while blocks run (:mod:`counterpoint.runtime.normalizing`) sees the calls of batch norm that belong to
+such modules, and has them meet those of the other replicas. That no rank waits for ever in one is proved by a walk of
+the program, into which the meetings are put for that.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Value
 from counterpoint.program.program import Program, Row
 from counterpoint.program.walk import walk
-from counterpoint.runtime.norms import Running, normalize
 from counterpoint.runtime.store import Store
 
 Seats: TypeAlias = tuple[tuple[int, int], ...]
@@ -33,37 +29,46 @@ Seats: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """One SyncBatchNorm module.
+    """One module that normalizes with those of other replicas.
 
     Args:
         path: of the module.
         mark: the parameter or buffer by which its calls are known.
         buffers: what it keeps of its batches; none if it keeps nothing.
+        kind: what it is, for errors.
     """
 
     path: str
     mark: str
     buffers: tuple[str, ...]
+    kind: str = "SyncBatchNorm"
 
 
-def norms_of(model: nn.Module) -> list[Norm]:
-    """Return the SyncBatchNorm modules of a model.
+def norms_of(model: nn.Module, *, every: bool = False) -> list[Norm]:
+    """Return the modules of a model that normalize with those of other replicas.
+
+    Args:
+        model: any.
+        every: whether all modules of batch norm do; otherwise those of SyncBatchNorm.
 
     Raises:
         PlanError: one has neither running statistics nor a weight, so that its calls cannot be told from others.
     """
     names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     found = []
+    wanted = nn.modules.batchnorm._BatchNorm if every else nn.SyncBatchNorm  # noqa: SLF001 - what all of them are
     for path, module in model.named_modules():
-        if not isinstance(module, nn.SyncBatchNorm):
+        if not isinstance(module, wanted):
             continue
+        is_own = isinstance(module, nn.SyncBatchNorm)
+        kind = "SyncBatchNorm" if is_own else f"{type(module).__name__} under batch_norm='sync'"
         own = [tensor for tensor in (module.running_mean, module.weight) if tensor is not None]
         if not own:
             raise PlanError(
-                f"{path} is a SyncBatchNorm with affine=False and track_running_stats=False, which has no tensor to "
-                "know it by; leave one of the two at its default"
+                f"{path} is a {kind} with affine=False and track_running_stats=False, which has no tensor to know it "
+                "by; leave one of the two at its default"
             )
-        found.append(Norm(path, names[id(own[0])], tuple(names[id(buffer)] for buffer in module.buffers())))
+        found.append(Norm(path, names[id(own[0])], tuple(names[id(buffer)] for buffer in module.buffers()), kind))
     return found
 
 
@@ -80,96 +85,28 @@ class Replicas:
         self.fabric = fabric
         self.group = group
         self.path = path
+        self.count = 0  # values by channel of everybody, once gathered
 
     def gather(self, row: Tensor) -> Tensor:
         """Return everybody's row."""
-        count, width = len(self.group), row.numel()
-        whole = row.new_zeros(count * width)
-        at = self.group.index(self.fabric.rank)
-        whole[at * width : (at + 1) * width] = row[0]
-        bounds = range(0, (count + 1) * width, width)
-        self.fabric.all_gather(f"statistics of {self.path}", whole, bounds, self.group).wait()
-        return whole.view(count, width)
+        rows = gather_rows(self.fabric, self.group, f"statistics of {self.path}", row[0])
+        self.count = int(rows[:, -1].sum())
+        return rows
 
     def add(self, sums: Tensor) -> None:
         """Replace the tensor by its sum over everybody."""
         self.fabric.all_reduce(f"gradient of {self.path}", sums, self.group).wait()
 
 
-class Normal(NamedTuple):
-    """The arguments of batch norm."""
-
-    values: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    training: bool
-    momentum: float
-    eps: float
-
-
-def of_functional(  # noqa: PLR0913 - torch's own
-    input: Tensor,  # noqa: A002
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,  # noqa: FBT001, FBT002
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Normal:
-    """Return the arguments of ``torch.nn.functional.batch_norm``."""
-    return Normal(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def of_aten(values: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Normal:  # noqa: ANN401
-    """Return the arguments of the operation as a traced model calls it."""
-    running_mean, running_var, training, momentum, eps, _ = rest
-    return Normal(values, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-CALLS: Mapping[Callable[..., Any], Callable[..., Normal]] = {
-    F.batch_norm: of_functional,
-    torch.ops.aten.batch_norm.default: of_aten,
-}
-"""The functions that normalize, and how their arguments are read."""
-
-
-class Meeting(TorchFunctionMode):
-    """While this is active, the calls of some modules normalize together with those of other ranks.
-
-    Args:
-        fabric: the way to them.
-        group: the ranks.
-        paths: of the modules, by the identity of the tensor that marks each.
-    """
-
-    def __init__(self, fabric: Fabric, group: Group, paths: Mapping[int, str]) -> None:
-        super().__init__()
-        self.fabric = fabric
-        self.group = group
-        self.paths = paths
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function, or normalize with the others."""
-        if func in CALLS:
-            call = CALLS[func](*args, **(kwargs or {}))
-            mark = call.running_mean if call.running_mean is not None else call.weight
-            path = self.paths.get(id(mark))
-            if path is not None and call.training:
-                union = Replicas(self.fabric, self.group, path)
-                running = None
-                if call.running_mean is not None and call.running_var is not None:
-                    running = Running(call.running_mean, call.running_var, call.momentum)
-                return normalize(call.values, call.weight, call.bias, running=running, eps=call.eps, union=union)
-        return func(*args, **(kwargs or {}))
+def gather_rows(fabric: Fabric, group: Group, label: str, row: Tensor) -> Tensor:
+    """Return the rows ``(number,)`` of all members of a group as ``(rank, number)``; all of them call it together."""
+    count, width = len(group), row.numel()
+    whole = row.new_zeros(count * width)
+    at = group.index(fabric.rank)
+    whole[at * width : (at + 1) * width] = row
+    if count > 1:
+        fabric.all_gather(label, whole, range(0, (count + 1) * width, width), group).wait()
+    return whole.view(count, width)
 
 
 class Together:
@@ -192,10 +129,10 @@ class Together:
         tensors: dict[str, Tensor] = {**store.params, **store.buffers}
         self.paths = {id(tensors[norm.mark]): norm.path for norm in norms if norm.mark in tensors}
 
-    def around(self, block: int, micro: int, sizes: Mapping[int, int]) -> AbstractContextManager[object]:
-        """Have the modules meet while a microbatch goes through blocks, those of the members that have samples."""
+    def group(self, block: int, micro: int, sizes: Mapping[int, int]) -> Group:
+        """Return who meets while a microbatch goes through blocks: those that have samples; none if that is one."""
         group = tuple(rank for rank, theirs in self.seats.get((block, micro), ()) if sizes[theirs])
-        return Meeting(self.fabric, group, self.paths) if len(group) > 1 else nullcontext()
+        return group if len(group) > 1 else ()
 
     def keep_up(self, names: Sequence[str], block: int, micro: int, sizes: Mapping[int, int]) -> None:
         """Give the running statistics to members without samples; all members call it after a forward, or instead.
@@ -263,7 +200,7 @@ def require_alone(program: Program, norms: Sequence[Norm]) -> None:
     for rank, row in enumerate(program.rows):
         if len(mean_of(row, rank)) > row.num_slices:
             raise PlanError(
-                f"{norms[0].path} is a SyncBatchNorm, which replicas normalize together, but those of a stage do not "
+                f"{norms[0].path} is a {norms[0].kind}, which replicas normalize together, but those of a stage do not "
                 "meet in the middle of a forward in a pipeline without a flush; take BatchNorm, in which each "
                 "normalizes its own microbatches, or order=one_f_one_b"
             )
@@ -293,7 +230,7 @@ def require_meetings(program: Program, norms: Sequence[Norm]) -> None:
             pass
     except ProgramError as error:
         raise PlanError(
-            f"{norms[0].path} is a SyncBatchNorm, in which replicas wait for each other, but in this plan they would "
+            f"{norms[0].path} is a {norms[0].kind}, in which replicas wait for each other, but in this plan they would "
             "wait for ever, because they run their microbatches in different orders; give all stages as many replicas "
             "(pipeline(p) * data(r)), or take BatchNorm"
         ) from error

@@ -97,7 +97,7 @@ def train(trained: Subject, plan: Plan, recipe: Recipe, world: World | None = No
     """
     model = trained.build()
     face = Face(recipe.optimizer, dict(model.named_parameters()))
-    options = Options(clip_norm=recipe.clip_norm, one_copy=recipe.one_copy)
+    options = Options(clip_norm=recipe.clip_norm, one_copy=recipe.one_copy, batch_norm=recipe.batch_norm)
     own = LocalWorld(plan.num_ranks) if world is None else None
     team = Team(own or world, plan, model, trained.loss, face, options)  # type: ignore[arg-type]
     losses = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from counterpoint.jobs.job import seeded, sequence_loss
 from counterpoint.jobs.models import GPT, GPTShape, SmallCNN, mlp
 from counterpoint.plan import Plan
+from counterpoint.runtime.norm_rules import NormRule
 
 BATCH_LENS = (24, 24, 7, 24, 3)
 """Samples of the five global batches: the third is uneven, in the last one a microbatch of four is empty."""
@@ -101,12 +102,14 @@ class Recipe:
         num_micros: microbatches of every global batch, the same under every plan.
         clip_norm: global norm to which gradients are scaled down; None for no clipping.
         one_copy: whether replicas have one copy of the weights, where they can.
+        batch_norm: when running statistics change.
     """
 
     optimizer: Callable[[Iterable[nn.Parameter]], optim.Optimizer] = ADAMW
     num_micros: int = 4
     clip_norm: float | None = None
     one_copy: bool = True
+    batch_norm: NormRule = "microbatch"
 
 
 def subject(name: str) -> Subject:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from counterpoint.errors import PlanError
+from counterpoint.runtime.norm_rules import NormRule
 from counterpoint.runtime.vote import Guard
 
 
@@ -26,6 +27,12 @@ class Options:
         one_copy: whether replicas of one host have one copy of weights and optimizer state, where they can.
         init: what other first weights than rank 0's on a rank mean: ``rank0`` gives all ranks rank 0's and says so,
             ``same`` is an error.
+        batch_norm: what modules of batch norm do with several microbatches or replicas. ``deferred``: each microbatch
+            is normalized by its own statistics, and running statistics change once per batch, by those of the whole
+            batch; ``microbatch``: they change after every microbatch, and replicas have their mean; ``sync``: as
+            ``deferred``, but microbatches that replicas run side by side are normalized together; ``error``: what is
+            not normalized by the whole batch is refused. By default ``deferred``, with a notice where a replica has
+            several microbatches.
         keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
     """
 
@@ -40,6 +47,7 @@ class Options:
     one_copy: bool = True
     init: Literal["rank0", "same"] = "rank0"
     keep_freed: bool = True
+    batch_norm: NormRule | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("one_copy", bool), ("keep_freed", bool), ("seed", int)):
@@ -62,9 +70,10 @@ class Options:
             ("nonfinite", ("error", "skip")),
             ("unused", ("error", "zero")),
             ("init", ("rank0", "same")),
+            ("batch_norm", (None, *get_args(NormRule))),
         ):
             if getattr(self, name) not in allowed:
-                raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+                raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(filter(None, allowed))}")
 
 
 def guard_of(options: Options) -> Guard:

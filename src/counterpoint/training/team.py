@@ -36,6 +36,7 @@ from counterpoint.runtime.build import (
 )
 from counterpoint.runtime.compute import Model
 from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.norm_rules import norms_for
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import (
     Book,
@@ -45,11 +46,11 @@ from counterpoint.runtime.state import (
     spread_weights,
     write_weights,
 )
-from counterpoint.runtime.together import norms_of
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.checks import require_own_memory
 from counterpoint.training.flight import Flight, require_streamable
 from counterpoint.training.keeping import Keeping
+from counterpoint.training.norms import has_meetings, judge_norms
 from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.options import Options, guard_of
 from counterpoint.training.same_model import require_same_model, share_first_values
@@ -123,6 +124,7 @@ class Team:
         self.flight = Flight.of(self.compiled.turns[-1])
         require_streamable(self.compiled, self.options, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.require_whole_parameters()
+        judge_norms(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
         self.parts = Parts(
@@ -137,7 +139,7 @@ class Team:
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
         words = [word for _, word in self.compiled.program.words() if isinstance(word, Release)]
         keeps_own = self.book().num_replicas > 1 or any(word.value.name == "weight" for word in words)
-        needs_own = isinstance(cut, WholeCut) or bool(norms_of(self.model))  # as ranks meet inside of these
+        needs_own = isinstance(cut, WholeCut) or has_meetings(self.model, self.options)  # ranks meet inside
         for fabric in self.world.fabrics:
             fabric.form(groups)
             own_cut, model = cut, self.model
@@ -146,6 +148,7 @@ class Team:
                 own_cut = self.cut(model, inputs)
             rank = build_rank(self.parts, own_cut, model, fabric)
             rank.interpreter.compute.unused = self.options.unused
+            rank.interpreter.compute.norms = norms_for(self.parts, model, rank.interpreter, self.options.batch_norm)
             self.ranks[fabric.rank] = rank
         self.watch = Watch(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
         return self.compiled
@@ -266,6 +269,8 @@ class Team:
 
         def work(fabric: Fabric) -> None:
             rank = self.ranks[fabric.rank]
+            if rank.interpreter.compute.norms is not None:
+                rank.interpreter.compute.norms.drop()
             if has_servers:
                 spread_weights(book, rank, fabric)
             if names and fabric.num_ranks > 1:
