@@ -10,7 +10,7 @@ def train(model, *, batches, loss, optimizer):
     After each batch a module of batch norm sees, in one call, all that its microbatches brought it in the batch.
     """
     norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training]
-    brought = {norm: [] for norm in norms}
+    brought: dict[nn.Module, list[torch.Tensor]] = {norm: [] for norm in norms}
     hooks = [
         norm.register_forward_pre_hook(lambda norm, args: brought[norm].append(args[0].detach())) for norm in norms
     ]

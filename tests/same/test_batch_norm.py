@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_with_several_microbatches_each_is_normalized_with_those_that_other_repl
     """Of four, replicas run 0 and 1, and 2 and 3: 0 is normalized with 2, and 1 with 3."""
     x, y = batches(chain)[0]
     model, expected = nn.SyncBatchNorm.convert_sync_batchnorm(seeded(chain)), seeded(chain)
-    options = {"strategy": "data(2)", "num_microbatches": 2, "batch_norm": "microbatch"}
+    options: dict[str, Any] = {"strategy": "data(2)", "num_microbatches": 2, "batch_norm": "microbatch"}
     with cp.parallelize(model, SGD, F.cross_entropy, **options) as step:
         step(x, y)
     optimizer = SGD(expected.parameters())

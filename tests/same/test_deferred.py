@@ -1,6 +1,7 @@
 """Running statistics that change once per batch: those of batch norm that sees the whole batch, under any plan."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,7 @@ def test_the_step_says_what_was_computed_again():
         before = {name: buffer.clone() for name, buffer in compute.store.buffers.items()}
         with compute.normalizing(0, 0, is_again=True):
             model.train()(batches()[0][0])
+        assert compute.norms is not None
         compute.norms.commit({0}, is_applied=True)
         assert all(torch.equal(compute.store.buffers[name], value) for name, value in before.items())
 
@@ -153,7 +155,7 @@ def test_the_step_says_what_was_computed_again():
 def test_a_fit_of_several_epochs_has_them_too(strategy):
     data = TensorDataset(*map(torch.cat, zip(*batches()[:2], strict=True)))
     model, plain = seeded(resnet), seeded(resnet)
-    options = {"strategy": plan_for(strategy, 4), "batch_norm": "deferred", "progress": "off"}
+    options: dict[str, Any] = {"strategy": plan_for(strategy, 4), "batch_norm": "deferred", "progress": "off"}
     with cp.Trainer(model, loss=F.cross_entropy, optimizer=SGD, **options) as trainer:
         trainer.fit(data, batch_size=12, epochs=2)
     order = [Sampler(19, 12, 0).batch(epoch, number) for epoch in range(2) for number in range(2)]
@@ -165,7 +167,7 @@ def test_a_fit_of_several_epochs_has_them_too(strategy):
 @pytest.mark.parametrize("num_micros", [1, 4])
 def test_a_step_that_is_left_out_is_left_out_of_running_statistics(num_micros):
     (x, y), model = batches()[0], seeded(resnet)
-    options = {"num_microbatches": num_micros, "batch_norm": "deferred", "nonfinite": "skip"}
+    options: dict[str, Any] = {"num_microbatches": num_micros, "batch_norm": "deferred", "nonfinite": "skip"}
     with cp.parallelize(model, SGD, F.cross_entropy, strategy="pipeline(2)", **options) as step:
         step(x, y)
         before = state_of(step.give_back())

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -78,9 +79,8 @@ class Fussy(nn.Module):
 
 def fit_uneven(model, strategy, **goals):
     x, targets = dataset(11).tensors
-    trainer = cp.Trainer(
-        model, loss=F.cross_entropy, optimizer=SGD, strategy=strategy, num_microbatches=1 + ("data" not in strategy)
-    )
+    options: dict[str, Any] = {"num_microbatches": 1 + ("data" not in strategy), "batch_norm": "deferred"}
+    trainer = cp.Trainer(model, loss=F.cross_entropy, optimizer=SGD, strategy=strategy, **options)
     trainer.fit(TensorDataset(x, targets), batch_size=4, **goals)
 
 
@@ -116,7 +116,8 @@ def test_batch_norm_on_a_lone_sample_of_the_last_batch_is_refused_before_the_fir
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
 def test_batch_norm_on_a_lone_sample_in_a_loop_says_which_microbatch_it_is(strategy):
     x, targets = dataset(11).tensors
-    step = step_of(seeded(normed), strategy, num_microbatches=1 + ("data" not in strategy))
+    options: dict[str, Any] = {"num_microbatches": 1 + ("data" not in strategy), "batch_norm": "deferred"}
+    step = step_of(seeded(normed), strategy, **options)
     step(x[:8], targets[:8])
     with pytest.raises(cp.DataError, match=r"microbatch 1 of step 1, which has 1 of the batch's 3 samples"), step:
         step(x[8:], targets[8:])

@@ -48,6 +48,7 @@ def carry_out(order: Order) -> None:
         clip_norm=training.clip_norm,
         nonfinite=training.nonfinite,
         deadline_s=config.launch.deadline_s,
+        batch_norm="deferred",
     )
     with trainer:
         history = trainer.fit(

@@ -55,8 +55,8 @@ def judge_norms(model: nn.Module, compiled: Compiled, num_samples: int, rule: No
     if rule is None and runs > 1 and rank == 0:
         warnings.warn(
             f"{told(path, module, compiled, num_samples)}; its running statistics are: pass batch_norm='deferred' "
-            "where that is meant, 'microbatch' to change them after every microbatch, 'sync' to normalize replicas together, "
-            f"{OTHER_NORMS}",
+            "where that is meant, 'microbatch' to change them after every microbatch, 'sync' to normalize replicas "
+            f"together, {OTHER_NORMS}",
             stacklevel=2,
         )
 

@@ -62,8 +62,8 @@ NOT_IN_DDP = {
     "static_graph": "the order in which gradients come is observed and agreed on, and may change; leave it out",
     "find_unused_parameters": "parameters without a gradient are found by name in every step; leave it out, and pass "
     "unused='zero' to Trainer where some are meant to have none",
-    "broadcast_buffers": "running statistics are averaged over ranks for evaluations and checkpoints; leave it out",
-    "forward_sync_buffers": "running statistics are averaged over ranks for evaluations and checkpoints; leave it out",
+    "broadcast_buffers": "running statistics are those of the batch of all ranks, the same on each; leave it out",
+    "forward_sync_buffers": "running statistics are those of the batch of all ranks, the same on each; leave it out",
     "init_sync": "all ranks begin with the weights of rank 0, always; leave it out",
     "process_group": "a group of ranks is an axis of the plan; write pipeline(2) * ddp(2), for one",
     "device_mesh": "a mesh is a plan; write pipeline(2) * ddp(2), for one",
