@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler, split
-from counterpoint.launchers import launch
 from counterpoint.testing.subjects import plan_for
+from tests.process.forked import on_forked_ranks
 from tests.references import batch_norm
 from tests.training.fits import distance, draw, same_bits, seeded, state_of
 
@@ -204,7 +204,7 @@ def test_replicas_that_train_apart_defer_apart_and_have_their_mean():
 
 @pytest.mark.process
 def test_processes_have_them_too():
-    found = launch(on_processes, ranks=2)
+    found = on_forked_ranks(on_processes, ranks=2, threads_per_rank=1)
     assert all(distance(mine, expected(resnet)) <= 1e-12 for states in found for mine in states)
 
 
