@@ -13,6 +13,7 @@ from counterpoint.checkpoint import (
     join,
     latest,
     rescue,
+    tidy,
     verify,
     whole,
 )
@@ -113,6 +114,15 @@ def test_whatever_operation_the_last_rank_stops_at_the_old_or_the_new_state_is_l
         shutil.rmtree(root)
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
+
+
+def test_a_new_run_keeps_what_a_dead_one_left_whole_and_clears_the_rest(tmp_path):
+    for step in (1, 2):
+        add(tmp_path, step, 0)
+    with pytest.raises(MachineStopped):
+        add(tmp_path, 1, 1, files=FailingFiles(operations(tmp_path / "other") - 3))
+    tidy(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-00000001"]
 
 
 def test_a_draft_of_ranks_that_live_is_neither_rescued_nor_swept(tmp_path):

@@ -1,9 +1,11 @@
 """Streams give up "equals solo"; step by step they equal a sequential loop of their rule, over 30 updates and more."""
 
+from dataclasses import replace
+
 import pytest
 
 from counterpoint.testing.parity import BAR
-from tests.same.streamed import ADAMW, MOMENTUM, Case, off
+from tests.same.streamed import ADAMW, MOMENTUM, Case, off, trained
 
 RULES = ["stashed", "synced", "double"]
 
@@ -50,3 +52,12 @@ def test_after_a_flush_the_first_batches_meet_the_newest_weights(rule):
 def test_batches_may_be_fewer_than_stages_and_leave_some_microbatches_empty(rule):
     """With two replicas in front, a batch of one sample is one microbatch of it and one of nothing."""
     assert off(Case(rule, (2, 1, 1), (3, 1), per_body=4 if rule == "double" else 2)) <= BAR
+
+
+@pytest.mark.parametrize(
+    ("rule", "replicas", "per_body"), [("stashed", (1, 1, 1), 0), ("synced", (2, 1), 0), ("double", (1, 2), 4)]
+)
+def test_each_stage_may_be_clipped_by_the_norm_of_its_own_gradient(rule, replicas, per_body):
+    case = Case(rule, replicas, (8, 8, 7) * 4, per_body, clip=0.05)
+    assert off(case) <= BAR
+    assert off(replace(case, clip=None), trained(case)) > 1e-3

@@ -1,44 +1,19 @@
 """Stages that save each for itself while batches are under way, and runs that go on from what all have saved."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.checkpoint import Checkpoint
-from counterpoint.data.sampler import Sampler
 from counterpoint.testing.parity import BAR, difference
 from tests.same import streamed
+from tests.same.fitted import Fitted
 from tests.training.fits import StopAt, dataset, fit, noisy, params_of, same_bits, trainer
 
 PLAN = cp.Plan.parse("pipedream(3)")
-
-
-@dataclass(frozen=True)
-class Fitted(streamed.Case):
-    """A fit: the batches are those of its sampler, all of one size."""
-
-    def data(self):
-        return TensorDataset(*(torch.cat(parts) for parts in zip(*super().batches(), strict=True)))
-
-    def batches(self):
-        sampler, tensors = Sampler(sum(self.sizes), self.sizes[0], 0), self.data().tensors
-        drawn = [list(sampler.batch(0, at)) for at in range(len(self.sizes))]
-        return [tuple(tensor[indices] for tensor in tensors) for indices in drawn]
-
-    def fit(self, root, *, stop=None, **options):
-        """Train, saving after every third step, until the end or a step; return the parameters."""
-        callbacks = [] if stop is None else [StopAt(stop)]
-        with trainer(
-            self.plan, self.build(), loss=F.mse_loss, optimizer=streamed.OPTIMIZERS[self.optimizer], progress="off",
-            callbacks=callbacks,
-        ) as one:  # fmt: skip
-            saves = {"save_to": root, "save_every": 3, "save_by": "stage"}
-            one.fit(self.data(), batch_size=self.sizes[0], **saves, **options)
-            return params_of(one.model)
 
 
 CASES = [
@@ -51,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_a_run_that_stops_in_mid_stream_goes_on_as_if_it_had_flushed_where_all_stages_had_saved(case, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        case.fit(tmp_path, stop=7)
+        case.fit(tmp_path, callbacks=[StopAt(7)])
     assert Checkpoint.open(tmp_path).step == 6
     found = case.fit(tmp_path, resume=tmp_path)
     expected, _ = streamed.expected(replace(case, flushes=(6,)))
@@ -70,8 +45,8 @@ def test_another_plan_or_number_of_stages_goes_on_from_the_same_weights_and_stat
     """What all stages have saved has no weights of older versions in it, and nothing that is under way."""
     case = CASES[0]
     with pytest.raises(KeyboardInterrupt):
-        case.fit(tmp_path, stop=7)
-    expected, _ = streamed.expected(replace(case, sizes=case.sizes[:6]))
+        case.fit(tmp_path, callbacks=[StopAt(7)])
+    expected, _ = streamed.expected(replace(case, last=6))
     with trainer(cp.Plan.parse(other), case.build(), loss=F.mse_loss, optimizer=streamed.OPTIMIZERS[case.optimizer],
                  progress="off") as one:  # fmt: skip
         one.fit(case.data(), batch_size=6, max_steps=6, resume=tmp_path)

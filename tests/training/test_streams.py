@@ -154,9 +154,18 @@ def test_batches_of_each_ranks_own_are_refused_where_all_stages_work_on_every_ba
         require_whole_steps(cp.Plan.parse("pipedream(2)"))
 
 
-def test_clipping_by_a_norm_over_stages_that_do_not_wait_is_refused():
-    with pytest.raises(cp.PlanError, match=r"clip_norm=1.0 is a norm over all stages, but those of pipeline"):
-        fit(PLAN, progress="off", clip_norm=1.0)
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        (PLAN, {"clip_norm": 1.0}, r"clip_norm=1.0 is a norm over all stages, .*; give clip_by='stage' to clip each"),
+        (PLAN, {"clip_by": "stage"}, r"^clip_by='stage' says by whose norm .*, but not to which; give clip_norm=1.0$"),
+        ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "stage"}, r"the norm of the whole model is known; leave clip_by"),
+        ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "rank"}, r"^clip_by='rank' is not one of model, stage$"),
+    ],
+)
+def test_clipping_by_another_norm_than_the_stages_know_is_refused(strategy, options, said):
+    with pytest.raises(cp.PlanError, match=said):
+        fit(strategy, progress="off", **options)
 
 
 def test_versions_that_need_more_memory_than_is_free_are_named_in_bytes_before_the_run(monkeypatch):

@@ -6,7 +6,7 @@ Where ranks do not wait for each other it is ``join``, ``add_part`` and ``commit
 A load is ``Checkpoint.open``; ``latest`` finds the newest intact one.
 """
 
-from counterpoint.checkpoint.apart import add_part, commit_whole, is_pending, join, rescue
+from counterpoint.checkpoint.apart import add_part, commit_whole, is_pending, join, rescue, tidy
 from counterpoint.checkpoint.commit import Draft, begin, commit, save
 from counterpoint.checkpoint.folders import step_folders
 from counterpoint.checkpoint.manifest import ShardRecord, State
@@ -34,6 +34,7 @@ __all__ = [
     "rescue",
     "save",
     "step_folders",
+    "tidy",
     "verify",
     "whole",
     "write_shard",

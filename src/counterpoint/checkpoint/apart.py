@@ -21,7 +21,16 @@ from pydantic import JsonValue
 
 from counterpoint.checkpoint.commit import Draft, commit, place
 from counterpoint.checkpoint.disk import DISK, Files, write_failure, write_file
-from counterpoint.checkpoint.folders import drafts_in, is_part, make_root, part_name, step_name, step_of, try_lock
+from counterpoint.checkpoint.folders import (
+    drafts_in,
+    is_part,
+    make_root,
+    part_name,
+    step_name,
+    step_of,
+    sweep,
+    try_lock,
+)
 from counterpoint.checkpoint.manifest import MANIFEST, ShardRecord, json_flaw, parse_manifest
 from counterpoint.checkpoint.piece import Piece
 from counterpoint.checkpoint.shard import write_shard
@@ -156,6 +165,12 @@ def rescue(root: Path, *, files: Files = DISK) -> list[Path]:
         finally:
             draft.release()
     return found
+
+
+def tidy(root: Path, *, files: Files = DISK) -> None:
+    """The drafts that dead runs left whole are checkpoints, and their other drafts are gone."""
+    rescue(root, files=files)
+    sweep(files, root)
 
 
 def parts_in(folder: Path) -> list[Part] | None:

@@ -19,7 +19,7 @@ from counterpoint.checkpoint import (
     begin,
     commit,
     fingerprint,
-    rescue,
+    tidy,
     whole,
     write_shard,
 )
@@ -69,6 +69,8 @@ def save(team: Team, root: Path, progress: Progress, extra: Mapping[str, Any], *
 def make_root(team: Team, root: Path | None) -> None:
     """The folder of all checkpoints is there, so that a run does not learn at its end that it cannot be.
 
+    Nothing is left in it of runs that died while they saved.
+
     Raises:
         CheckpointError: it cannot be made.
     """
@@ -76,7 +78,7 @@ def make_root(team: Team, root: Path | None) -> None:
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        rescue(root)
+        tidy(root)
     except OSError as error:
         raise CheckpointError(
             f"the folder {root} for checkpoints cannot be made: {error.strerror}; choose another path"
