@@ -158,7 +158,7 @@ def test_batches_of_each_ranks_own_are_refused_where_all_stages_work_on_every_ba
     ("strategy", "options", "said"),
     [
         (PLAN, {"clip_norm": 1.0}, r"clip_norm=1.0 is a norm over all stages, .*; give clip_by='stage' to clip each"),
-        (PLAN, {"clip_by": "stage"}, r"^clip_by='stage' says by whose norm .*, but not to which; give clip_norm=1.0$"),
+        (PLAN, {"clip_by": "stage"}, r"^clip_by='stage' says by whose norm .*, but not how far; give clip_norm=1.0$"),
         ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "stage"}, r"the norm of the whole model is known; leave clip_by"),
         ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "rank"}, r"^clip_by='rank' is not one of model, stage$"),
     ],

@@ -67,9 +67,7 @@ def require_clippable(compiled: Compiled, options: Options) -> None:
     clip, by = options.clip_norm, options.clip_by
     is_stream = compiled.turns[-1].ahead > 0
     if by == "stage" and clip is None:
-        raise PlanError(
-            "clip_by='stage' says by whose norm gradients are clipped, but not to which; give clip_norm=1.0"
-        )
+        raise PlanError("clip_by='stage' says by whose norm gradients are clipped, but not how far; give clip_norm=1.0")
     if by == "stage" and not is_stream:
         raise PlanError(
             f"clip_by='stage' clips each stage by its own norm, and so trains otherwise than solo, but under "

@@ -17,8 +17,8 @@ class Options:
     Args:
         seed: of sample order and of everything that is drawn.
         clip_norm: global norm to which gradients are scaled down; None for no clipping.
-        clip_by: whose norm ``clip_norm`` is about: the whole ``model``'s, or that of each ``stage`` alone, which is what
-            stages of a pipeline without a flush can know.
+        clip_by: whose norm that is: the whole ``model``'s, or each ``stage``'s own, which is what the stages of a
+            pipeline without a flush can know.
         clip_value: size to which every number of a gradient is brought down, after ``clip_norm``; None for no clipping.
         watch: ``loss`` checks the losses of a step, ``gradients`` every gradient as well.
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` leaves the step out.
