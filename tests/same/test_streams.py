@@ -37,10 +37,11 @@ def test_replicas_of_a_stage_take_turns_and_update_with_the_mean_over_their_samp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("replicas", [(2, 2), (3, 1), (2, 3), (2, 1, 2), (3, 2, 1), (3, 2, 1, 1)])
-def test_stages_with_any_replicas_read_the_versions_of_their_rule(rule, replicas):
-    assert off(Case(rule, replicas, (25,) * 10, per_body=12)) <= BAR
+def test_stages_with_any_replicas_read_the_versions_of_their_rule(rule, replicas, optimizer):
+    assert off(Case(rule, replicas, (25,) * 30, per_body=12, optimizer=optimizer)) <= BAR
 
 
 @pytest.mark.parametrize("rule", RULES)
