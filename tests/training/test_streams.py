@@ -175,6 +175,24 @@ def test_versions_that_need_more_memory_than_is_free_are_named_in_bytes_before_t
         fit(PLAN, progress="off")
 
 
+@pytest.mark.parametrize(
+    "strategy", ["pipedream(3)", "pipedream(2, vertical_sync=on)", "pipedream(2, replicas=(1,2))", "pipedream_2bw(2)"]
+)
+def test_older_versions_take_the_bytes_that_are_named(strategy, monkeypatch):
+    def take():
+        stores = [rank.interpreter.store for rank in one.team.ranks.values()]
+        kept = [made for store in stores if store.editions for made in store.editions.editions[1:]]
+        found.append(sum(tensor.nbytes for made in kept for tensor in made.flats + made.loose))
+
+    found: list[int] = []
+    with trainer(strategy, progress="off") as one:
+        one.callbacks.append(Ask(take))
+        one.fit(dataset(), batch_size=12, max_steps=1)
+    monkeypatch.setattr(flight, "available_bytes", lambda: found[0] - 1)
+    with pytest.raises(cp.PlanError, match=f"take {found[0]} bytes on this host, of which {found[0] - 1} are free"):
+        fit(strategy, progress="off")
+
+
 class Ask(cp.Callback):
     """Does something after the first step."""
 
