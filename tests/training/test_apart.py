@@ -1,6 +1,7 @@
 """Stages that save each for itself while batches are under way, and runs that go on from what all have saved."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_another_plan_or_number_of_stages_goes_on_from_the_same_weights_and_stat
 
 
 def test_only_as_many_checkpoints_stay_as_are_wanted_and_listeners_hear_of_each_that_is_complete(tmp_path):
-    told = []
+    told: list[int] = []
     options = {"save_to": tmp_path, "save_every": 2, "save_by": "stage", "keep": 2}
     fit(PLAN, epochs=2, progress="off", callbacks=[Hears(told)], fit_options=options)
     assert told == [2, 4, 6, 8]
@@ -83,7 +84,7 @@ def test_a_run_ends_with_a_checkpoint_of_its_last_step(tmp_path):
 
 def test_running_statistics_are_those_of_the_stages_that_have_them_the_mean_over_their_replicas(tmp_path):
     plan = cp.Plan.parse("pipedream(2, replicas=(2,1))").with_microbatches_for(12)
-    kept = {}
+    kept: dict[str, Any] = {}
     with trainer(plan, noisy(), progress="off", callbacks=[Statistics(kept)]) as one:
         kept["team"] = lambda: one.team
         one.fit(dataset(), batch_size=12, max_steps=3, save_to=tmp_path, save_every=2, save_by="stage")
