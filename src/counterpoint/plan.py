@@ -20,6 +20,8 @@ from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Need, Strategy
 from counterpoint.strategies.table import find
+from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.zero import Zero
 from counterpoint.world.hosts import neighbours
 from counterpoint.world.mesh import Axis, Mesh
 
@@ -57,15 +59,26 @@ class Plan:
                     f"{strategy} has steps that are not all alike, and {self.strategies[-1]} stands behind it; write "
                     "it last, outside of all that makes one replica"
                 )
-            if isinstance(strategy, Pipeline) and strategy.is_stream:
-                raise PlanError(
-                    f"{strategy} has stages that update each for itself, and {self.strategies[-1]} stands behind it, "
-                    f"whose ranks update together; give the stages replicas instead, pipeline({strategy.degree}, "
-                    f"order={strategy.order}, replicas=(...)), or take order=one_f_one_b"
-                )
+        self._require_streams_alone()
         for name in self.passes:
             if name not in _PASSES:
                 raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(_PASSES)}")
+
+    def _require_streams_alone(self) -> None:
+        for at, stream in enumerate(self.strategies):
+            if not isinstance(stream, Pipeline) or not stream.is_stream:
+                continue
+            inner, outer = self.strategies[:at], self.strategies[at + 1 :]
+            around = [*(strategy for strategy in inner if isinstance(strategy, Data | Zero)), *outer]
+            if around:
+                times = prod(strategy.degree for strategy in around if isinstance(strategy, Data | Zero))
+                alone = replace(stream, replicas=tuple(max(times, 2) * count for count in stream.stage_ranks))
+                slices = (strategy for strategy in inner if isinstance(strategy, Tensor))
+                raise PlanError(
+                    f"{stream} has stages that update each for itself, and {' and '.join(map(str, around))} would have "
+                    f"all of them update together; give the stages replicas instead, {Plan((*slices, alone))}, or take "
+                    "order=one_f_one_b"
+                )
 
     def __str__(self) -> str:
         """Write the strategies as :meth:`parse` reads them."""

@@ -1,6 +1,7 @@
 """What ranks do in the tests of real processes: functions that run in every one of them."""
 
 import os
+import signal
 import sys
 from contextlib import closing
 
@@ -13,6 +14,7 @@ from counterpoint.launchers.environment import detect
 from counterpoint.testing.parity import difference
 from counterpoint.training.world import open_world
 from tests.same import streamed
+from tests.same.fitted import Fitted
 from tests.training.fits import ADAMW, dataset, mlp, params_of, same_bits, seeded, state_of, trainer
 
 
@@ -78,6 +80,24 @@ def go_on(folder, rows):
                 states.append(state_of(one.model))
         found.append([same_bits(states[0], states[2]), same_bits(states[0], states[1])])
     return found
+
+
+class Dies(cp.Callback):
+    """Kills rank 1 behind a step, at once and without a word."""
+
+    on_every_rank = True
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, event):
+        if rank() == 1 and event.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_apart(fields, folder, dies, resume):
+    """Return the parameters after a fit whose stages save each for itself, in which rank 1 may die."""
+    return Fitted(**fields).fit(folder, callbacks=[Dies(dies)], resume=folder if resume else None)
 
 
 def text_of(run):

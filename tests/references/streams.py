@@ -4,10 +4,11 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
 from torch.func import functional_call
 
 
-def stream(model, *, updates, batches, loss, read, interval):
+def stream(model, *, updates, batches, loss, read, interval, clip=math.inf):
     """Train ``model`` from one flush to the next; return its parameters and the loss of every microbatch.
 
     Args:
@@ -15,6 +16,7 @@ def stream(model, *, updates, batches, loss, read, interval):
         batches: one for each microbatch.
         read: from stage and microbatch to the number of updates that the weights it meets have seen.
         interval: from stage to the number of microbatches that it updates after, unless the loss of one is not finite.
+        clip: the norm to which each stage's gradient is scaled down.
     """
     history = [[{name: param.detach().clone() for name, param in params.items()}] for params, _ in updates]
     waiting: dict[int, list[Any]] = {s: [] for s in range(len(updates))}
@@ -33,6 +35,7 @@ def stream(model, *, updates, batches, loss, read, interval):
                 for name, param in params.items():
                     param.grad = sum((count / total * given[name] for count, given in seen), torch.zeros_like(param))
                 if seen and all(map(math.isfinite, losses[-interval(s) :])):
+                    nn.utils.clip_grad_norm_(params.values(), clip)
                     update.step()
                 history[s].append({name: param.detach().clone() for name, param in params.items()})
                 waiting[s].clear()

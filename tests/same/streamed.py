@@ -1,5 +1,6 @@
 """A chain of equal blocks trained by a stream, and the same by the sequential loop of its rule."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -47,6 +48,7 @@ class Case:
     optimizer: str = MOMENTUM
     flushes: tuple[int, ...] = ()
     spoilt: int | None = None
+    clip: float | None = None
 
     @property
     def num_micros(self):
@@ -93,6 +95,7 @@ def trained(case, world=None, **options):
     """Return the parameters and the loss of every batch, as the ranks of a team come to them."""
     model, losses = case.build(), []
     own = LocalWorld(case.plan.num_ranks) if world is None else None
+    options |= {"clip_norm": case.clip, "clip_by": "stage"} if case.clip is not None else {}
     face = Face(OPTIMIZERS[case.optimizer], dict(model.named_parameters()))
     team = Team(own or world, case.plan, model, F.mse_loss, face, Options(**options))
     feeds = [BatchFeed(batch, tuple(split(len(batch[0]), case.num_micros))) for batch in case.batches()]
@@ -125,7 +128,7 @@ def expected(case):
     for start, stop in case.segments:
         parts = [part for batch in micros[start:stop] for part in batch]
         found = streams.stream(model, updates=updates, batches=parts, loss=F.mse_loss, read=case.read(),
-                               interval=case.interval)[1]  # fmt: skip
+                               interval=case.interval, clip=case.clip or math.inf)[1]  # fmt: skip
         for at in range(stop - start):
             own = slice(at * case.num_micros, (at + 1) * case.num_micros)
             sizes = [len(inputs) for inputs, _ in parts[own]]

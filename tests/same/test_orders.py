@@ -72,6 +72,19 @@ def test_clipping_by_the_norm_over_all_chunks_trains_the_same(order):
     assert parity.difference(alone().params["0.weight"], alone(CLIPPED).params["0.weight"]) > 1e-3
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(f"pipeline(2{order}) * {around}" for order in (", order=gpipe", "") for around in AROUND[:2]),
+        *(f"pipeline(2, {order}) * data(2)" for order in ORDERS),
+        "pipeline(3, order=gpipe, replicas=(2,1,1))",
+    ],
+)
+def test_clipping_by_the_norm_over_all_stages_trains_the_same_whatever_is_around(strategy):
+    """Weights that the first and the last stage share count once."""
+    assert difference(trained(strategy, CLIPPED), CLIPPED) <= parity.BAR
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_fewer_microbatches_than_stages_train_the_same(order):
     two = Recipe(num_micros=2)

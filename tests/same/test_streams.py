@@ -1,9 +1,11 @@
 """Streams give up "equals solo"; step by step they equal a sequential loop of their rule, over 30 updates and more."""
 
+from dataclasses import replace
+
 import pytest
 
 from counterpoint.testing.parity import BAR
-from tests.same.streamed import ADAMW, MOMENTUM, Case, off
+from tests.same.streamed import ADAMW, MOMENTUM, Case, off, trained
 
 RULES = ["stashed", "synced", "double"]
 
@@ -35,10 +37,11 @@ def test_replicas_of_a_stage_take_turns_and_update_with_the_mean_over_their_samp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("replicas", [(2, 2), (3, 1), (2, 3), (2, 1, 2), (3, 2, 1), (3, 2, 1, 1)])
-def test_stages_with_any_replicas_read_the_versions_of_their_rule(rule, replicas):
-    assert off(Case(rule, replicas, (25,) * 10, per_body=12)) <= BAR
+def test_stages_with_any_replicas_read_the_versions_of_their_rule(rule, replicas, optimizer):
+    assert off(Case(rule, replicas, (25,) * 30, per_body=12, optimizer=optimizer)) <= BAR
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -50,3 +53,12 @@ def test_after_a_flush_the_first_batches_meet_the_newest_weights(rule):
 def test_batches_may_be_fewer_than_stages_and_leave_some_microbatches_empty(rule):
     """With two replicas in front, a batch of one sample is one microbatch of it and one of nothing."""
     assert off(Case(rule, (2, 1, 1), (3, 1), per_body=4 if rule == "double" else 2)) <= BAR
+
+
+@pytest.mark.parametrize(
+    ("rule", "replicas", "per_body"), [("stashed", (1, 1, 1), 0), ("synced", (2, 1), 0), ("double", (1, 2), 4)]
+)
+def test_each_stage_may_be_clipped_by_the_norm_of_its_own_gradient(rule, replicas, per_body):
+    case = Case(rule, replicas, (8, 8, 7) * 4, per_body, clip=0.05)
+    assert off(case) <= BAR
+    assert off(replace(case, clip=None), trained(case)) > 1e-3

@@ -8,7 +8,8 @@ from counterpoint.testing.plain import expected_buffers
 from counterpoint.testing.subjects import STRATEGIES, Recipe, plan_for, subject
 from tests.process.forked import on_forked_ranks
 
-CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(4)", "server(2)", "tensor(2) * data(2)"]
+CLIPPED = ["solo", "data(4)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(4)", "server(2)", "tensor(2) * data(2)",
+           "tensor(2) * pipeline(2)", "tensor(2) * pipeline(2, order=zero_bubble) * data(2)"]  # fmt: skip
 APART = ["data(2)", "data(4)", "zero(2, level=1)", "pipeline(2) * data(2)", "data(2) + overlap"]
 ISSUE = {
     "data(2)", "data(4)", *(f"zero({n}, level={level})" for n in (2, 4) for level in (1, 2, 3)),

@@ -1,9 +1,10 @@
 """Pipelines that never flush: what the published formulas say of them, and what they cannot do."""
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, lcm
 
 import pytest
+from hypothesis import example, given, settings, strategies as st
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
@@ -12,21 +13,48 @@ from counterpoint.program.program import moved, versions_held
 from counterpoint.strategies.pipeline import Pipeline
 from tests.laws.compositions import compiled
 
-UNEQUAL = [(1, 1, 1, 1), (2, 1), (1, 2), (3, 2, 1), (4, 1, 1), (1, 3, 1)]
+UNEQUAL = st.lists(st.integers(1, 4), min_size=2, max_size=5).filter(lambda counts: sum(counts) <= 10).map(tuple)
 
 
-@pytest.mark.parametrize("replicas", UNEQUAL)
-def test_versions_are_warm_ups_and_one_and_as_many_enter_as_noam_says(replicas):
+@settings(max_examples=40)
+@given(UNEQUAL)
+@example((1, 1, 1, 1))
+@example((3, 2, 1))
+@example((1, 3, 1))
+def test_warm_ups_and_versions_are_the_published_formulas_and_as_many_enter_as_noam_says(replicas):
     """NOAM is what each replica of the first stage has in flight, its share of all workers."""
     plan = Pipeline(len(replicas), "pipedream", replicas)
     made = compiled(str(plan), m=plan.microbatches(1), blocks=len(replicas))
-    at = 0
+    rows = iter(made.program.unroll(1))
     for stage, count in enumerate(replicas):
         warmups = (sum(replicas) - 1 - sum(replicas[:stage])) // count
-        for row in made.program.rows[at : at + count]:
-            assert versions_held(row.prologue + row.body + row.epilogue) == warmups + 1
-        at += count
+        for row in (next(rows) for _ in range(count)):
+            kinds = [type(word) for word in row if isinstance(word, Forward | Backward)]
+            assert kinds.index(Backward) == warmups + 1  # the last of them is the one that goes back
+            assert versions_held(row) == warmups + 1
     assert made.ledger.peak_in_flight[0] == ceil(sum(replicas) / replicas[0])
+
+
+@settings(max_examples=20)
+@given(UNEQUAL, st.integers(0, 2))
+def test_2bw_holds_two_versions_whatever_replicas_and_microbatches_there_are(replicas, more):
+    plan = Pipeline(len(replicas), "pipedream_2bw", replicas)
+    made = compiled(str(plan), m=plan.microbatches(1) + more * lcm(*replicas), blocks=len(replicas))
+    assert {versions_held(row.body) for row in made.program.rows} == {2}
+    assert {entry.staleness for entry in made.ledger.entries[-len(replicas) :]} == {1}
+
+
+@settings(max_examples=20)
+@given(UNEQUAL)
+def test_vertical_sync_keeps_as_many_versions_as_the_first_stage_makes_in_its_warm_up(replicas):
+    """In updates of its own: a stage with fewer replicas makes more of them."""
+    plan = Pipeline(len(replicas), "pipedream", replicas, vertical_sync="on")
+    made = compiled(str(plan), m=plan.microbatches(1), blocks=len(replicas))
+    versions = iter(versions_held(row.body) for row in made.program.rows)
+    ahead = (sum(replicas) - 1) // replicas[0] * replicas[0]
+    for count in replicas:
+        most = max(next(versions) for _ in range(count))
+        assert ahead // count + 1 <= most <= -(-(ahead + replicas[0] - 1) // count) + 1
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -77,8 +105,22 @@ def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pipedream(2) * data(2)", "has stages that update each for itself, and data.2. stands behind it"),
-        ("pipedream(2) * zero(2)", "give the stages replicas instead, pipeline.2, order=pipedream, replicas="),
+        (
+            "pipedream(2) * data(3)",
+            r"give the stages replicas instead, pipeline.2, order=pipedream, replicas=.3,3..",
+        ),
+        (
+            "data(2) * pipedream(2)",
+            r"each for itself, and data.2. would .* order=pipedream, replicas=.2,2..",
+        ),
+        (
+            "tensor(2) * pipedream(2, replicas=(2,1)) * data(2)",
+            r"tensor.2. \* pipeline.2, .* replicas=.4,2..",
+        ),
+        (
+            "pipedream(2) * zero(2)",
+            r"give the stages replicas instead, pipeline.2, order=pipedream, replicas=.2,2..",
+        ),
         ("gpipe(2) * pipedream(2)", "must come before data, zero and server in a plan"),
         ("pipedream_2bw(4)", "updates once in 2 microbatches, but its first stage is 3 ahead.*num_microbatches=3 or"),
         ("pipeline(2, vertical_sync=on)", "which order=one_f_one_b has none of; leave it out, or give order=pipedream"),

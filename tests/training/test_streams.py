@@ -154,9 +154,18 @@ def test_batches_of_each_ranks_own_are_refused_where_all_stages_work_on_every_ba
         require_whole_steps(cp.Plan.parse("pipedream(2)"))
 
 
-def test_clipping_by_a_norm_over_stages_that_do_not_wait_is_refused():
-    with pytest.raises(cp.PlanError, match=r"clip_norm=1.0 is a norm over all stages, but those of pipeline"):
-        fit(PLAN, progress="off", clip_norm=1.0)
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        (PLAN, {"clip_norm": 1.0}, r"clip_norm=1.0 is a norm over all stages, .*; give clip_by='stage' to clip each"),
+        (PLAN, {"clip_by": "stage"}, r"^clip_by='stage' says by whose norm .*, but not how far; give clip_norm=1.0$"),
+        ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "stage"}, r"the norm of the whole model is known; leave clip_by"),
+        ("pipeline(2)", {"clip_norm": 1.0, "clip_by": "rank"}, r"^clip_by='rank' is not one of model, stage$"),
+    ],
+)
+def test_clipping_by_another_norm_than_the_stages_know_is_refused(strategy, options, said):
+    with pytest.raises(cp.PlanError, match=said):
+        fit(strategy, progress="off", **options)
 
 
 def test_versions_that_need_more_memory_than_is_free_are_named_in_bytes_before_the_run(monkeypatch):
@@ -164,6 +173,24 @@ def test_versions_that_need_more_memory_than_is_free_are_named_in_bytes_before_t
     said = re.escape("up to 2 on a rank, take 1472 bytes on this host, of which 1000 are free")
     with pytest.raises(cp.PlanError, match=said):
         fit(PLAN, progress="off")
+
+
+@pytest.mark.parametrize(
+    "strategy", ["pipedream(3)", "pipedream(2, vertical_sync=on)", "pipedream(2, replicas=(1,2))", "pipedream_2bw(2)"]
+)
+def test_older_versions_take_the_bytes_that_are_named(strategy, monkeypatch):
+    def take():
+        stores = [rank.interpreter.store for rank in one.team.ranks.values()]
+        kept = [made for store in stores if store.editions for made in store.editions.editions[1:]]
+        found.append(sum(tensor.nbytes for made in kept for tensor in made.flats + made.loose))
+
+    found: list[int] = []
+    with trainer(strategy, progress="off") as one:
+        one.callbacks.append(Ask(take))
+        one.fit(dataset(), batch_size=12, max_steps=1)
+    monkeypatch.setattr(flight, "available_bytes", lambda: found[0] - 1)
+    with pytest.raises(cp.PlanError, match=f"take {found[0]} bytes on this host, of which {found[0] - 1} are free"):
+        fit(strategy, progress="off")
 
 
 class Ask(cp.Callback):

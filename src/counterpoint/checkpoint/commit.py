@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from counterpoint.checkpoint.disk import DISK, Files, check_space, remove_tree, write_failure, write_file
-from counterpoint.checkpoint.folders import make_root, prune, step_name, sweep, try_lock
+from counterpoint.checkpoint.folders import is_part, make_root, prune, step_name, sweep, try_lock
 from counterpoint.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -130,10 +130,23 @@ def commit(
         raise CheckpointError(
             f"keep={keep} would delete the checkpoint that is being saved; keep at least 1, or None for all"
         )
-    root, target = draft.folder.parent, draft.folder.parent / step_name(draft.step)
     manifest = _manifest_of(draft.step, records, state, model)
     try:
         _check_draft(draft.folder, manifest, files)
+    except OSError as error:
+        raise write_failure(files, draft.folder, len(format_manifest(manifest)), error) from error
+    return place(draft, manifest, keep=keep, files=files)
+
+
+def place(draft: Draft, manifest: Manifest, *, keep: int | None, files: Files) -> Path:
+    """A draft that has its manifest is the checkpoint of its step; parts that ranks added apart are gone.
+
+    Raises:
+        CheckpointError: the disk failed, or another checkpoint of this step exists.
+    """
+    root, target = draft.folder.parent, draft.folder.parent / step_name(draft.step)
+    try:
+        _clear_parts(draft.folder, files)
         if _settled_before(files, target, manifest):
             draft.discard()
             return target
@@ -200,7 +213,7 @@ def _check_draft(folder: Path, manifest: Manifest, files: Files) -> None:
         flaw = size_flaw(folder, record)
         if flaw is not None:
             raise CheckpointError(f"{flaw}; do all ranks write to the same folder, on a disk they share?")
-    strays = {path.name for path in folder.iterdir()} - {record.file for record in manifest.files}
+    strays = {path.name for path in folder.iterdir() if not is_part(path)} - {record.file for record in manifest.files}
     if strays:
         raise CheckpointError(
             f"{folder.name} holds {', '.join(sorted(strays))}, but was given no record of it; pass every rank's record"
@@ -212,6 +225,15 @@ def _check_draft(folder: Path, manifest: Manifest, files: Files) -> None:
         raise CheckpointError(
             f"{folder.name}/{MANIFEST} reads back differently than it was written; nothing was committed"
         )
+
+
+def _clear_parts(folder: Path, files: Files) -> None:
+    """What the manifest says by now is said nowhere else; only behind the sync is that so for ever."""
+    parts = [path for path in sorted(folder.iterdir()) if is_part(path)]
+    for path in parts:
+        files.unlink(path)
+    if parts:
+        files.sync_folder(folder)
 
 
 def _settled_before(files: Files, target: Path, manifest: Manifest) -> bool:

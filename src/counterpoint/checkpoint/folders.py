@@ -17,7 +17,8 @@ from counterpoint.checkpoint.shard import size_flaw
 from counterpoint.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
+_LEFTOVER = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
+_PART = re.compile(r"part-\d{5,9}\.json")
 
 
 def step_name(step: int) -> str:
@@ -35,6 +36,28 @@ def step_folders(root: Path) -> list[Path]:
         (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
     ]
     return [path for _, path in sorted(found)]
+
+
+def drafts_in(root: Path) -> list[Path]:
+    """Return the folders of saves that were not committed, in progress or left by a dead run, oldest first."""
+    return sorted(path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name)) if root.is_dir() else []
+
+
+def step_of(draft: Path) -> int:
+    """Return the step that a draft is of."""
+    match = _LEFTOVER.fullmatch(draft.name)
+    assert match is not None, "it is the name of a draft"
+    return int(match[1])
+
+
+def part_name(rank: int) -> str:
+    """Return the name of the file that says what a rank has added to a draft apart from the others."""
+    return f"part-{rank:05d}.json"
+
+
+def is_part(path: Path) -> bool:
+    """Tell whether a file is one of these."""
+    return _PART.fullmatch(path.name) is not None
 
 
 def quick_flaws(folder: Path) -> list[str]:
@@ -58,8 +81,8 @@ def make_root(files: Files, root: Path) -> None:
 
 def sweep(files: Files, root: Path) -> None:
     """Drafts whose run is dead are gone; a draft that is still locked stays."""
-    for path in sorted(root.iterdir()):
-        lock = try_lock(path, exclusive=True) if _LEFTOVER.fullmatch(path.name) else None
+    for path in drafts_in(root):
+        lock = try_lock(path, exclusive=True)
         if lock is not None:
             try:
                 with warning_about(path):
@@ -73,6 +96,8 @@ def warning_about(folder: Path) -> Iterator[None]:
     """A failure to delete is a warning: what was saved is safe, only space is lost."""
     try:
         yield
+    except FileNotFoundError:
+        return  # another rank has deleted it
     except OSError as error:
         warnings.warn(f"could not delete {folder}: {error.strerror}", RuntimeWarning, stacklevel=4)
 

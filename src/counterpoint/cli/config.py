@@ -50,6 +50,8 @@ class TrainingSection(Section):
     """Of the first weights, the order of samples and whatever is drawn."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Global norm to which gradients are scaled down."""
+    clip_by: Literal["model", "stage"] = "model"
+    """Whose norm that is: the whole model's, or each stage's own, for pipelines without a flush."""
     nonfinite: Literal["error", "skip"] = "error"
     """Whether a loss or gradient that is not finite ends the run or leaves the step out."""
 
@@ -78,6 +80,8 @@ class OutputSection(Section):
     """The run's folder; runs/NAME-DATE-TIME when left out."""
     save_every: int | None = Field(default=None, ge=1)
     """Steps from one checkpoint to the next; only the last one when left out."""
+    save_by: Literal["run", "stage"] = "run"
+    """Who saves: all ranks together, or each stage of a pipeline without a flush when it comes there."""
     keep: int | None = Field(default=3, ge=1)
     """How many checkpoints stay; null for all."""
     evaluate_every: int | None = Field(default=None, ge=1)

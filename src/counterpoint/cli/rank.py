@@ -46,6 +46,7 @@ def carry_out(order: Order) -> None:
         callbacks=[ShowProgress(order.progress, name=config.job, interval_s=output.interval_s), folder],
         seed=training.seed,
         clip_norm=training.clip_norm,
+        clip_by=training.clip_by,
         nonfinite=training.nonfinite,
         deadline_s=config.launch.deadline_s,
         batch_norm="deferred",
@@ -61,6 +62,7 @@ def carry_out(order: Order) -> None:
             evaluate_every=output.evaluate_every,
             save_to=order.folder / "checkpoints",
             save_every=output.save_every,
+            save_by=output.save_by,
             keep=output.keep,
             resume=order.resume,
         )

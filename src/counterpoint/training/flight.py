@@ -58,26 +58,41 @@ class Flight:
             )
 
 
-def require_streamable(compiled: Compiled, options: Options, hosts: Sequence[int], rank: int) -> None:
-    """Check what a stream cannot do: a norm over stages that do not wait for each other, weights without memory.
+def require_clippable(compiled: Compiled, options: Options) -> None:
+    """Check that stages know the norm that gradients are clipped by.
+
+    Raises:
+        PlanError: it is that of all stages, which do not wait for each other; or that of one, and they do.
+    """
+    clip, by = options.clip_norm, options.clip_by
+    is_stream = compiled.turns[-1].ahead > 0
+    if by == "stage" and clip is None:
+        raise PlanError("clip_by='stage' says by whose norm gradients are clipped, but not how far; give clip_norm=1.0")
+    if by == "stage" and not is_stream:
+        raise PlanError(
+            f"clip_by='stage' clips each stage by its own norm, and so trains otherwise than solo, but under "
+            f"{compiled.plan} the norm of the whole model is known; leave clip_by out"
+        )
+    if by == "model" and clip is not None and is_stream:
+        raise PlanError(
+            f"clip_norm={clip} is a norm over all stages, but those of {compiled.plan} update each for itself, without "
+            "waiting for the others; give clip_by='stage' to clip each stage by its own norm, or take order=one_f_one_b"
+        )
+
+
+def require_memory(compiled: Compiled, hosts: Sequence[int], rank: int) -> None:
+    """Check that there is memory for the older versions of weights.
 
     Args:
         compiled: the plan and its program.
-        options: how the run trains.
         hosts: the host of every rank.
         rank: one on this host.
 
     Raises:
-        PlanError: gradients would be clipped, or the versions of weights on this host need more memory than is free.
+        PlanError: the versions on this host need more than is free.
     """
     if not compiled.turns[-1].ahead:
         return
-    if options.clip_norm is not None:
-        raise PlanError(
-            f"clip_norm={options.clip_norm} is a norm over all stages, but those of {compiled.plan} update each for "
-            "itself, without waiting for the others; leave it out and lower the learning rate, or take "
-            "order=one_f_one_b"
-        )
     here = [made for made, host in zip(compiled.forecast.ranks, hosts, strict=True) if host == hosts[rank]]
     needed = sum(int((made.versions - 1) * sum(made.updates.values())) for made in here)
     free = available_bytes()

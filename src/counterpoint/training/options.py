@@ -18,6 +18,8 @@ class Options:
     Args:
         seed: of sample order and of everything that is drawn.
         clip_norm: global norm to which gradients are scaled down; None for no clipping.
+        clip_by: whose norm that is: the whole ``model``'s, or each ``stage``'s own, which is what the stages of a
+            pipeline without a flush can know.
         clip_value: size to which every number of a gradient is brought down, after ``clip_norm``; None for no clipping.
         watch: ``loss`` checks the losses of a step, ``gradients`` every gradient as well.
         nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` leaves the step out.
@@ -38,6 +40,7 @@ class Options:
 
     seed: int = 0
     clip_norm: float | None = None
+    clip_by: Literal["model", "stage"] = "model"
     clip_value: float | None = None
     watch: Literal["loss", "gradients"] = "loss"
     nonfinite: Literal["error", "skip"] = "error"
@@ -66,6 +69,7 @@ class Options:
         if not self.deadline_s > 0:
             raise PlanError(f"deadline_s={self.deadline_s} leaves no time to wait; give a positive number of seconds")
         for name, allowed in (
+            ("clip_by", ("model", "stage")),
             ("watch", ("loss", "gradients")),
             ("nonfinite", ("error", "skip")),
             ("unused", ("error", "zero")),

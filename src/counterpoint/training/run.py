@@ -18,6 +18,7 @@ from counterpoint.data.sampler import Cursor, Sampler, split
 from counterpoint.errors import CheckpointError
 from counterpoint.runtime.build import call_form
 from counterpoint.training import saving
+from counterpoint.training.apart import Apart, SaveBy, require_apart, rescue_for_all
 from counterpoint.training.evaluation import Measure, evaluate
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
 from counterpoint.training.feeds import DatasetFeed
@@ -46,6 +47,7 @@ class Goals:
         keep: how many checkpoints stay.
         workers: processes that read samples; 0 for none but this.
         prefetch: microbatches that each reads ahead.
+        save_by: who saves; ``stage`` for each stage by itself, without a flush.
     """
 
     num_epochs: int
@@ -58,6 +60,7 @@ class Goals:
     keep: int | None
     workers: int = 0
     prefetch: int = 2
+    save_by: SaveBy = "run"
 
 
 class Run:
@@ -89,6 +92,7 @@ class Run:
         self.listeners = list(listeners)
         self.progress = self.base = saving.Progress()
         self.evaluated_at = -1
+        self.apart: Apart | None = None
         self.supply = Supply(team, dataset, sampler, workers=goals.workers, prefetch=goals.prefetch)
 
     @property
@@ -108,9 +112,12 @@ class Run:
         start = RunStart(self.team.compiled, self.progress.step, self.num_steps, self.sampler.batch_size)
         self.supply.require_same_data()
         self.require_no_lone_sample()
+        require_apart(self.team, self.goals.save_by, self.goals.save_every)
         for listener in self.listeners:
             listener.on_start(start)
         saving.make_root(self.team, self.goals.save_to)
+        if self.goals.save_by == "stage" and self.goals.save_to is not None:
+            self.apart = Apart(self.team, self.goals.save_to, self.goals.keep)
         self.supply.open(self.progress.cursor, self.num_steps - self.progress.step)
         first = self.progress.step
         while self.progress.step < self.num_steps:
@@ -122,10 +129,13 @@ class Run:
         if self.goals.evaluation is not None and self.evaluated_at != self.progress.step:
             self.evaluate()
         self.team.give_back()
+        if self.apart is not None:
+            self.apart.finish()
+            self.tell_of_completed()
         if self.goals.save_to is not None and (
             self.goals.save_every is None or self.progress.step % self.goals.save_every or first == self.progress.step
         ):
-            self.save()
+            self.save_together()
 
     def require_no_lone_sample(self) -> None:
         """Check that batch norm can do with the last batch of an epoch, if that is reached.
@@ -180,7 +190,8 @@ class Run:
         """Return the step before which nothing may be under way: of an evaluation or checkpoint, or a new epoch."""
         step, cursor = self.progress.step, self.progress.cursor
         evaluations = self.goals.evaluate_every if self.goals.evaluation is not None else None
-        periods = [every for every in (evaluations, self.goals.save_every) if every is not None]
+        saves = self.goals.save_every if self.apart is None else None
+        periods = [every for every in (evaluations, saves) if every is not None]
         times = [step - step % every + every for every in periods]
         return min(self.num_steps, step + self.sampler.num_batches - cursor.batch, *times)
 
@@ -201,7 +212,22 @@ class Run:
             listener.on_evaluation(Evaluated(self.progress.step, metrics))
 
     def save(self) -> None:
-        """Write a checkpoint and tell the listeners."""
+        """Write a checkpoint, or the parts of this process's ranks, and tell the listeners of what is complete."""
+        if self.apart is None:
+            self.save_together()
+            return
+        self.apart.save(self.progress, self.extra())
+        self.tell_of_completed()
+
+    def tell_of_completed(self) -> None:
+        """Tell the listeners of checkpoints to which the last stage has added its part by now."""
+        assert self.apart is not None, "ranks save apart"
+        for step, path in self.apart.completed():
+            for listener in self.listeners:
+                listener.on_saved(Saved(step, path))
+
+    def save_together(self) -> None:
+        """Write a checkpoint with all other ranks and tell the listeners."""
         assert self.goals.save_to is not None, "there is somewhere to save"
         path = saving.save(self.team, self.goals.save_to, self.progress, self.extra(), keep=self.goals.keep)
         for listener in self.listeners:
@@ -224,6 +250,7 @@ class Run:
         Raises:
             CheckpointError: it is of another model, dataset, batch size, seed or optimizer; nothing has changed.
         """
+        rescue_for_all(self.team, path)
         checkpoint = saving.find(path)
         saving.require_same_model(self.team, checkpoint)
         state: Any = checkpoint.state
@@ -281,6 +308,8 @@ class Run:
     def end(self, error: BaseException | None) -> None:
         """End the workers, and tell the listeners that it is over."""
         self.supply.close()
+        if self.apart is not None:
+            self.apart.close()
         for listener in self.listeners:
             listener.on_end(RunEnd(self.progress.step, error))
 

@@ -11,7 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from counterpoint.checkpoint import Checkpoint, Draft, Piece, ShardRecord, begin, commit, fingerprint, write_shard
+from counterpoint.checkpoint import (
+    Checkpoint,
+    Draft,
+    Piece,
+    ShardRecord,
+    begin,
+    commit,
+    fingerprint,
+    tidy,
+    whole,
+    write_shard,
+)
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
@@ -58,6 +69,8 @@ def save(team: Team, root: Path, progress: Progress, extra: Mapping[str, Any], *
 def make_root(team: Team, root: Path | None) -> None:
     """The folder of all checkpoints is there, so that a run does not learn at its end that it cannot be.
 
+    Nothing is left in it of runs that died while they saved.
+
     Raises:
         CheckpointError: it cannot be made.
     """
@@ -65,6 +78,7 @@ def make_root(team: Team, root: Path | None) -> None:
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
+        tidy(root)
     except OSError as error:
         raise CheckpointError(
             f"the folder {root} for checkpoints cannot be made: {error.strerror}; choose another path"
@@ -80,10 +94,8 @@ def _save_rank(team: Team, fabric: Fabric, root: Path, what: tuple[Progress, Map
     pieces += unsent_pieces(rank)
     pieces += late_pieces(book, rank) if team.has_late else []
     if fabric.rank == 0:
-        pieces += [Piece(f"buffer:{name}", tensor, tuple(tensor.shape)) for name, tensor in buffers_of(team, rank)]
-        pieces += [
-            Piece(f"frozen:{name}", value, tuple(value.shape)) for name, value in frozen_values(team.model).items()
-        ]
+        pieces += [whole(f"buffer:{name}", tensor) for name, tensor in buffers_of(team, rank)]
+        pieces += frozen_pieces(team)
     draft, failure = None, ""
     if fabric.rank == 0:
         try:
@@ -120,17 +132,7 @@ def _finish(
         merged: dict[str, Json] = {}
         for _, scalars, _ in sent:
             merged.update(scalars)
-        state = {
-            "step": progress.step,
-            "cursor": progress.cursor.to_dict(),
-            "plan": str(team.plan),
-            "scalars": merged,
-            "replicas": team.book().num_replicas,
-            "late": late_of(team),
-            "slices": {name: list(how) for name, how in slices_of(team.parts.spec).items()} if team.parts else {},
-            "model": model_print(team),
-            "extra": dict(extra),
-        }
+        state = state_of(team, progress, extra) | {"scalars": merged}
         try:
             records = [ShardRecord.from_json(text) for text, _, _ in sent]
             path = commit(draft, records, state=state, keep=keep)
@@ -143,6 +145,25 @@ def _finish(
     if outcome[1]:
         raise CheckpointError(outcome[1])
     return Path(outcome[0])
+
+
+def frozen_pieces(team: Team) -> list[Piece]:
+    """Return the parameters that are not trained, as one rank writes them for all."""
+    return [whole(f"frozen:{name}", value) for name, value in frozen_values(team.model).items()]
+
+
+def state_of(team: Team, progress: Progress, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint holds beside tensors and the plain numbers of optimizers."""
+    return {
+        "step": progress.step,
+        "cursor": progress.cursor.to_dict(),
+        "plan": str(team.plan),
+        "replicas": team.book().num_replicas,
+        "late": late_of(team),
+        "slices": {name: list(how) for name, how in slices_of(team.parts.spec).items()} if team.parts else {},
+        "model": model_print(team),
+        "extra": dict(extra),
+    }
 
 
 def late_of(team: Team) -> dict[str, Json]:
@@ -232,7 +253,7 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
             restore_late(book, rank, count, lambda name, at: reader.whole("late", name, f"~{at}/{count}"))
         with torch.no_grad():
             for name, buffer in buffers_of(team, rank):
-                buffer.copy_(checkpoint.read(f"buffer:{name}"))
+                buffer.copy_(read_buffer(checkpoint, name))
 
     with torch.no_grad():
         for name, value in frozen_values(team.model).items():
@@ -240,6 +261,13 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
     team.world.run(work)
     team.take_frozen()
     return Progress(int(state["step"]), Cursor.from_dict(state["cursor"])), dict(state["extra"])
+
+
+def read_buffer(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return a buffer; the mean of what ranks have that saved their own."""
+    entry = f"buffer:{name}"
+    own = [found for found in checkpoint.names() if found.startswith(f"{entry}~")]
+    return mean_of([checkpoint.read(found) for found in own or [entry]])
 
 
 def unsent_for(team: Team, checkpoint: Checkpoint) -> list[str]:

@@ -48,7 +48,7 @@ from counterpoint.runtime.state import (
 )
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.checks import require_own_memory
-from counterpoint.training.flight import Flight, require_streamable
+from counterpoint.training.flight import Flight, require_clippable, require_memory
 from counterpoint.training.keeping import Keeping
 from counterpoint.training.norms import has_meetings, judge_norms
 from counterpoint.training.one_copy import with_one_copy
@@ -122,7 +122,8 @@ class Team:
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
         self.num_micros = len(self.compiled.program.micros)
         self.flight = Flight.of(self.compiled.turns[-1])
-        require_streamable(self.compiled, self.options, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
+        require_clippable(self.compiled, self.options)
+        require_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.require_whole_parameters()
         judge_norms(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):

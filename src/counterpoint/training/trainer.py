@@ -20,6 +20,7 @@ from counterpoint.optim.options import require_counts
 from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.training import saving
+from counterpoint.training.apart import SaveBy
 from counterpoint.training.checks import (
     make_face,
     require_folder,
@@ -138,6 +139,7 @@ class Trainer:
         save_to: str | Path | None = None,
         save_every: int | None = None,
         keep: int | None = 3,
+        save_by: SaveBy = "run",
         resume: str | Path | None = None,
     ) -> History:
         """Train on a dataset; afterwards the model has the trained weights on every rank.
@@ -157,6 +159,7 @@ class Trainer:
             evaluate_every: also measure after so many steps.
             save_to: folder of checkpoints, written at the end.
             save_every: also save after so many steps.
+            save_by: ``stage`` has each stage of a plan without a flush save by itself, and wait for none.
             keep: how many checkpoints stay; None keeps all.
             resume: a checkpoint, or a folder of them, to go on from, in mid-epoch too.
 
@@ -193,6 +196,7 @@ class Trainer:
             keep,
             workers,
             prefetch,
+            save_by,
         )
         history = History()
         callbacks = self.callbacks if self.rank == 0 else every_rank(self.callbacks)
