@@ -18,7 +18,6 @@ from torch import Tensor
 from counterpoint.cutting.cut import Segment
 from counterpoint.errors import DataError
 from counterpoint.program.tapes import Again
-from counterpoint.runtime.bundles import Bundle
 
 SAMPLES = 64
 """So many numbers of each result are kept and compared."""
@@ -29,7 +28,7 @@ class Once:
 
     Args:
         segment: what runs.
-        bundle: what it reads.
+        leaves: what it reads.
         buffers: the rank's own; copies of those that the segment changes are kept.
         changing: which these are, as far as it is known from an earlier microbatch; None where it is not.
     """
@@ -37,17 +36,18 @@ class Once:
     def __init__(
         self,
         segment: Segment,
-        bundle: Bundle,
+        leaves: Sequence[Tensor],
         buffers: Mapping[str, Tensor],
         changing: Collection[str] | None = None,
     ) -> None:
         self.segment = segment
-        self.bundle = bundle
+        self.leaves = leaves
         self.owned = buffers
-        self.counts = [value._version for value in bundle.values]  # noqa: SLF001 - torch's count of changes in place
+        self.counts = [value._version for value in leaves]  # noqa: SLF001 - torch's count of changes in place
         copied = segment.buffers if changing is None else changing
         self.before = {name: buffers[name].clone() for name in copied}
         self.changes = {name: buffers[name]._version for name in segment.buffers}  # noqa: SLF001
+        self.late: set[str] = set()
         self.is_fed = False
         self.samples: list[Tensor] = []
         self.kinds: list[tuple[object, ...]] = []
@@ -60,20 +60,22 @@ class Once:
         """Keep a few numbers of the results, and of the copies of buffers only those that the forward has changed."""
         self.samples = [sampled(output) for output in outputs]
         self.kinds = [kind_of(output) for output in outputs]
-        self.before = {
-            name: buffer
-            for name, buffer in self.before.items()
-            if self.owned[name]._version != self.changes[name]  # noqa: SLF001 - as above
+        counted = {name for name, count in self.changes.items() if self.owned[name]._version != count}  # noqa: SLF001
+        self.late = counted - self.before.keys()
+        self.before = {  # batch norm changes its buffers without torch's counting it
+            name: copy
+            for name, copy in self.before.items()
+            if name in counted or not torch.equal(self.owned[name], copy)
         }
 
     def forget(self) -> None:
         """Keep nothing of what was read."""
-        self.bundle, self.counts, self.is_fed = Bundle((), ()), [], True
+        self.leaves, self.counts, self.is_fed = (), [], True
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers as they were, to be changed without a trace."""
-        return {**self.owned, **self.before}
+        """The buffers as they were, to be changed without a trace; as they are where a first change came late."""
+        return {**self.owned, **{name: self.owned[name].clone() for name in self.late}, **self.before}
 
     def require_unchanged(self, place: str) -> None:
         """Check that what the segment reads is as it was.
@@ -81,7 +83,7 @@ class Once:
         Raises:
             DataError: something has changed it in place.
         """
-        for name, value, count in zip(self.segment.inputs, self.bundle.values, self.counts, strict=False):
+        for name, value, count in zip(self.segment.inputs, self.leaves, self.counts, strict=False):
             if value._version != count:  # noqa: SLF001 - as above
                 raise DataError(
                     f"{name}, which enters {place}, was changed in place, but these blocks are computed again from it; "
@@ -125,7 +127,7 @@ class Memory:
         once.finish(outputs)
         if self.row.key(*key) in self.row.fed:
             once.forget()
-        self.changing.setdefault(key[0], frozenset(once.before))
+        self.changing[key[0]] = self.changing.get(key[0], frozenset()) | once.before.keys() | once.late
         self.kept[key] = once
 
     @contextmanager
@@ -138,6 +140,11 @@ class Memory:
             yield once
         finally:
             self.is_running = False
+
+
+def fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as new leaves of autograd."""
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
 def kind_of(tensor: Tensor) -> tuple[object, ...]:
@@ -164,8 +171,8 @@ def _other(place: str, found: str) -> DataError:
     return DataError(
         f"{place}: computed again for its backward, it gave {found} than the first time; what is recomputed must do "
         "the same twice: draw random numbers from torch in a module (as nn.Dropout does) and not from Python, numpy or "
-        "a generator of your own, keep what a forward remembers in buffers, or leave these blocks out: recompute=never, "
-        "or a pass recompute:PATTERN that matches others"
+        "a generator of your own, keep what a forward remembers in buffers, or leave these blocks out: "
+        "recompute=never, or a pass recompute:PATTERN that matches others"
     )
 
 

@@ -27,7 +27,14 @@ from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import sparse_names
-from counterpoint.runtime.together import Together, norms_of, require_alone, require_meetings, seats_of
+from counterpoint.runtime.together import (
+    Together,
+    norms_of,
+    require_alone,
+    require_meetings,
+    require_one_forward,
+    seats_of,
+)
 from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import Guard
 from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
@@ -105,6 +112,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
     if norms:
         if parts.turns[-1].stream is None:
             require_meetings(parts.program, norms)
+            require_one_forward(parts.program, norms)
         else:
             require_alone(parts.program, norms)
         interpreter.compute.together = Together(norms, store, fabric, seats_of(parts.program, rank))

@@ -18,7 +18,7 @@ from torch import Tensor
 from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
-from counterpoint.runtime.again import Memory, Once
+from counterpoint.runtime.again import Memory, Once, fresh
 from counterpoint.runtime.bundles import Bundle, Grads, no_gradients
 from counterpoint.runtime.direct import Directly, Place, run_backward
 from counterpoint.runtime.feed import Feed
@@ -119,16 +119,16 @@ class Compute:
         block = first
         while block <= last:
             stop, segment = self.by_first[block]
-            bundle = self.entrance(block, micro)
+            leaves = self.entrance(block, micro).leaves()
             if self.again.covers(block, micro):
-                once = Once(segment, bundle, self.store.buffers, self.again.changing.get(block))
+                once = Once(segment, leaves, self.store.buffers, self.again.changing.get(block))
                 with once.without_tape():
-                    _, outputs = self.apply(block, bundle, micro, version)
-                self.again.keep((block, micro), once, outputs, self.place(block, stop, micro, bundle.values))
+                    outputs = self.apply(block, leaves, micro, version)
+                self.again.keep((block, micro), once, outputs, self.place(block, stop, micro, leaves))
                 if once.is_fed:
                     self.bundles.pop((block, micro), None)
             else:
-                leaves, outputs = self.apply(block, bundle, micro, version)
+                outputs = self.apply(block, leaves, micro, version)
                 self.tapes[block, micro] = (leaves, outputs)
             if stop < self.model.num_blocks:
                 self.bundles[stop, micro] = Bundle.of(outputs)
@@ -141,23 +141,27 @@ class Compute:
         while block <= last and not self.is_empty(micro):
             stop, _ = self.by_first[block]
             with self.again.take((block, micro)) as once:
-                bundle = Bundle.of(self.tapes[before][1]) if once.is_fed else once.bundle
-                leaves, outputs = self.apply(block, bundle, micro, version, once.buffers)
+                leaves = fresh(self.tapes[before][1] if once.is_fed else once.leaves)
+                outputs = self.apply(block, leaves, micro, version, once.buffers)
                 once.require_same(outputs, self.place(block, stop, micro, leaves))
             before = (block, micro)
             self.tapes[before] = (leaves, outputs)
             block = stop
 
     def apply(
-        self, block: int, bundle: Bundle, micro: int, version: int, buffers: Mapping[str, Tensor] | None = None
-    ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Call one segment; return what it read, as leaves of autograd, and what it gave, at the end the loss."""
+        self,
+        block: int,
+        leaves: Sequence[Tensor],
+        micro: int,
+        version: int,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Sequence[Tensor]:
+        """Call one segment on leaves of autograd; return what it gives, at the end the loss."""
         if self.stride:  # microbatches are counted over all batches, and draw as each in its own
             self.dice.step, self.dice.micro = divmod(micro, self.stride)
         else:
             self.dice.micro = micro
         stop, segment = self.by_first[block]
-        leaves = bundle.leaves()
         seed = seed_of(self.dice, draws=self.model.draws)
         try:
             with self.directly(), self.meeting(block, micro):
@@ -167,7 +171,7 @@ class Compute:
             raise
         if stop == self.model.num_blocks:
             outputs = self.spent = (self.lose(outputs, micro),)
-        return leaves, outputs
+        return outputs
 
     def meeting(self, block: int, micro: int) -> AbstractContextManager[object]:
         """Have what replicas normalize together meet, if there is any."""
