@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from counterpoint.program.instruction import (
@@ -21,7 +22,7 @@ from counterpoint.program.rewrite import map_row
 from counterpoint.strategies.recomputation import Recomputation
 
 _Turn = list[int]
-"""The places of the backwards of one microbatch that follow each other."""
+"""The places of backwards of one microbatch, each of the block below the one before."""
 
 
 def recompute(program: Program, asked: Recomputation, blocks: Collection[int]) -> Program:
@@ -54,17 +55,17 @@ def _recompute_words(words: Words, asked: Recomputation, blocks: Collection[int]
 
 
 def _turns(words: Words) -> Iterator[_Turn]:
-    """Yield the runs of backwards that make gradients of inputs, each of one microbatch, with no other work between."""
+    """Yield the runs of backwards that make gradients of inputs: down a chunk's blocks, on one microbatch."""
     turn: _Turn = []
     for at, word in enumerate(words):
         if not isinstance(word, Forward | Backward):
             continue
-        if isinstance(word, Backward) and word.has_input and turn and _backward(words, turn[-1]).micro == word.micro:
-            turn.append(at)
-            continue
-        if turn:
+        goes_on = bool(turn) and replace(_backward(words, turn[-1]), block=_backward(words, turn[-1]).block - 1) == word
+        if turn and not goes_on:
             yield turn
-        turn = [at] if isinstance(word, Backward) and word.has_input else []
+            turn = []
+        if isinstance(word, Backward) and word.has_input:
+            turn.append(at)
     if turn:
         yield turn
 
