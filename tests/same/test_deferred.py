@@ -1,5 +1,6 @@
 """Running statistics that change once per batch: those of batch norm that sees the whole batch, under any plan."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler, split
-from counterpoint.launchers import launch
+from counterpoint.plan import Plan
 from counterpoint.testing.subjects import plan_for
+from tests.process.forked import on_forked_ranks
 from tests.references import batch_norm
 from tests.training.fits import distance, draw, same_bits, seeded, state_of
 
@@ -202,9 +204,35 @@ def test_replicas_that_train_apart_defer_apart_and_have_their_mean():
     )
 
 
+@pytest.mark.parametrize(("strategy", "build"), [("data(4)", resnet), ("solo", resnet), ("data(2)", Traced)])
+def test_norms_that_do_not_see_the_whole_batch_are_refused_where_that_is_an_error(strategy, build):
+    refusal = (
+        r"^BatchNorm2d '(layers\.)?1' normalizes microbatches of 3 samples, 4 to a batch under .*, which batch_norm="
+    )
+    with pytest.raises(cp.PlanError, match=refusal):
+        trained(build, strategy, batch_norm="error")
+
+
+def test_norms_that_see_the_whole_batch_are_not():
+    """A replica of SyncBatchNorm does, and so does one rank with one microbatch."""
+    found = []
+    for strategy, build in (("data(2)", nn.SyncBatchNorm.convert_sync_batchnorm), ("solo", lambda model: model)):
+        model = build(seeded(resnet))
+        plan = replace(Plan.parse(strategy), num_microbatches=1)
+        with cp.parallelize(model, SGD, F.cross_entropy, strategy=plan, batch_norm="error") as step:
+            step(*batches()[0])
+        found.append(state_of(model))
+    assert distance(*found) <= 1e-12
+
+
+def test_a_rule_that_is_none_is_refused():
+    with pytest.raises(cp.PlanError, match="batch_norm='later' is not one of deferred, microbatch, sync, error"):
+        trained(resnet, "solo", batch_norm="later")
+
+
 @pytest.mark.process
 def test_processes_have_them_too():
-    found = launch(on_processes, ranks=2)
+    found = on_forked_ranks(on_processes, ranks=2, threads_per_rank=1)
     assert all(distance(mine, expected(resnet)) <= 1e-12 for states in found for mine in states)
 
 
