@@ -17,6 +17,7 @@ from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.options import kinds_of, read_option
 from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.recomputation import PASS, Recomputation
 from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Need, Strategy
 from counterpoint.strategies.table import find
@@ -26,7 +27,7 @@ from counterpoint.world.hosts import neighbours
 from counterpoint.world.mesh import Axis, Mesh
 
 _TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<inside>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
-_PASSES = ("overlap",)
+_PASSES = ("overlap", PASS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Plan:
     Args:
         strategies: applied from left to right, each spreading the program over one more axis.
         num_microbatches: microbatches of the innermost program; replicas multiply them.
-        passes: what is done to the program afterwards, from ``overlap``.
+        passes: what is done to the program afterwards, from ``overlap`` and ``recompute``; the latter recomputes all
+            blocks, ``recompute:*.attn`` those of these module paths, ``recompute:50%`` half of them.
 
     Example:
         >>> print(Plan.parse("pipeline(4) * data(2)", num_microbatches=8))
@@ -61,8 +63,9 @@ class Plan:
                 )
         self._require_streams_alone()
         for name in self.passes:
-            if name not in _PASSES:
+            if name.partition(":")[0] not in _PASSES or (":" in name and not name.startswith(PASS)):
                 raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(_PASSES)}")
+        self._require_one_recomputation()
 
     def _require_streams_alone(self) -> None:
         for at, stream in enumerate(self.strategies):
@@ -112,11 +115,28 @@ class Plan:
                 f"batch_size={sizes}, or another number of microbatches"
             )
 
+    def _require_one_recomputation(self) -> None:
+        asked = [name for name in self.passes if name.partition(":")[0] == PASS]
+        stages = [one for one in self.strategies if isinstance(one, Pipeline) and one.recompute != "never"]
+        if len(asked) + len(stages) > 1:
+            ways = [*(f"recompute={one.recompute} of {one}" for one in stages), *(f"the pass {name}" for name in asked)]
+            raise PlanError(f"{' and '.join(ways)} both say what is recomputed; leave out one of the two")
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """What is recomputed, as a pass or a pipeline says; None for nothing."""
+        for name in self.passes:
+            if name.partition(":")[0] == PASS:
+                return Recomputation.of_pass(name)
+        stages = (strategy for strategy in self.strategies if isinstance(strategy, Pipeline))
+        return next((asked for one in stages if (asked := Recomputation.of_pipeline(one.recompute)) is not None), None)
+
     @property
     def need(self) -> Need:
-        """How finely the model has to be cut: as finely as the strategy that needs it finest."""
+        """How finely the model has to be cut: as finely as what needs it finest; recomputing needs blocks."""
         order: tuple[Need, ...] = ("none", "wish", "chain", "regions")
-        return max((strategy.need for strategy in self.strategies), key=order.index, default="none")
+        least: Need = "none" if self.recomputation is None else "chain"
+        return max((least, *(strategy.need for strategy in self.strategies)), key=order.index)
 
     @property
     def rhythm(self) -> Rhythm:

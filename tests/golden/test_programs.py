@@ -39,6 +39,14 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpipe_4": ("gpipe(4)", {"m": 4, "blocks": 4}),
     "one_f_one_b_2": ("one_f_one_b(2)", {"m": 4, "blocks": 3}),
     "pipedream_flush_2": ("pipedream_flush(2)", {"m": 2}),
+    "gpipe_2_recompute": ("gpipe(2, recompute=except_last)", {"m": 3, "blocks": 4}),
+    "pipedream_2_recompute": ("pipedream(2, recompute=always)", {}),
+    "zero_bubble_2_recompute": ("zero_bubble(2, recompute=always)", {"m": 3}),
+    "zero3_2_recompute": ("zero3(2)", {"blocks": 3, "passes": ("recompute",)}),
+    "pipeline_2_data_2_recompute": (
+        "pipeline(2) * data(2)",
+        {"m": 2, "blocks": 4, "passes": ("overlap", "recompute:50%")},
+    ),
     "gpipe_2_virtual_2": ("gpipe(2, virtual=2)", {"m": 2, "blocks": 4}),
     "interleaved_2": ("interleaved(2)", {"m": 4, "blocks": 4}),
     "interleaved_2_zero2_2_tied": ("interleaved(2) * zero2(2)", {"blocks": 4, "tied": True}),
@@ -117,6 +125,8 @@ def test_a_program_reads_as_it_did(golden, name):
 DRAWN = {
     "gpipe_4_drawn": ("gpipe(4)", 4),
     "one_f_one_b_4_drawn": ("one_f_one_b(4)", 4),
+    "gpipe_4_recompute_drawn": ("gpipe(4, recompute=except_last)", 4),
+    "one_f_one_b_4_recompute_drawn": ("one_f_one_b(4, recompute=except_last)", 4),
     "interleaved_4_drawn": ("interleaved(4)", 8),
     "zero_bubble_4_drawn": ("zero_bubble(4)", 4),
     "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8),

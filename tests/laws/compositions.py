@@ -82,7 +82,8 @@ def pipelines(draw, model, num_micros, most):
         cuts = draw(st.permutations(range(1, model.num_blocks)))[: stages * chunks - 1]
         stops = [0, *sorted(cuts), model.num_blocks]
         balance = tuple(after - before for before, after in pairwise(stops))
-    return Pipeline(stages, order, replicas, balance, chunks)
+    recompute = draw(st.sampled_from(["never", "except_last", "always"]))
+    return Pipeline(stages, order, replicas, balance, chunks, recompute=recompute)
 
 
 @st.composite
@@ -105,6 +106,13 @@ def outermost(behind):
         return trees(3) | replicas(3)
     apart = st.builds(Data, degrees(3), sync_every=st.sampled_from([2, 8]))
     return replicas(3) if Server in behind else replicas(3) | apart
+
+
+def passes_for(strategies):
+    """What is said once to be recomputed is not said twice."""
+    if any(isinstance(strategy, Pipeline) and strategy.recompute != "never" for strategy in strategies):
+        return st.sampled_from([(), ("overlap",)])
+    return st.sampled_from([(), ("overlap",), ("recompute",), ("overlap", "recompute:50%")])
 
 
 @st.composite
@@ -137,8 +145,7 @@ def legal_plans(draw, model):
         add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
     if "more data" in kinds and not any(getattr(s, "consistency", "") == "asp" for s in chosen):
         add(draw(outermost({type(strategy) for strategy in chosen})))
-    passes = draw(st.sampled_from([(), ("overlap",)]))
-    return Plan(tuple(chosen), num_micros, passes)
+    return Plan(tuple(chosen), num_micros, draw(passes_for(chosen)))
 
 
 @st.composite
@@ -157,7 +164,7 @@ def flushless(draw):
     stages, count = draw(st.integers(2, 4)), draw(st.integers(0, 2))
     replicas = draw(st.just((1,) * stages) | st.tuples(*[st.integers(1, 3)] * stages))
     order = draw(st.sampled_from(["pipedream", "pipedream_2bw"]))
-    pipeline = Pipeline(stages, order, replicas)
+    pipeline = Pipeline(stages, order, replicas, recompute=draw(st.sampled_from(["never", "except_last", "always"])))
     if order == "pipedream" and draw(st.booleans()):
         pipeline = replace(pipeline, vertical_sync="on")
     sliced = (Tensor(2),) if draw(st.booleans()) and sum(replicas) <= MOST_RANKS // 2 else ()

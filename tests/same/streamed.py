@@ -49,6 +49,7 @@ class Case:
     flushes: tuple[int, ...] = ()
     spoilt: int | None = None
     clip: float | None = None
+    recompute: str = "never"
 
     @property
     def num_micros(self):
@@ -58,9 +59,10 @@ class Case:
     def strategy(self):
         order = "pipedream_2bw" if self.rule == "double" else "pipedream"
         synced = ", vertical_sync=on" if self.rule == "synced" else ""
+        again = f", recompute={self.recompute}" if self.recompute != "never" else ""
         count = len(self.replicas)
         replicas = f", replicas=({','.join(map(str, self.replicas))})" if max(self.replicas) > 1 else ""
-        return f"pipeline({count}, order={order}{replicas}, balance=({','.join(['2'] * count)}){synced})"
+        return f"pipeline({count}, order={order}{replicas}, balance=({','.join(['2'] * count)}){synced}{again})"
 
     @property
     def plan(self):

@@ -23,7 +23,8 @@ SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
 PLANS = [
     "solo", "pipeline(2)", "pipeline(4)", "pipeline(2, order=gpipe)", "pipeline(2, order=zero_bubble)", "data(2)",
     "pipeline(2) * data(2)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(2, replicas=(2,1))", "data(4)",
-    "server(2)", "data(2, update=shared) * data(2)",
+    "server(2)", "data(2, update=shared) * data(2)", "pipeline(2, recompute=always)",
+    "pipeline(2, recompute=except_last) * data(2)",
 ]  # fmt: skip
 
 

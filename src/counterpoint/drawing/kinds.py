@@ -8,11 +8,14 @@ from typing import Literal, TypeAlias
 
 from counterpoint.program.trace import Event
 
-Kind: TypeAlias = Literal["forward", "backward", "weight part", "update", "communication", "commit", "waiting"]
+Kind: TypeAlias = Literal[
+    "forward", "recomputation", "backward", "weight part", "update", "communication", "commit", "waiting"
+]
 
 COLOURS: MappingProxyType[Kind, str] = MappingProxyType(
     {
         "forward": "#2b6cb0",
+        "recomputation": "#5a67d8",
         "backward": "#23794b",
         "weight part": "#0e7490",
         "update": "#b45309",
@@ -24,8 +27,10 @@ COLOURS: MappingProxyType[Kind, str] = MappingProxyType(
 """One colour per kind, in the order of legends; each has a contrast of 3 and more to white and to a dark page."""
 
 
-_COMPUTES: MappingProxyType[str, Kind] = MappingProxyType({"F": "forward", "B": "backward", "U": "update"})
-_OF_MICROBATCH = re.compile(r"(F|B[iw]?)\d+\.\+?(\d+)")
+_COMPUTES: MappingProxyType[str, Kind] = MappingProxyType(
+    {"F": "forward", "R": "recomputation", "B": "backward", "U": "update"}
+)
+_OF_MICROBATCH = re.compile(r"(F|R|B[iw]?)\d+\.\+?(\d+)")
 
 
 def kind_of_word(word: str) -> Kind:
@@ -50,7 +55,7 @@ def kind_of(event: Event) -> Kind:
 
 
 def short_name(words: str) -> str:
-    """Return the letter and the microbatch of a forward or backward, ``F3``; of anything else what it begins with."""
+    """Return the letter and the microbatch of what has both, ``F3``; of anything else what it begins with."""
     first = words.split(" ", 1)[0]
     found = _OF_MICROBATCH.match(first)
     if found is not None:

@@ -17,7 +17,7 @@ LEGEND, HEADING, RULER = 28.0, 26.0, 26.0
 THIN, LETTER = 0.75, 6.6
 """Widths, in units of the picture: below the first, events are drawn as one; a letter takes the second."""
 
-COMPUTING: frozenset[Kind] = frozenset({"forward", "backward", "weight part", "update"})
+COMPUTING: frozenset[Kind] = frozenset({"forward", "recomputation", "backward", "weight part", "update"})
 """Kinds that are drawn as high as their row; all others are thin."""
 
 

@@ -140,6 +140,29 @@ def share_out(states: Sequence[UnitState]) -> str:
     return ""
 
 
+def released(state: UnitState, name: str, *, is_end: bool) -> str:
+    """What was gathered, or a gradient, is forgotten; return what is wrong, if anything.
+
+    Args:
+        state: of the rank and the unit.
+        name: ``late``, ``grad`` or ``weight``.
+        is_end: whether the stream is at its end.
+    """
+    if name == "late":
+        if not state.has_late or not is_end:
+            return "only the end of a stream drops a gradient that was set aside"
+        state.late, state.has_late = Counter(), False
+    elif name == "grad":
+        if not state.has_buffer:
+            return "no gradient is there that could be released"
+        state.whole, state.has_buffer = Counter(), False
+    else:
+        if state.span == state.home:
+            return "nothing was gathered that could be released"
+        state.span = state.home
+    return ""
+
+
 def add_late(states: Sequence[UnitState]) -> None:
     """Every member has the sum of the gradients that were set aside."""
     late: Marks = Counter()

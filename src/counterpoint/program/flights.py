@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from counterpoint.program.instruction import Backward, Forward
+from counterpoint.program.instruction import Backward, Forward, Recompute
 
 
 class Flights:
@@ -20,6 +20,7 @@ class Flights:
         self.heads = heads
         self.alive: set[tuple[int, int, int]] = set()
         self.halfway: set[tuple[int, int, int]] = set()
+        self.repeated: set[tuple[int, int, int]] = set()
         self.counts: list[Counter[int]] = [Counter() for _ in range(num_ranks)]
         self.peak = [0] * num_ranks
 
@@ -35,6 +36,16 @@ class Flights:
         self.peak[rank] = max(self.peak[rank], now)
         return None
 
+    def again(self, rank: int, word: Recompute) -> str | None:
+        """Note a forward that is computed again; return what is wrong with it, if anything is."""
+        key = (rank, word.block, word.micro)
+        if key not in self.alive or key in self.halfway:
+            return "a block is recomputed for a backward that is still to come, on the rank that ran it forward"
+        if key in self.repeated:
+            return "this microbatch has been recomputed in this block already"
+        self.repeated.add(key)
+        return None
+
     def end(self, rank: int, word: Backward) -> str | None:
         """Note a backward or a part of one; return what is wrong with it, if anything is."""
         key = (rank, word.block, word.micro)
@@ -46,6 +57,7 @@ class Flights:
             self.halfway.add(key)
             return None
         self.halfway.discard(key)
+        self.repeated.discard(key)
         self.alive.discard(key)
         self.counts[rank][word.block] -= 1
         return None

@@ -20,6 +20,7 @@ from counterpoint.program.instruction import (
     Forward,
     Instruction,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -52,7 +53,7 @@ class _Chain:
     last: int
     sliced: Container[int]
 
-    def flow(self, word: Instruction) -> tuple[_Values, _Values, _Values]:
+    def flow(self, word: Instruction) -> tuple[_Values, _Values, _Values]:  # noqa: PLR0911 - one case each
         """Return what must be there for a word, what is gone after it, and what is there after it."""
         match word:
             case Forward(block, micro):
@@ -60,6 +61,8 @@ class _Chain:
                 if block in self.sliced:
                     return needed, (), (("y", block, micro),)
                 return needed, (), (("x", block + 1, micro),) if block < self.last else ()
+            case Recompute(block, micro):
+                return (("x", block, micro),) if block > 0 else (), (), ()
             case Backward(block, micro):
                 left: _Values = (("Bi", block, micro),)
                 if not word.has_input:
@@ -238,7 +241,7 @@ def _uses(word: Instruction, started: Iterable[Value]) -> Iterable[Value]:
             return (value,)
         case Backward(block):
             return [value for value in started if value.name in {"grad", "weight"} and block in value.blocks]
-        case Forward(block):
+        case Forward(block) | Recompute(block):
             return [value for value in started if value.name == "weight" and block in value.blocks]
         case _:
             return ()

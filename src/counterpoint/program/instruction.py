@@ -61,6 +61,24 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute:
+    """Run one block forward again, for its backward. Text: ``R3.0``, or ``R3.0:-1`` as its backward has it.
+
+    The forward of the same block and microbatch has kept only what it read, and buffers stay as that forward has left
+    them.
+
+    Args:
+        block: which block.
+        micro: which microbatch of the global batch.
+        version: which parameters its forward has read, as there.
+    """
+
+    block: int
+    micro: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Backward:
     """Run one block backward on one microbatch and add to its gradients. Text: ``B3.0``, ``B3.0:-1``.
 
@@ -215,9 +233,9 @@ class Release:
     value: Value
 
 
-Compute: TypeAlias = Forward | Backward
+Compute: TypeAlias = Forward | Recompute | Backward
 Instruction: TypeAlias = (
-    Forward | Backward | Commit | Update | Swap | Send | Recv | Collective | Push | Pull | Serve | Release
+    Forward | Recompute | Backward | Commit | Update | Swap | Send | Recv | Collective | Push | Pull | Serve | Release
 )
 
 

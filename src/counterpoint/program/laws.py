@@ -4,13 +4,14 @@
 2. No deadlock, even when a send blocks until its receive is posted, or the room is free that the strategy promises to
    do with.
 3. All members of a group call the same collectives in the same order.
-4. Each microbatch goes once forward and once backward through each block, on the same rank; every word finds what it
-   reads, and partial results are summed once over all slices.
-5. Backward uses the version that its forward used; staleness stays within the promise.
+4. Each microbatch goes once forward and once backward through each block, on the same rank, and may be recomputed
+   once between the two; every word finds what it reads, and partial results are summed once over all slices.
+5. Backward and recomputation use the version that their forward used; staleness stays within the promise.
 6. Every gradient enters every update of its parameters exactly once, and all who had a part in it have decided
    together, about just these microbatches, that it counts.
-7. What is gathered, stashed or under way is released, and nothing else; the peak in flight, the versions of weights and
-   the parts of gradients and optimizer states that a rank holds stay within the promise.
+7. What is gathered, stashed or under way is released, and nothing else; the peak in flight, what is kept for
+   backwards, the versions of weights and the parts of gradients and optimizer states that a rank holds stay within the
+   promise.
 8. The bytes that each rank sends equal the strategy's closed formula.
 """
 
@@ -36,6 +37,7 @@ from counterpoint.program.instruction import Backward, Forward
 from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.messages import law_1_messages_pair_up
 from counterpoint.program.program import Program, Words, versions_held
+from counterpoint.program.tapes import law_7_tapes_are_as_promised
 from counterpoint.program.text import format_unit
 from counterpoint.program.units import Unit
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
@@ -61,6 +63,7 @@ class Promise:
         heads: per rank, the first block of each run of blocks through which microbatches go together.
         versions: per rank, how many versions of weights it may have to hold.
         room: for how many messages of each peer a rank must have room before it posts their receives.
+        tapes: per rank, of how many blocks and microbatches it keeps at once what a backward needs.
     """
 
     staleness: int | None = 0
@@ -75,6 +78,7 @@ class Promise:
     heads: tuple[tuple[int, ...], ...] | None = None
     versions: tuple[int, ...] | None = None
     room: int = 0
+    tapes: tuple[int | None, ...] | None = None
 
 
 def check(
@@ -114,6 +118,8 @@ def check(
     law_6_updates_follow_a_commit(rows)
     law_6_all_concerned_decide(program, rows, ledger)
     law_7_all_is_released(program, rows, ledger, promise)
+    if promise.tapes is not None:
+        law_7_tapes_are_as_promised(rows, promise.tapes)
     if promise.gradients is not None:
         law_7_gradients_are_freed(rows, units, promise.gradients)
     if promise.sent_bytes is not None and sent_bytes is not None:

@@ -26,6 +26,7 @@ from counterpoint.program.accounts import (
     add_late,
     average,
     brought_by,
+    released,
     share_out,
     with_mark,
 )
@@ -39,6 +40,7 @@ from counterpoint.program.instruction import (
     Group,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -116,6 +118,8 @@ class _Book:
         match word:
             case Forward():
                 self.forward(rank, index, word)
+            case Recompute():
+                self.again(rank, index, word)
             case Backward():
                 self.backward(rank, index, word)
             case Update(unit):
@@ -163,20 +167,30 @@ class _Book:
         for unit in self.units_of[word.block]:
             self.used[(word.block, word.micro, self.slices[rank][0]), unit] = self.read(rank, index, unit, word.version)
 
+    def again(self, rank: int, index: int, word: Recompute) -> None:
+        if fact := self.flights.again(rank, word):
+            raise self.wrong(4, rank, index, fact)
+        self.read_as_before(rank, index, word)
+
     def backward(self, rank: int, index: int, word: Backward) -> None:
         if fact := self.flights.end(rank, word):
             raise self.wrong(4, rank, index, fact)
-        mark = (word.block, word.micro, self.slices[rank][0])
-        for unit in self.units_of[word.block]:
-            version = self.read(rank, index, unit, word.version) if word.has_input else self.used[mark, unit]
-            if version != self.used[mark, unit]:
-                fact = f"forward used version {self.used[mark, unit]} of weight{format_unit(unit)}, backward {version}"
-                raise self.wrong(5, rank, index, f"{fact}; both must use the same")
-            if word.has_weight:
-                state = self.states[rank, unit]
-                state.whole, state.has_buffer = with_mark(state.whole, mark), True
+        if word.has_input:
+            self.read_as_before(rank, index, word)
         if word.has_weight:
+            for unit in self.units_of[word.block]:
+                state = self.states[rank, unit]
+                state.whole = with_mark(state.whole, (word.block, word.micro, self.slices[rank][0]))
+                state.has_buffer = True
             self.undecided[rank].add(word.micro)
+
+    def read_as_before(self, rank: int, index: int, word: Recompute | Backward) -> None:
+        for unit in self.units_of[word.block]:
+            before = self.used[(word.block, word.micro, self.slices[rank][0]), unit]
+            if (version := self.read(rank, index, unit, word.version)) != before:
+                fact = f"forward used version {before} of weight{format_unit(unit)}"
+                reader = "backward" if isinstance(word, Backward) else "recomputation"
+                raise self.wrong(5, rank, index, f"{fact}, {reader} {version}; both must use the same")
 
     def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
         state = self.states[rank, unit]
@@ -290,7 +304,9 @@ class _Book:
         if len(spans) > 1:
             raise self.wrong(6, rank, index, "the members hold different parts of this gradient")
         if word.code:
-            self.bring(rank, index, word)
+            if any(state.part is not None for state in states):
+                raise self.wrong(6, rank, index, "this gradient was shared out; only whole ones have a code")
+            self.brought[word.group, word.value.blocks] = brought_by(states)
         total: Marks = Counter()
         for state in states:
             total.update(state.part[1] if state.part is not None else state.whole)
@@ -299,13 +315,6 @@ class _Book:
                 state.part = (state.part[0], total)
             else:
                 state.whole, state.has_buffer = total, True
-
-    def bring(self, rank: int, index: int, word: Collective) -> None:
-        """Note what each member brings into a sum with a code, which is about whole gradients."""
-        states = [self.states[member, word.value.blocks] for member in word.group]
-        if any(state.part is not None for state in states):
-            raise self.wrong(6, rank, index, "this gradient was shared out; only whole ones have a code")
-        self.brought[word.group, word.value.blocks] = brought_by(states)
 
     def send(self, rank: int, value: Value, peer: int) -> None:
         if value.name == "grad":
@@ -334,16 +343,7 @@ class _Book:
         if value.name not in OF_UNITS:
             return
         state = self.states[rank, value.blocks]
-        if value.name == "late":
-            if not state.has_late or index < self.ends[rank]:
-                raise self.wrong(6, rank, index, "only the end of a stream drops a gradient that was set aside")
-            self.dropped[value.blocks].update(state.late)
-            state.late, state.has_late = Counter(), False
-        elif value.name == "grad":
-            if not state.has_buffer:
-                raise self.wrong(7, rank, index, "no gradient is there that could be released")
-            state.whole, state.has_buffer = Counter(), False
-        else:
-            if state.span == state.home:
-                raise self.wrong(7, rank, index, "nothing was gathered that could be released")
-            state.span = state.home
+        late = state.late if value.name == "late" else ()
+        if fact := released(state, value.name, is_end=index >= self.ends[rank]):
+            raise self.wrong(6 if value.name == "late" else 7, rank, index, fact)
+        self.dropped[value.blocks].update(late)

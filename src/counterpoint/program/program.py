@@ -9,8 +9,10 @@ from typing import TypeAlias
 from counterpoint.program.instruction import (
     Backward,
     Collective,
+    Compute,
     Forward,
     Instruction,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -91,7 +93,7 @@ def moved(word: Instruction, by: int) -> Instruction:
     if by == 0:
         return word
     match word:
-        case Forward() | Backward():
+        case Forward() | Recompute() | Backward():
             return replace(word, micro=word.micro + by)
         case Send(value) | Recv(value) | Release(value) | Collective(_, value):
             if value.micro is None:
@@ -108,4 +110,4 @@ def versions_held(words: Words) -> int:
         >>> versions_held((Forward(0, 2), Backward(0, 0, version=-2)))
         3
     """
-    return 1 - min((word.version for word in words if isinstance(word, Forward | Backward)), default=0)
+    return 1 - min((word.version for word in words if isinstance(word, Compute)), default=0)

@@ -17,6 +17,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -83,12 +84,14 @@ def _outline(row: Row, words: Words) -> Hashable:
     return row.num_slices, tuple(_plain(word, first) for word in words)
 
 
-def _plain(word: Instruction, first: int) -> Hashable:
+def _plain(word: Instruction, first: int) -> Hashable:  # noqa: PLR0911 - one case each
     match word:
         case Forward(block, micro, version):
             return "F", block, micro - first, version
         case Backward(block, micro, version, part):
             return "B", block, micro - first, version, part
+        case Recompute(block, micro, version):
+            return "R", block, micro - first, version
         case Send(value) | Recv(value) | Push(value) | Pull(value) | Release(value):
             return type(word), _value(value, first)
         case Collective(_, value, group, phase):

@@ -22,6 +22,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -36,7 +37,7 @@ _UNIT = r"\d+(?:\+\d+)*"
 _VALUE = rf"(?:grad|late|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+"
 _GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
 _WORD = re.compile(
-    r"(?P<op>F|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
+    r"(?P<op>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
     rf"|U(?P<unit>{_UNIT})$"
     rf"|commit@(?P<all>{_GROUP})(?::(?P<own>{_GROUP}))?$"
     rf"|swap\(grad(?P<swapped>{_UNIT})\)$"
@@ -49,6 +50,7 @@ _WORD = re.compile(
 )
 _VALUE_PARTS = re.compile(r"(grad|late|weight|dx|x|g|y)([\d+]+)(?:\.\+?(\d+))?$")
 _PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
+_LETTERS: dict[type, str] = {Forward: "F", Recompute: "R"}
 _EXAMPLES = "F0.2, B0.2, U0, commit@0,1, x1.2>1, sum(grad0)@0,1, push(grad0)>2, serve(0)@0,1 or release(weight0)"
 
 
@@ -76,8 +78,8 @@ def format_value(value: Value, *, ahead: bool = False) -> str:
 def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noqa: C901, PLR0911, PLR0912 - one case each
     """Write one instruction as one word; ``ahead`` as in :func:`format_value`."""
     match word:
-        case Forward(block, micro, version) | Backward(block, micro, version):
-            letter = "F" if isinstance(word, Forward) else f"B{word.part[:1]}"
+        case Forward(block, micro, version) | Recompute(block, micro, version) | Backward(block, micro, version):
+            letter = f"B{word.part[:1]}" if isinstance(word, Backward) else _LETTERS[type(word)]
             return f"{letter}{block}.{'+' if ahead else ''}{micro}" + (f":{version}" if version else "")
         case Update(unit):
             return f"U{format_unit(unit)}"
@@ -138,7 +140,9 @@ def parse_instruction(word: str) -> Instruction:
         raise ProgramError(f"{word!r} is not an instruction; expected a word such as {_EXAMPLES}")
     if found["op"]:
         place = int(found["block"]), int(found["micro"]), int(found["version"] or 0)
-        return Forward(*place) if found["op"] == "F" else Backward(*place, _PARTS[found["op"]])
+        if found["op"] in "FR":
+            return Forward(*place) if found["op"] == "F" else Recompute(*place)
+        return Backward(*place, _PARTS[found["op"]])
     if found["unit"] or found["swapped"]:
         return Update(parse_unit(found["unit"])) if found["unit"] else Swap(parse_unit(found["swapped"]))
     if found["verb"] or found["all"]:

@@ -16,6 +16,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -28,7 +29,7 @@ from counterpoint.program.program import Words
 
 Unit: TypeAlias = tuple[int, ...]
 """The blocks that use a set of parameters."""
-_UNITLESS = {Forward, Backward, Commit}
+_UNITLESS = {Forward, Recompute, Backward, Commit}
 
 
 def units_by_block(rows: Sequence[Words]) -> defaultdict[int, list[Unit]]:
@@ -54,7 +55,7 @@ def units_named(word: Instruction) -> tuple[Unit, ...]:
             return units
         case Push(value) | Pull(value) | Send(value) | Recv(value) | Release(value) | Collective(_, value):
             return (value.blocks,) if value.name in OF_UNITS else ()
-        case Forward() | Backward() | Commit():
+        case Forward() | Recompute() | Backward() | Commit():
             return ()
 
 

@@ -20,6 +20,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -51,7 +52,8 @@ def walk(rows: Sequence[Words]) -> Iterator[tuple[int, int]]:
 def rehearse_blocking_sends(rows: Sequence[Words], room: int = 0) -> None:
     """Walk the rows with sends that block until their receive is posted.
 
-    Adjacent sends and receives of a row are posted together, as one batch.
+    Adjacent sends and receives of a row are posted together, as one batch, also those before and behind a
+    recomputation: it stands there to have what is received behind it come meanwhile.
 
     Args:
         rows: flat rows.
@@ -64,7 +66,7 @@ def rehearse_blocking_sends(rows: Sequence[Words], room: int = 0) -> None:
         pass
 
 
-_ALONE = (Forward, Backward, Update, Swap, Release)
+_ALONE = (Forward, Recompute, Backward, Update, Swap, Release)
 """Instructions that wait for nobody and that nobody waits for."""
 
 
@@ -276,7 +278,7 @@ class _BlockingWalk(_Walk):
             match word:
                 case Recv(expected, source) if expected == value and source == rank:
                     return True
-                case Send() | Recv():
+                case Send() | Recv() | Recompute():
                     continue
                 case _:
                     return False

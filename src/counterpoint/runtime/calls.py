@@ -21,6 +21,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -34,6 +35,16 @@ from counterpoint.program.program import moved
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
     """Blocks ``first`` to ``last`` forward on one microbatch, with weights of some version."""
+
+    first: int
+    last: int
+    micro: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeRun:
+    """Blocks ``first`` to ``last`` forward again on one microbatch, with the weights of their forward."""
 
     first: int
     last: int
@@ -79,6 +90,7 @@ class ServeRun:
 
 Call: TypeAlias = (
     ForwardRun
+    | RecomputeRun
     | BackwardRun
     | UpdateRun
     | CollectiveRun
@@ -118,7 +130,7 @@ class Script:
 def later(call: Call, by: int) -> Call:
     """Return the call for the microbatch that comes ``by`` later."""
     match call:
-        case ForwardRun() | BackwardRun():
+        case ForwardRun() | RecomputeRun() | BackwardRun():
             return replace(call, micro=call.micro + by)
         case CollectiveRun(words):
             return CollectiveRun(tuple(cast("Collective", moved(word, by)) for word in words))
@@ -151,7 +163,7 @@ def fuse(words: Sequence[Instruction], early: Early = MappingProxyType({})) -> t
 
 def _goes_on(before: Instruction, word: Instruction) -> bool:
     """Tell whether two adjacent words belong to the same call."""
-    if isinstance(before, Forward) and isinstance(word, Forward):
+    if isinstance(before, Forward | Recompute) and type(word) is type(before):
         return word.block == before.block + 1 and (word.micro, word.version) == (before.micro, before.version)
     if isinstance(before, Backward) and isinstance(word, Backward):
         same = (word.micro, word.version, word.part) == (before.micro, before.version, before.part)
@@ -167,6 +179,8 @@ def _call(words: Sequence[Instruction]) -> Call:
     match first:
         case Forward():
             return ForwardRun(first.block, first.block + len(words) - 1, first.micro, first.version)
+        case Recompute():
+            return RecomputeRun(first.block, first.block + len(words) - 1, first.micro, first.version)
         case Backward():
             return BackwardRun(first.block - len(words) + 1, first.block, first.micro, first.version, first.part)
         case Update():
@@ -187,7 +201,7 @@ def boundaries(calls: Sequence[tuple[Call, int, int]]) -> tuple[tuple[int, int],
     covered: set[int] = set()
     cuts: set[int] = set()
     for call, _, _ in calls:
-        if isinstance(call, ForwardRun | BackwardRun):
+        if isinstance(call, ForwardRun | RecomputeRun | BackwardRun):
             covered.update(range(call.first, call.last + 1))
             cuts.update((call.first, call.last + 1))
     return tuple(_ranges(sorted(covered), cuts))

@@ -18,6 +18,8 @@ from torch import Tensor
 from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
+from counterpoint.runtime.again import Memory, Once, fresh
+from counterpoint.runtime.bundles import Bundle, Grads, no_gradients
 from counterpoint.runtime.direct import Directly, Place, run_backward
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk, Job, later_places
@@ -25,8 +27,6 @@ from counterpoint.runtime.normalizing import Norms
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.shares import Shares
 from counterpoint.runtime.store import Store
-
-Grads = list["Tensor | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,6 @@ class Model:
     unflatten: Callable[[Sequence[Tensor]], Any]
     loss: Callable[[Any, Any], Tensor]
     draws: bool
-
-
-@dataclass(slots=True)
-class Bundle:
-    """The values at one boundary, detached, and which of them carry a gradient."""
-
-    values: tuple[Tensor, ...]
-    carries: tuple[bool, ...]
-
-
-def no_gradients(count: int) -> Grads:
-    """Return that many missing gradients."""
-    return [None] * count
 
 
 class Compute:
@@ -90,6 +77,7 @@ class Compute:
         self.losses: dict[int, float] = {}
         self.spent: Sequence[Tensor] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
         self.norms: Norms | None = None  # what modules of batch norm do, where a plan changes that
+        self.again = Memory()  # what is computed again for its backward
         self.unused = "error"  # what a parameter without a gradient means; a commit looks
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
@@ -116,7 +104,8 @@ class Compute:
         self.losses.clear()
         if self.norms is not None:
             self.norms.begin(is_stream=bool(stride))
-        for books in (self.bundles, self.tapes, self.grads, self.passing, self.put_off) if not stride else ():
+        books_of_a_step = (self.bundles, self.tapes, self.grads, self.passing, self.put_off, self.again.kept)
+        for books in books_of_a_step if not stride else ():
             books.clear()
 
     def is_empty(self, micro: int) -> bool:
@@ -129,33 +118,62 @@ class Compute:
         if self.is_empty(micro):
             self.keep_up(first, last, micro)
             return
+        block = first
+        while block <= last:
+            stop, segment = self.by_first[block]
+            leaves = self.entrance(block, micro).leaves()
+            if self.again.covers(block, micro):
+                once = Once(segment, leaves, self.store.buffers, self.again.changing.get(block))
+                with once.without_tape():
+                    outputs = self.apply(block, leaves, micro, version)
+                self.again.keep((block, micro), once, outputs, self.place(block, stop, micro, leaves))
+                if once.is_fed:
+                    self.bundles.pop((block, micro), None)
+            else:
+                outputs = self.apply(block, leaves, micro, version)
+                self.tapes[block, micro] = (leaves, outputs)
+            if stop < self.model.num_blocks:
+                self.bundles[stop, micro] = Bundle.of(outputs)
+            block = stop
+        self.keep_up(first, last, micro)
+
+    def recompute(self, first: int, last: int, micro: int, version: int = 0) -> None:
+        """Run blocks forward again from what their forward has read, for their backward."""
+        block, before = first, (first, micro)
+        while block <= last and not self.is_empty(micro):
+            stop, _ = self.by_first[block]
+            with self.again.take((block, micro)) as once:
+                leaves = fresh(self.tapes[before][1] if once.is_fed else once.leaves)
+                outputs = self.apply(block, leaves, micro, version, once.buffers)
+                once.require_same(outputs, self.place(block, stop, micro, leaves))
+            before = (block, micro)
+            self.tapes[before] = (leaves, outputs)
+            block = stop
+
+    def apply(
+        self,
+        block: int,
+        leaves: Sequence[Tensor],
+        micro: int,
+        version: int,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Sequence[Tensor]:
+        """Call one segment on leaves of autograd; return what it gives, at the end the loss."""
         if self.stride:  # microbatches are counted over all batches, and draw as each in its own
             self.dice.step, self.dice.micro = divmod(micro, self.stride)
         else:
             self.dice.micro = micro
-        block = first
-        while block <= last:
-            stop, segment = self.by_first[block]
-            bundle = self.entrance(block, micro)
-            leaves = [
-                value.detach().requires_grad_() if carries else value
-                for value, carries in zip(bundle.values, bundle.carries, strict=True)
-            ]
-            seed = seed_of(self.dice, draws=self.model.draws)
-            try:
-                with self.directly(), self.normalizing(block, micro):
-                    outputs = segment(leaves, self.store.weights(version), self.store.buffers, seed)
-            except Exception as error:
-                tell_where(error, self.place(block, stop, micro, leaves))
-                raise
-            if stop == self.model.num_blocks:
-                outputs = self.spent = (self.lose(outputs, micro),)
-            else:
-                carried = tuple(output.requires_grad for output in outputs)
-                self.bundles[stop, micro] = Bundle(tuple(output.detach() for output in outputs), carried)
-            self.tapes[block, micro] = (leaves, outputs)
-            block = stop
-        self.keep_up(first, last, micro)
+        stop, segment = self.by_first[block]
+        seed = seed_of(self.dice, draws=self.model.draws)
+        try:
+            with self.directly(), self.normalizing(block, micro, is_again=buffers is not None):
+                outputs = segment(leaves, self.store.weights(version), buffers or self.store.buffers, seed)
+        except Exception as error:
+            tell_where(error, self.place(block, stop, micro, leaves))
+            raise
+        if stop == self.model.num_blocks:
+            outputs = self.spent = (self.lose(outputs, micro),)
+        return outputs
 
     def normalizing(self, block: int, micro: int, *, is_again: bool = False) -> AbstractContextManager[object]:
         """Have batch norm do what it does in this plan, if there is any; again, it takes in no statistics."""

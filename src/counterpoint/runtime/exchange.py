@@ -15,8 +15,9 @@ from counterpoint.program.instruction import OF_UNITS, Collective, Value
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.buckets import Range
+from counterpoint.runtime.bundles import Bundle
 from counterpoint.runtime.coded import coded_sum
-from counterpoint.runtime.compute import Bundle, Compute
+from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.early import Early
 from counterpoint.runtime.layout import Span
 from counterpoint.runtime.store import Store, UnitStore

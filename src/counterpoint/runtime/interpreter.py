@@ -13,12 +13,14 @@ import torch
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
 from counterpoint.program.instruction import Collective, Commit, Pull, Push, Recv, Release, Send, Swap, Value
+from counterpoint.program.tapes import computed_again
 from counterpoint.program.text import format_value, parse_value
 from counterpoint.runtime.calls import (
     BackwardRun,
     Call,
     CollectiveRun,
     ForwardRun,
+    RecomputeRun,
     Script,
     ServeRun,
     UpdateRun,
@@ -85,6 +87,7 @@ class Interpreter:
         self.scripts = {name: (script, fuse(script.words, script.early)) for name, script in scripts.items()}
         self.script, self.calls = list(self.scripts.values())[-1]
         self.forward_calls = fuse(forward_only(self.script.words, self.script.stride))
+        self.again = {name: computed_again(script.words, script.stride) for name, script in scripts.items()}
         self.number = 0
         self.sets_aside = any(isinstance(word, Swap) for word in self.script.words)
         self.store = store
@@ -116,6 +119,7 @@ class Interpreter:
         if self.script.stride:
             calls = tuple((later(call, number * self.script.stride), start, stop) for call, start, stop in calls)
         self.compute.begin(feed, shares_of(self.script, number, feed.sizes), self.script.stride)
+        self.compute.again.begin(self.again[turn])
         self.store.begin()
         self.state.verdict, self.state.decided, self.state.leaves_out = None, 0, False
         self.state.notes.clear()
@@ -155,6 +159,8 @@ class Interpreter:
         match call:
             case ForwardRun(first, last, micro, version):
                 self.compute.forward(first, last, micro, version)
+            case RecomputeRun(first, last, micro, version):
+                self.compute.recompute(first, last, micro, version)
             case BackwardRun(first, last, micro, version, part="", early=early):
                 with self.exchange.early.during(early, self.clock) if early else nullcontext():
                     self.compute.backward(first, last, micro, version)

@@ -10,7 +10,14 @@ from counterpoint.runtime.build import Parts, domains_of
 from counterpoint.runtime.deferred import Deferred, kept_of, peers_of
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.normalizing import Norms
-from counterpoint.runtime.together import Together, norms_of, require_alone, require_meetings, seats_of
+from counterpoint.runtime.together import (
+    Together,
+    norms_of,
+    require_alone,
+    require_meetings,
+    require_one_forward,
+    seats_of,
+)
 
 NormRule: TypeAlias = Literal["deferred", "microbatch", "sync", "error"]
 """When running statistics change, and whose values are normalized together; see :class:`Options`."""
@@ -36,6 +43,7 @@ def norms_for(parts: Parts, model: nn.Module, interpreter: Interpreter, rule: No
     if meeting:
         if parts.turns[-1].stream is None:
             require_meetings(parts.program, meeting)
+            require_one_forward(parts.program, meeting)
         else:
             require_alone(parts.program, meeting)
         together = Together(meeting, store, fabric, seats_of(parts.program, fabric.rank))

@@ -17,6 +17,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -98,7 +99,7 @@ class _Notes:
                 self.move(word)
             case Release(value):
                 self.released.add(value.blocks)
-            case Backward() | Commit() | Swap():
+            case Recompute() | Backward() | Commit() | Swap():
                 pass
 
     def move(self, word: Collective | Send | Recv | Push | Pull) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Value
+from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Recompute, Value
 from counterpoint.program.program import Program, Row
 from counterpoint.program.walk import walk
 from counterpoint.runtime.store import Store
@@ -203,6 +203,23 @@ def require_alone(program: Program, norms: Sequence[Norm]) -> None:
                 f"{norms[0].path} is a {norms[0].kind}, which replicas normalize together, but those of a stage do not "
                 "meet in the middle of a forward in a pipeline without a flush; take BatchNorm, in which each "
                 "normalizes its own microbatches, or order=one_f_one_b"
+            )
+
+
+def require_one_forward(program: Program, norms: Sequence[Norm]) -> None:
+    """Check that replicas which normalize together do not have to meet again where one recomputes.
+
+    Raises:
+        PlanError: they would.
+    """
+    for rank, row in enumerate(program.rows):
+        again = {(word.block, word.micro) for word in row.body if isinstance(word, Recompute)}
+        seats = seats_of(program, rank) if again else {}
+        if any(len(seats.get(place, ())) > 1 for place in again):
+            raise PlanError(
+                f"{norms[0].path} is a SyncBatchNorm, which replicas normalize together, and rank {rank} computes its "
+                "block again at a time of its own; take BatchNorm, in which each normalizes its own microbatches, or "
+                "give recompute=never"
             )
 
 

@@ -23,6 +23,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -139,7 +140,7 @@ class Clock:
         index = self.cursor[rank]
         word = self.score.rows[rank][index]
         match word:
-            case Forward() | Backward() | Update():
+            case Forward() | Recompute() | Backward() | Update():
                 until = now + self.score.seconds[rank][index]
                 self.note(rank, index, (now, until), "compute")
                 return until

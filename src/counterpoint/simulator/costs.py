@@ -8,7 +8,19 @@ from fractions import Fraction
 from typing import Protocol
 
 from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Push, Send, Update, Value, weight
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Compute,
+    Forward,
+    Push,
+    Recompute,
+    Send,
+    Update,
+    Value,
+    weight,
+)
 from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.rings import collective_s
 from counterpoint.world.cluster import Cluster
@@ -20,7 +32,7 @@ ADAM_PASSES = 7
 class Costs(Protocol):
     """Seconds of an instruction; the same for all ranks and microbatches."""
 
-    def compute_s(self, word: Forward | Backward | Update, part: Fraction) -> float:
+    def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return how long a rank computes; an update applies to ``part`` of its unit."""
         ...
 
@@ -35,14 +47,17 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Every forward takes one tick, every backward as many as said, a part of one half of them, all else nothing."""
+    """Every forward takes one tick, also a repeated one, every backward as many as said, a part of one half of them.
+
+    All else takes none.
+    """
 
     backward_ticks: float = 1.0
 
-    def compute_s(self, word: Forward | Backward | Update, part: Fraction) -> float:
+    def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return the ticks of a word."""
         match word:
-            case Forward():
+            case Forward() | Recompute():
                 return 1.0
             case Backward():
                 return self.backward_ticks / (2 if word.part else 1)
@@ -74,10 +89,10 @@ class ModelCosts:
     samples_per_micro: int
     size_of: Sizes
 
-    def compute_s(self, word: Forward | Backward | Update, part: Fraction) -> float:
+    def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return work by the device's speed."""
         match word:
-            case Forward(block):
+            case Forward(block) | Recompute(block):
                 return self._block_s(block)
             case Backward(block):
                 return (1 if word.part else 2) * self._block_s(block)

@@ -14,6 +14,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -24,6 +25,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.program import Program, Words, versions_held
+from counterpoint.program.tapes import Again, computed_again
 from counterpoint.program.traffic import Sizes
 from counterpoint.program.units import units_named
 
@@ -57,14 +59,13 @@ class _Held:
 def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tuple[int, ...]:
     """Return the bytes that each rank holds at most in one step.
 
-    A forward keeps what leaves its block until its backward; the gradient of a unit is there from its first
-    backward, or its arrival on a server, to its update or departure, in part once it has been shared out and
-    released, and a second one is there where one is set aside; a server that does not wait holds one gradient at a
-    time; weights are there in as many versions as the row reads; an optimizer keeps ``num_states`` values per parameter
-    (two for Adam) of what its rank updates. A code keeps
-    what it has not sent twice: as it is, and as it will be if the step is applied; and it has room for what it sends,
-    and for what is gathered from others. What an operator inside a block needs for its
-    backward is not in the program and not counted.
+    A forward keeps what leaves its block until its backward, one that is computed again only what it reads until then;
+    the gradient of a unit is there from its first backward, or its arrival on a server, to its update or departure, in
+    part once it has been shared out and released, and a second one is there where one is set aside; a server that does
+    not wait holds one gradient at a time; weights are there in as many versions as the row reads; an optimizer keeps
+    ``num_states`` values per parameter (two for Adam) of what its rank updates. A code keeps what it has not sent
+    twice: as it is, and as it will be if the step is applied; and it has room for what it sends, and for what is
+    gathered from others. What an operator inside a block needs for its backward is not in the program and not counted.
 
     Args:
         program: a program that keeps the laws.
@@ -82,10 +83,12 @@ def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tupl
     return tuple(peaks)
 
 
-def _outline(word: Instruction) -> tuple[object, ...]:
+def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one case each
     match word:
         case Forward(block, version=version):
             return "F", block, version
+        case Recompute(block, version=version):
+            return "R", block, version
         case Backward(block, part=part, version=version):
             return "B", block, part, version
         case Collective(_, value, group, phase):
@@ -104,14 +107,25 @@ def _outline(word: Instruction) -> tuple[object, ...]:
 
 def _row_peak(row: Words, units: list[_Unit], size_of: Sizes, num_states: int) -> int:
     held = _begin(row, units, size_of)
+    again = computed_again(row)
     peak = held.num_bytes(size_of, num_states)
     for word in row:
+        if isinstance(word, Forward | Recompute):
+            held.alive[word.block, word.micro] = _kept_by(word, again, size_of)
         _hold(held, word, units, size_of)
         in_hand = max(size_of(weight(unit)) for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
         peak = max(peak, held.num_bytes(size_of, num_states) + in_hand)
         if isinstance(word, Backward) and word.has_weight:  # it holds what it reads and what it writes at once
             held.alive.pop((word.block, word.micro), None)
     return -(-peak.numerator // peak.denominator)
+
+
+def _kept_by(word: Forward | Recompute, again: Again, size_of: Sizes) -> int:
+    """Return the bytes that stay: what leaves the block, as large as its gradient, or if at all what enters it."""
+    key = (word.block, word.micro)
+    if isinstance(word, Recompute) or key not in again.places:
+        return size_of(Value("g", (word.block,), word.micro))
+    return size_of(Value("x", (word.block,), word.micro)) if word.block > 0 and key not in again.fed else 0
 
 
 def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
@@ -138,7 +152,7 @@ def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
                 held.states.update(dict.fromkeys(served, Fraction(1)))
             case Swap(unit):
                 held.aside[unit] = Fraction(1)
-            case Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():
+            case Recompute() | Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():
                 pass
     held.kept = dict(held.weights)
     return held
@@ -146,8 +160,6 @@ def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
 
 def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Sizes) -> None:
     match word:
-        case Forward(block, micro):  # what leaves a block is as large as its gradient
-            held.alive[block, micro] = size_of(Value("g", (block,), micro))
         case Backward(block):
             held.grads.update({unit: Fraction(1) for unit in units if block in unit})
         case Collective("share", Value("grad", unit), group, phase) if phase != "+":
@@ -165,4 +177,6 @@ def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Sizes) ->
             held.grads.pop(unit, None)
             held.shares.pop(unit, None)
         case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit() | Swap():
+            pass
+        case Forward() | Recompute():
             pass

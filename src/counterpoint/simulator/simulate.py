@@ -15,6 +15,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -167,7 +168,7 @@ def row_seconds(row: Words, costs: Costs) -> list[float]:
 
 def _word_s(word: Instruction, parts: dict[tuple[int, ...], Fraction], costs: Costs) -> float:
     match word:
-        case Forward() | Backward():
+        case Forward() | Recompute() | Backward():
             return costs.compute_s(word, Fraction(1))
         case Update(unit):
             return costs.compute_s(word, parts.get(unit, Fraction(1)))

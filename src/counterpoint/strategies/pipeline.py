@@ -14,9 +14,11 @@ from counterpoint.program.instruction import Backward, Collective, Commit, Forwa
 from counterpoint.program.program import Program, Row
 from counterpoint.strategies.balance import even_cuts
 from counterpoint.strategies.chunks import Chunks
+from counterpoint.strategies.options import require_word
 from counterpoint.strategies.orders.order import Order, Place, warmup
 from counterpoint.strategies.orders.pipedream import STREAMS
 from counterpoint.strategies.orders.table import find_order, require_order
+from counterpoint.strategies.recomputation import WHEN, When
 from counterpoint.strategies.stages import StageRow, Stages, sliced_part
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
 from counterpoint.strategies.stream import Stream
@@ -36,6 +38,9 @@ class Pipeline:
             in the model, and at ``2 n - 1 - s`` where ``zero_bubble`` has its second one.
         vertical_sync: ``on`` has every stage compute a microbatch with weights that have seen the same microbatches
             as those of the first stage when it came there; only under ``pipedream``.
+        recompute: ``always`` keeps of a chunk's forward only what enters it and computes it again, from before its
+            gradient arrives; ``except_last`` keeps what goes backward as the next thing that the stage computes, which
+            is the last microbatch under ``gpipe``; ``never`` keeps all.
 
     Promise:
         The orders with a flush change no numbers. pipedream and pipedream_2bw never flush while batches come, and a
@@ -57,6 +62,8 @@ class Pipeline:
         Without a flush: no idle time between two flushes; sums of gradients once per update; activations of w + 1
         microbatches, and weights of w + 1 versions under pipedream, of 2 under pipedream_2bw, of as many as the
         first stage has (in updates of its own) with vertical_sync.
+        With recompute: one forward more for each microbatch that is recomputed; of the microbatches in flight what
+        enters the chunk, and all activations of one.
 
     Source:
         Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, section 3; Narayanan et al.,
@@ -70,6 +77,7 @@ class Pipeline:
     balance: tuple[int, ...] = ()
     virtual: int = 1
     vertical_sync: Literal["off", "on"] = "off"
+    recompute: When = "never"
 
     axis: ClassVar[str] = "stage"
     splits_batch: ClassVar[bool] = False
@@ -77,6 +85,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         require_order(self.order, self.virtual)
+        require_word("a pipeline", "recompute", self.recompute, WHEN)
         if self.vertical_sync not in {"off", "on"}:
             raise PlanError(f"a pipeline has no vertical_sync={self.vertical_sync!r}; give off or on")
         if self.vertical_sync == "on" and self.order != "pipedream":
@@ -113,6 +122,8 @@ class Pipeline:
             parts.append(f"balance=({','.join(map(str, self.balance))})")
         if self.vertical_sync == "on":
             parts.append("vertical_sync=on")
+        if self.recompute != "never":
+            parts.append(f"recompute={self.recompute}")
         return f"pipeline({', '.join(parts)})"
 
     @property

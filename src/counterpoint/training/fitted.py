@@ -18,10 +18,12 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Compute,
     Forward,
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Send,
     Update,
@@ -51,7 +53,7 @@ class FittedCosts:
 
     seconds: Mapping[Key, float]
 
-    def compute_s(self, word: Forward | Backward | Update, part: Fraction) -> float:
+    def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return the median of what was measured; a part of a backward that was not takes half of a whole one."""
         key = key_of(word)
         if isinstance(word, Backward) and word.part and not any(kind == key[0] for kind, _ in self.seconds):
@@ -97,17 +99,17 @@ def fit(model: ModelSpec, measured: Trace) -> FittedCosts:
 
 def computed(words: Iterable[Instruction], event: Event, model: ModelSpec) -> Iterator[tuple[Key, float]]:
     """Yield the parts of an event's time that its blocks and updates took, each by its share of the work."""
-    computes = [word for word in words if isinstance(word, Forward | Backward | Update)]
+    computes = [word for word in words if isinstance(word, Compute | Update)]
     work = [work_of(word, model) for word in computes]
     total = sum(work)
     for word, share in zip(computes, work, strict=True):
         yield key_of(word), event.seconds * (share / total if total else 1 / len(work))
 
 
-def work_of(word: Forward | Backward | Update, model: ModelSpec) -> float:
+def work_of(word: Compute | Update, model: ModelSpec) -> float:
     """Return how much of a call's time is a word's, in any unit that all words of one kind share."""
     match word:
-        case Forward(block) | Backward(block):
+        case Forward(block) | Recompute(block) | Backward(block):
             return float(model.blocks[block].cost)
         case Update(unit):
             return float(model.unit_bytes(unit))
@@ -118,6 +120,8 @@ def key_of(word: Instruction) -> Key:  # noqa: PLR0911 - one case each
     match word:
         case Forward(block):
             return "forward", (block,)
+        case Recompute(block):
+            return "recomputation", (block,)
         case Backward(block, part=part):
             return f"backward {part}".rstrip(), (block,)
         case Update(unit):

@@ -13,6 +13,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
@@ -76,7 +77,7 @@ def _events(rank: int, words: tuple[Instruction, ...], times: list[list[float]])
 def lane_of(word: Instruction) -> Lane:
     """Return where the time of an instruction goes."""
     match word:
-        case Forward() | Backward() | Update():
+        case Forward() | Recompute() | Backward() | Update():
             return "compute"
         case Send() | Push() | Release() | Serve() | Swap():
             return "link"

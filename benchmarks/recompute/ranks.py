@@ -1,0 +1,93 @@
+"""One rank of one turn of one side: it trains and prints seconds, losses and memory as JSON."""
+
+import json
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import torch
+
+import counterpoint as cp
+from counterpoint.jobs.job import sequence_loss
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
+
+import sides
+
+WARM_UP, STEPS = 2, 6
+
+
+class Box:
+    """What autograd has saved, as long as it has."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Saved:
+    """Counts what a rank keeps for its backwards, whenever its interpreter goes from one call to the next."""
+
+    def __init__(self, rank):
+        self.compute = rank.interpreter.compute
+        self.boxes = weakref.WeakSet()
+        self.weights = {tensor.untyped_storage().data_ptr() for tensor in rank.interpreter.store.params.values()}
+        self.most = 0
+
+    def pack(self, tensor):
+        box = Box(tensor)
+        self.boxes.add(box)
+        return box
+
+    def look(self):
+        kept = [tensor for once in self.compute.again.kept.values() for tensor in once.leaves]
+        kept += [tensor for bundle in self.compute.bundles.values() for tensor in bundle.values]
+        storages = [tensor.untyped_storage() for tensor in (*kept, *(box.tensor for box in self.boxes))]
+        sizes = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in self.weights}
+        self.most = max(self.most, sum(sizes.values()))
+        return 0.0
+
+
+def drawn(draw):
+    tokens = torch.randint(0, sides.SHAPE.num_tokens, (sides.BATCH, sides.SHAPE.context + 1), generator=draw)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def saved_bytes(step, batch):
+    (rank,) = step.team.ranks.values()
+    saved = Saved(rank)
+    rank.interpreter.clock = saved.look
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda box: box.tensor):
+        loss = step(*batch)
+    rank.interpreter.clock = None
+    return saved.most, loss
+
+
+def peak_bytes():
+    """Return the most resident memory that this process has had."""
+    with Path("/proc/self/status").open() as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def main(text, passes):
+    torch.set_num_threads(1)
+    draw = torch.Generator().manual_seed(1)
+    plan = cp.Plan.parse(text, num_microbatches=sides.MICROS)
+    plan = cp.Plan(plan.strategies, plan.num_microbatches, tuple(passes.split()))
+    losses, seconds = [], []
+    with cp.parallelize(sides.built(), sides.optimizer, sequence_loss, strategy=plan) as step:
+        for number in range(WARM_UP + STEPS):
+            batch = drawn(draw)
+            began = time.perf_counter()
+            losses.append(step(*batch))
+            if number >= WARM_UP:
+                seconds.append(time.perf_counter() - began)
+        process = peak_bytes()
+        most, loss = saved_bytes(step, drawn(draw))
+        losses.append(loss)
+        found = {"rank": sides.own_rank(), "seconds": seconds, "losses": losses, "saved": most, "process": process}
+    sys.stdout.write(f"{json.dumps(found)}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

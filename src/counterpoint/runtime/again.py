@@ -1,0 +1,184 @@
+"""What a forward keeps that is computed again for its backward, and whether the second time is like the first.
+
+The second time must see what the first one saw: the same inputs, whose changes in place are found by torch's own
+counts of them; the same buffers, of which those that a forward changes are copied before it; the same random numbers,
+which depend on step, microbatch and module alone; the same weights, which is the program's business. What else a
+module may depend on shows in its results, a few of whose numbers are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from counterpoint.cutting.cut import Segment
+from counterpoint.errors import DataError
+from counterpoint.program.tapes import Again
+
+SAMPLES = 64
+"""So many numbers of each result are kept and compared."""
+
+
+class Once:
+    """One segment's forward on one microbatch, as far as it is needed to run it again.
+
+    Args:
+        segment: what runs.
+        leaves: what it reads.
+        buffers: the rank's own; copies of those that the segment changes are kept.
+        changing: which these are, as far as it is known from an earlier microbatch; None where it is not.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        leaves: Sequence[Tensor],
+        buffers: Mapping[str, Tensor],
+        changing: Collection[str] | None = None,
+    ) -> None:
+        self.segment = segment
+        self.leaves = leaves
+        self.owned = buffers
+        self.counts = [value._version for value in leaves]  # noqa: SLF001 - torch's count of changes in place
+        copied = segment.buffers if changing is None else changing
+        self.before = {name: buffers[name].clone() for name in copied}
+        self.changes = {name: buffers[name]._version for name in segment.buffers}  # noqa: SLF001
+        self.late: set[str] = set()
+        self.is_fed = False
+        self.samples: list[Tensor] = []
+        self.kinds: list[tuple[object, ...]] = []
+
+    def without_tape(self) -> AbstractContextManager[object]:
+        """Have autograd note what depends on what, but keep no tensor for it."""
+        return torch.autograd.graph.saved_tensors_hooks(_forget, _miss)
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        """Keep a few numbers of the results, and of the copies of buffers only those that the forward has changed."""
+        self.samples = [sampled(output) for output in outputs]
+        self.kinds = [kind_of(output) for output in outputs]
+        counted = {name for name, count in self.changes.items() if self.owned[name]._version != count}  # noqa: SLF001
+        self.late = counted - self.before.keys()
+        self.before = {  # batch norm changes its buffers without torch's counting it
+            name: copy
+            for name, copy in self.before.items()
+            if name in counted or not torch.equal(self.owned[name], copy)
+        }
+
+    def forget(self) -> None:
+        """Keep nothing of what was read."""
+        self.leaves, self.counts, self.is_fed = (), [], True
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers as they were, to be changed without a trace; as they are where a first change came late."""
+        return {**self.owned, **{name: self.owned[name].clone() for name in self.late}, **self.before}
+
+    def require_unchanged(self, place: str) -> None:
+        """Check that what the segment reads is as it was.
+
+        Raises:
+            DataError: something has changed it in place.
+        """
+        for name, value, count in zip(self.segment.inputs, self.leaves, self.counts, strict=False):
+            if value._version != count:  # noqa: SLF001 - as above
+                raise DataError(
+                    f"{name}, which enters {place}, was changed in place, but these blocks are computed again from it; "
+                    "write x = x + 1 in the place of x += 1 and leave inplace=True away in the first layer of a stage, "
+                    "or give recompute=never"
+                )
+
+    def require_same(self, outputs: Sequence[Tensor], place: str) -> None:
+        """Check that the results are those of the first time, as far as they were kept.
+
+        Raises:
+            DataError: they are others.
+        """
+        if self.kinds != [kind_of(output) for output in outputs]:
+            raise _other(place, "tensors of another kind")
+        for before, output in zip(self.samples, outputs, strict=True):
+            if not alike(before, sampled(output)):
+                raise _other(place, "other numbers")
+
+
+class Memory:
+    """All that one rank's forwards have kept to be computed again."""
+
+    def __init__(self) -> None:
+        self.row = Again()
+        self.kept: dict[tuple[int, int], Once] = {}
+        self.changing: dict[int, frozenset[str]] = {}
+        self.is_running = False  # whether what runs now is no new forward, and must not count as one
+
+    def begin(self, row: Again) -> None:
+        """Start a step in which a row is run that computes these forwards again."""
+        self.row = row
+
+    def covers(self, block: int, micro: int) -> bool:
+        """Tell whether a block's forward on a microbatch keeps only what it reads."""
+        return self.row.key(block, micro) in self.row.places
+
+    def keep(self, key: tuple[int, int], once: Once, outputs: Sequence[Tensor], place: str) -> None:
+        """Keep what a forward has read, unless the recomputation before makes it again."""
+        once.require_unchanged(place)
+        once.finish(outputs)
+        if self.row.key(*key) in self.row.fed:
+            once.forget()
+        self.changing[key[0]] = self.changing.get(key[0], frozenset()) | once.before.keys() | once.late
+        self.kept[key] = once
+
+    @contextmanager
+    def take(self, key: tuple[int, int]) -> Iterator[Once]:
+        """Give back what a forward has read, and know meanwhile that it is computed again."""
+        once = self.kept.pop(key)
+        once.require_unchanged(f"block {key[0]} on microbatch {key[1]}")
+        self.is_running = True
+        try:
+            yield once
+        finally:
+            self.is_running = False
+
+
+def fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as new leaves of autograd."""
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
+def kind_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what two results must have in common before their numbers are looked at."""
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Return up to :data:`SAMPLES` numbers of a tensor, from all over it."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, math.ceil(flat.numel() / SAMPLES))].clone()
+
+
+def alike(before: Tensor, now: Tensor) -> bool:
+    """Tell whether two samples are equal but for the rounding of sums that were made in another order."""
+    if not before.is_floating_point() or not before.numel():
+        return bool(torch.equal(before, now))
+    most = float(before.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    bound = math.sqrt(torch.finfo(before.dtype).eps)
+    return bool(torch.allclose(before, now, rtol=bound, atol=bound * most, equal_nan=True))
+
+
+def _other(place: str, found: str) -> DataError:
+    return DataError(
+        f"{place}: computed again for its backward, it gave {found} than the first time; what is recomputed must do "
+        "the same twice: draw random numbers from torch in a module (as nn.Dropout does) and not from Python, numpy or "
+        "a generator of your own, keep what a forward remembers in buffers, or leave these blocks out: "
+        "recompute=never, or a pass recompute:PATTERN that matches others"
+    )
+
+
+def _forget(tensor: Tensor) -> None:
+    del tensor
+
+
+def _miss(nothing: None) -> Tensor:
+    raise AssertionError("what was forgotten is computed again before it is needed")

@@ -1,0 +1,110 @@
+"""What a plan recomputes: which forwards keep only what they read, and are computed again for their backwards."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import Block, ModelSpec
+from counterpoint.strategies.strategy import RankForecast
+
+When: TypeAlias = Literal["never", "except_last", "always"]
+"""Which microbatches a pipeline recomputes."""
+WHEN: tuple[When, ...] = ("never", "except_last", "always")
+
+PASS = "recompute"
+"""The name of the pass, which may go on as ``recompute:PATTERN`` or ``recompute:50%``."""
+
+_PER_CENT = re.compile(r"(\d+(?:\.\d+)?)%")
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What is recomputed, and how much of it at once.
+
+    Args:
+        which: a pattern of module paths, as ``*.attn`` or ``layers.3``, or a part of the blocks, as ``50%``; empty for
+            all.
+        keeps_next: whether a forward keeps its tape whose backward is the next thing that its rank computes.
+        at_once: whether adjacent blocks of a microbatch are recomputed together, so that only what enters the first of
+            them is kept meanwhile; else each is recomputed when the one behind it is done with.
+    """
+
+    which: str = ""
+    keeps_next: bool = True
+    at_once: bool = False
+
+    @staticmethod
+    def of_pass(name: str) -> Recomputation:
+        """Return what a pass such as ``recompute`` or ``recompute:*.attn`` asks for.
+
+        Raises:
+            PlanError: nothing stands behind the colon, or a part is none.
+        """
+        _, colon, which = name.partition(":")
+        share = _PER_CENT.fullmatch(which)
+        if (colon and not which) or (share is not None and not 0 < float(share[1]) <= 100):
+            raise PlanError(
+                f"the pass {name!r} does not say what to recompute; write recompute for all blocks, recompute:50% for "
+                "half of them, or recompute:PATTERN for those whose module paths match, as recompute:*.attn"
+            )
+        return Recomputation(which)
+
+    @staticmethod
+    def of_pipeline(when: When) -> Recomputation | None:
+        """Return what the option of a pipeline asks for: all of a stage's blocks together, or nothing."""
+        return None if when == "never" else Recomputation(keeps_next=when == "except_last", at_once=True)
+
+    def blocks(self, model: ModelSpec) -> frozenset[int]:
+        """Return the blocks that are recomputed.
+
+        A part takes those first that need least work per byte of what they hand on; of equal ones the first, whose
+        results wait longest for their backward.
+
+        Raises:
+            PlanError: the pattern matches no block.
+        """
+        share = _PER_CENT.fullmatch(self.which)
+        if share is not None:
+            count = math.ceil(model.num_blocks * float(share[1]) / 100)
+            by_worth = sorted(range(model.num_blocks), key=lambda index: _work_per_byte(model.blocks[index]))
+            return frozenset(by_worth[:count])
+        found = frozenset(index for index, block in enumerate(model.blocks) if self._names(block))
+        if not found:
+            shown = ", ".join(block.name for block in model.blocks[:6])
+            more = f" and {model.num_blocks - 6} more" if model.num_blocks > 6 else ""
+            raise PlanError(
+                f"no block of the model matches recompute:{self.which}; its blocks are {shown}{more}: write a "
+                "pattern of these, with * for any text"
+            )
+        return found
+
+    def _names(self, block: Block) -> bool:
+        patterns = (self.which, f"{self.which}.*")
+        return not self.which or any(fnmatchcase(piece.name, one) for piece in block.pieces for one in patterns)
+
+    def tapes(self, ranks: Sequence[RankForecast], blocks: frozenset[int]) -> tuple[int, ...]:
+        """Return of how many blocks and microbatches each rank keeps at once what a backward needs, at most.
+
+        Cost:
+            Blocks that are not recomputed, once for each microbatch in flight; of those that are, one microbatch's: one
+            block, or where they are recomputed at once all of a chunk's.
+        """
+        return tuple(self._tapes_of(rank, blocks) for rank in ranks)
+
+    def _tapes_of(self, rank: RankForecast, blocks: frozenset[int]) -> int:
+        chunks: dict[int, list[int]] = {}
+        for block in rank.blocks:
+            chunks.setdefault(max((head for head in rank.heads if head <= block), default=0), []).append(block)
+        again = max((len(blocks.intersection(chunk)) for chunk in chunks.values()), default=0)
+        kept = max((len(set(chunk) - blocks) for chunk in chunks.values()), default=0)
+        return rank.in_flight * kept + (again if self.at_once else min(again, 1))
+
+
+def _work_per_byte(block: Block) -> float:
+    return block.cost / block.output_bytes if block.output_bytes else math.inf

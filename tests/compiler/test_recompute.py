@@ -1,0 +1,154 @@
+"""Forwards that are computed again for their backwards: where the words stand, what laws see, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from counterpoint.compiler.compile import compile as compile_plan, count_bytes, promise_of
+from counterpoint.errors import PlanError, ProgramError
+from counterpoint.model.spec import Block, ModelSpec, Param, Piece, chain
+from counterpoint.plan import Plan
+from counterpoint.program.laws import check
+from counterpoint.program.tapes import most_tapes
+from counterpoint.program.text import format_program, parse_program
+from tests.laws.compositions import compiled
+from tests.program.damage import edited
+
+
+def rows(text, **given):
+    return format_program(compiled(text, **given).program).splitlines()
+
+
+def test_a_stage_is_recomputed_at_once_before_its_gradient_arrives():
+    first, last = rows("gpipe(2, recompute=always)", m=2, blocks=4)
+    assert first == (
+        "F0.0 F1.0 x2.0>1 F0.1 F1.1 x2.1>1 R0.1 R1.1 g1.1<1 B1.1 B0.1 R0.0 R1.0 g1.0<1 B1.0 B0.0 commit@0,1 U0 U1"
+    )
+    assert last.startswith("x2.0<0 F2.0 F3.0 x2.1<0 F2.1 F3.1 R2.1 R3.1 B3.1 B2.1 g1.1>0 R2.0 R3.0 B3.0 B2.0")
+
+
+def test_except_last_keeps_what_goes_backward_next():
+    """Under gpipe that is the last microbatch, as in torchgpipe; under 1F1B every one of the last stage."""
+    first, last = rows("gpipe(2, recompute=except_last)", m=2)
+    assert first == "F0.0 x1.0>1 F0.1 x1.1>1 g0.1<1 B0.1 R0.0 g0.0<1 B0.0 commit@0,1 U0"
+    assert last == "x1.0<0 F1.0 x1.1<0 F1.1 B1.1 g0.1>0 R1.0 B1.0 g0.0>0 commit@0,1 U1"
+    assert "R" not in rows("pipeline(2, recompute=except_last)", m=4)[1]
+
+
+def test_the_pass_recomputes_one_block_after_the_other():
+    assert rows("solo", blocks=3, passes=("recompute",)) == [
+        "F0.0 F1.0 F2.0 B2.0 R1.0 B1.0 R0.0 B0.0 commit@0 U0 U1 U2"
+    ]
+
+
+def test_a_block_whose_weights_are_gathered_is_recomputed_with_those_of_its_backward():
+    made = compiled("zero3(2)", blocks=2, passes=("recompute",))
+    plain = compiled("zero3(2)", blocks=2)
+    assert "join(weight0)@0,1 R0.0 B0.0 share(grad0)@0,1" in format_program(made.program)
+    assert made.sent_bytes() == plain.sent_bytes()
+
+
+def test_a_recomputation_of_slices_sends_nothing_and_keeps_what_a_sum_has_made():
+    made = compiled("tensor(2) * pipeline(2, recompute=always)", blocks=4)
+    assert made.sent_bytes() == compiled("tensor(2) * pipeline(2)", blocks=4).sent_bytes()
+
+
+def test_a_recomputation_reads_the_version_of_its_forward():
+    assert "R0.+1:-1 g0.+1<1 B0.+1:-1" in rows("pipedream(2, recompute=always)")[0].split(" | ")[1]
+
+
+def test_the_input_part_of_a_backward_is_what_is_recomputed_for():
+    assert "R0.0 g0.0<1 Bi0.0 Bw0.0" in rows("zero_bubble(2, recompute=always)", m=2)[0]
+
+
+def layers(*names):
+    blocks = [Block((Piece(name, (name,), cost=cost, output_bytes=4),), at) for at, (name, cost) in enumerate(names)]
+    return ModelSpec(tuple(blocks), tuple(Param(name, (2,)) for name, _ in names))
+
+
+def chosen(which):
+    model = layers(("wte", 9.0), ("h.0.attn", 2.0), ("h.0.mlp", 4.0), ("h.1.attn", 2.0), ("h.1.mlp", 4.0))
+    made = compile_plan(Plan((), 1, (f"recompute:{which}",)), model)
+    return [word for word in format_program(made.program).split() if word.startswith("R")]
+
+
+def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte():
+    assert chosen("*.attn") == ["R3.0", "R1.0"]
+    assert chosen("h.0") == ["R2.0", "R1.0"]
+    assert chosen("40%") == ["R3.0", "R1.0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "passes", "said"),
+    [
+        (
+            "solo",
+            ("recompute:conv*",),
+            "no block of the model matches recompute:conv\\*; its blocks are block0, block1",
+        ),
+        ("solo", ("recompute:",), "does not say what to recompute; write recompute for all blocks"),
+        ("solo", ("recompute:0%",), "does not say what to recompute"),
+        ("gpipe(2, recompute=always)", ("recompute",), "recompute=always of .* and the pass recompute both say"),
+        ("gpipe(2, recompute=sometimes)", (), "a pipeline has no recompute=sometimes; give recompute=never"),
+        ("solo", ("overlap:1",), "there is no pass 'overlap:1'; the passes are overlap, recompute"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text, passes, said):
+    with pytest.raises(PlanError, match=said):
+        compiled(text, passes=passes)
+
+
+def test_recomputing_needs_a_model_in_blocks():
+    assert Plan((), 1, ("recompute",)).need == "chain"
+    assert Plan.parse("data(2)").need == "none"
+
+
+DAMAGE = [
+    ("behind its backward", 4, "R0.0 g0.0<1 B0.0", "g0.0<1 B0.0 R0.0", "for a backward that is still to come"),
+    ("before its forward", 4, "F0.0", "R0.0 F0.0", "on the rank that ran it forward"),
+    ("twice", 4, "R0.0", "R0.0 R0.0", "has been recomputed in this block already"),
+    ("by another rank", 4, "R0.0", "R1.0", "on the rank that ran it forward"),
+    ("with other weights", 5, "R0.0", "R0.0:-1", "no version -1 of weight0 was kept"),
+    ("not at all", 7, "R0.0", "", "keeps what 2 backwards of blocks need at once"),
+    ("too early", 7, "x1.1>1 R0.1 g0.1<1 B0.1 R0.0", "x1.1>1 R0.1 R0.0 g0.1<1 B0.1", "it is at most 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("law", "words", "instead", "said"), [one[1:] for one in DAMAGE], ids=[one[0] for one in DAMAGE]
+)
+def test_a_block_that_is_recomputed_wrongly_is_found(law, words, instead, said):
+    made = compiled("gpipe(2, recompute=always)", m=2)
+    asked = made.plan.recomputation
+    tapes = asked.tapes(made.forecast.ranks, asked.blocks(made.model))
+    program = parse_program(edited(format_program(made.program), ((0, words, instead),)))
+    with pytest.raises(ProgramError, match=said) as caught:
+        check(program, replace(promise_of(made.forecast), tapes=tapes), made.model.units,
+              count_bytes(program, made.model, 1))  # fmt: skip
+    assert caught.value.law == law
+
+
+def test_a_stream_that_recomputes_with_newer_weights_is_found():
+    made = compiled("pipedream(2, recompute=always)")
+    text = format_program(made.program).replace("R0.+1:-1", "R0.+1")
+    with pytest.raises(ProgramError, match="forward used version 0 of weight0, recomputation 1") as caught:
+        check(parse_program(text), promise_of(made.forecast), made.model.units)
+    assert caught.value.law == 5
+
+
+@pytest.mark.parametrize("order", ["gpipe", "one_f_one_b"])
+def test_the_activations_of_one_microbatch_are_there_at_once(order):
+    for recompute, tapes in [("never", [6, 3]), ("except_last", [3, 3]), ("always", [3, 3])]:
+        made = compiled(f"pipeline(2, order={order}, recompute={recompute})", m=2, blocks=6)
+        first = most_tapes(made.program.rows[0].body)
+        assert first == tapes[0]
+    assert most_tapes(compiled("solo", blocks=6, passes=("recompute",)).program.rows[0].body) == 1
+
+
+def test_a_plan_says_in_text_what_it_recomputes():
+    plan = Plan.parse("pipeline(2, recompute=except_last)", num_microbatches=2)
+    assert str(plan) == "pipeline(2, recompute=except_last)"
+    assert Plan.from_yaml(replace(Plan.parse("solo"), passes=("recompute:*.attn",)).to_yaml()).passes == (
+        "recompute:*.attn",
+    )
+    assert compile_plan(plan, chain(2)).plan == plan

@@ -1,0 +1,125 @@
+"""What a rank keeps to compute a forward again, and what it finds when the second time is another."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.errors import DataError, PlanError
+from counterpoint.runtime.again import alike, sampled
+from tests.runtime.teams import WIDTH, chain, feed, team, watched
+
+
+class Scaled(nn.Module):
+    """Changes what it is given."""
+
+    def forward(self, x):
+        return x.mul_(0.5)
+
+
+class Noisy(nn.Module):
+    """Draws from Python's own generator, which nobody restores."""
+
+    def forward(self, x):
+        return x * random.random()
+
+
+class Seen(nn.Module):
+    """Divides by a running norm that every forward changes first."""
+
+    norm: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("norm", torch.ones(()).double())
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.norm.mul_(0.9).add_(0.1 * torch.linalg.vector_norm(x))
+        return x / self.norm
+
+
+def layers(*modules):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *modules, nn.Linear(WIDTH, WIDTH)).double()
+
+
+def losses(model, plan, passes):
+    with team(plan, num_microbatches=2, model=model, passes=passes) as one:
+        found = [one.step(number, feed(one.num_micros)).loss for number in range(3)]
+        one.give_back()
+        return found
+
+
+def test_a_layer_that_changes_the_data_in_place_is_refused_by_name():
+    model = nn.Sequential(Scaled(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    with pytest.raises(DataError, match=r"which enters block.* 0.*, was changed in place, but these blocks are comput"):
+        losses(model, "pipeline(2, order=gpipe, recompute=always)", ())
+
+
+def test_what_a_later_block_changes_is_found_when_the_earlier_one_is_computed_again():
+    with team("solo", passes=("recompute",)) as one:
+        compute = one.ranks[0].interpreter.compute
+        compute.begin(feed(1), compute.shares)
+        compute.shares.weights[0] = 1.0
+        compute.again.begin(one.ranks[0].interpreter.again["step"])
+        compute.forward(0, 3, 0)
+        compute.again.kept[1, 0].leaves[0].data.add_(1)
+        compute.again.kept[1, 0].counts[0] -= 1
+        with pytest.raises(DataError, match="was changed in place"):
+            compute.recompute(1, 1, 0)
+
+
+def test_random_numbers_that_nobody_restores_are_found_by_the_results():
+    said = r"block 0 of 2 on microbatch 0 of step 0.*: computed again for its backward, it gave other numbers"
+    with pytest.raises(DataError, match=said):
+        losses(layers(Noisy()), "solo", ("recompute",))
+
+
+def test_a_buffer_that_a_forward_changes_is_computed_with_as_it_was_and_stays_as_it_is():
+    plain, again = layers(Seen()), layers(Seen())
+    assert losses(plain, "solo", ()) == losses(again, "solo", ("recompute",))
+    assert torch.equal(plain[1].norm, again[1].norm)
+    assert torch.equal(plain[0].weight, again[0].weight)
+
+
+def test_only_what_enters_a_stage_is_kept_of_a_forward():
+    def look(rank):
+        compute = rank.interpreter.compute
+        return len(compute.tapes), len(compute.again.kept), len(compute.bundles)
+
+    with team("pipeline(2, order=gpipe, recompute=always) * data(2)", num_microbatches=3, passes=("overlap",)) as one:
+        seen = watched(one, look)
+    for rank in range(4):
+        tapes, kept, bundles = map(max, zip(*seen[rank], strict=True))
+        assert tapes <= 2  # of the two blocks of a stage, or of both as one
+        assert kept >= 3
+        assert bundles <= 3 + 1
+    with team("pipeline(2, order=gpipe)", num_microbatches=3) as one:
+        assert max(tapes for tapes, _, _ in watched(one, look)[0]) == 3
+
+
+def test_replicas_that_normalize_together_do_not_recompute():
+    model = layers(nn.SyncBatchNorm(WIDTH))
+    said = "1 is a SyncBatchNorm, which replicas normalize together, and rank 0 computes"
+    with pytest.raises(PlanError, match=said), team("data(2)", model=model, passes=("recompute",)):
+        pass
+
+
+def test_samples_are_equal_but_for_rounding():
+    one = torch.linspace(-1, 1, 1000)
+    assert sampled(one).numel() <= 64
+    assert alike(sampled(one), sampled(one * (1 + 1e-6)))
+    assert not alike(sampled(one), sampled(F.dropout(one, 0.5)))
+    assert alike(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+    assert not alike(torch.arange(3), torch.arange(3) + 1)
+
+
+def test_evaluations_recompute_nothing():
+    with cp.parallelize(chain(4), torch.optim.SGD, F.mse_loss, strategy="solo", passes=("recompute",)) as step:
+        step(torch.ones(4, WIDTH).double(), torch.ones(4, WIDTH).double())
+        calls = step.team.ranks[0].interpreter.forward_calls
+        assert {type(call).__name__ for call, _, _ in calls} == {"ForwardRun"}
