@@ -10,7 +10,10 @@ from torch import nn
 import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
 from counterpoint.runtime.again import alike, sampled
+from tests.mistakes.page import promised
 from tests.runtime.teams import WIDTH, chain, feed, team, watched
+
+PAGE = "Another result the second time"
 
 
 class Scaled(nn.Module):
@@ -56,8 +59,9 @@ def losses(model, plan, passes):
 
 def test_a_layer_that_changes_the_data_in_place_is_refused_by_name():
     model = nn.Sequential(Scaled(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-    with pytest.raises(DataError, match=r"which enters block.* 0.*, was changed in place, but these blocks are comput"):
+    with pytest.raises(DataError) as caught:
         losses(model, "pipeline(2, order=gpipe, recompute=always)", ())
+    assert promised(PAGE)[1] == f"DataError: {caught.value}"
 
 
 def test_what_a_later_block_changes_is_found_when_the_earlier_one_is_computed_again():
@@ -74,9 +78,9 @@ def test_what_a_later_block_changes_is_found_when_the_earlier_one_is_computed_ag
 
 
 def test_random_numbers_that_nobody_restores_are_found_by_the_results():
-    said = r"block 0 of 2 on microbatch 0 of step 0.*: computed again for its backward, it gave other numbers"
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError) as caught:
         losses(layers(Noisy()), "solo", ("recompute",))
+    assert promised(PAGE)[0] == f"DataError: {caught.value}"
 
 
 def test_a_buffer_that_a_forward_changes_is_computed_with_as_it_was_and_stays_as_it_is():
