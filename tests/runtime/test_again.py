@@ -127,3 +127,23 @@ def test_evaluations_recompute_nothing():
         step(torch.ones(4, WIDTH).double(), torch.ones(4, WIDTH).double())
         calls = step.team.ranks[0].interpreter.forward_calls
         assert {type(call).__name__ for call, _, _ in calls} == {"ForwardRun"}
+
+
+class Choosing(nn.Module):
+    """Goes by what it computes, so that it cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_a_model_that_cannot_be_cut_is_not_recomputed():
+    said = "recompute needs a model in blocks: .*; or leave out the pass recompute"
+    with pytest.raises(PlanError, match=said), team("solo", model=Choosing().double(), passes=("recompute",)):
+        pass
+    with team("solo", model=Choosing().double()):
+        pass
