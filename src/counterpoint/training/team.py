@@ -159,7 +159,9 @@ class Team:
             except PlanError as error:
                 if replace(self.plan, passes=()).need not in {"none", "wish"}:
                     raise
-                raise PlanError(f"recompute needs a model in blocks: {error}; or leave out the pass recompute") from error
+                raise PlanError(
+                    f"recompute needs a model in blocks: {error}; or leave out the pass recompute"
+                ) from error
         try:
             return cut_model(model, call_form(inputs), need="chain", dims=self.options.dims)
         except PlanError:
