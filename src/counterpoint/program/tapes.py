@@ -66,24 +66,27 @@ class Repeats:
 
     Args:
         blocks: which blocks.
-        keeps: what is left out: ``nothing``; a ``block`` whose backward is computed next; or a ``run`` of blocks that go
+        keeps: what is left out: ``nothing``; a ``block`` whose backward is next; or a ``run`` of blocks that go
             forward on a microbatch and then backward, with nothing between.
     """
 
     blocks: frozenset[int]
     keeps: Literal["nothing", "block", "run"]
 
-    def may_keep(self, computes: Sequence[Compute]) -> bool:
-        """Tell whether a forward, the first of these words, may keep its tape; behind it stands what follows."""
-        first = computes[0]
-        top = first.block
-        if self.keeps == "run":
-            while computes[top - first.block + 1 : top - first.block + 2] == [replace(first, block=top + 1)]:
-                top += 1
-        behind = computes[top - first.block + 1 : 2 * (top - first.block + 1)]
-        down = [Backward(block, first.micro) for block in range(top, first.block - 1, -1)]
-        found = [Backward(word.block, word.micro) for word in behind if isinstance(word, Backward) and word.has_input]
+    def may_keep(self, computes: Sequence[Compute], at: int) -> bool:
+        """Tell whether the forward at a place among what a rank computes may keep its tape."""
+        first = computes[at]
+        count = 1
+        while self.keeps == "run" and computes[at + count : at + count + 1] == [_above(first, count)]:
+            count += 1
+        behind = computes[at + count : at + 2 * count]
+        down = [(first.block + up, first.micro) for up in reversed(range(count))]
+        found = [(word.block, word.micro) for word in behind if isinstance(word, Backward) and word.has_input]
         return self.keeps != "nothing" and found == down
+
+
+def _above(word: Compute, by: int) -> Compute:
+    return replace(word, block=word.block + by)
 
 
 def most_tapes(words: Words) -> int:
@@ -137,13 +140,14 @@ def law_7_what_was_promised_is_computed_again(rows: Sequence[Words], repeats: Re
     """
     for rank, row in enumerate(rows):
         again = computed_again(row).places
-        computes = [(index, word) for index, word in enumerate(row) if isinstance(word, Compute)]
-        for at, (index, word) in enumerate(computes):
+        places = [index for index, word in enumerate(row) if isinstance(word, Compute)]
+        computes = [word for word in row if isinstance(word, Compute)]
+        for at, word in enumerate(computes):
             if not isinstance(word, Forward) or word.block not in repeats.blocks or (word.block, word.micro) in again:
                 continue
-            if not repeats.may_keep([later for _, later in computes[at:]]):
+            if not repeats.may_keep(computes, at):
                 raise ProgramError(
                     f"rank {rank} keeps all that the backward of block {word.block} on microbatch {word.micro} needs; "
-                    f"the plan promises to compute it again\n{show_places(rows, {rank: index}, 'here')}",
+                    f"the plan promises to compute it again\n{show_places(rows, {rank: places[at]}, 'here')}",
                     law=7,
                 )
