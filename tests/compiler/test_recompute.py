@@ -110,6 +110,7 @@ DAMAGE = [
     ("by another rank", 4, "R0.0", "R1.0", "on the rank that ran it forward"),
     ("with other weights", 5, "R0.0", "R0.0:-1", "no version -1 of weight0 was kept"),
     ("not at all", 7, "R0.0", "", "keeps what 2 backwards of blocks need at once"),
+    ("not at all, in time", 7, "R0.1", "", "keeps all that the backward of block 0 on microbatch 1 needs"),
     ("too early", 7, "x1.1>1 R0.1 g0.1<1 B0.1 R0.0", "x1.1>1 R0.1 R0.0 g0.1<1 B0.1", "it is at most 1"),
 ]
 
@@ -119,12 +120,9 @@ DAMAGE = [
 )
 def test_a_block_that_is_recomputed_wrongly_is_found(law, words, instead, said):
     made = compiled("gpipe(2, recompute=always)", m=2)
-    asked = made.plan.recomputation
-    tapes = asked.tapes(made.forecast.ranks, asked.blocks(made.model))
     program = parse_program(edited(format_program(made.program), ((0, words, instead),)))
     with pytest.raises(ProgramError, match=said) as caught:
-        check(program, replace(promise_of(made.forecast), tapes=tapes), made.model.units,
-              count_bytes(program, made.model, 1))  # fmt: skip
+        check(program, promise_of(made.forecast), made.model.units, count_bytes(program, made.model, 1))
     assert caught.value.law == law
 
 

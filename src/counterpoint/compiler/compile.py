@@ -10,7 +10,7 @@ from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import OF_UNITS, Backward, Value
+from counterpoint.program.instruction import OF_UNITS, Value
 from counterpoint.program.laws import Promise, check
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program
@@ -99,19 +99,12 @@ def _compile_one(plan: Plan, model: ModelSpec, samples_per_micro: int) -> Compil
         forecast = strategy.forecast(forecast, refined)
     if "overlap" in plan.passes:
         program = overlap(program)
-    promise, asked = promise_of(forecast), plan.recomputation
+    asked = plan.recomputation
     if asked is not None:
         blocks = asked.blocks(refined)
-        program = recompute(program, asked, blocks)
-        if not has_parts(program):  # what is put off is kept until it is done
-            promise = replace(promise, tapes=asked.tapes(forecast.ranks, blocks))
-    ledger = check(program, promise, refined.units, count_bytes(program, refined, samples_per_micro))
+        program, forecast = recompute(program, asked, blocks), asked.forecast(forecast, blocks)
+    ledger = check(program, promise_of(forecast), refined.units, count_bytes(program, refined, samples_per_micro))
     return Compiled(plan, refined, program, forecast, ledger, ())
-
-
-def has_parts(program: Program) -> bool:
-    """Tell whether any backward comes in two parts."""
-    return any(isinstance(word, Backward) and word.part for _, word in program.words())
 
 
 def promise_of(forecast: Forecast) -> Promise:
@@ -130,6 +123,8 @@ def promise_of(forecast: Forecast) -> Promise:
         apart=forecast.apart,
         versions=tuple(rank.versions for rank in ranks),
         room=forecast.room,
+        tapes=forecast.tapes,
+        repeats=forecast.repeats,
     )
 
 

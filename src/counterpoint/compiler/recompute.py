@@ -79,7 +79,8 @@ def _backward(words: Words, at: int) -> Backward:
 def _follows_its_forward(words: Words, at: int) -> bool:
     """Tell whether the last thing computed before a backward is its forward."""
     word = _backward(words, at)
-    before = next((one for one in reversed(words[:at]) if isinstance(one, Forward | Backward)), None)
+    earlier = (words[place] for place in range(at - 1, -1, -1))
+    before = next((one for one in earlier if isinstance(one, Forward | Backward)), None)
     return isinstance(before, Forward) and (before.block, before.micro) == (word.block, word.micro)
 
 

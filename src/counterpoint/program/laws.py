@@ -37,7 +37,11 @@ from counterpoint.program.instruction import Backward, Forward
 from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.messages import law_1_messages_pair_up
 from counterpoint.program.program import Program, Words, versions_held
-from counterpoint.program.tapes import law_7_tapes_are_as_promised
+from counterpoint.program.tapes import (
+    Repeats,
+    law_7_tapes_are_as_promised,
+    law_7_what_was_promised_is_computed_again,
+)
 from counterpoint.program.text import format_unit
 from counterpoint.program.units import Unit
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
@@ -64,6 +68,7 @@ class Promise:
         versions: per rank, how many versions of weights it may have to hold.
         room: for how many messages of each peer a rank must have room before it posts their receives.
         tapes: per rank, of how many blocks and microbatches it keeps at once what a backward needs.
+        repeats: what is computed again.
     """
 
     staleness: int | None = 0
@@ -78,7 +83,8 @@ class Promise:
     heads: tuple[tuple[int, ...], ...] | None = None
     versions: tuple[int, ...] | None = None
     room: int = 0
-    tapes: tuple[int | None, ...] | None = None
+    tapes: tuple[int, ...] | None = None
+    repeats: Repeats | None = None
 
 
 def check(
@@ -120,6 +126,8 @@ def check(
     law_7_all_is_released(program, rows, ledger, promise)
     if promise.tapes is not None:
         law_7_tapes_are_as_promised(rows, promise.tapes)
+    if promise.repeats is not None:
+        law_7_what_was_promised_is_computed_again(rows, promise.repeats)
     if promise.gradients is not None:
         law_7_gradients_are_freed(rows, units, promise.gradients)
     if promise.sent_bytes is not None and sent_bytes is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from counterpoint.errors import ProgramError
-from counterpoint.program.instruction import Backward, Collective, Forward, Instruction, Recompute
+from counterpoint.program.instruction import Backward, Collective, Compute, Forward, Instruction, Recompute
 from counterpoint.program.program import Words
 from counterpoint.program.walk import show_places
 
@@ -59,11 +60,40 @@ def computed_again(words: Sequence[Instruction], stride: int = 0) -> Again:
     return Again(frozenset(places), frozenset(fed), stride)
 
 
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """What a plan promises to compute again.
+
+    Args:
+        blocks: which blocks.
+        keeps: what is left out: ``nothing``; a ``block`` whose backward is next; or a ``run`` of blocks that go
+            forward on a microbatch and then backward, with nothing between.
+    """
+
+    blocks: frozenset[int]
+    keeps: Literal["nothing", "block", "run"]
+
+    def may_keep(self, computes: Sequence[Compute], at: int) -> bool:
+        """Tell whether the forward at a place among what a rank computes may keep its tape."""
+        first = computes[at]
+        count = 1
+        while self.keeps == "run" and computes[at + count : at + count + 1] == [_above(first, count)]:
+            count += 1
+        behind = computes[at + count : at + 2 * count]
+        down = [(first.block + up, first.micro) for up in reversed(range(count))]
+        found = [(word.block, word.micro) for word in behind if isinstance(word, Backward) and word.has_input]
+        return self.keeps != "nothing" and found == down
+
+
+def _above(word: Compute, by: int) -> Compute:
+    return replace(word, block=word.block + by)
+
+
 def most_tapes(words: Words) -> int:
     """Return how many blocks of microbatches have a tape at once, at most.
 
     A tape is what autograd keeps of one block and one microbatch: it is there from the forward or, where that is
-    computed again, from then on, to the backward.
+    computed again, from then on, to the backward; its input part, where that has two.
     """
     again = computed_again(words).places
     tapes: set[tuple[int, int]] = set()
@@ -74,7 +104,7 @@ def most_tapes(words: Words) -> int:
                 tapes.add((block, micro))
             case Recompute(block, micro):
                 tapes.add((block, micro))
-            case Backward(block, micro) if word.has_weight:
+            case Backward(block, micro) if word.has_input:
                 most = max(most, len(tapes))
                 tapes.discard((block, micro))
             case _:
@@ -82,21 +112,42 @@ def most_tapes(words: Words) -> int:
     return max(most, len(tapes))
 
 
-def law_7_tapes_are_as_promised(rows: Sequence[Words], promised: Sequence[int | None]) -> None:
+def law_7_tapes_are_as_promised(rows: Sequence[Words], promised: Sequence[int]) -> None:
     """Prove that a rank has no more tapes at once than the plan promises.
 
     Args:
         rows: the flat rows.
-        promised: per rank, the most blocks of microbatches with a tape at once; None where nothing is promised.
+        promised: per rank, the most blocks of microbatches with a tape at once.
 
     Raises:
-        ProgramError: law 7; a forward keeps its tape that was to be computed again.
+        ProgramError: law 7; a forward keeps its tape that was to be computed again, or is computed again too early.
     """
     for rank, (row, allowed) in enumerate(zip(rows, promised, strict=True)):
-        if allowed is None or (most := most_tapes(row)) <= allowed:
+        if (most := most_tapes(row)) <= allowed:
             continue
         raise ProgramError(
             f"rank {rank} keeps what {most} backwards of blocks need at once; the plan promises to recompute so much "
             f"that it is at most {allowed}\n{show_places(rows, {rank: 0}, 'row')}",
             law=7,
         )
+
+
+def law_7_what_was_promised_is_computed_again(rows: Sequence[Words], repeats: Repeats) -> None:
+    """Prove that of the promised blocks no forward keeps its tape but those that may.
+
+    Raises:
+        ProgramError: law 7; a forward keeps what its backward needs that was to be computed again.
+    """
+    for rank, row in enumerate(rows):
+        again = computed_again(row).places
+        places = [index for index, word in enumerate(row) if isinstance(word, Compute)]
+        computes = [word for word in row if isinstance(word, Compute)]
+        for at, word in enumerate(computes):
+            if not isinstance(word, Forward) or word.block not in repeats.blocks or (word.block, word.micro) in again:
+                continue
+            if not repeats.may_keep(computes, at):
+                raise ProgramError(
+                    f"rank {rank} keeps all that the backward of block {word.block} on microbatch {word.micro} needs; "
+                    f"the plan promises to compute it again\n{show_places(rows, {rank: places[at]}, 'here')}",
+                    law=7,
+                )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
-from counterpoint.strategies.strategy import RankForecast
+from counterpoint.program.tapes import Repeats
+from counterpoint.strategies.strategy import Forecast, RankForecast
 
 When: TypeAlias = Literal["never", "except_last", "always"]
 """Which microbatches a pipeline recomputes."""
@@ -88,21 +88,23 @@ class Recomputation:
         patterns = (self.which, f"{self.which}.*")
         return not self.which or any(fnmatchcase(piece.name, one) for piece in block.pieces for one in patterns)
 
-    def tapes(self, ranks: Sequence[RankForecast], blocks: frozenset[int]) -> tuple[int, ...]:
-        """Return of how many blocks and microbatches each rank keeps at once what a backward needs, at most.
+    def forecast(self, before: Forecast, blocks: frozenset[int]) -> Forecast:
+        """Return the forecast with what is recomputed, and of how much a rank keeps at once what backwards need.
 
         Cost:
             Blocks that are not recomputed, once for each microbatch in flight; of those that are, one microbatch's: one
-            block, or where they are recomputed at once all of a chunk's.
+            block, or where they are recomputed at once all that follow each other on the rank.
         """
-        return tuple(self._tapes_of(rank, blocks) for rank in ranks)
+        keeps: Literal["run", "block"] = "run" if self.at_once else "block"
+        repeats = Repeats(blocks, keeps if self.keeps_next else "nothing")
+        return replace(before, tapes=tuple(self._tapes_of(rank, blocks) for rank in before.ranks), repeats=repeats)
 
     def _tapes_of(self, rank: RankForecast, blocks: frozenset[int]) -> int:
-        chunks: dict[int, list[int]] = {}
-        for block in rank.blocks:
-            chunks.setdefault(max((head for head in rank.heads if head <= block), default=0), []).append(block)
-        again = max((len(blocks.intersection(chunk)) for chunk in chunks.values()), default=0)
-        kept = max((len(set(chunk) - blocks) for chunk in chunks.values()), default=0)
+        runs: dict[int, list[int]] = {}  # chunks that follow each other, as where stages are folded, count as one
+        for place, block in enumerate(sorted(rank.blocks)):
+            runs.setdefault(block - place, []).append(block)
+        again = max((len(blocks.intersection(run)) for run in runs.values()), default=0)
+        kept = max((len(set(run) - blocks) for run in runs.values()), default=0)
         return rank.in_flight * kept + (again if self.at_once else min(again, 1))
 
 

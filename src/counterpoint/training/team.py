@@ -158,7 +158,14 @@ class Team:
         """Return the model cut as finely as the plan needs; a wish for a finer cut may stay one."""
         need = self.plan.need
         if need != "wish":
-            return cut_model(model, call_form(inputs), need=need, dims=self.options.dims)
+            try:
+                return cut_model(model, call_form(inputs), need=need, dims=self.options.dims)
+            except PlanError as error:
+                if replace(self.plan, passes=()).need not in {"none", "wish"}:
+                    raise
+                raise PlanError(
+                    f"recompute needs a model in blocks: {error}; or leave out the pass recompute"
+                ) from error
         try:
             return cut_model(model, call_form(inputs), need="chain", dims=self.options.dims)
         except PlanError:
