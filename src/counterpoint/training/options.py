@@ -26,6 +26,8 @@ class Options:
         one_copy: whether replicas of one host have one copy of weights and optimizer state, where they can.
         init: what other first weights than rank 0's on a rank mean: ``rank0`` gives all ranks rank 0's and says so,
             ``same`` is an error.
+        mixing: what it means that a model's output for a sample depends on other samples of its microbatch, under a
+            pipeline: ``error``, or ``accept`` for microbatches that are each a batch of their own.
         keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
     """
 
@@ -39,6 +41,7 @@ class Options:
     deadline_s: float = 60.0
     one_copy: bool = True
     init: Literal["rank0", "same"] = "rank0"
+    mixing: Literal["error", "accept"] = "error"
     keep_freed: bool = True
 
     def __post_init__(self) -> None:
@@ -62,6 +65,7 @@ class Options:
             ("nonfinite", ("error", "skip")),
             ("unused", ("error", "zero")),
             ("init", ("rank0", "same")),
+            ("mixing", ("error", "accept")),
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
