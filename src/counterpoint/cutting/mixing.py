@@ -16,8 +16,8 @@ from counterpoint.errors import PlanError
 def require_apart(model: nn.Module, inputs: Inputs, plan: str, num_micros: int) -> None:
     """Check that a model gives the same for a sample whatever samples are beside it, in evaluation mode.
 
-    It is run on one microbatch, and on the first half of it. Nothing is said of a lone sample, of a model that draws
-    random numbers in evaluation too, of norms that keep no running statistics, and of one that does not run.
+    It is run on one microbatch, and on the first half of it; a lone sample has zeros beside it. Nothing is said of a
+    model that draws random numbers in evaluation too, has norms without running statistics, or does not run.
 
     Args:
         model: the module; it stays as it is.
@@ -28,29 +28,27 @@ def require_apart(model: nn.Module, inputs: Inputs, plan: str, num_micros: int) 
     Raises:
         PlanError: it does not.
     """
-    samples = num_samples(inputs)
-    half = (samples + 1) // 2
-    if num_micros < 2 or samples < 2 or any(map(_normalizes_batches, model.modules())):
+    if num_micros < 2 or any(map(_normalizes_batches, model.modules())):
         return
+    samples = max(num_samples(inputs), 2)
+    half = samples // 2
     with unmarked(model, training=False):
         before = torch.get_rng_state()
         try:
-            whole, part = (_run(model, inputs, samples, count) for count in (samples, half))
+            whole, part = (_run(model, _resized(inputs, count)) for count in (samples, half))
         except Exception:  # noqa: BLE001 - it is raised again where the model is trained, with the place
             return
         if not torch.equal(torch.get_rng_state(), before):
             return
-    off = max(
-        (_difference(*pair, half) for pair in zip(whole, part, strict=False) if _belong(*pair, samples, half)),
-        default=0.0,
-    )
+    pairs = zip(whole, part, strict=False)
+    off = max((_difference(*pair, half) for pair in pairs if _belong(*pair, samples, half)), default=0.0)
     if off:
         raise PlanError(
-            f"what {type(model).__name__} gives for the first {half} of {samples} samples depends on the others: it is "
-            f"off by {off:.1e} of its largest value when these are left away; {plan} computes a batch as {num_micros} "
-            "microbatches, each by itself, so that it would train another model than the whole batch does; take means "
-            "and norms over the features of one sample, give num_microbatches=1, or pass mixing='accept' where each "
-            "microbatch is meant to be a batch of its own"
+            f"what {type(model).__name__} gives for a sample depends on the samples beside it: it is off by {off:.1e} "
+            f"of its largest value when they are left away; {plan} computes a batch as {num_micros} microbatches, each "
+            "by itself, so that it would train another model than the whole batch does; take means and norms over the "
+            "features of one sample, give num_microbatches=1, or pass mixing='accept' where each microbatch is meant "
+            "to be a batch of its own"
         )
 
 
@@ -59,14 +57,21 @@ def _normalizes_batches(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats  # noqa: SLF001
 
 
-def _run(model: nn.Module, inputs: Inputs, samples: int, count: int) -> Sequence[Any]:
-    """Return the tensors that the model gives for the first samples."""
+def _resized(inputs: Inputs, count: int) -> Inputs:
+    """Return the first samples, as many as there are, and zeros for one more."""
+    samples = num_samples(inputs)
 
-    def first(leaf: Any) -> Any:  # noqa: ANN401
-        has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples
-        return leaf[:count] if has_samples else leaf
+    def resized(leaf: Any) -> Any:  # noqa: ANN401
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != samples:
+            return leaf
+        return leaf[:count] if count <= samples else torch.cat([leaf, torch.zeros_like(leaf)])
 
-    args, kwargs = tree_map(first, call_of(inputs))
+    return tree_map(resized, inputs)
+
+
+def _run(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
+    """Return the tensors that the model gives."""
+    args, kwargs = call_of(inputs)
     return [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
 
