@@ -109,7 +109,9 @@ def test_layers_without_parameters_never_make_a_stage_of_their_own():
     model = seeded(lambda: nn.Sequential(*silent, nn.Linear(6, 8), *silent, nn.Linear(8, 3), *silent))
     with cp.parallelize(model, ADAMW, F.cross_entropy, strategy="pipeline(2)") as step:
         step(*dataset(12).tensors)
-        assert [block.params for block in step.team.compiled.model.blocks] == [
+        compiled = step.team.compiled
+        assert compiled is not None
+        assert [block.params for block in compiled.model.blocks] == [
             ("3.weight", "3.bias"),
             ("7.weight", "7.bias"),
         ]

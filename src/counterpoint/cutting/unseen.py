@@ -44,7 +44,7 @@ class OwnBackwards(TorchFunctionMode):
 
     def look(self, values: object) -> None:
         """Look at what led to values, since the last ones, in the module that is running."""
-        queue = [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        queue: list[Any] = [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         while queue:
             node = queue.pop()
             if node is None or node in self.seen:

@@ -28,6 +28,9 @@ def balanced(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
 
     Example:
         >>> from counterpoint.model.spec import chain
+        >>> from counterpoint.plan import Plan
+        >>> from counterpoint.planner.unlike import balanced
+        >>> from counterpoint.world.cluster import Cluster
         >>> print(balanced(Plan.parse("pipeline(2)"), chain(8), Cluster(speeds=(3.0, 1.0))))
         pipeline(2, balance=(6,2))
     """
