@@ -193,7 +193,7 @@ def test_microbatches_may_be_meant_as_batches_and_one_microbatch_is_the_whole_ba
 
 @pytest.mark.parametrize("between", [lambda x: x + torch.randn_like(x), nn.BatchNorm1d(8, track_running_stats=False)])
 def test_noise_and_norms_of_microbatches_are_not_taken_for_it(between):
-    train("fit", blocks(between), batch=12)
+    assert len(train("fit", blocks(between))[1].losses) == 1
 
 
 class Reversed(Function):
