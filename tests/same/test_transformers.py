@@ -21,6 +21,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.timeout(180)  # five plans of each, traced one by one
 @pytest.mark.parametrize("name", zoo.KINDS)
 def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
     found = {strategy: zoo.off(name, strategy) for strategy in PLANS + ORDERS[name]}
