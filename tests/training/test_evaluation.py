@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import counterpoint as cp
 from counterpoint.training.tally import add_tallies
@@ -142,3 +143,25 @@ def test_measuring_in_a_callback_measures_the_newest_weights_and_keeps_them(stra
         assert one.evaluate(dataset(24)) == pytest.approx(listener.found[-1], rel=1e-12)
     assert history.losses == fit(strategy, noisy())[1].losses
     assert len({found["loss"] for found in listener.found}) == len(history.losses)
+
+
+ENDLESS = ["pipedream(3)", "pipedream(2, replicas=(2,1))", "pipedream(3, vertical_sync=on)", "pipedream_2bw(3)"]
+DEEPER = ["gpipe(3)", "gpipe(3, virtual=2)", "interleaved(3)", "zero_bubble(3)", "zero_bubble(3, virtual=2)",
+          "tensor(2) * zero_bubble(2) * zero(2, level=2)"]  # fmt: skip
+
+
+def deep():
+    """Seven blocks with dropout, two of which may be sliced."""
+    return seeded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Dropout(0.3), *mlp()))
+
+
+@pytest.mark.parametrize("strategy", [*DEEPER, *ENDLESS])
+def test_every_order_measures_what_the_model_alone_would_as_often_as_it_is_asked(strategy):
+    """A stream flushes for it."""
+    held_out, how = dataset(31), {"evaluation": dataset(31), "evaluate_every": 2, "measure": measure}
+    plan = cp.Plan.parse(strategy).with_microbatches_for(12)
+    with trainer(plan, deep(), progress="off") as one:
+        history = one.fit(dataset(), batch_size=12, **how)
+        expected = by_hand(one.model, held_out)
+    assert [event.step for event in history.evaluations] == [2, 4]
+    assert history.evaluations[-1].metrics == pytest.approx(expected, rel=1e-12)

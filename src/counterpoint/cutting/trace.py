@@ -20,6 +20,7 @@ from counterpoint.cutting.cut import canonical_names
 from counterpoint.cutting.eager import Inputs, call_of, mode_of, require_variance, unmarked
 from counterpoint.cutting.leaves import Nest
 from counterpoint.cutting.ops import draws_random
+from counterpoint.cutting.unseen import OwnBackwards, require_no_backward_hooks
 from counterpoint.errors import PlanError
 
 OUR_FOLDER = str(Path(__file__).parent)
@@ -57,11 +58,14 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
     """Return the operations of ``model(*inputs)``; the model stays as it is.
 
     Raises:
-        PlanError: the forward depends on values, or does what cannot be seen in operations on tensors.
+        PlanError: the forward depends on values, or does what cannot be seen in operations on tensors; or the backward
+            is not that of these operations.
     """
     args, kwargs = call_of(inputs)
+    require_no_backward_hooks(model)
     open_calls: list[str] = []
-    with mode_of(model, training=training), _tracked(model, open_calls), _quiet():
+    backwards = OwnBackwards(open_calls)
+    with mode_of(model, training=training), _tracked(model, open_calls, backwards), _quiet(), backwards:
         try:
             program = torch.export.export(model, args, kwargs, strict=False)
             module = program.module()
@@ -69,6 +73,7 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
             require_variance(error, f"{type(model).__name__}, traced on an example microbatch")
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain(model, error, open_calls)) from error
+    backwards.require_none(model)
     traced = _read(module, canonical_names(model))
     _require_open(traced, model)
     return traced
@@ -101,13 +106,15 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _tracked(model: nn.Module, open_calls: list[str]) -> Iterator[None]:
-    """Keep the paths of the modules whose calls have begun and not ended."""
+def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -> Iterator[None]:
+    """Keep the paths of the modules whose calls have begun and not ended, and look at what leads to them."""
 
     def enter(path: str, module: nn.Module, args: object) -> None:
+        backwards.look(args)
         open_calls.append(path)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
+        backwards.look(output)
         open_calls.pop()
 
     hooks = []

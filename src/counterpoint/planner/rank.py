@@ -11,6 +11,7 @@ from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.plan import Plan
+from counterpoint.planner.unlike import balanced
 from counterpoint.program.instruction import Serve, Update, Value
 from counterpoint.program.traffic import Sizes
 from counterpoint.program.turn import Turn
@@ -123,12 +124,13 @@ def _place(found: Prediction) -> tuple[bool, float, int, int]:
 
 
 def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Prediction:
-    """Return what the simulator says about a plan.
+    """Return what the simulator says about a plan; where ranks differ in speed, of one cut by their speeds.
 
     Raises:
         PlanError: it cannot be compiled for this model or this batch.
     """
     plan.require_batch(batch_size)
+    plan = balanced(plan, model, cluster)
     samples = batch_size // plan.num_micros
     compiled = compile(plan, model if plan.need != "none" else _whole(model), samples_per_micro=samples)
     step_s, compute_s, update_s = _play(compiled, cluster, samples)
@@ -187,7 +189,7 @@ def _play_turn(turn: Turn, compiled: Compiled, cluster: Cluster, samples: int) -
         samples_per_micro=samples,
     )
     rows = turn.program.unroll(1)
-    trace = simulate_turn(turn, costs)
+    trace = simulate_turn(turn, costs, cluster.speeds)
     compute_s = update_s = 0.0
     for event in trace.events:
         if event.lane == "compute" and isinstance(rows[event.rank][event.index], Update | Serve):

@@ -141,6 +141,7 @@ class Interpreter:
 
     def run(self, calls: Sequence[tuple[Call, int, int]]) -> None:
         """Run calls in order, taking notes of their times if there is a clock."""
+        torch.clear_autocast_cache()  # of weights that may have been changed since
         clock = self.clock
         if clock is None:
             for call, _, _ in calls:
@@ -278,6 +279,7 @@ class Interpreter:
                 self.store.units[unit].clear()
             return
         self.store.update(units)
+        torch.clear_autocast_cache()  # of the weights before
 
     def is_left_out(self) -> bool:
         """Tell whether the last commit decided to leave out the updates behind it; nobody does before a commit."""

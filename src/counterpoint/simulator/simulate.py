@@ -34,24 +34,25 @@ from counterpoint.simulator.clock import Clash, Clock, Score
 from counterpoint.simulator.costs import Costs
 
 
-def simulate(program: Program, costs: Costs) -> Trace:
+def simulate(program: Program, costs: Costs, speeds: Sequence[float] = ()) -> Trace:
     """Return what one step would be like: one rank of each symmetry class is played, all ranks are in the trace.
 
     Args:
         program: a program that keeps the laws; a stream is played with one body.
         costs: seconds of its instructions.
+        speeds: how many times as fast each rank computes; empty where all are alike.
 
     Raises:
         ProgramError: the program comes to no end (law 2 or 3).
     """
-    return _simulate(program, program.unroll(1), costs)
+    return _simulate(program, program.unroll(1), costs, speeds)
 
 
 BODIES_PLAYED = 4
 """So many bodies of a stream are played to see the last one, which is then like all later ones."""
 
 
-def simulate_turn(turn: Turn, costs: Costs) -> Trace:
+def simulate_turn(turn: Turn, costs: Costs, speeds: Sequence[float] = ()) -> Trace:
     """Return what one kind of step would be like; in a stream, one body in the long run.
 
     Every rank's body begins at 0 then, as it does where it is measured.
@@ -59,10 +60,11 @@ def simulate_turn(turn: Turn, costs: Costs) -> Trace:
     Args:
         turn: of a plan.
         costs: seconds of its instructions.
+        speeds: how many times as fast each rank computes; empty where all are alike.
     """
     if turn.stream is None:
-        return simulate(turn.program, costs)
-    trace = _simulate(turn.stream, turn.stream.unroll(BODIES_PLAYED), costs)
+        return simulate(turn.program, costs, speeds)
+    trace = _simulate(turn.stream, turn.stream.unroll(BODIES_PLAYED), costs, speeds)
     events = [event for rank in range(trace.num_ranks) for event in _last_body(trace, turn, rank)]
     return Trace.of(events, trace.num_ranks, "simulated")
 
@@ -85,21 +87,22 @@ def _last_body(trace: Trace, turn: Turn, rank: int) -> list[Event]:
     ]
 
 
-def _simulate(program: Program, rows: Sequence[Words], costs: Costs) -> Trace:
+def _simulate(program: Program, rows: Sequence[Words], costs: Costs, speeds: Sequence[float]) -> Trace:
     try:
         partners = find_partners(rows)
     except (IndexError, KeyError):
         raise _reason(rows) from None
-    groups = refine(program, rows, partners)
+    unlike = len(set(speeds)) > 1  # no rank can speak for another then
+    groups = tuple((rank,) for rank in range(len(rows))) if unlike else refine(program, rows, partners)
     speaker = [0] * len(rows)
     for group in groups:
         for rank in group:
             speaker[rank] = group[0]
     try:
-        clock = _play(rows, partners, speaker, costs)
+        clock = _play(rows, partners, speaker, costs, speeds)
     except Clash:
         speaker = list(range(len(rows)))
-        clock = _play(rows, partners, speaker, costs)
+        clock = _play(rows, partners, speaker, costs, speeds)
     if clock.stuck:
         raise _reason(rows)
     return Trace.of(_events(rows, speaker, clock), len(rows), "simulated")
@@ -112,9 +115,14 @@ def simulate_every_rank(program: Program, costs: Costs) -> Trace:
     return Trace.of(_events(rows, range(len(rows)), clock), len(rows), "simulated")
 
 
-def _play(rows: Sequence[Words], partners: Partners, speaker: Sequence[int], costs: Costs) -> Clock:
-    speakers = dict.fromkeys(speaker)
-    clock = Clock(Score(rows, partners, speaker, {rank: row_seconds(rows[rank], costs) for rank in speakers}, costs))
+def _play(
+    rows: Sequence[Words], partners: Partners, speaker: Sequence[int], costs: Costs, speeds: Sequence[float] = ()
+) -> Clock:
+    seconds = {
+        rank: row_seconds(rows[rank], costs, speeds[rank] if rank < len(speeds) else 1.0)
+        for rank in dict.fromkeys(speaker)
+    }
+    clock = Clock(Score(rows, partners, speaker, seconds, costs))
     clock.run()
     return clock
 
@@ -157,13 +165,15 @@ class _Writer:
         return self.texts[key]
 
 
-def row_seconds(row: Words, costs: Costs) -> list[float]:
-    """Return the seconds of every word of a row, on its processor or its link.
+def row_seconds(row: Words, costs: Costs, speed: float = 1.0) -> list[float]:
+    """Return the seconds of every word of a row, on its processor, so many times as fast as any, or on its link.
 
     A gradient that was shared out is summed and applied in part.
     """
     parts: dict[tuple[int, ...], Fraction] = {}
-    return [_word_s(word, parts, costs) for word in row]
+    found = [_word_s(word, parts, costs) for word in row]
+    computed = (isinstance(word, Forward | Backward | Update) for word in row)
+    return [seconds / speed if own else seconds for seconds, own in zip(found, computed, strict=True)]
 
 
 def _word_s(word: Instruction, parts: dict[tuple[int, ...], Fraction], costs: Costs) -> float:

@@ -8,12 +8,12 @@ from itertools import accumulate
 from counterpoint.errors import PlanError
 
 
-def even_cuts(costs: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
+def even_cuts(costs: Sequence[float], replicas: Sequence[float]) -> tuple[int, ...]:
     """Return how many blocks each stage runs so that the slowest stage is as fast as can be.
 
     Args:
         costs: forward work of each block.
-        replicas: how many replicas share the work of each stage.
+        replicas: how many replicas share the work of each stage, or how fast they all are together.
 
     Returns:
         One positive count per stage. Of equally good answers the one whose earlier stages are shorter.

@@ -35,6 +35,8 @@ class Options:
             ``deferred``, but microbatches that replicas run side by side are normalized together; ``error``: what is
             not normalized by the whole batch is refused. By default ``deferred``, with a notice where a replica has
             several microbatches.
+        mixing: what it means that a model's output for a sample depends on other samples of its microbatch, under a
+            pipeline: ``error``, or ``accept`` for microbatches that are each a batch of their own.
         keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
     """
 
@@ -49,6 +51,7 @@ class Options:
     deadline_s: float = 60.0
     one_copy: bool = True
     init: Literal["rank0", "same"] = "rank0"
+    mixing: Literal["error", "accept"] = "error"
     keep_freed: bool = True
     batch_norm: NormRule | None = None
 
@@ -75,6 +78,7 @@ class Options:
             ("unused", ("error", "zero")),
             ("init", ("rank0", "same")),
             ("batch_norm", (None, *get_args(NormRule))),
+            ("mixing", ("error", "accept")),
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(filter(None, allowed))}")

@@ -15,6 +15,7 @@ from counterpoint.compiler.compile import Compiled, compile  # noqa: A004 - read
 from counterpoint.cutting.choose import cut_model
 from counterpoint.cutting.cut import Cut
 from counterpoint.cutting.graph import GraphCut
+from counterpoint.cutting.mixing import require_apart
 from counterpoint.cutting.slices import verify_split
 from counterpoint.cutting.whole import WholeCut
 from counterpoint.errors import CounterpointError, PlanError
@@ -47,6 +48,7 @@ from counterpoint.runtime.state import (
     write_weights,
 )
 from counterpoint.runtime.vote import Verdict
+from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.training.checks import require_own_memory
 from counterpoint.training.flight import Flight, require_clippable, require_memory
 from counterpoint.training.keeping import Keeping
@@ -117,6 +119,8 @@ class Team:
         cut = self.cut(self.model, inputs)
         require_no_hooks(self.model, cut, self.plan)
         require_own_memory(self.model, self.plan)
+        if self.options.mixing == "error" and any(isinstance(strategy, Pipeline) for strategy in self.plan.strategies):
+            require_apart(self.model, call_form(inputs), str(self.plan), self.plan.num_micros)
         self.draws = cut.draws
         spec = with_unused(trainable(cut.spec, self.face))
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))

@@ -1,4 +1,4 @@
-"""The machines a program runs on, as the simulator sees them: devices and links, all alike."""
+"""The machines a program runs on, as the simulator sees them: devices, alike or not, and links, which all are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,22 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Ranks with one device each, every pair joined by the same kind of link."""
+    """Ranks with one device each, every pair joined by the same kind of link.
+
+    Args:
+        device: of each rank.
+        link: between any two.
+        speeds: how many times as fast as ``device`` each rank computes; empty where all are alike.
+
+    Example:
+        >>> Cluster(speeds=(2.0, 1.0)).speed(0)
+        2.0
+    """
 
     device: Device = Device()
     link: Link = Link()
+    speeds: tuple[float, ...] = ()
+
+    def speed(self, rank: int) -> float:
+        """Return how many times as fast as the device a rank computes; ranks that nothing is said of are as fast."""
+        return self.speeds[rank] if rank < len(self.speeds) else 1.0

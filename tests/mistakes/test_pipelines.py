@@ -1,0 +1,73 @@
+"""Models that cannot be cut as they are: what is said of them stands on the page, word by word."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.autograd import Function
+
+import counterpoint as cp
+from tests.mistakes.page import promised
+from tests.training.fits import dataset, params_of, same_bits, seeded
+
+
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.last(x - x.mean(0))
+
+
+class Reversed(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class Turned(nn.Module):
+    """Has the layers before it learn the opposite, as in domain adaptation."""
+
+    def forward(self, x):
+        return Reversed.apply(x)
+
+
+class Adversary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.turn, self.last = nn.Linear(6, 8), Turned(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.turn(torch.tanh(self.first(x))))
+
+
+def hooked():
+    model = Adversary()
+    model.turn.register_full_backward_hook(lambda module, above, below: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "title", "place"),
+    [
+        (Centered, "A model that looks at its whole batch", 0),
+        (Adversary, "A backward of its own", 0),
+        (hooked, "A backward of its own", 1),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_as_the_page_says(build, title, place):
+    model = seeded(build)
+    before, make = params_of(model), optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(cp.PlanError) as caught,
+        cp.parallelize(model, make, F.cross_entropy, strategy="pipeline(2)", num_microbatches=4) as step,
+    ):
+        step(*dataset(12).tensors)
+    assert f"PlanError: {caught.value}" == promised(title)[place]
+    assert same_bits(params_of(model), before)
