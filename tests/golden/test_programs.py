@@ -102,6 +102,15 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "s_caffe_4": ("s_caffe(4, per_host=2)", {"blocks": 3}),
     "intel_caffe_2": ("intel_caffe(2)", {"m": 2, **EARLY}),
     "numa_caffe_2": ("numa_caffe(2)", {"m": 2}),
+    "mpi_caffe_4": ("mpi_caffe(4, comm_group=2)", {"m": 2}),
+    "hypar_flow_4": ("hypar_flow(4, num_partitions=2)", {"m": 2}),
+    "placement_2": ("placement(2, modules=block0:0+block1:1+block2:0)", {"m": 2, "blocks": 3}),
+    "placement_3_ring_tied": (
+        "placement(3, modules=block0:2+block1:0+block2:1+block3:2)",
+        {"m": 2, "blocks": 4, "tied": True},
+    ),
+    "pipeline_2_cuts": ("pipeline(2, cuts=block2)", {"m": 2, "blocks": 3}),
+    "interleaved_2_cuts": ("interleaved(2, cuts=block1+block2+block4)", {"m": 2, "blocks": 5}),
 }
 PROGRAMS |= SYSTEMS
 
@@ -120,6 +129,11 @@ DRAWN = {
     "interleaved_4_drawn": ("interleaved(4)", 8),
     "zero_bubble_4_drawn": ("zero_bubble(4)", 4),
     "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8),
+    "placement_3_drawn": ("placement(3, modules=block0:0+block1:1+block2:2+block3:0)", 4),
+    "pipedream_4_drawn": ("pipedream(4)", 4),
+    "pipedream_2_replicas_2_1_drawn": ("pipedream(2, replicas=(2,1))", 2),
+    "pipedream_2bw_4_drawn": ("pipedream_2bw(4)", 4),
+    "hypar_flow_4_drawn": ("hypar_flow(4, num_partitions=2)", 2),
 }
 """Plans and numbers of blocks, one for each chunk."""
 

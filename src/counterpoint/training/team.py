@@ -154,7 +154,7 @@ class Team:
         """Return the model cut as finely as the plan needs; a wish for a finer cut may stay one."""
         need = self.plan.need
         if need != "wish":
-            return cut_model(model, call_form(inputs), need=need, dims=self.options.dims)
+            return cut_model(model, call_form(inputs), need=need, dims=self.options.dims, cuts=self.plan.cut_modules)
         try:
             return cut_model(model, call_form(inputs), need="chain", dims=self.options.dims)
         except PlanError:
