@@ -17,6 +17,12 @@ def sequential():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), inner, nn.Linear(4, 4)), (torch.randn(3, 4),)
 
 
+def by_pieces(cut, model, values):
+    for piece in range(len(cut.spec.pieces)):
+        values = cut.segment(piece, piece + 1, training=True)(values, *owned(model), seed)
+    return values[0]
+
+
 def starts(cut):
     return [block.pieces[0].starts for block in cut.spec.blocks]
 
@@ -57,19 +63,13 @@ def test_a_child_of_a_sequential_is_opened_for_a_cut_inside_it(need):
     model, inputs = nn.Sequential(Wide(), Wide()), (torch.randn(3, 4),)
     cut = cut_model(model, inputs, need=need, cuts=("1.act",))
     assert ("1.act",) in starts(cut)
-    values = inputs
-    for piece in range(len(cut.spec.pieces)):
-        values = cut.segment(piece, piece + 1, training=True)(values, *owned(model), seed)
-    assert torch.equal(values[0], model(*inputs))
+    assert torch.equal(by_pieces(cut, model, inputs), model(*inputs))
 
 
 def test_every_piece_of_a_cut_model_gives_the_output_of_the_whole():
     model, (x,) = gpt(dropout=0.0)
     cut = cut_model(model, (x,), need="chain", cuts=("blocks.0.drop1", "blocks.1.attention.proj"))
-    values = (x,)
-    for piece in range(len(cut.spec.pieces)):
-        values = cut.segment(piece, piece + 1, training=True)(values, *owned(model), seed)
-    assert torch.allclose(values[0], model(x))
+    assert torch.allclose(by_pieces(cut, model, (x,)), model(x))
 
 
 class Passing(nn.Module):

@@ -124,25 +124,26 @@ def test_a_program_reads_as_it_did(golden, name):
 
 
 DRAWN = {
-    "gpipe_4_drawn": ("gpipe(4)", 4),
-    "one_f_one_b_4_drawn": ("one_f_one_b(4)", 4),
-    "interleaved_4_drawn": ("interleaved(4)", 8),
-    "zero_bubble_4_drawn": ("zero_bubble(4)", 4),
-    "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8),
-    "placement_3_drawn": ("placement(3, modules=block0:0+block1:1+block2:2+block3:0)", 4),
-    "pipedream_4_drawn": ("pipedream(4)", 4),
-    "pipedream_2_replicas_2_1_drawn": ("pipedream(2, replicas=(2,1))", 2),
-    "pipedream_2bw_4_drawn": ("pipedream_2bw(4)", 4),
-    "hypar_flow_4_drawn": ("hypar_flow(4, num_partitions=2)", 2),
+    "gpipe_4_drawn": ("gpipe(4)", 4, 8),
+    "one_f_one_b_4_drawn": ("one_f_one_b(4)", 4, 8),
+    "interleaved_4_drawn": ("interleaved(4)", 8, 8),
+    "zero_bubble_4_drawn": ("zero_bubble(4)", 4, 8),
+    "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8, 8),
+    "placement_3_drawn": ("placement(3, modules=block0:0+block1:1+block2:2+block3:0)", 4, 4),
+    "pipedream_4_drawn": ("pipedream(4)", 4, 1),
+    "pipedream_2_replicas_2_1_drawn": ("pipedream(2, replicas=(2,1))", 2, 2),
+    "pipedream_2bw_4_drawn": ("pipedream_2bw(4)", 4, 4),
+    "hypar_flow_4_drawn": ("hypar_flow(4, num_partitions=2)", 2, 4),
+    "mpi_caffe_4_drawn": ("mpi_caffe(4, comm_group=2)", 2, 4),
 }
-"""Plans and numbers of blocks, one for each chunk."""
+"""Plans and numbers of blocks, one for each chunk, and of microbatches."""
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_an_order_is_drawn_as_in_its_paper(golden, name):
-    """Eight microbatches; a forward takes one tick, and each of the two parts of a backward another one."""
-    text, blocks = DRAWN[name]
-    trace = simulate(compiled(text, m=8, blocks=blocks).program, unit_costs(backward_ticks=2))
+    """A forward takes one tick, and each of the two parts of a backward another one."""
+    text, blocks, micros = DRAWN[name]
+    trace = simulate(compiled(text, m=micros, blocks=blocks).program, unit_costs(backward_ticks=2))
     golden(f"{name}.txt", draw_grid(trace, tick_s=1, width=250) + "\n")
 
 
