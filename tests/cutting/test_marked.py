@@ -93,18 +93,3 @@ def test_a_cut_that_cannot_be_is_named(cut, said):
     with pytest.raises(PlanError) as caught:
         cut_model(Passing(), (torch.randn(3, 4),), need="chain", cuts=(cut,))
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("need", ["none", "chain"])
-def test_parameters_that_lie_in_one_memory_without_being_one_are_refused(need):
-    model, inputs = sequential()
-    model[3].weight = nn.Parameter(model[0].weight.data)
-    with pytest.raises(PlanError, match=r"'0.weight' and '3.weight' lie in the same memory but are two, .* tie them"):
-        cut_model(model, inputs, need=need)
-
-
-def test_parameters_side_by_side_in_one_memory_are_two():
-    model, inputs = sequential()
-    both = torch.randn(32)
-    model[0].weight, model[3].weight = (nn.Parameter(half.view(4, 4)) for half in both.split(16))
-    assert cut_model(model, inputs, need="chain").spec.num_blocks == 3

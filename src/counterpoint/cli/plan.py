@@ -62,7 +62,9 @@ def show(ranking: Ranking, top: int | None) -> None:
         show_table(COLUMNS, [cells(one, found[0]) for one in shown])
     notes = []
     if not all(one.is_synchronous for one in shown):
-        notes.append("* asynchronous: changes the numbers; `counterpoint strategies asp` says how")
+        notes.append(
+            "* asynchronous: changes the numbers; `counterpoint strategies NAME` says how, for asp or pipedream"
+        )
     if len(shown) < len(found):
         notes.append(f"{counted(found[len(shown) :])} more after these")
     if len(found) > 1:

@@ -11,7 +11,7 @@ from counterpoint.cutting.chain import ChainCut, chain_places
 from counterpoint.cutting.cut import Cut
 from counterpoint.cutting.eager import Inputs, check_call, no_scripts
 from counterpoint.cutting.graph import GraphCut
-from counterpoint.cutting.marked import require_modules, require_own_memory
+from counterpoint.cutting.marked import require_modules
 from counterpoint.cutting.regions import Dims
 from counterpoint.cutting.seeds import is_plain_sequential
 from counterpoint.cutting.whole import WholeCut
@@ -43,7 +43,6 @@ def cut_model(
         )
     check_call(model, inputs)
     require_modules(model, cuts)
-    require_own_memory(model)
     with no_scripts(model):
         match need:
             case "none":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations
 
-from torch import Tensor, nn
+from torch import nn
 
 from counterpoint.cutting.places import Spans
 from counterpoint.errors import PlanError
@@ -48,28 +47,3 @@ def marked_places(cuts: Sequence[str], spans: Spans, forbidden: Collection[int])
                 "one that has all of it inside"
             )
     return {f">{cut}": spans[cut][0] for cut in cuts}
-
-
-def require_own_memory(model: nn.Module) -> None:
-    """Check that no two parameters lie in the same memory: they would be one weight here and two on other ranks.
-
-    Raises:
-        PlanError: two do, without being one parameter.
-    """
-    owners: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.numel() and parameter.device.type != "meta":
-            owners.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
-    for sharing in owners.values():
-        for (first, one), (second, other) in combinations(sharing, 2):
-            if max(one.data_ptr(), other.data_ptr()) < min(_end(one), _end(other)):
-                raise PlanError(
-                    f"parameters {first!r} and {second!r} lie in the same memory but are two, which a stage or a "
-                    "replica would keep apart and train apart; tie them: assign one nn.Parameter to both names"
-                )
-
-
-def _end(tensor: Tensor) -> int:
-    """Return the address behind the last number of a tensor."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
