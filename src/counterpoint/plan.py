@@ -139,6 +139,13 @@ class Plan:
         return max((least, *(strategy.need for strategy in self.strategies)), key=order.index)
 
     @property
+    def cut_modules(self) -> tuple[str, ...]:
+        """The modules before which the model has to be cut, by their paths."""
+        return tuple(
+            cut for strategy in self.strategies if isinstance(strategy, Pipeline) for cut in strategy.cut_modules
+        )
+
+    @property
     def rhythm(self) -> Rhythm:
         """Which kind of step comes when; only the last strategy may have steps that are not all alike."""
         last = self.strategies[-1] if self.strategies else None
@@ -173,18 +180,22 @@ class Plan:
             )
 
     @staticmethod
-    def parse(text: str, *, num_ranks: int | None = None, num_microbatches: int = 1, hosts: Sequence[int] = ()) -> Plan:
+    def parse(
+        text: str, *, num_ranks: int | None = None, num_microbatches: int | None = None, hosts: Sequence[int] = ()
+    ) -> Plan:
         """Read a plan such as ``pipeline(4, order=gpipe) * data(2)``.
 
         Args:
             text: strategies joined by ``*``; a bare name takes the ranks it is given.
             num_ranks: the ranks there are, for a bare name; None when there is none.
-            num_microbatches: microbatches of the innermost program.
+            num_microbatches: microbatches of the innermost program; by default what ``chunks=`` says, or 1.
             hosts: the host of every rank, for systems that add up inside hosts first; all are on one by default.
 
         Raises:
-            PlanError: the text is no plan, or names a strategy or option that does not exist.
+            PlanError: the text is no plan, or names a strategy or option that does not exist, or says another number of
+                microbatches.
         """
+        count = _microbatches(text, num_microbatches)
         pieces = text.split("*")
         starts = accumulate((len(piece) + 1 for piece in pieces), initial=0)
         terms = [_parse_term(piece, start, text) for piece, start in zip(pieces, starts, strict=False)]
@@ -198,7 +209,7 @@ class Plan:
         strategies = _fold([(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts)
         if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "asp"}:
             strategies = ()
-        return Plan(strategies, num_microbatches)
+        return Plan(strategies, count)
 
     def with_microbatches_for(self, batch_size: int) -> Plan:
         """Return the plan with as many microbatches as its pipeline can use, up to four for each stage."""
@@ -245,6 +256,26 @@ class Plan:
             )
         plan = Plan.parse(str(fields["strategy"]), num_microbatches=num_microbatches)
         return Plan(plan.strategies, num_microbatches, tuple(passes))
+
+
+def chunks_in(text: str) -> int | None:
+    """Return how many microbatches the text of a plan says with ``chunks=``; None where it leaves that open.
+
+    Raises:
+        PlanError: two of its strategies say different numbers.
+    """
+    said = sorted({int(count) for count in re.findall(r"\bchunks\s*=\s*(\d+)", text)})
+    if len(said) > 1:
+        raise PlanError(f"{text!r} says chunks={said[0]} and chunks={said[1]}; a plan has one number of microbatches")
+    return said[0] if said else None
+
+
+def _microbatches(text: str, given: int | None) -> int:
+    """Return how many microbatches the text of a plan says, or else how many are given, or 1."""
+    said = chunks_in(text)
+    if said is not None and given not in {None, said}:
+        raise PlanError(f"{text!r} says chunks={said}, but num_microbatches={given}; give one of the two")
+    return next((count for count in (said, given) if count is not None), 1)
 
 
 def _parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ def rows(text, **given):
 
 
 def test_a_stage_is_recomputed_at_once_before_its_gradient_arrives():
-    first, last = rows("gpipe(2, recompute=always)", m=2, blocks=4)
+    first, last = rows("gpipe(2, checkpoint=always)", m=2, blocks=4)
     assert first == (
         "F0.0 F1.0 x2.0>1 F0.1 F1.1 x2.1>1 R0.1 R1.1 g1.1<1 B1.1 B0.1 R0.0 R1.0 g1.0<1 B1.0 B0.0 commit@0,1 U0 U1"
     )
@@ -29,7 +29,7 @@ def test_a_stage_is_recomputed_at_once_before_its_gradient_arrives():
 
 def test_except_last_keeps_what_goes_backward_next():
     """Under gpipe that is the last microbatch, as in torchgpipe; under 1F1B every one of the last stage."""
-    first, last = rows("gpipe(2, recompute=except_last)", m=2)
+    first, last = rows("gpipe(2, checkpoint=except_last)", m=2)
     assert first == "F0.0 x1.0>1 F0.1 x1.1>1 g0.1<1 B0.1 R0.0 g0.0<1 B0.0 commit@0,1 U0"
     assert last == "x1.0<0 F1.0 x1.1<0 F1.1 B1.1 g0.1>0 R1.0 B1.0 g0.0>0 commit@0,1 U1"
     assert "R" not in rows("pipeline(2, recompute=except_last)", m=4)[1]
@@ -88,8 +88,8 @@ def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte()
         ),
         ("solo", ("recompute:",), "does not say what to recompute; write recompute for all blocks"),
         ("solo", ("recompute:0%",), "does not say what to recompute"),
-        ("gpipe(2, recompute=always)", ("recompute",), "recompute=always of .* and the pass recompute both say"),
-        ("gpipe(2, recompute=sometimes)", (), "a pipeline has no recompute=sometimes; give recompute=never"),
+        ("gpipe(2, checkpoint=always)", ("recompute",), "recompute=always of .* and the pass recompute both say"),
+        ("gpipe(2, checkpoint=sometimes)", (), "a pipeline has no recompute=sometimes; give recompute=never"),
         ("solo", ("overlap:1",), "there is no pass 'overlap:1'; the passes are overlap, recompute"),
     ],
 )
@@ -119,7 +119,7 @@ DAMAGE = [
     ("law", "words", "instead", "said"), [one[1:] for one in DAMAGE], ids=[one[0] for one in DAMAGE]
 )
 def test_a_block_that_is_recomputed_wrongly_is_found(law, words, instead, said):
-    made = compiled("gpipe(2, recompute=always)", m=2)
+    made = compiled("gpipe(2, checkpoint=always)", m=2)
     program = parse_program(edited(format_program(made.program), ((0, words, instead),)))
     with pytest.raises(ProgramError, match=said) as caught:
         check(program, promise_of(made.forecast), made.model.units, count_bytes(program, made.model, 1))

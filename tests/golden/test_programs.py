@@ -39,7 +39,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpipe_4": ("gpipe(4)", {"m": 4, "blocks": 4}),
     "one_f_one_b_2": ("one_f_one_b(2)", {"m": 4, "blocks": 3}),
     "pipedream_flush_2": ("pipedream_flush(2)", {"m": 2}),
-    "gpipe_2_recompute": ("gpipe(2, recompute=except_last)", {"m": 3, "blocks": 4}),
+    "gpipe_2_recompute": ("gpipe(2, checkpoint=except_last)", {"m": 3, "blocks": 4}),
     "pipedream_2_recompute": ("pipedream(2, recompute=always)", {}),
     "zero_bubble_2_recompute": ("zero_bubble(2, recompute=always)", {"m": 3}),
     "zero3_2_recompute": ("zero3(2)", {"blocks": 3, "passes": ("recompute",)}),
@@ -110,6 +110,15 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "s_caffe_4": ("s_caffe(4, per_host=2)", {"blocks": 3}),
     "intel_caffe_2": ("intel_caffe(2)", {"m": 2, **EARLY}),
     "numa_caffe_2": ("numa_caffe(2)", {"m": 2}),
+    "mpi_caffe_4": ("mpi_caffe(4, comm_group=2)", {"m": 2}),
+    "hypar_flow_4": ("hypar_flow(4, num_partitions=2)", {"m": 2}),
+    "placement_2": ("placement(2, modules=block0:0+block1:1+block2:0)", {"m": 2, "blocks": 3}),
+    "placement_3_ring_tied": (
+        "placement(3, modules=block0:2+block1:0+block2:1+block3:2)",
+        {"m": 2, "blocks": 4, "tied": True},
+    ),
+    "pipeline_2_cuts": ("pipeline(2, cuts=block2)", {"m": 2, "blocks": 3}),
+    "interleaved_2_cuts": ("interleaved(2, cuts=block1+block2+block4)", {"m": 2, "blocks": 5}),
 }
 PROGRAMS |= SYSTEMS
 
@@ -123,22 +132,28 @@ def test_a_program_reads_as_it_did(golden, name):
 
 
 DRAWN = {
-    "gpipe_4_drawn": ("gpipe(4)", 4),
-    "one_f_one_b_4_drawn": ("one_f_one_b(4)", 4),
-    "gpipe_4_recompute_drawn": ("gpipe(4, recompute=except_last)", 4),
-    "one_f_one_b_4_recompute_drawn": ("one_f_one_b(4, recompute=except_last)", 4),
-    "interleaved_4_drawn": ("interleaved(4)", 8),
-    "zero_bubble_4_drawn": ("zero_bubble(4)", 4),
-    "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8),
+    "gpipe_4_drawn": ("gpipe(4)", 4, 8),
+    "one_f_one_b_4_drawn": ("one_f_one_b(4)", 4, 8),
+    "gpipe_4_recompute_drawn": ("gpipe(4, checkpoint=except_last)", 4, 8),
+    "one_f_one_b_4_recompute_drawn": ("one_f_one_b(4, recompute=except_last)", 4, 8),
+    "interleaved_4_drawn": ("interleaved(4)", 8, 8),
+    "zero_bubble_4_drawn": ("zero_bubble(4)", 4, 8),
+    "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8, 8),
+    "placement_3_drawn": ("placement(3, modules=block0:0+block1:1+block2:2+block3:0)", 4, 4),
+    "pipedream_4_drawn": ("pipedream(4)", 4, 1),
+    "pipedream_2_replicas_2_1_drawn": ("pipedream(2, replicas=(2,1))", 2, 2),
+    "pipedream_2bw_4_drawn": ("pipedream_2bw(4)", 4, 4),
+    "hypar_flow_4_drawn": ("hypar_flow(4, num_partitions=2)", 2, 4),
+    "mpi_caffe_4_drawn": ("mpi_caffe(4, comm_group=2)", 2, 4),
 }
-"""Plans and numbers of blocks, one for each chunk."""
+"""Plans and numbers of blocks, one for each chunk, and of microbatches."""
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_an_order_is_drawn_as_in_its_paper(golden, name):
-    """Eight microbatches; a forward takes one tick, and each of the two parts of a backward another one."""
-    text, blocks = DRAWN[name]
-    trace = simulate(compiled(text, m=8, blocks=blocks).program, unit_costs(backward_ticks=2))
+    """A forward takes one tick, and each of the two parts of a backward another one."""
+    text, blocks, micros = DRAWN[name]
+    trace = simulate(compiled(text, m=micros, blocks=blocks).program, unit_costs(backward_ticks=2))
     golden(f"{name}.txt", draw_grid(trace, tick_s=1, width=250) + "\n")
 
 

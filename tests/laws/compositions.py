@@ -70,8 +70,21 @@ def replicas(most):
 
 
 @st.composite
+def placements(draw, model, stages):
+    """Runs of blocks that lie anywhere, each stage with one or more of them."""
+    count = draw(st.integers(stages, model.num_blocks))
+    heads = [0, *sorted(draw(st.permutations(range(1, model.num_blocks)))[: count - 1])]
+    others = draw(st.lists(st.integers(0, stages - 1), min_size=count - stages, max_size=count - stages))
+    owners = draw(st.permutations([*range(stages), *others]))
+    names = [model.blocks[head].pieces[0].name for head in heads]
+    return Pipeline(stages, "gpipe", cuts=tuple(f"{name}:{at}" for name, at in zip(names, owners, strict=True)))
+
+
+@st.composite
 def pipelines(draw, model, num_micros, most):
     stages = draw(st.integers(2, min(most, model.num_blocks)))
+    if draw(st.integers(0, 4)) == 4:
+        return draw(placements(model, stages))
     divisors = [count for count in (1, 2, 3) if num_micros % count == 0]
     order, chunks = draw(st.sampled_from([kind for kind in ORDERS if stages * kind[1] <= model.num_blocks]))
     replicas = draw(st.just(()) | st.tuples(*[st.sampled_from(divisors)] * stages)) if chunks == 1 else ()

@@ -61,7 +61,7 @@ def test_idle_time_of_a_pipeline_is_its_bubble():
 
 
 def test_work_without_traffic_prefers_data_to_pipelines():
-    order = [str(one.plan) for one in four()]
+    order = [str(one.plan) for one in four() if one.is_synchronous]
     assert order.index("data(4)") < min(at for at, plan in enumerate(order) if plan.startswith("pipeline"))
 
 
@@ -82,7 +82,7 @@ def test_the_first_has_no_reason_and_all_others_name_their_largest_loss():
 
 def test_what_is_asynchronous_is_marked():
     for one in four():
-        assert one.is_synchronous == ("asp" not in str(one.plan))
+        assert one.is_synchronous == ("asp" not in str(one.plan) and "pipedream" not in str(one.plan))
 
 
 def test_what_cannot_be_carried_out_is_listed_with_the_reason():
@@ -121,7 +121,7 @@ def test_the_order_is_the_same_in_a_process_that_hashes_otherwise():
 
 def test_the_choice_is_data_for_work_without_traffic_though_zero_updates_less():
     ranking = ranked(plans_of(2))
-    assert str(ranking.predictions[0].plan) == "zero(2, level=1)"
+    assert str(next(one.plan for one in ranking.predictions if one.is_synchronous)) == "zero(2, level=1)"
     assert str(choose(2, HEAVY, Cluster(), 16)) == "data(2)", "simpler, and not 2 % slower"
 
 

@@ -5,8 +5,20 @@ import pytest
 from counterpoint.strategies.table import STRATEGIES
 from counterpoint.testing import parity
 
+STREAMS = {"pipedream", "pipedream_2bw"}
+"""Their law is another one, and stands in test_streams."""
+NAMES_OF_ITS_OWN = {"placement"}
 SYNCHRONOUS = [
-    *(named.example or f"{name}(2)" for name, named in STRATEGIES.items() if not isinstance(named.parent, type)),
+    *(
+        named.example or f"{name}(2)"
+        for name, named in STRATEGIES.items()
+        if not isinstance(named.parent, type) and name not in STREAMS | NAMES_OF_ITS_OWN
+    ),
+    "placement(2, modules=0:0+2:1+4:0)",
+    "placement(3, modules=0:2+3:0+6:1)",
+    "zero_bubble(2, virtual=2)",
+    "mpi_caffe(4, comm_group=1)",
+    "hypar_flow(4, num_replicas=2) + overlap",
     "mirrored(4, cross_device_ops=hierarchical_copy)",
     "chainermn(4, communicator=two_dimensional, per_host=2)",
     "horovod(4, hierarchical_allreduce=on, per_host=2)",

@@ -17,7 +17,7 @@ def test_what_is_recomputed_first_is_done_before_its_gradient_arrives(n, m):
     """In ticks, forwards of 1 and backwards of 2: only the last stage, or nobody, begins to recompute too late."""
     ticks = unit_costs(backward_ticks=2)
     steps = {
-        when: simulate(compiled(f"gpipe({n}, recompute={when})", m=m, blocks=n).program, ticks).step_s
+        when: simulate(compiled(f"gpipe({n}, checkpoint={when})", m=m, blocks=n).program, ticks).step_s
         for when in ("never", "except_last", "always")
     }
     assert steps["never"] == 3 * (m + n - 1)
@@ -35,7 +35,7 @@ def test_of_microbatches_in_flight_only_the_input_of_a_stage_is_kept():
     """Six blocks of one activation each on two stages; the second one keeps what it has received."""
     peaks = {}
     for when in ("never", "always"):
-        made = compiled(f"gpipe(2, recompute={when})", m=4, blocks=6)
+        made = compiled(f"gpipe(2, checkpoint={when})", m=4, blocks=6)
         peaks[when] = peak_bytes(made.program, sizes_in(made.model, SAMPLES))
     activation = made.model.blocks[0].output_bytes * SAMPLES
     saved = [

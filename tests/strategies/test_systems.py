@@ -48,6 +48,29 @@ BECOMES = [
     ("s_caffe(8)", "tree(8, shape=chain, sends=early)"),
     ("intel_caffe(4)", f"data(4, {EACH})"),
     ("numa_caffe(2)", "data(2)"),
+    ("gpipe(4)", "pipeline(4, order=gpipe)"),
+    ("gpipe(2, balance=(3,1), chunks=8, checkpoint=never)", "pipeline(2, order=gpipe, balance=(3,1))"),
+    ("gpipe(2, cuts=blocks.2)", "pipeline(2, order=gpipe, cuts=blocks.2)"),
+    ("gpipe(2, replicas=(2,1))", "pipeline(2, order=gpipe, replicas=(2,1))"),
+    ("gpipe(2, virtual=2)", "pipeline(2, order=gpipe, virtual=2)"),
+    ("placement(2, modules=embed:0+blocks.0:1+head:0)", "pipeline(2, order=gpipe, cuts=embed:0+blocks.0:1+head:0)"),
+    ("pipedream(4)", "pipeline(4, order=pipedream)"),
+    ("pipedream(2, replicas=(3,1))", "pipeline(2, order=pipedream, replicas=(3,1))"),
+    ("pipedream(2, vertical_sync=on)", "pipeline(2, order=pipedream, vertical_sync=on)"),
+    ("pipedream_2bw(4, cuts=a+b+c)", "pipeline(4, order=pipedream_2bw, cuts=a+b+c)"),
+    ("pipedream_flush(4, balance=(1,2,2,1))", "pipeline(4, balance=(1,2,2,1))"),
+    ("megatron_interleaved(4)", "pipeline(4, order=interleaved, virtual=2)"),
+    ("megatron_interleaved(2, virtual=3)", "pipeline(2, order=interleaved, virtual=3)"),
+    ("zero_bubble(4)", "pipeline(4, order=zero_bubble)"),
+    ("zero_bubble(4, virtual=2)", "pipeline(4, order=zero_bubble, virtual=2)"),
+    ("hypar_flow(8, num_partitions=4)", "pipeline(4, order=gpipe) * data(2)"),
+    ("hypar_flow(8, strategy=hybrid, num_replicas=4)", "pipeline(2, order=gpipe) * data(4)"),
+    ("hypar_flow(4, strategy=model, balance=(1,2,2,1))", "pipeline(4, order=gpipe, balance=(1,2,2,1))"),
+    ("hypar_flow(4, strategy=data)", "data(4)"),
+    ("mpi_caffe(4)", "tensor(4)"),
+    ("mpi_caffe(4, comm_group=2)", "tensor(2) * pipeline(2, order=gpipe)"),
+    ("mpi_caffe(4, comm_group=1)", "pipeline(4, order=gpipe)"),
+    ("mpi_caffe(4, comm_group=2, cuts=head)", "tensor(2) * pipeline(2, order=gpipe, cuts=head)"),
     ("pipeline(2) * firecaffe(2)", "pipeline(2) * tree(2)"),
 ]
 """What is written, and what it has become."""
@@ -57,7 +80,7 @@ BECOMES = [
 def test_a_system_is_a_plan_of_strategies_that_reads_back_as_itself(text, becomes):
     plan = Plan.parse(text)
     assert str(plan) == becomes
-    assert Plan.parse(becomes) == plan
+    assert Plan.parse(becomes, num_microbatches=plan.num_microbatches) == plan
 
 
 def test_every_system_is_shown_above():
@@ -155,6 +178,26 @@ def refusal(text, **given):
         ("chainermn(4, communicator=flat, double_buffering=on)", "give communicator=pure_nccl, or leave these out"),
         ("chainermn(4, communicator=single_node, per_host=2)", "is for ranks of one host, but these 4 are on 2; give"),
         ("chainermn(2, double_buffering=on, allreduce_grad_dtype=float16)", "give one or the other"),
+        (
+            "gpipe(2, checkpoint=sometimes)",
+            "gpipe has no checkpoint=sometimes; give checkpoint=never, checkpoint=except",
+        ),
+        (
+            "gpipe(2, chunks=2) * gpipe(2, chunks=4)",
+            "says chunks=2 and chunks=4; a plan has one number of microbatches",
+        ),
+        ("placement(2)", "needs the rank of every run of modules; write placement(2, modules=embed:0+blocks.0:1)"),
+        ("placement(2, modules=embed+head)", "placement(2) needs the rank of every run of modules; write placement(2"),
+        ("hypar_flow(8)", "does not say how many of its ranks are partitions; give num_partitions= or num_replicas="),
+        ("hypar_flow(8, num_partitions=3)", "3 partitions of 2 replicas each, which take 6 ranks; give num_partitions"),
+        ("hypar_flow(8, strategy=data, num_partitions=2)", "has partitions or replicas, not 2 of the one and 4 of the"),
+        ("hypar_flow(2, strategy=data, balance=(1,1))", "is for partitions, and there is one; leave it out"),
+        (
+            "hypar_flow(2, strategy=both)",
+            "hypar_flow has no strategy=both; give strategy=model, strategy=data or strat",
+        ),
+        ("mpi_caffe(4, comm_group=3)", "give a comm_group that divides 4"),
+        ("mpi_caffe(4, cuts=head)", "cuts=head of mpi_caffe(4) is for several groups; give a comm_group, too"),
     ],
 )
 def test_what_a_system_cannot_mean_says_what_to_write(text, said):
@@ -174,6 +217,25 @@ def test_a_bare_name_that_cannot_take_the_ranks_says_why():
         "one_device is one rank and cannot take 4; write one_device(1)"
     )
     assert refusal("chainermn(3, communicator=hierarchical, per_host=2)").startswith("chainermn(3, per_host=2) cannot")
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "count"),
+    [
+        ("gpipe(4, chunks=8)", None, 8),
+        ("gpipe(4, chunks=8) * data(2)", 8, 8),
+        ("gpipe(4)", 3, 3),
+        ("gpipe(4)", None, 1),
+    ],
+)
+def test_chunks_are_the_microbatches_of_the_plan(text, given, count):
+    assert Plan.parse(text, num_microbatches=given).num_microbatches == count
+
+
+def test_chunks_and_another_number_of_microbatches_are_refused():
+    assert "says chunks=8, but num_microbatches=4; give one of the two" in refusal(
+        "gpipe(4, chunks=8)", num_microbatches=4
+    )
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -15,7 +15,8 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, chain
 from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import Prediction, Ranking, rank_plans
+from counterpoint.planner.orders import rank_with_orders
+from counterpoint.planner.rank import Prediction, Ranking
 from counterpoint.world.cluster import Cluster
 
 COLUMNS = (
@@ -46,7 +47,7 @@ def plan(
         raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
     plans = [replace(one, passes=tuple(passes or ())) for one in enumerate_plans(ranks, model, batch_size=size)]
-    ranking = rank_plans(plans, model, Cluster(), batch_size=size)
+    ranking = rank_with_orders(plans, model, Cluster(), batch_size=size)
     if as_json:
         typer.echo(json.dumps(to_json(ranking, top), indent=2))
         return
@@ -61,7 +62,9 @@ def show(ranking: Ranking, top: int | None) -> None:
         show_table(COLUMNS, [cells(one, found[0]) for one in shown])
     notes = []
     if not all(one.is_synchronous for one in shown):
-        notes.append("* asynchronous: changes the numbers; `counterpoint strategies asp` says how")
+        notes.append(
+            "* asynchronous: changes the numbers; `counterpoint strategies NAME` says how, for asp or pipedream"
+        )
     if len(shown) < len(found):
         notes.append(f"{counted(found[len(shown) :])} more after these")
     if len(found) > 1:

@@ -19,7 +19,7 @@ from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import chain
-from counterpoint.plan import Plan
+from counterpoint.plan import Plan, chunks_in
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Backward, Collective
 from counterpoint.program.program import Program
@@ -96,7 +96,7 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
     Raises:
         PlanError: the text is no plan, or needs another number of ranks, or too many.
     """
-    plan = Plan.parse(text, num_ranks=ranks, num_microbatches=microbatches or 1)
+    plan = Plan.parse(text, num_ranks=ranks, num_microbatches=microbatches)
     if ranks is not None:
         plan.require_ranks(ranks)
     if plan.num_ranks > MOST_RANKS:
@@ -105,16 +105,16 @@ def read_plan(text: str, ranks: int | None, microbatches: int | None, passes: tu
             "show the plan with fewer ranks, the rows are alike"
         )
     stages = [strategy for strategy in plan.strategies if isinstance(strategy, Pipeline)]
-    if stages and microbatches is None:
+    if stages and microbatches is None and chunks_in(text) is None:
         plan = replace(plan, num_microbatches=stages[0].microbatches(2 * stages[0].degree))
     return replace(plan, passes=passes)
 
 
 def default_blocks(plan: Plan) -> int:
-    """Return one block per chunk of a stage, or as many as a given balance adds up to; two without a pipeline."""
+    """Return one block per chunk of a stage, or as a balance or a placement has; two without a pipeline."""
     for strategy in plan.strategies:
         if isinstance(strategy, Pipeline):
-            return sum(strategy.balance) or strategy.degree * strategy.num_chunks
+            return sum(strategy.balance) or max(len(strategy.cuts), strategy.degree * strategy.num_chunks)
     return 2
 
 

@@ -76,9 +76,10 @@ class ChainCut(Cut):
     Args:
         model: a Sequential that has the forward of ``nn.Sequential``.
         inputs: an example of what it is called with.
+        cuts: paths of children, nested ones included, with which a block begins whatever they hold.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, *, cuts: Sequence[str] = ()) -> None:
         if not is_plain_sequential(model):
             raise PlanError(
                 f"{type(model).__name__} is not a chain of its children; a chain is an nn.Sequential with its own "
@@ -86,7 +87,7 @@ class ChainCut(Cut):
             )
         self.model = model
         self._modes = Modes(model)
-        self._pieces = _pieces(model)
+        self._pieces = _pieces(model, cuts)
         self._example = inputs
         self._seams: dict[bool, tuple[Seam, ...]] = {}
         self._segments: dict[tuple[int, int, bool], Segment] = {}
@@ -94,8 +95,9 @@ class ChainCut(Cut):
         seams, costs, draws = self._observe(training=True)
         self._seams[True] = seams
         self._seeding = Seeding(model, silent) if draws else None
+        starts = _starts(model)
         blocks = tuple(
-            Block((Piece(_name(links), _params(links), cost, seam.sample_bytes),), index)
+            Block((Piece(_name(links), _params(links), cost, seam.sample_bytes, starts=starts[links[0].path]),), index)
             for index, (links, cost, seam) in enumerate(zip(self._pieces, costs, seams[1:], strict=True))
         )
         super().__init__(ModelSpec(blocks, params_of(model)), draws=draws)
@@ -183,13 +185,32 @@ def _children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modul
             yield inner, child
 
 
-def _pieces(model: nn.Module) -> tuple[tuple[Link, ...], ...]:
-    """Return the children in runs that each begin with a child that has parameters."""
+def chain_places(model: nn.Module) -> set[str]:
+    """Return the paths at which a Sequential can be cut: those of its children, nested ones included."""
+    return {place for places in _starts(model).values() for place in places}
+
+
+def _starts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return for each child of the chain the paths that begin with it: its own, and of chains around it."""
+    starts: dict[str, tuple[str, ...]] = {}
+    seen: set[str] = set()
+    for path, _ in _children(model):
+        names = path.split(".")
+        around = (".".join(names[:depth]) for depth in range(1, len(names) + 1))
+        starts[path] = tuple(place for place in around if place not in seen)
+        seen.update(starts[path])
+    return starts
+
+
+def _pieces(model: nn.Module, cuts: Sequence[str]) -> tuple[tuple[Link, ...], ...]:
+    """Return the children in runs that each begin with a child that has parameters, or is named among the cuts."""
+    starts = _starts(model)
     names = canonical_names(model)
     runs: list[list[Link]] = []
     for path, module in _children(model):
         link = _link(path, module, names)
-        if not runs or (link.params and any(earlier.params for earlier in runs[-1])):
+        is_named = any(place in cuts for place in starts[path])
+        if not runs or is_named or (link.params and any(earlier.params for earlier in runs[-1])):
             runs.append([])
         runs[-1].append(link)
     return tuple(tuple(run) for run in runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,18 +34,25 @@ class GraphCut(Cut):
         model: a module whose forward can be traced.
         inputs: an example of what it is called with; the first dim of its tensors is the sample.
         dims: names for the dims of linear layers, by pattern of module path.
+        cuts: paths of modules with which a block begins wherever else the model is cut.
         prefer: whether a linear pair that reaches over the end of a block stays whole or is not taken as one.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Inputs, *, dims: Dims | None = None, prefer: Prefer = "blocks"
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        *,
+        dims: Dims | None = None,
+        cuts: Sequence[str] = (),
+        prefer: Prefer = "blocks",
     ) -> None:
         self.model = model
         self._inputs = inputs
         self._samples = num_samples(inputs)
         self._dims = dims or {}
         traced = trace(model, inputs, training=True)
-        self._keys = choose_keys(traced, model, self._dims, prefer)
+        self._keys = choose_keys(traced, model, self._dims, prefer, cuts)
         reference = lay_out(traced, model, self._dims, self._keys)
         self._outline = reference.outline
         self._layouts = {(True, self._samples): reference}
@@ -153,7 +161,13 @@ def _shapes(values: Any) -> tuple[torch.Size, ...]:  # noqa: ANN401
 
 def _blocks(layout: Layout, samples: int) -> tuple[Block, ...]:
     """Return the blocks of a layout with their pieces."""
-    pieces = tuple(_piece(layout, index, samples) for index in range(layout.num_pieces))
+    starts: dict[int, list[str]] = {}
+    for path, (first, _) in spans_of(layout.order)[0].items():
+        starts.setdefault(first, []).append(path)
+    pieces = tuple(
+        replace(_piece(layout, index, samples), starts=tuple(filter(None, starts.get(layout.starts[index], ()))))
+        for index in range(layout.num_pieces)
+    )
     firsts = [layout.starts.index(start) for start in layout.block_starts]
     return tuple(
         Block(pieces[first:stop], first) for first, stop in zip(firsts, [*firsts[1:], layout.num_pieces], strict=True)

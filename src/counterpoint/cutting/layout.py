@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from torch import fx, nn
 
 from counterpoint.cutting.flow import Flow, flow_of
+from counterpoint.cutting.marked import marked_places
 from counterpoint.cutting.ops import draws_random, value_of
 from counterpoint.cutting.places import block_keys, position, spans_of
 from counterpoint.cutting.regions import Dims, Region, find_regions, is_entry, open_region
@@ -89,11 +90,21 @@ def alive(traced: Traced, flow: Flow, order: Sequence[fx.Node], index: int) -> t
     return tuple(node for node in (*traced.inputs, *order[:index]) if node in used and node not in flow.constants)
 
 
-def choose_keys(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer) -> Keys:
+def choose_keys(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer, cuts: Sequence[str] = ()) -> Keys:
     """Return the places at which every trace of the model is to be cut; the trace stays as it is.
 
     A region that a block would end in, or that may not be cut off, is no piece of its own. Leaving it out moves its
     operations back to where they were, so the others are looked at again until all of them can stay.
+
+    Args:
+        traced: the operations.
+        model: what was traced.
+        dims: names of dims, by pattern of module path.
+        prefer: what stays whole where a block would end inside a region.
+        cuts: the modules that a block begins with in any case.
+
+    Raises:
+        PlanError: a module among the cuts has no operations, or no cut can be where it begins.
     """
     flow = flow_of(traced)
     plain = _operations(traced, flow)
@@ -108,6 +119,8 @@ def choose_keys(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer) ->
             inside = {place for first, stop in ends.values() for place in range(first + 1, stop)}
             places = {key: place for key, place in places.items() if place not in inside}
         forbidden = _forbidden(flow, order, seeds)
+        marked = marked_places(cuts, spans, forbidden)
+        places |= marked
         kept = [
             region
             for region, (first, stop) in zip(regions, ends.values(), strict=True)
@@ -117,7 +130,7 @@ def choose_keys(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer) ->
             break
         regions = kept
     allowed = {key: place for key, place in places.items() if place not in forbidden and 0 < place < len(order)}
-    return Keys(_with_params(traced, order, allowed), tuple(region.weight for region in regions))
+    return Keys(_with_params(traced, order, allowed, marked), tuple(region.weight for region in regions))
 
 
 def lay_out(traced: Traced, model: nn.Module, dims: Dims, keys: Keys) -> Layout:
@@ -244,18 +257,23 @@ def _forbidden(flow: Flow, order: Sequence[fx.Node], seeds: Iterable[tuple[fx.No
     return forbidden
 
 
-def _with_params(traced: Traced, order: Sequence[fx.Node], places: Mapping[str, int]) -> tuple[str, ...]:
-    """Leave out the places that would make a block without parameters."""
+def _with_params(
+    traced: Traced, order: Sequence[fx.Node], places: Mapping[str, int], marked: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Leave out the places that would make a block without parameters, but for those that a user has marked."""
     keys: dict[int, str] = {}
     for key, place in places.items():
         keys.setdefault(place, key)
+    fixed = set(marked.values())
     reads = [any(source in traced.params for source in node.all_input_nodes) for node in order]
     chosen: list[int] = []
     for place in sorted(keys):
-        if any(reads[chosen[-1] if chosen else 0 : place]):
-            chosen.append(place)
-        elif chosen:
+        if place in fixed and chosen and chosen[-1] not in fixed and not any(reads[chosen[-1] : place]):
             chosen[-1] = place
-    while chosen and not any(reads[chosen[-1] :]):
+        elif place in fixed or any(reads[chosen[-1] if chosen else 0 : place]):
+            chosen.append(place)
+        elif chosen and chosen[-1] not in fixed:
+            chosen[-1] = place
+    while chosen and chosen[-1] not in fixed and not any(reads[chosen[-1] :]):
         chosen.pop()
     return tuple(keys[place] for place in chosen)

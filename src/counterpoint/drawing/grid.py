@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from counterpoint.drawing.kinds import short_name
+from counterpoint.drawing.naming import Naming
 from counterpoint.drawing.scale import format_tick, round_step, ticks, time_unit
 from counterpoint.program.program import Program
 from counterpoint.program.text import format_row
@@ -16,8 +16,9 @@ from counterpoint.program.trace import Event, Trace
 def draw_grid(trace: Trace, *, tick_s: float | None, width: int = 100, most_ranks: int = 32) -> str:
     """Return what every rank computes, one line per rank, time from left to right.
 
-    A name such as ``F0`` is a forward of microbatch 0, ``=`` goes on with it, and ``.`` computes nothing. A cell shows
-    what took most of its time.
+    A name such as ``F0`` is a forward of microbatch 0, ``=`` goes on with it, and ``.`` computes nothing. ``F0a`` and
+    ``F0b`` are those of the first and the second chunk of the rank; ``F0:-1`` reads weights one version older than the
+    newest. A cell shows what took most of its time.
 
     Args:
         trace: what to draw.
@@ -41,49 +42,54 @@ def draw_grid(trace: Trace, *, tick_s: float | None, width: int = 100, most_rank
     computes = {rank: list(events) for rank, events in groupby(_computes(trace), lambda event: event.rank)}
     rows = [computes.get(rank, []) for rank in ranks]
     room = max(1, width - indent)
-    ruler, lines, notes = _by_tick(trace, rows, tick_s, room) if tick_s else _by_share(trace, rows, room)
+    names = Naming.of(trace).full
+    drawn = _by_tick(trace, rows, (tick_s, room), names) if tick_s else _by_share(trace, rows, room, names)
+    ruler, lines, notes = drawn
     if len(ranks) < trace.num_ranks:
         notes = [*notes, f"and {trace.num_ranks - len(ranks)} more ranks"]
-    drawn = [ruler[0].ljust(indent) + ruler[1], *(a.ljust(indent) + b for a, b in zip(heads, lines, strict=True))]
-    return "\n".join(line.rstrip() for line in [*drawn, *notes])
+    text = [ruler[0].ljust(indent) + ruler[1], *(a.ljust(indent) + b for a, b in zip(heads, lines, strict=True))]
+    return "\n".join(line.rstrip() for line in [*text, *notes])
 
 
 def _computes(trace: Trace) -> Iterator[Event]:
     return (event for event in trace.events if event.lane == "compute" and event.seconds > 0)
 
 
+_Names = Callable[[Event], str]
 _Drawn = tuple[tuple[str, str], list[str], list[str]]
 """The ruler and its name, one line per rank, notes."""
 
 
-def _by_tick(trace: Trace, rows: Sequence[Sequence[Event]], tick_s: float, room: int) -> _Drawn:
+def _by_tick(trace: Trace, rows: Sequence[Sequence[Event]], columns: tuple[float, int], name: _Names) -> _Drawn:
+    tick_s, room = columns
     num_ticks = math.ceil(trace.step_s / tick_s - 1e-6)
-    longest = max((len(short_name(event.words)) for row in rows for event in row), default=1)
+    longest = max((len(name(event)) for row in rows for event in row), default=1)
     cell = longest + 1
     shown = min(num_ticks, max(1, (room + 1) // cell))
     every = math.ceil((len(str(max(0, shown - 1))) + 1) / cell)
     ruler = ""
     for at in range(0, shown, every):
         ruler = f"{ruler.ljust(at * cell)}{at}"
-    lines = [" ".join(text.ljust(longest) for text in _cells(_fillers(row, tick_s, shown), longest)) for row in rows]
+    cells = [_cells(_fillers(row, tick_s, shown), longest, name) for row in rows]
+    lines = [" ".join(text.ljust(longest) for text in row) for row in cells]
     left_out = num_ticks - shown
     return ("tick", ruler), lines, [f"and {left_out} more ticks of {num_ticks}"] if left_out else []
 
 
-def _cells(fillers: Sequence[Event | None], longest: int) -> Iterator[str]:
+def _cells(fillers: Sequence[Event | None], longest: int, name: _Names) -> Iterator[str]:
     for event, run in groupby(fillers, lambda event: event):
         for at, _ in enumerate(run):
-            yield "." if event is None else "=" * longest if at else short_name(event.words)
+            yield "." if event is None else "=" * longest if at else name(event)
 
 
-def _by_share(trace: Trace, rows: Sequence[Sequence[Event]], room: int) -> _Drawn:
+def _by_share(trace: Trace, rows: Sequence[Sequence[Event]], room: int, name: _Names) -> _Drawn:
     span_s = trace.step_s
     if span_s == 0:
         return ("time", "0"), ["" for _ in rows], []
     lines = []
     for row in rows:
         runs = groupby(_fillers(row, span_s / room, room), lambda event: event)
-        lines.append("".join(_bar(event, sum(1 for _ in run)) for event, run in runs))
+        lines.append("".join(_bar(event, sum(1 for _ in run), name) for event, run in runs))
     times, unit = time_unit(span_s)
     most = max(1, min(8, room // 10))
     step = round_step(span_s * times, most)
@@ -94,8 +100,8 @@ def _by_share(trace: Trace, rows: Sequence[Sequence[Event]], room: int) -> _Draw
     return (unit, ruler[:room]), lines, []
 
 
-def _bar(event: Event | None, length: int) -> str:
-    return "." * length if event is None else short_name(event.words)[:length].ljust(length, "=")
+def _bar(event: Event | None, length: int, name: _Names) -> str:
+    return "." * length if event is None else name(event)[:length].ljust(length, "=")
 
 
 def _fillers(events: Sequence[Event], column_s: float, num_columns: int) -> list[Event | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -26,11 +27,39 @@ COLOURS: MappingProxyType[Kind, str] = MappingProxyType(
 )
 """One colour per kind, in the order of legends; each has a contrast of 3 and more to white and to a dark page."""
 
+LIGHTEST = 3.2
+"""What is drawn lighter still has this contrast to white."""
 
 _COMPUTES: MappingProxyType[str, Kind] = MappingProxyType(
     {"F": "forward", "R": "recomputation", "B": "backward", "U": "update"}
 )
 _OF_MICROBATCH = re.compile(r"(F|R|B[iw]?)\d+\.\+?(\d+)")
+
+
+def shade_of(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """Return the colour of a kind on one of so many chunks: that of the kind for the first one, lighter ones behind."""
+    colour = COLOURS[kind]
+    if not chunk:
+        return colour
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    part = chunk / max(1, num_chunks - 1) * _most_white((red, green, blue))
+    mixed = (round(value + part * (255 - value)) for value in (red, green, blue))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _most_white(colour: tuple[int, int, int]) -> float:
+    """Return how much white may be mixed into a colour until its contrast to white is the least."""
+    parts = (at / 100 for at in range(100))
+    return max(
+        (part for part in parts if _contrast(value + part * (255 - value) for value in colour) >= LIGHTEST), default=0.0
+    )
+
+
+def _contrast(colour: Iterable[float]) -> float:
+    """Return the contrast of a colour to white, as web pages are judged by."""
+    shares = [value / 255 for value in colour]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return 1.05 / (sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
 
 
 def kind_of_word(word: str) -> Kind:

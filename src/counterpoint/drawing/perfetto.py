@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from counterpoint.drawing.kinds import kind_of
+from counterpoint.drawing.naming import Naming, version_of
 from counterpoint.program.trace import LANES, Event, Trace
 
 Json: TypeAlias = dict[str, object]
@@ -17,7 +18,8 @@ def write_perfetto(*traces: Trace, base_time_ns: int = 0) -> str:
     """Return one JSON text with all traces: a process per rank, a thread per lane.
 
     Ranks of the second trace get the process numbers after those of the first, and stand beside them on the screen.
-    A transfer that overlaps computing is an asynchronous event; all others nest strictly in their thread.
+    A transfer that overlaps computing is an asynchronous event; all others nest strictly in their thread. Where a rank
+    has several chunks an event says which one is run, and where it reads older weights than the newest, how much older.
 
     Args:
         traces: simulated, measured, or both.
@@ -49,16 +51,17 @@ def _names(pid: int, name: str, place: int) -> Iterator[Json]:
 
 
 def _rank_events(trace: Trace, first_pid: int) -> Iterator[Json]:
+    names = Naming.of(trace)
     ranks: defaultdict[int, list[Event]] = defaultdict(list)
     for event in trace.events:
         ranks[event.rank].append(event)
     for rank, events in ranks.items():
         beside = _beside(events)
         for number, event in enumerate(events):
-            yield from _written(event, first_pid + rank, number if number in beside else None)
+            yield from _written(event, first_pid + rank, number if number in beside else None, names.chunk(event))
 
 
-def _written(event: Event, pid: int, number: int | None) -> Iterator[Json]:
+def _written(event: Event, pid: int, number: int | None, chunk: int | None) -> Iterator[Json]:
     start, stop = _nanoseconds(event)
     shown: Json = {
         "name": event.words,
@@ -66,7 +69,11 @@ def _written(event: Event, pid: int, number: int | None) -> Iterator[Json]:
         "pid": pid,
         "tid": LANES.index(event.lane),
     }
-    details = {"index": event.index, "kind": kind_of(event)}
+    details: Json = {"index": event.index, "kind": kind_of(event)}
+    if chunk is not None:
+        details["chunk"] = chunk
+    if version_of(event):
+        details["version"] = version_of(event)
     if number is None:
         yield {"ph": "X", **shown, "ts": start / 1000, "dur": (stop - start) / 1000, "args": details}
         return

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from counterpoint.drawing.kinds import COLOURS, Kind, kind_of, short_name
+from counterpoint.drawing.kinds import COLOURS, Kind, kind_of, shade_of
 from counterpoint.drawing.markup import escape, label, picture, tag
+from counterpoint.drawing.naming import Naming, letter_of
 from counterpoint.drawing.scale import format_number, format_seconds, format_tick, round_step, ticks, time_unit
 from counterpoint.program.trace import Event, Trace
 
@@ -23,9 +24,10 @@ COMPUTING: frozenset[Kind] = frozenset({"forward", "recomputation", "backward", 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Where a time stands; ``span_s`` fills the picture."""
+    """Where a time stands, ``span_s`` fills the picture; and what events are called."""
 
     span_s: float
+    names: Naming
 
     def x(self, seconds: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (seconds / self.span_s if self.span_s else 0.0)
@@ -46,7 +48,7 @@ def draw_timeline(trace: Trace, *, most_ranks: int = 32) -> str:
         trace: what to draw.
         most_ranks: rows; further ranks are counted below.
     """
-    panel = _panel(trace, _Scale(trace.step_s), LEGEND, most_ranks)
+    panel = _panel(trace, _Scale(trace.step_s, Naming.of(trace)), LEGEND, most_ranks)
     return picture(
         WIDTH, panel.bottom, f"{trace.source} timeline of one step", _describe(trace), _legend([trace]), panel.content
     )
@@ -61,7 +63,7 @@ def draw_beside(simulated: Trace, measured: Trace, *, most_ranks: int = 16) -> s
     alike = max(spans) <= 20 * min(spans)
     content, bottom = [], LEGEND
     for trace in (simulated, measured):
-        scale = _Scale(max(spans) if alike else trace.step_s)
+        scale = _Scale(max(spans) if alike else trace.step_s, Naming.of(trace))
         panel = _panel(trace, scale, bottom, most_ranks, note="" if alike else ", on a scale of its own")
         content.append(panel.content)
         bottom = panel.bottom + GAP
@@ -106,7 +108,19 @@ def _legend(traces: Sequence[Trace]) -> str:
             parts.append(tag("rect", x=x, y=11 - height / 2, width=14, height=height, rx=2, fill=colour))
             parts.append(label(kind, x=x + 19, y=15))
             x += 34 + LETTER * len(kind)
+    parts += _shades(shown, Naming.of(*traces).num_chunks, x)
     return tag("g", *parts) if parts else ""
+
+
+def _shades(shown: set[Kind], num_chunks: int, x: float) -> Iterator[str]:
+    """Draw what tells chunks of one rank apart, where one has several."""
+    if num_chunks < 2 or "forward" not in shown:
+        return
+    for chunk in range(num_chunks):
+        fill = shade_of("forward", chunk, num_chunks)
+        yield tag("rect", x=x + 14 * chunk, y=5, width=13, height=12, rx=2, fill=fill)
+    letters = f"{letter_of(0)} .. {letter_of(num_chunks - 1)}" if num_chunks > 2 else "a, b"
+    yield label(f"chunks {letters} of a rank", x=x + 14 * num_chunks + 5, y=15)
 
 
 def _height(kind: Kind) -> float:
@@ -151,16 +165,16 @@ def _row(rank: int, events: Sequence[Event], scale: _Scale, top: float, busy: fl
     link = [event for event in events if event.lane == "link"]
     bars = [_Bar.of(group, scale) for group in _groups(own, scale)]
     transfers = [_Bar.of(group, scale) for group in _groups(link, scale)]
-    boxes: defaultdict[Kind, list[str]] = defaultdict(list)
+    boxes: defaultdict[str, list[str]] = defaultdict(list)
     for bar in bars:
         height = ROW if bar.kind in COMPUTING else LINK
-        boxes[bar.kind].append(bar.box(top + (ROW - height) / 2, height))
+        boxes[bar.fill].append(bar.box(top + (ROW - height) / 2, height))
     names = [bar.name(top + ROW / 2 + 4) for bar in bars if bar.text]
     return tag(
         "g",
         label(f"rank {rank}", x=LEFT - 8, y=top + ROW / 2 + 4, text_anchor="end"),
         label(f"{busy:.0%}", x=WIDTH - RIGHT + 8, y=top + ROW / 2 + 4),
-        *(tag("g", *boxes[kind], fill=COLOURS[kind]) for kind in reversed(COLOURS) if kind in boxes),
+        *(tag("g", *boxes[fill], fill=fill) for fill in sorted(boxes, key=_from_behind)),
         *([tag("g", *(bar.box(top + ROW + 1, LINK) for bar in transfers), fill=COLOURS["communication"])]
           if transfers else []),
         *([tag("g", *names, fill="#ffffff", font_size=11, text_anchor="middle", pointer_events="none")]
@@ -168,11 +182,18 @@ def _row(rank: int, events: Sequence[Event], scale: _Scale, top: float, busy: fl
     )  # fmt: skip
 
 
+def _from_behind(fill: str) -> tuple[int, str]:
+    """Return where a colour stands among those that are drawn: the kinds of legends last, shades before all."""
+    colours = list(COLOURS.values())
+    return -colours.index(fill) if fill in colours else -len(colours), fill
+
+
 @dataclass(frozen=True, slots=True)
 class _Bar:
     """A box for one event, or for several that are too thin to be told apart."""
 
     kind: Kind
+    fill: str
     x: float
     width: float
     text: str
@@ -188,7 +209,9 @@ class _Bar:
         width = scale.x(stop) - scale.x(start)
         words = group[0].words if len(group) == 1 else f"{len(group)} events, {group[0].words} to {group[-1].words}"
         tip = f"{_cut(words)}: {format_number((stop - start) * 1e3)} ms"
-        return _Bar(kind, scale.x(start), width, _fitting(kind, group, width), tip)
+        chunk = scale.names.chunk(group[0]) if len(group) == 1 else None
+        fill = shade_of(kind, chunk or 0, scale.names.num_chunks)
+        return _Bar(kind, fill, scale.x(start), width, _fitting(kind, group, width, scale.names), tip)
 
     def box(self, y: float, height: float) -> str:
         slit = 0.6 if self.width > 3 else 0.0
@@ -200,12 +223,13 @@ class _Bar:
         return label(self.text, x=self.x + self.width / 2, y=y)
 
 
-def _fitting(kind: Kind, group: Sequence[Event], width: float) -> str:
+def _fitting(kind: Kind, group: Sequence[Event], width: float, names: Naming) -> str:
     """Return the longest name that fits into a box."""
     if len(group) > 1 or kind not in COMPUTING:
         return ""
-    names = (group[0].words, short_name(group[0].words))
-    return next((name for name in names if len(name) * LETTER <= width - 4), "")
+    event = group[0]
+    wanted = (event.words, names.full(event), names.short(event))
+    return next((name for name in wanted if len(name) * LETTER <= width - 4), "")
 
 
 def _cut(words: str) -> str:

@@ -64,6 +64,7 @@ class Piece:
         cost: forward work of one sample, in any unit that is the same for all pieces.
         output_bytes: bytes per sample of everything alive after it (what a cut here would send).
         split: how it may be sliced, if it may.
+        starts: the modules that begin with it, the outer ones first.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Piece:
     cost: float = 1.0
     output_bytes: int = 0
     split: Split | None = None
+    starts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import Ranking, rank_plans
+from counterpoint.planner.orders import rank_with_orders
+from counterpoint.planner.rank import Ranking
+from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.server import Server
 from counterpoint.world.cluster import Cluster
 
 NEARLY_AS_FAST = 1.02
@@ -32,6 +35,8 @@ def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) 
 def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Plan:
     """Return the first of the plans that is at most 2 % slower than the fastest that keeps the numbers and fits.
 
+    Other orders of their pipelines are tried where they could be faster, and come last.
+
     Args:
         plans: what to choose from, the simplest first.
         model: the model in its finest blocks.
@@ -41,13 +46,22 @@ def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, ba
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    candidates = list(dict.fromkeys(plans))
-    ranking = rank_plans(candidates, model, cluster, batch_size=batch_size)
+    candidates = {plan: at for at, plan in enumerate(dict.fromkeys(plan for plan in plans if not _is_late(plan)))}
+    ranking = rank_with_orders(candidates, model, cluster, batch_size=batch_size)
     kept = [found for found in ranking.predictions if found.is_synchronous and found.fits]
     if not kept:
         raise PlanError(_obstacle(ranking))
     near = [found.plan for found in kept if found.step_s <= NEARLY_AS_FAST * kept[0].step_s]
-    return min(near, key=candidates.index)
+    return min(near, key=lambda plan: candidates.get(plan, len(candidates)))
+
+
+def _is_late(plan: Plan) -> bool:
+    """Tell whether gradients meet newer weights than they were computed with, so that it need not be ranked."""
+    return any(
+        (isinstance(strategy, Pipeline) and strategy.is_stream)
+        or (isinstance(strategy, Server) and strategy.consistency == "asp")
+        for strategy in plan.strategies
+    )
 
 
 def _obstacle(ranking: Ranking) -> str:

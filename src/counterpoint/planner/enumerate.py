@@ -16,7 +16,8 @@ from counterpoint.strategies.zero import Zero
 
 MOST_STRATEGIES = 3
 ORDERS = ("one_f_one_b", "gpipe")
-"""The orders that are tried; what the others gain depends on how long chunks and parts of backwards really take."""
+"""The orders that are always tried; others are where they may win, see :mod:`counterpoint.planner.orders`."""
+STREAMS = ("pipedream", "pipedream_2bw")
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 SERVERS = (1, 2, 4)
 MOST_UNEQUAL = 8
@@ -29,7 +30,8 @@ def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None 
 
     They stand from the inside out: slices of layers, stages, then copies as data, zero of each level, shards inside
     replicas, or workers of a server, which may be groups of replicas. A server that waits is sliced from outside.
-    Pipelines are tried with one_f_one_b and gpipe, and with 1, 2 and 4 microbatches per stage. Of compositions that
+    Pipelines are tried with one_f_one_b and gpipe, and with 1, 2 and 4 microbatches per stage; those that never flush
+    with as many replicas of each stage as fill the ranks, and with others for two stages. Of compositions that
     differ only in the numbers of the ranks, or in that one of them sends more, one is returned. Whether a model can be
     sliced is found out when a plan is compiled.
 
@@ -64,15 +66,20 @@ def _compositions(num_ranks: int, num_blocks: int) -> Iterator[tuple[Strategy, .
                 yield (*inner, *outer)
             if slices == 1:
                 yield from ((*inner, *server) for server in _served(num_ranks, Plan(inner).num_ranks))
+        yield from ((*_sliced(slices), stream) for stream in _streams(slices, stages, num_ranks))
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
+def _sliced(slices: int) -> tuple[Strategy, ...]:
+    return (Tensor(slices),) if slices > 1 else ()
+
+
 def _inner(slices: int, stages: int, num_ranks: int) -> Iterator[tuple[Strategy, ...]]:
     """Yield how one copy of the model may be spread: sliced, staged, both or neither."""
-    sliced: tuple[Strategy, ...] = (Tensor(slices),) if slices > 1 else ()
+    sliced = _sliced(slices)
     if stages == 1:
         yield sliced
         return
@@ -82,6 +89,16 @@ def _inner(slices: int, stages: int, num_ranks: int) -> Iterator[tuple[Strategy,
         for first in range(1, num_ranks):
             if 2 * first != num_ranks:
                 yield (Pipeline(2, replicas=(first, num_ranks - first)),)
+                yield (Pipeline(2, "pipedream", (first, num_ranks - first)),)
+
+
+def _streams(slices: int, stages: int, num_ranks: int) -> Iterator[Pipeline]:
+    """Yield pipelines that never flush, which have all replicas inside; next to slices they have none."""
+    copies, rest = divmod(num_ranks, slices * stages)
+    if stages == 1 or rest or (slices > 1 and copies > 1):
+        return
+    for order in STREAMS:
+        yield Pipeline(stages, order, (copies,) * stages if copies > 1 else ())
 
 
 def _copies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:

@@ -119,6 +119,12 @@ def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, bat
     return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals))
 
 
+def merged(one: Ranking, other: Ranking) -> Ranking:
+    """Return two rankings for one model as one."""
+    predictions = sorted((*one.predictions, *other.predictions), key=_place)
+    return Ranking(tuple(predictions), one.refusals + other.refusals)
+
+
 def _place(found: Prediction) -> tuple[bool, float, int, int]:
     return not found.fits, float(f"{found.step_s:.9g}"), found.memory_bytes, found.sent_bytes
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import (
+    OF_UNITS,
     Backward,
     Collective,
     Commit,
@@ -47,9 +48,9 @@ class _Held:
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
     versions: int = 1
 
-    def num_bytes(self, size_of: Sizes, num_states: int) -> Fraction:
-        """Return the bytes of everything held."""
-        total = Fraction(sum(self.alive.values()) + sum(self.wires.values()))
+    def fixed_bytes(self, size_of: Sizes, num_states: int) -> Fraction:
+        """Return the bytes of everything held but what is alive between forwards and backwards."""
+        total = Fraction(sum(self.wires.values()))
         gradients = ((self.grads, 1), (self.shares, 1), (self.aside, 1), (self.residuals, 2))
         for parts, times in ((self.weights, self.versions), *gradients, (self.states, num_states)):
             total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
@@ -108,13 +109,16 @@ def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one ca
 def _row_peak(row: Words, units: list[_Unit], size_of: Sizes, num_states: int) -> int:
     held = _begin(row, units, size_of)
     again = computed_again(row)
-    peak = held.num_bytes(size_of, num_states)
+    peak = fixed = held.fixed_bytes(size_of, num_states)
     for word in row:
+        num_grads = len(held.grads)
         if isinstance(word, Forward | Recompute):
             held.alive[word.block, word.micro] = _kept_by(word, again, size_of)
         _hold(held, word, units, size_of)
+        if len(held.grads) != num_grads or _is_of_units(word):
+            fixed = held.fixed_bytes(size_of, num_states)
         in_hand = max(size_of(weight(unit)) for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
-        peak = max(peak, held.num_bytes(size_of, num_states) + in_hand)
+        peak = max(peak, fixed + sum(held.alive.values()) + in_hand)
         if isinstance(word, Backward) and word.has_weight:  # it holds what it reads and what it writes at once
             held.alive.pop((word.block, word.micro), None)
     return -(-peak.numerator // peak.denominator)
@@ -126,6 +130,17 @@ def _kept_by(word: Forward | Recompute, again: Again, size_of: Sizes) -> int:
     if isinstance(word, Recompute) or key not in again.places:
         return size_of(Value("g", (word.block,), word.micro))
     return size_of(Value("x", (word.block,), word.micro)) if word.block > 0 and key not in again.fed else 0
+
+
+def _is_of_units(word: Instruction) -> bool:
+    """Tell whether a word may change what is held of units; a backward does where it makes a gradient."""
+    match word:
+        case Forward() | Recompute() | Backward() | Commit():
+            return False
+        case Send(value) | Recv(value) | Collective(_, value):
+            return value.name in OF_UNITS
+        case Update() | Swap() | Serve() | Push() | Pull() | Release():
+            return True
 
 
 def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:

@@ -13,34 +13,46 @@ class Chunks:
 
     Args:
         runs: the blocks of each position.
-        num_stages: the stages they are dealt out to, one round after the other.
-        is_folded: whether every other round goes from the last stage to the first one, so that chunks lie in a V.
+        stages: the stage that runs each position.
 
     Example:
         >>> chunks = Chunks.of((1, 1, 1, 1), num_stages=2, is_folded=True)
-        >>> [chunks.stage_of(position) for position in range(4)], chunks.blocks_of(0)
-        ([0, 1, 1, 0], (0, 3))
+        >>> chunks.stages, chunks.blocks_of(0)
+        ((0, 1, 1, 0), (0, 3))
     """
 
     runs: tuple[range, ...]
-    num_stages: int
-    is_folded: bool = False
+    stages: tuple[int, ...]
 
     @staticmethod
     def of(counts: Sequence[int], *, num_stages: int, is_folded: bool) -> Chunks:
-        """Return chunks of so many blocks each."""
+        """Return chunks of so many blocks each, dealt out to the stages in rounds.
+
+        Args:
+            counts: how many blocks each has.
+            num_stages: the stages.
+            is_folded: whether every other round goes from the last stage to the first one, so that chunks lie in a V.
+        """
+        rounds = (divmod(position, num_stages) for position in range(len(counts)))
+        return Chunks.on_stages(counts, [num_stages - 1 - at if is_folded and by % 2 else at for by, at in rounds])
+
+    @staticmethod
+    def on_stages(counts: Sequence[int], stages: Sequence[int]) -> Chunks:
+        """Return chunks of so many blocks each on the stages that are told."""
         stops = accumulate(counts, initial=0)
-        return Chunks(tuple(range(start, stop) for start, stop in pairwise(stops)), num_stages, is_folded)
+        return Chunks(tuple(range(start, stop) for start, stop in pairwise(stops)), tuple(stages))
+
+    def count(self, stage: int) -> int:
+        """Return how many chunks a stage runs."""
+        return self.stages.count(stage)
 
     def position(self, stage: int, chunk: int) -> int:
         """Return where a stage's chunk stands in the chain."""
-        is_back = self.is_folded and chunk % 2 == 1
-        return chunk * self.num_stages + (self.num_stages - 1 - stage if is_back else stage)
+        return [position for position, owner in enumerate(self.stages) if owner == stage][chunk]
 
     def stage_of(self, position: int) -> int:
         """Return the stage that runs the chunk at a position."""
-        chunk, at = divmod(position, self.num_stages)
-        return self.num_stages - 1 - at if self.is_folded and chunk % 2 == 1 else at
+        return self.stages[position]
 
     def on(self, stage: int) -> tuple[range, ...]:
         """Return the blocks of each chunk of a stage."""

@@ -13,6 +13,9 @@ from counterpoint.strategies.buckets import parse_bytes
 Bytes = NewType("Bytes", int)
 """A size, which a plan writes as ``64MiB`` or as a number of bytes."""
 
+Micros = NewType("Micros", int)
+"""A number of microbatches, which is said of the plan and not of a strategy."""
+
 
 def kinds_of(taker: Callable[..., Any]) -> Mapping[str, Any]:
     """Return of what kind each option of a strategy is: its annotation."""
@@ -48,7 +51,7 @@ def read_option(key: str, value: str, kind: Any, text: str) -> Any:  # noqa: ANN
     if kind is float:
         return _read_number(key, value, text)
     try:
-        if kind is int or all(isinstance(word, int) for word in get_args(kind) or ("",)):
+        if kind in {int, Micros} or all(isinstance(word, int) for word in get_args(kind) or ("",)):
             return int(value)
         if get_origin(kind) is tuple:
             return tuple(int(part) for part in value.strip("()").split(",") if part.strip())

@@ -14,6 +14,7 @@ from counterpoint.program.instruction import Backward, Collective, Commit, Forwa
 from counterpoint.program.program import Program, Row
 from counterpoint.strategies.balance import even_cuts
 from counterpoint.strategies.chunks import Chunks
+from counterpoint.strategies.marks import Mark, counts_between, is_told, merged, read_marks, require_marks
 from counterpoint.strategies.options import require_word
 from counterpoint.strategies.orders.order import Order, Place, warmup
 from counterpoint.strategies.orders.pipedream import STREAMS
@@ -34,6 +35,8 @@ class Pipeline:
             ``pipedream_2bw``.
         replicas: ranks per stage; microbatch m goes to replica ``m mod r`` of each stage, its backward too.
         balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be.
+        cuts: in place of a balance the paths of the modules with which chunks begin, one for each but the first; or,
+            under gpipe, ``module:stage`` for all chunks, which may lie on any stage, and several on one.
         virtual: chunks per stage, called virtual stages by others; chunk c of stage s stands at ``c n + s`` of n stages
             in the model, and at ``2 n - 1 - s`` where ``zero_bubble`` has its second one.
         vertical_sync: ``on`` has every stage compute a microbatch with weights that have seen the same microbatches
@@ -77,6 +80,7 @@ class Pipeline:
     balance: tuple[int, ...] = ()
     virtual: int = 1
     vertical_sync: Literal["off", "on"] = "off"
+    cuts: tuple[str, ...] = ()
     recompute: When = "never"
 
     axis: ClassVar[str] = "stage"
@@ -108,6 +112,32 @@ class Pipeline:
                 "the orders for several chunks take all stages to be alike; leave out one of the two, or write "
                 f"pipeline({self.degree}, virtual={self.virtual}) * data(...)"
             )
+        self._require_cuts()
+
+    def _require_cuts(self) -> None:
+        if self.cuts and self.balance:
+            raise PlanError(
+                f"balance={self.balance} and cuts={'+'.join(self.cuts)} of pipeline({self.degree}) both say where "
+                f"{'chunks' if self.virtual > 1 else 'stages'} begin; leave out one of the two"
+            )
+        if is_told(self.marks) and (self.order != "gpipe" or self.virtual > 1 or self.replicas):
+            raise PlanError(
+                f"cuts={'+'.join(self.cuts)} of pipeline({self.degree}) tells the stage of each module, which needs "
+                "order=gpipe, virtual=1 and no replicas, as the others take all stages to be alike; leave out the "
+                "stages, or what is not of these"
+            )
+        counts = {"num_stages": self.degree, "num_chunks": self.degree * self.virtual}
+        require_marks(self.marks, f"pipeline({self.degree})", **counts)
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The modules with which chunks begin."""
+        return merged(read_marks(self.cuts, f"pipeline({self.degree})"))
+
+    @property
+    def cut_modules(self) -> tuple[str, ...]:
+        """The paths of the modules before which the model has to be cut; what it begins with needs no cut."""
+        return tuple(mark.module for mark in self.marks[is_told(self.marks) :])
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
@@ -120,6 +150,8 @@ class Pipeline:
             parts.append(f"replicas=({','.join(map(str, self.replicas))})")
         if self.balance:
             parts.append(f"balance=({','.join(map(str, self.balance))})")
+        if self.cuts:
+            parts.append(f"cuts={'+'.join(self.cuts)}")
         if self.vertical_sync == "on":
             parts.append("vertical_sync=on")
         if self.recompute != "never":
@@ -164,12 +196,14 @@ class Pipeline:
         """Return the model as it is."""
         return model
 
-    def cuts(self, model: ModelSpec) -> tuple[int, ...]:
+    def counts(self, model: ModelSpec) -> tuple[int, ...]:
         """Return how many blocks each chunk has.
 
         Raises:
-            PlanError: more chunks than blocks, or a balance that does not add up.
+            PlanError: more chunks than blocks, a balance that does not add up, or cuts that the model has no place for.
         """
+        if self.cuts and self.virtual == self.num_chunks:
+            return counts_between(self.marks, model, f"pipeline({self.degree})")
         num_chunks = self.degree * self.num_chunks
         if self.num_chunks > 1 and num_chunks > model.num_blocks:
             raise PlanError(
@@ -209,7 +243,12 @@ class Pipeline:
 
     def chunks(self, model: ModelSpec) -> Chunks:
         """Return which blocks lie where."""
-        return Chunks.of(self.cuts(model), num_stages=self.degree, is_folded=not self.is_stream and self.how.is_folded)
+        told = [mark.stage for mark in self.marks if mark.stage is not None]
+        if told:
+            return Chunks.on_stages(self.counts(model), told)
+        return Chunks.of(
+            self.counts(model), num_stages=self.degree, is_folded=not self.is_stream and self.how.is_folded
+        )
 
     def _stream(self, model: ModelSpec) -> Stream:
         rule = "synced" if self.vertical_sync == "on" else STREAMS[self.order]
@@ -265,7 +304,7 @@ class Pipeline:
             updates=kept,
             sent=sliced_part(rank, blocks, model) / self.stage_ranks[stage] + sent * count * samples,
             summed=rank.summed + summed,
-            in_flight=self.how.in_flight(Place(stage, self.stage_ranks, tuple(range(count)), self.num_chunks)),
+            in_flight=self.how.in_flight(Place(stage, self.stage_ranks, tuple(range(count)), chunks.count(stage))),
             heads=tuple(run[0] for run in chunks.on(stage)),
         )
 

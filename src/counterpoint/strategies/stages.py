@@ -67,12 +67,11 @@ class Stages:
 
     def items(self, micros: Sequence[int]) -> list[list[Item]]:
         """Return the turns and messages of every seat, for the microbatches that enter the pipeline."""
-        num_chunks = len(self.chunks.runs) // len(self.replicas)
         index_of = {micro: index for index, micro in enumerate(micros)}
         turns = []
         for stage, count in enumerate(self.replicas):
             for twin in range(count):
-                place = Place(stage, self.replicas, tuple(micros[twin::count]), num_chunks)
+                place = Place(stage, self.replicas, tuple(micros[twin::count]), self.chunks.count(stage))
                 turns.append(list(self.order.turns(place)))
 
         def hop(seat: int, turn: Turn, by: int, value: Value) -> Hop | None:

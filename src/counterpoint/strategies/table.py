@@ -15,7 +15,17 @@ from counterpoint.strategies.options import keywords_of
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.systems import caffe, chainer, horovod, pytorch, tensorflow
+from counterpoint.strategies.systems import (
+    caffe,
+    chainer,
+    gpipe,
+    horovod,
+    hypar_flow,
+    megatron,
+    pipedream,
+    pytorch,
+    tensorflow,
+)
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree import Tree
 from counterpoint.strategies.zero import Zero
@@ -93,55 +103,19 @@ STRATEGIES: dict[str, Named] = {
     "pipeline": Named(
         Pipeline,
         "stages of blocks, microbatches flow through them",
-        ("order", "replicas", "balance", "virtual", "vertical_sync", "recompute"),
-        Pipeline,
-    ),
-    "gpipe": Named(
-        partial(Pipeline, order="gpipe"),
-        "a pipeline that fills and drains",
-        ("replicas", "balance", "virtual", "recompute"),
+        ("order", "replicas", "balance", "cuts", "virtual", "vertical_sync", "recompute"),
         Pipeline,
     ),
     "one_f_one_b": Named(
         partial(Pipeline, order="one_f_one_b"),
         "a pipeline that alternates forward and backward",
-        ("replicas", "balance", "recompute"),
-        Pipeline,
-    ),
-    "pipedream_flush": Named(
-        partial(Pipeline, order="one_f_one_b"),
-        "another name of one_f_one_b: PipeDream's order with a flush after every batch",
-        ("replicas", "balance", "recompute"),
+        ("replicas", "balance", "cuts", "recompute"),
         Pipeline,
     ),
     "interleaved": Named(
         partial(Pipeline, order="interleaved", virtual=2),
         "one_f_one_b with several chunks of the model on every stage",
-        ("balance", "virtual", "recompute"),
-        Pipeline,
-    ),
-    "megatron_interleaved": Named(
-        partial(Pipeline, order="interleaved", virtual=2),
-        "another name of interleaved: Megatron-LM's virtual pipeline stages",
-        ("balance", "virtual", "recompute"),
-        Pipeline,
-    ),
-    "zero_bubble": Named(
-        partial(Pipeline, order="zero_bubble"),
-        "a pipeline that puts off the weight parts of backwards; virtual=2 for chunks in a V",
-        ("replicas", "balance", "virtual", "recompute"),
-        Pipeline,
-    ),
-    "pipedream": Named(
-        partial(Pipeline, order="pipedream"),
-        "a pipeline that never flushes, on stashed weights",
-        ("replicas", "balance", "vertical_sync", "recompute"),
-        Pipeline,
-    ),
-    "pipedream_2bw": Named(
-        partial(Pipeline, order="pipedream_2bw"),
-        "a pipeline that never flushes, on two versions of the weights",
-        ("replicas", "balance", "recompute"),
+        ("balance", "cuts", "virtual", "recompute"),
         Pipeline,
     ),
     "tensor": Named(Tensor, "layers sliced along named dims", ("dims",), Tensor),
@@ -188,6 +162,47 @@ STRATEGIES: dict[str, Named] = {
         "ChainerMN: one optimizer with a communicator that knows hosts",
         chainer.NOT_IN_CHAINERMN,
         "chainermn(4, communicator=hierarchical, per_host=2)",
+    ),
+    "gpipe": _system(gpipe.gpipe, "GPipe and torchgpipe: a pipeline that fills and drains", gpipe.NOT_IN_GPIPE),
+    "placement": _system(
+        gpipe.placement,
+        "modules on ranks that are told, as with torch.distributed.rpc",
+        gpipe.NOT_IN_PLACEMENT,
+        "placement(2, modules=block0:0+block1:1+block2:0)",
+    ),
+    "pipedream": _system(
+        pipedream.pipedream, "PipeDream: a pipeline that never flushes, on stashed weights", pipedream.NOT_IN_PIPEDREAM
+    ),
+    "pipedream_2bw": _system(
+        pipedream.pipedream_2bw,
+        "PipeDream-2BW: a pipeline that never flushes, on two versions of the weights",
+        pipedream.NOT_IN_PIPEDREAM_2BW,
+    ),
+    "pipedream_flush": _system(
+        pipedream.pipedream_flush,
+        "PipeDream-Flush: 1F1B with a flush after every batch",
+        pipedream.NOT_IN_PIPEDREAM_FLUSH,
+    ),
+    "megatron_interleaved": _system(
+        megatron.megatron_interleaved,
+        "Megatron-LM's virtual pipeline: 1F1B with several chunks on every stage",
+        megatron.NOT_IN_MEGATRON_INTERLEAVED,
+    ),
+    "zero_bubble": _system(
+        megatron.zero_bubble,
+        "Zero Bubble: a pipeline that puts off the weight parts of backwards; virtual=2 for chunks in a V",
+        megatron.NOT_IN_ZERO_BUBBLE,
+    ),
+    "hypar_flow": _system(
+        hypar_flow.hypar_flow,
+        "HyPar-Flow: partitions of the model, replicas, or both",
+        hypar_flow.NOT_IN_HYPAR_FLOW,
+        "hypar_flow(4, num_partitions=2)",
+    ),
+    "mpi_caffe": _system(
+        caffe.mpi_caffe,
+        "MPI-Caffe: groups of ranks that share the layers they hold, one group behind the other",
+        example="mpi_caffe(4, comm_group=2)",
     ),
     "firecaffe": _system(caffe.firecaffe, "FireCaffe: a reduction tree", example="firecaffe(4)"),
     "s_caffe": _system(

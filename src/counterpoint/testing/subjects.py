@@ -149,6 +149,6 @@ def plan_for(strategy: str, num_micros: int) -> Plan:
         >>> str(plan), plan.num_microbatches, plan.passes
         ('data(2)', 2, ('overlap',))
     """
-    text, *passes = (part.strip() for part in strategy.split("+"))
+    text, *passes = strategy.split(" + ")
     plan = Plan.parse(text)
     return replace(plan, num_microbatches=num_micros // plan.num_micros, passes=tuple(passes))

@@ -15,7 +15,7 @@ from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
+from counterpoint.plan import Plan, chunks_in
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.runtime.build import call_form
@@ -68,12 +68,19 @@ def make_plan(
         plan = strategy
     else:
         text = _AUTO.sub(r"data\1", strategy)
-        plan = replace(Plan.parse(text, num_ranks=num_ranks, hosts=hosts_of(environment)), passes=PASSES)
+        hosts = hosts_of(environment)
+        found = Plan.parse(text, num_ranks=num_ranks, num_microbatches=num_microbatches, hosts=hosts)
+        plan = replace(found, passes=PASSES)
     if num_microbatches is not None:
         plan = replace(plan, num_microbatches=num_microbatches)
     if num_ranks > 1:
         plan.require_ranks(num_ranks)
     return plan if passes is None else replace(plan, passes=tuple(passes))
+
+
+def says_microbatches(strategy: str | Plan, num_microbatches: int | None) -> bool:
+    """Return whether the number of microbatches is given, by itself or in the plan, and not for us to choose."""
+    return num_microbatches is not None or isinstance(strategy, Plan) or chunks_in(strategy) is not None
 
 
 def hosts_of(environment: RankEnvironment | None) -> list[int]:

@@ -19,7 +19,7 @@ from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.batches import count_samples, digest, require_same_batches, warn_of_forks
 from counterpoint.training.checks import make_face
-from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan
+from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan, says_microbatches
 from counterpoint.training.feeds import counted_micros
 from counterpoint.training.own_batches import OwnBatches, require_whole_steps
 from counterpoint.training.team import Team
@@ -315,7 +315,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     face = make_face(optimizer, model)
     world = open_world(found, plan.num_ranks, chosen.deadline_s)
     team = Team(world, plan, model, loss, face, chosen)
-    fixed = num_microbatches is not None or isinstance(strategy, Plan)
+    fixed = says_microbatches(strategy, num_microbatches)
     own = None
     if batches == "own" and is_one_of_many(world):
         require_whole_steps(plan)

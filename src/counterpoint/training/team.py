@@ -163,7 +163,9 @@ class Team:
         need = self.plan.need
         if need != "wish":
             try:
-                return cut_model(model, call_form(inputs), need=need, dims=self.options.dims)
+                return cut_model(
+                    model, call_form(inputs), need=need, dims=self.options.dims, cuts=self.plan.cut_modules
+                )
             except PlanError as error:
                 if replace(self.plan, passes=()).need not in {"none", "wish"}:
                     raise

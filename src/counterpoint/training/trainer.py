@@ -28,7 +28,7 @@ from counterpoint.training.checks import (
     require_same_batch,
     require_schedule,
 )
-from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan
+from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan, says_microbatches
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
 from counterpoint.training.feeds import DatasetFeed
@@ -97,7 +97,7 @@ class Trainer:
         self.environment = environment if environment is not None else detect()
         self.plan = make_plan(strategy, self.environment, num_microbatches, passes)
         self.auto = make_auto(strategy, self.plan, num_microbatches)
-        self.has_fixed_micros = num_microbatches is not None or isinstance(strategy, Plan)
+        self.has_fixed_micros = says_microbatches(strategy, num_microbatches)
         self.face = make_face(optimizer, model)
         self.schedule = schedule(self.face.optimizer) if schedule is not None else None
         require_schedule(self.schedule)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from counterpoint.errors import PlanError
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.systems.fusion import EACH_ALONE, composed, split_by_host
+from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree import Tree
 
 
@@ -93,3 +96,38 @@ def numa_caffe(degree: int) -> tuple[Strategy, ...]:
         Roy et al., NUMA-Caffe: NUMA-Aware Deep Learning Neural Networks, TACO 2018.
     """
     return (Data(degree),)
+
+
+def mpi_caffe(degree: int, *, comm_group: int = 0, cuts: tuple[str, ...] = ()) -> tuple[Strategy, ...]:
+    """Return MPI-Caffe: model parallel groups, each of which holds a run of layers and shares them among its ranks.
+
+    There, a layer runs on the ranks of its ``comm_group``; ``MPIBroadcast`` gives all of them its input, and sums their
+    gradients, ``MPIGather`` puts together what they have made. Here the layers of a group that can be sliced are, and
+    all others run on each of its ranks: ``tensor(k) * pipeline(n/k, order=gpipe)``.
+
+    Args:
+        degree: all ranks.
+        comm_group: ranks of a group; all of them by default, 1 for layers on ranks of their own.
+        cuts: the modules with which the second group begins, and so on; by default the slowest is as fast as can be.
+
+    Promise:
+        The same numbers as on one rank, to rounding.
+
+    Cost:
+        Bytes sent per rank and step, k ranks in each group: 2 (k-1)/k of the outputs and inputs of sliced layers, and
+        what goes from group to group. Idle time, for g groups and m microbatches: (g-1)/(m+g-1) of the step; MPI-Caffe
+        itself has one microbatch. Memory: the layers of its group, 1/k of those that are sliced.
+
+    Source:
+        Lee et al., Why M Heads are Better than One: Training a Diverse Ensemble of Deep Networks, 2015; the README of
+        MPI-Caffe.
+    """
+    inside = comm_group or degree
+    if inside > degree or degree % inside:
+        raise PlanError(
+            f"mpi_caffe({degree}, comm_group={comm_group}) cannot have as many ranks in each group; give a comm_group "
+            f"that divides {degree}"
+        )
+    if cuts and inside == degree:
+        raise PlanError(f"cuts={'+'.join(cuts)} of mpi_caffe({degree}) is for several groups; give a comm_group, too")
+    return composed(Tensor(inside), Pipeline(degree // inside, "gpipe", cuts=cuts))

@@ -1,0 +1,58 @@
+"""Other orders than 1F1B, tried only where a pipeline is idle for long enough that they could win."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from counterpoint.model.spec import ModelSpec
+from counterpoint.plan import Plan
+from counterpoint.planner.rank import Prediction, Ranking, merged, rank_plans
+from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.world.cluster import Cluster
+
+SAVED = {("zero_bubble", 1): 2 / 3, ("interleaved", 2): 1 / 2, ("zero_bubble", 2): 5 / 6}
+"""For an order and its chunks per stage, which part of 1F1B's bubble it saves by the formula of its docstring."""
+MOST_TRIED = 12
+"""Those that promise most are tried, so many of them."""
+
+
+def rank_with_orders(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Ranking:
+    """Return plans as :func:`rank_plans` does, and among them their pipelines in other orders that may be fastest.
+
+    An order is tried where the plan would be the fastest if it saved what its formula says; what it costs in messages
+    and memory is then predicted like that of any plan.
+
+    Args:
+        plans: what is compared.
+        model: the model in its finest blocks.
+        cluster: where they would run.
+        batch_size: samples of one global batch.
+    """
+    ranking = rank_plans(plans, model, cluster, batch_size=batch_size)
+    fitting = [found.step_s for found in ranking.predictions if found.is_synchronous and found.fits]
+    if not fitting:
+        return ranking
+    hopes = {
+        plan: hope
+        for found in ranking.predictions
+        if found.is_synchronous
+        for plan, hope in _variants(found, model.num_blocks)
+        if hope < fitting[0]
+    }
+    tried = sorted(hopes, key=hopes.__getitem__)[:MOST_TRIED]
+    return merged(ranking, rank_plans(tried, model, cluster, batch_size=batch_size)) if tried else ranking
+
+
+def _variants(found: Prediction, num_blocks: int) -> Iterator[tuple[Plan, float]]:
+    """Yield the plan with other orders of its pipeline, and the seconds of a step if they save what they may."""
+    stages = [at for at, strategy in enumerate(found.plan.strategies) if isinstance(strategy, Pipeline)]
+    for at in stages:
+        plain = found.plan.strategies[at]
+        if not isinstance(plain, Pipeline) or plain != Pipeline(plain.degree):
+            continue
+        for (order, virtual), saved in SAVED.items():
+            if plain.degree * virtual <= num_blocks:
+                strategies = list(found.plan.strategies)
+                strategies[at] = Pipeline(plain.degree, order, virtual=virtual)
+                yield replace(found.plan, strategies=tuple(strategies)), found.step_s - saved * found.idle_s

@@ -1,0 +1,181 @@
+"""Where the chunks of a pipeline begin, by the names of modules, and which stage is told to run them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A chunk begins with a module.
+
+    Args:
+        module: its path in the model.
+        stage: which stage runs the chunk; None for the next one.
+    """
+
+    module: str
+    stage: int | None = None
+
+
+def read_marks(cuts: Sequence[str], owner: str) -> tuple[Mark, ...]:
+    """Return the marks that are written as ``blocks.2``, or as ``blocks.2:1`` where a stage is told.
+
+    Args:
+        cuts: as they are written.
+        owner: whose they are, for errors.
+
+    Raises:
+        PlanError: a module is named twice, stages are told of some only, or one is no number.
+
+    Example:
+        >>> read_marks(("embed:0", "blocks:1"), "pipeline(2)")
+        (Mark(module='embed', stage=0), Mark(module='blocks', stage=1))
+    """
+    marks = []
+    for cut in cuts:
+        module, colon, stage = cut.partition(":")
+        if not module or (colon and not stage.isdigit()):
+            raise PlanError(
+                f"cuts of {owner} has {cut!r}; write the path of a module, or module:stage with the stage that runs it"
+            )
+        marks.append(Mark(module, int(stage) if colon else None))
+    modules = [mark.module for mark in marks]
+    for module in modules:
+        if modules.count(module) > 1:
+            raise PlanError(
+                f"cuts of {owner} names {module!r} {modules.count(module)} times; a module begins one chunk"
+            )
+    told = [mark for mark in marks if mark.stage is not None]
+    if told and len(told) < len(marks):
+        open_ones = ", ".join(mark.module for mark in marks if mark.stage is None)
+        raise PlanError(
+            f"cuts of {owner} says which stage runs {told[0].module}, but not which runs {open_ones}; tell the stage "
+            "of all modules, the first one of the model among them, or of none"
+        )
+    return tuple(marks)
+
+
+def is_told(marks: Sequence[Mark]) -> bool:
+    """Whether marks say which stage runs what."""
+    return bool(marks) and marks[0].stage is not None
+
+
+def require_marks(marks: Sequence[Mark], owner: str, *, num_stages: int, num_chunks: int) -> None:
+    """Check that there is a mark for each chunk but the first, or stages that are all told of something.
+
+    Raises:
+        PlanError: there are more or fewer, or a stage that is told of nothing, or there is no such stage.
+    """
+    if not marks:
+        return
+    if not is_told(marks):
+        if len(marks) != num_chunks - 1:
+            of = "stage" if num_chunks == num_stages else "chunk"
+            raise PlanError(
+                f"cuts of {owner} names {_many(len(marks), 'module')} with which a {of} begins, but {num_chunks} {of}s "
+                f"need {num_chunks - 1}, one for each but the first; give as many, or {len(marks) + 1} {of}s"
+            )
+        return
+    stages = {mark.stage for mark in marks}
+    for mark in marks:
+        if mark.stage is not None and mark.stage >= num_stages:
+            raise PlanError(
+                f"cuts of {owner} has {mark.module} on stage {mark.stage}, but the stages are 0 to {num_stages - 1}; "
+                f"give one of these, or {mark.stage + 1} stages"
+            )
+    idle = [stage for stage in range(num_stages) if stage not in stages]
+    if idle:
+        raise PlanError(
+            f"cuts of {owner} has no module on stage {idle[0]}; every stage needs work: put a module there, or give "
+            f"{len(stages)} stages"
+        )
+
+
+def merged(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+    """Return the marks without those whose module lies on the stage of the one before it: they are one chunk."""
+    if not is_told(marks):
+        return tuple(marks)
+    return tuple(next(group) for _, group in groupby(marks, key=lambda mark: mark.stage))
+
+
+def counts_between(marks: Sequence[Mark], model: ModelSpec, owner: str) -> tuple[int, ...]:
+    """Return how many blocks each chunk has.
+
+    Raises:
+        PlanError: no block begins with a module, modules are out of order, or a chunk has no work or no parameters.
+    """
+    places = {"": 0, **_places(model)}
+    names = [*([] if is_told(marks) else [""]), *(mark.module for mark in marks)]
+    heads = [places.get(names[0], 0), *(_place(name, places, owner) for name in names[1:])]
+    if heads[0]:
+        raise PlanError(
+            f"cuts of {owner} begins with {names[0]!r}, but the model begins with {_first(places)!r}, which lies on no "
+            f"stage then; tell its stage, too: cuts={_first(places)}:0+..."
+        )
+    _require_order(names, heads, owner)
+    stops = [*heads[1:], model.num_blocks]
+    for name, start, stop in zip(names, heads, stops, strict=True):
+        if not any(block.params for block in model.blocks[start:stop]):
+            until = f" up to {names[heads.index(stop)]!r}" if stop in heads else ""
+            raise PlanError(
+                f"cuts of {owner} leaves no parameters between {name or _first(places)!r}{until}; every stage trains "
+                "some: leave out one of the two cuts, or begin with another module"
+            )
+    return tuple(stop - start for start, stop in zip(heads, stops, strict=True))
+
+
+def _require_order(names: Sequence[str], heads: Sequence[int], owner: str) -> None:
+    for (before, start), (behind, stop) in pairwise(zip(names, heads, strict=True)):
+        if start == stop:
+            what = (
+                f"{before!r} and {behind!r} begin at the same place" if before else f"the model begins with {behind!r}"
+            )
+            raise PlanError(
+                f"cuts of {owner}: {what}, so that a stage would have no work; leave out {behind!r}, or name a module "
+                "further on"
+            )
+        if start > stop:
+            right = "+".join(name for _, name in sorted(zip(heads, names, strict=True)) if name)
+            raise PlanError(f"cuts of {owner} are out of order: {behind!r} runs before {before!r}; write cuts={right}")
+
+
+def _places(model: ModelSpec) -> Mapping[str, int]:
+    """Return at which block each module begins that a block begins with."""
+    places: dict[str, int] = {}
+    for index, block in enumerate(model.blocks):
+        for name in (*block.pieces[0].starts, block.pieces[0].name):
+            places.setdefault(name, index)
+    return places
+
+
+def _place(name: str, places: Mapping[str, int], owner: str) -> int:
+    if name in places:
+        return places[name]
+    near = difflib.get_close_matches(name, [place for place in places if place], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    known = ", ".join(_heads(places))
+    raise PlanError(f"cuts of {owner} names {name!r}, with which no block begins; {hint}blocks begin with {known}")
+
+
+def _heads(places: Mapping[str, int]) -> list[str]:
+    """Return for each block the outermost module that it begins with."""
+    heads: dict[int, str] = {}
+    for name, at in places.items():
+        if name:
+            heads.setdefault(at, name)
+    return [heads[at] for at in sorted(heads)]
+
+
+def _first(places: Mapping[str, int]) -> str:
+    return next(name for name, at in places.items() if name and not at)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count != 1 else "")
