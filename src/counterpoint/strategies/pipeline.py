@@ -31,7 +31,8 @@ class Pipeline:
         order: ``one_f_one_b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; without a flush ``pipedream`` or
             ``pipedream_2bw``.
         replicas: ranks per stage; microbatch m goes to replica ``m mod r`` of each stage, its backward too.
-        balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be.
+        balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be
+            within 5 %, and of such cuts one is taken that sends least.
         virtual: chunks per stage, called virtual stages by others; chunk c of stage s stands at ``c n + s`` of n stages
             in the model, and at ``2 n - 1 - s`` where ``zero_bubble`` has its second one.
         vertical_sync: ``on`` has every stage compute a microbatch with weights that have seen the same microbatches
@@ -168,7 +169,8 @@ class Pipeline:
             )
         if not self.balance:
             ranks = self.stage_ranks if self.num_chunks == 1 else (1,) * num_chunks
-            return even_cuts([block.cost for block in model.blocks], ranks)
+            left = [block.output_bytes for block in model.blocks]
+            return even_cuts([block.cost for block in model.blocks], ranks, left)
         if sum(self.balance) != model.num_blocks:
             raise PlanError(
                 f"balance={self.balance} adds up to {sum(self.balance)} blocks, but the model has {model.num_blocks}; "
