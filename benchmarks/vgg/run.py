@@ -54,7 +54,8 @@ def planned(rounds, images):
     model = workload.vgg()
     face = Face(workload.SIDES[REFERENCE].optimizer, dict(model.named_parameters()))
     spec = trace_spec(model, face, images, None)
-    alone_s = statistics.median(max(times) for ranks in rounds for times in zip(*(one["alone"] for one in ranks)))
+    alone = (zip(*(one["alone"] for one in ranks), strict=True) for ranks in rounds)
+    alone_s = statistics.median(max(times) for turns in alone for times in turns)
     cost = sum(block.cost for block in spec.blocks) * workload.BATCH
     device = Device(cost_per_s=(1 + BACKWARD) * cost / alone_s)
     cluster = Cluster(device, Link(LATENCY_S, bytes_per_s(RATE)))
@@ -148,8 +149,8 @@ def misses(figures):
     if not 1 / peer["over"] >= LEAST_OF_PEER:
         yield f"{REFERENCE} is {1 / peer['over']:.2f} times as fast as {PEER}; at least {LEAST_OF_PEER} promised"
     for name in (REFERENCE, CLAIMED):
-        if None in figures[name]["until_s"]:
+        found = figures[name]
+        if None in found["until_s"]:
             yield f"{name} did not come to {workload.WANTED:.0%} in every round"
-    for name, found in figures.items():
         if not found["said"]["sent"] <= found["sent"] <= found["said"]["sent"] * (1 + HEADERS):
             yield f"{name} sends {found['sent']:.0f} bytes a batch; {found['said']['sent']:.0f} forecast"

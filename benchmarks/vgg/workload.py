@@ -39,7 +39,7 @@ SIDES = {
     "pipeline(4)": Side("pipeline(4)", micros=4),
     "pipedream(4)": Side("pipedream(4)", lr=0.02, momentum=0.0),
     "pipedream_2bw(4)": Side("pipedream_2bw(4)", micros=4),
-    "pipedream, 3-1": Side("pipedream(2, replicas=(3,1))", micros=3, trains=False),
+    "pipedream, 3-1": Side("pipedream(2, replicas=(3,1), balance=(4,3))", micros=3, trains=False),
 }
 
 
