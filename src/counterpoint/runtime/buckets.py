@@ -32,8 +32,8 @@ class Ready:
 def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
     """Return the places of each bucket, in the order in which buckets are complete.
 
-    Each has gradients of one buffer, at most so many bytes as ``sizes`` says, or a single gradient that is larger. The
-    first one is complete as soon as it has what ``sizes`` says of it: less would leave the link idle.
+    Each has gradients of one buffer, at most so many bytes as ``sizes`` says, or a single gradient that is larger. What
+    the first one may not hold joins the small ones before it all the same: alone, these would leave the link idle.
 
     Args:
         made: all gradients, in any order.
@@ -41,8 +41,8 @@ def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
 
     Example:
         >>> made = [Ready(place, 0, 10, 0.001 * place) for place in range(5)]
-        >>> cut(made, Buckets(bucket_bytes=30, first_bytes=10)), cut(made, Buckets(bucket_bytes=30, first_bytes=15))
-        (((0,), (1, 2, 3), (4,)), ((0, 1), (2, 3, 4)))
+        >>> cut(made, Buckets(bucket_bytes=30, first_bytes=10))
+        ((0,), (1, 2, 3), (4,))
     """
     closed: list[list[Ready]] = []
     growing: dict[int, list[Ready]] = {}
@@ -63,7 +63,10 @@ def _takes(bucket: Sequence[Ready], one: Ready, sizes: Buckets, *, is_first: boo
     """Tell whether one more gradient fits into a bucket."""
     held = sum(ready.num_bytes for ready in bucket)
     in_time = not sizes.cycle_ms or one.ready_s - bucket[0].ready_s <= sizes.cycle_ms / 1000
-    return in_time and held + one.num_bytes <= sizes.bucket_bytes and not (is_first and held >= sizes.first_bytes)
+    if not in_time or held + one.num_bytes > sizes.bucket_bytes:
+        return False
+    is_larger = one.num_bytes > sizes.first_bytes > held
+    return not is_first or is_larger or held + one.num_bytes <= sizes.first_bytes
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
