@@ -132,6 +132,18 @@ def shares(fabric):
     return shared, whole.tolist()
 
 
+def ballots(fabric):
+    """Few numbers of each, so few that they travel inside of announcements."""
+    rows = torch.full((3, 2), torch.nan, dtype=torch.float64)
+    rows[fabric.rank] = torch.tensor([fabric.rank / 3, torch.inf], dtype=torch.float64)
+    fabric.all_gather("commit", rows.view(-1), [0, 2, 4, 6], TRIO).wait()
+    return rows.tolist()
+
+
+def test_a_few_numbers_of_each_reach_all_as_they_are(play):
+    assert play(ballots, 3) == [[[0.0, math.inf], [1 / 3, math.inf], [2 / 3, math.inf]]] * 3
+
+
 def test_shares_of_a_sum_join_to_the_whole(play):
     summed = [30.0, 33.0, 36.0, 39.0, 42.0, 45.0, 48.0]
     joined = [30.0, 33.0, 38.0, 41.0, 44.0, 47.0, 50.0]

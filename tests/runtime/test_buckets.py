@@ -32,6 +32,11 @@ def test_a_bucket_is_as_large_as_was_asked_for_at_most_or_a_single_gradient(foun
         assert not sizes.cycle_ms or max(times) - min(times) <= sizes.cycle_ms
 
 
+def test_a_small_last_layer_goes_with_the_large_one_before_it_so_that_the_link_is_busy_early():
+    assert cut(sized(1, 40, 20, 5), Buckets(bucket_bytes=100, first_bytes=10)) == ((0, 1), (2, 3))
+    assert cut(sized(1, 40, 20, 5), Buckets(bucket_bytes=30, first_bytes=10)) == ((0,), (1,), (2, 3))
+
+
 @given(READY, SIZES)
 def test_buckets_are_in_the_order_in_which_they_are_complete(found, sizes):
     ends = [max(found[place][2] for place in bucket) for bucket in cut(made(found), sizes)]

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.balance import even_cuts
+from counterpoint.strategies.balance import NEARLY_AS_FAST, even_cuts
 
 
 def slowest(cuts, costs, replicas):
     stops = [sum(cuts[:stage]) for stage in range(len(cuts) + 1)]
     return max(sum(costs[a:b]) / count for (a, b), count in zip(pairwise(stops), replicas, strict=True))
+
+
+def sent(cuts, left):
+    return sum(left[sum(cuts[: stage + 1]) - 1] for stage in range(len(cuts) - 1))
 
 
 def every_cut(num_blocks, num_stages):
@@ -29,6 +33,26 @@ def test_no_other_cut_has_a_faster_slowest_stage(data):
     assert min(cuts) >= 1
     best = min(slowest(other, costs, replicas) for other in every_cut(len(costs), stages))
     assert slowest(cuts, costs, replicas) == pytest.approx(best, abs=1e-12)
+
+
+@given(st.data())
+def test_no_other_cut_that_is_nearly_as_fast_sends_less(data):
+    costs = data.draw(st.lists(st.integers(1, 20).map(float), min_size=1, max_size=7))
+    stages = data.draw(st.integers(1, len(costs)))
+    left = data.draw(st.tuples(*[st.integers(0, 9)] * len(costs)))
+    replicas = (1,) * stages
+    cuts = even_cuts(costs, replicas, left)
+    every = list(every_cut(len(costs), stages))
+    limit = NEARLY_AS_FAST * min(slowest(other, costs, replicas) for other in every)
+    near = [other for other in every if slowest(other, costs, replicas) <= limit * (1 + 1e-12)]
+    assert cuts in near
+    assert sent(cuts, left) == min(sent(other, left) for other in near)
+
+
+def test_a_cut_goes_behind_the_pool_where_that_makes_no_stage_slower():
+    assert even_cuts([2, 2, 1, 3], (1, 1), left=[8, 8, 2, 0]) == (2, 2)
+    assert even_cuts([2, 2, 1, 5], (1, 1), left=[8, 8, 2, 0]) == (3, 1)
+    assert even_cuts([40, 40, 1, 78], (1, 1), left=[8, 8, 2, 0]) == (3, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 
 import torch
@@ -68,6 +68,7 @@ class Start:
     after: Callable[[], object] | None = None
     error: Exception | None = None
     values: list[bytes] = field(default_factory=list)
+    take: Callable[[Sequence[bytes]], object] | None = None
 
 
 class Lane:
@@ -83,15 +84,28 @@ class Lane:
         self._error: Exception | None = None  # of the first that failed; its members may announce nothing after it
         self._lock = Lock()
 
-    def start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Start:
-        """Return the collective, announced to the other members; without ``launch`` it only exchanges values."""
+    def start(
+        self,
+        operation: Operation,
+        launch: Launch | None,
+        value: bytes = b"",
+        take: Callable[[Sequence[bytes]], object] | None = None,
+    ) -> Start:
+        """Return the collective, announced to the other members; without ``launch`` it only exchanges values.
+
+        Args:
+            operation: what all members are about to do.
+            launch: starts it.
+            value: this rank's; what travels inside of announcements has arrived with them.
+            take: is given all members' values, short ones, where the collective is waited for.
+        """
         own = torch.frombuffer(bytearray(ANNOUNCEMENT_BYTES), dtype=torch.uint8)
         announced = torch.empty((len(self.member.group), ANNOUNCEMENT_BYTES), dtype=torch.uint8)
         stamp = self._stamp(Kind.OPERATION, operation, self._turn)
         encode_into(own, stamp, reading(operation), value_tensors(operation, value))
         with self._lock:
             work = gather(living(self._announcements), announced, own)
-            start = Start(operation, launch, value, self._turn, own, announced, work)
+            start = Start(operation, launch, value, self._turn, own, announced, work, take=take)
             self._turn += 1
             self._queue.append(start)
             self._open.add(start)
@@ -180,7 +194,7 @@ class Lane:
         found = [frame.tensors[0] for frame in map(decode, map(frame_of, start.announced)) if frame.tensors]
         if not found or all(tensor.dtype == torch.uint8 for tensor in found):
             start.values = [tensor.numpy().tobytes() for tensor in found]
-            return [], None
+            return [], None if start.take is None else partial(start.take, start.values)
         stamp = self._stamp(Kind.VALUE, start.operation, start.turn)
         frame = encode(stamp, start.operation.label, [as_tensor(start.value)])
         longest = max(int(tensor) if tensor.dtype == torch.int64 else len(tensor) for tensor in found)
@@ -223,7 +237,7 @@ def wait_for(work: GlooWork, seconds: float) -> None:
 
 def value_tensors(operation: Operation, value: bytes) -> list[Tensor]:
     """Return what an announcement carries: the value, only its length where it is long, or nothing."""
-    if operation.kind != "gather_values":
+    if operation.kind not in {"gather_values", "all_gather"} or not value:
         return []
     return [as_tensor(value) if len(value) <= VALUE_BYTES else torch.tensor(len(value))]
 

@@ -26,7 +26,7 @@ from counterpoint.fabric.fingerprint import (
 )  # fmt: skip
 from counterpoint.fabric.gloo import Gloo
 from counterpoint.fabric.joined import JoinedFabric
-from counterpoint.fabric.lanes import Lane, Launch, Member, Start
+from counterpoint.fabric.lanes import VALUE_BYTES, Lane, Launch, Member, Start, as_tensor
 from counterpoint.fabric.mail import Mail
 from counterpoint.fabric.processes import Processes, has_ended, neighbours, processes_of
 from counterpoint.fabric.wire import Launched, add_up, raw, spread, swap
@@ -132,12 +132,21 @@ class TorchFabric(JoinedFabric):
         return received, self.start(operation, launch)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
-        """Start one broadcast per range, into its place."""
+        """Start one broadcast per range, into its place; short ranges travel inside of the announcements."""
         operation = of_ranges("all_gather", label, whole, bounds, group)
+        ranges = list(pairwise(bounds))
+        sizes = [(stop - start) * whole.element_size() for start, stop in ranges]
+        if self.rank in group and min(sizes, default=0) > 0 and max(sizes) <= VALUE_BYTES:
+            start, stop = ranges[group.index(self.rank)]
+
+            def take(values: Sequence[bytes]) -> None:
+                raw(whole[bounds[0] : bounds[-1]]).copy_(as_tensor(b"".join(values)))
+
+            return self.start(operation, None, raw(whole[start:stop].clone()).numpy().tobytes(), take)
 
         def launch(gloo: Gloo) -> Launched:
-            ranges = [(index, whole[start:end]) for index, (start, end) in enumerate(pairwise(bounds))]
-            return [spread(gloo, raw(part), index) for index, part in ranges if len(part)], None
+            parts = [(index, whole[start:end]) for index, (start, end) in enumerate(ranges)]
+            return [spread(gloo, raw(part), index) for index, part in parts if len(part)], None
 
         return self.start(operation, launch)
 
@@ -207,14 +216,20 @@ class TorchFabric(JoinedFabric):
         with self.waiting(f"{operation.kind} of {operation.label}", self.others(operation.group)):
             lane.finish(start, self.deadline_s)
 
-    def start(self, operation: Operation, launch: Launch | None, value: bytes = b"") -> Work:
+    def start(
+        self,
+        operation: Operation,
+        launch: Launch | None,
+        value: bytes = b"",
+        take: Callable[[Sequence[bytes]], object] | None = None,
+    ) -> Work:
         """Announce a collective; when all members have announced the same, ``launch`` starts it, on some thread."""
         self.check(operation)
         if len(operation.group) == 1:
             return NOTHING
         with self.waiting(f"the start of {operation.kind} of {operation.label}", self.others(operation.group)):
             lane = self._lane(operation.group)
-            start = lane.start(operation, launch, value)
+            start = lane.start(operation, launch, value, take)
             self._deputy = self._deputy or Deputy(self._advance)
             self._deputy.wake()
             self._advance()

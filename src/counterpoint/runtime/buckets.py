@@ -32,7 +32,8 @@ class Ready:
 def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
     """Return the places of each bucket, in the order in which buckets are complete.
 
-    Each has gradients of one buffer, at most so many bytes as ``sizes`` says, or a single gradient that is larger.
+    Each has gradients of one buffer, at most so many bytes as ``sizes`` says, or a single gradient that is larger. What
+    the first one may not hold joins the small ones before it all the same: alone, these would leave the link idle.
 
     Args:
         made: all gradients, in any order.
@@ -45,23 +46,27 @@ def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
     """
     closed: list[list[Ready]] = []
     growing: dict[int, list[Ready]] = {}
-    limits: dict[int, int] = {}
+    firsts: set[int] = set()
     for one in sorted(made, key=lambda ready: (ready.ready_s, ready.place)):
         bucket = growing.get(one.arena)
-        if bucket is not None and not _takes(bucket, one, limits[one.arena], sizes.cycle_ms):
+        if bucket is not None and not _takes(bucket, one, sizes, is_first=one.arena in firsts):
             closed.append(growing.pop(one.arena))
-        if one.arena not in growing:
-            is_first = not closed and not growing
-            limits[one.arena] = min(sizes.first_bytes, sizes.bucket_bytes) if is_first else sizes.bucket_bytes
+            firsts.discard(one.arena)
+        if not closed and not growing:
+            firsts.add(one.arena)
         growing.setdefault(one.arena, []).append(one)
     complete = sorted([*closed, *growing.values()], key=lambda bucket: (bucket[-1].ready_s, bucket[-1].place))
     return tuple(tuple(ready.place for ready in bucket) for bucket in complete)
 
 
-def _takes(bucket: Sequence[Ready], one: Ready, limit: int, cycle_ms: float) -> bool:
+def _takes(bucket: Sequence[Ready], one: Ready, sizes: Buckets, *, is_first: bool) -> bool:
     """Tell whether one more gradient fits into a bucket."""
-    in_time = not cycle_ms or one.ready_s - bucket[0].ready_s <= cycle_ms / 1000
-    return in_time and sum(ready.num_bytes for ready in bucket) + one.num_bytes <= limit
+    held = sum(ready.num_bytes for ready in bucket)
+    in_time = not sizes.cycle_ms or one.ready_s - bucket[0].ready_s <= sizes.cycle_ms / 1000
+    if not in_time or held + one.num_bytes > sizes.bucket_bytes:
+        return False
+    is_larger = one.num_bytes > sizes.first_bytes > held
+    return not is_first or is_larger or held + one.num_bytes <= sizes.first_bytes
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
 from counterpoint.errors import PlanError
 
+NEARLY_AS_FAST = 1.05
+"""A cut may have a slowest stage with so many times the least work: counted operations say no more of its seconds."""
 
-def even_cuts(costs: Sequence[float], replicas: Sequence[float]) -> tuple[int, ...]:
-    """Return how many blocks each stage runs so that the slowest stage is as fast as can be.
+
+def even_cuts(costs: Sequence[float], replicas: Sequence[float], left: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return how many blocks each stage runs so that the slowest stage is as fast as can be, and little is sent.
 
     Args:
         costs: forward work of each block.
         replicas: how many replicas share the work of each stage, or how fast they all are together.
+        left: what a cut behind each block sends, per sample; all alike when left out.
 
     Returns:
-        One positive count per stage. Of equally good answers the one whose earlier stages are shorter.
+        One positive count per stage. Of the cuts whose slowest stage has at most 5 % more work than it must, one that
+        sends least; of these one with the least work for the slowest; of these the one whose last stages begin first.
 
     Raises:
         PlanError: there are more stages than blocks.
+
+    Example:
+        >>> even_cuts([1, 1, 1], (1, 1), left=[8, 2, 0])
+        (2, 1)
     """
     num_blocks, num_stages = len(costs), len(replicas)
     if num_stages > num_blocks:
@@ -27,19 +37,32 @@ def even_cuts(costs: Sequence[float], replicas: Sequence[float]) -> tuple[int, .
             f"the pipeline has {num_stages} stages, but the model has only {num_blocks} blocks; every stage needs one: "
             f"give at most {num_blocks} stages, or a model with more blocks"
         )
+    _, least = _best(costs, replicas, [0] * num_blocks, inf)
+    cuts, _ = _best(costs, replicas, left or [0] * num_blocks, NEARLY_AS_FAST * least)
+    return cuts
+
+
+def _best(
+    costs: Sequence[float], replicas: Sequence[float], left: Sequence[int], limit: float
+) -> tuple[tuple[int, ...], float]:
+    """Return the cuts that send least with no stage above the limit, and the work of their slowest stage."""
+    num_blocks, num_stages = len(costs), len(replicas)
     sums = [0.0, *accumulate(costs)]
-    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    best: dict[tuple[int, int], tuple[int, float, int]] = {(0, 0): (0, 0.0, 0)}
     for stage in range(1, num_stages + 1):
         for stop in range(stage, num_blocks - (num_stages - stage) + 1):
-            choices = (
-                (max(best[stage - 1, start][0], (sums[stop] - sums[start]) / replicas[stage - 1]), start)
-                for start in range(stage - 1, stop)
-                if (stage - 1, start) in best
-            )
-            best[stage, stop] = min(choices)
+            sent = left[stop - 1] if stop < num_blocks else 0
+            work = {start: (sums[stop] - sums[start]) / replicas[stage - 1] for start in range(stage - 1, stop)}
+            choices = [
+                (best[stage - 1, start][0] + sent, max(best[stage - 1, start][1], spent), start)
+                for start, spent in work.items()
+                if (stage - 1, start) in best and spent <= limit
+            ]
+            if choices:
+                best[stage, stop] = min(choices)
     cuts, stop = [], num_blocks
     for stage in range(num_stages, 0, -1):
-        start = best[stage, stop][1]
+        start = best[stage, stop][2]
         cuts.append(stop - start)
         stop = start
-    return tuple(reversed(cuts))
+    return tuple(reversed(cuts)), best[num_stages, num_blocks][1]

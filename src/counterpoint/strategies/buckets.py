@@ -19,7 +19,7 @@ class Buckets:
 
     Args:
         bucket_bytes: how much is summed at once, at most; a larger parameter is summed alone, and 0 sums each alone.
-        first_bytes: the same for the gradients that are ready first, where it is less.
+        first_bytes: the same for the gradients that are ready first, where it is less; a larger one joins them.
         cycle_ms: gradients that are ready later than the first of their bucket by more wait for the next; 0 for any.
         tune: whether other sizes are tried while training, and the fastest kept.
 

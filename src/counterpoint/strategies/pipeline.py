@@ -34,7 +34,8 @@ class Pipeline:
         order: ``one_f_one_b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; without a flush ``pipedream`` or
             ``pipedream_2bw``.
         replicas: ranks per stage; microbatch m goes to replica ``m mod r`` of each stage, its backward too.
-        balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be.
+        balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be
+            within 5 %, and of such cuts one is taken that sends least.
         cuts: in place of a balance the paths of the modules with which chunks begin, one for each but the first; or,
             under gpipe, ``module:stage`` for all chunks, which may lie on any stage, and several on one.
         virtual: chunks per stage, called virtual stages by others; chunk c of stage s stands at ``c n + s`` of n stages
@@ -213,7 +214,8 @@ class Pipeline:
             )
         if not self.balance:
             ranks = self.stage_ranks if self.num_chunks == 1 else (1,) * num_chunks
-            return even_cuts([block.cost for block in model.blocks], ranks)
+            left = [block.output_bytes for block in model.blocks]
+            return even_cuts([block.cost for block in model.blocks], ranks, left)
         if sum(self.balance) != model.num_blocks:
             raise PlanError(
                 f"balance={self.balance} adds up to {sum(self.balance)} blocks, but the model has {model.num_blocks}; "

@@ -1,0 +1,129 @@
+"""One rank of one round: every side trains and is timed, one after the other; each rank prints what it has seen."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import workload
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import counterpoint as cp
+from counterpoint.launchers.environment import detect
+
+WARM_UP, MOST_EPOCHS, ALONE = 3, 20, 5
+
+
+class DDP:
+    """torch's DistributedDataParallel on gloo, as its users run it."""
+
+    def __init__(self, side):
+        self.model = nn.parallel.DistributedDataParallel(workload.vgg())
+        self.optimizer = side.optimizer(self.model.parameters())
+
+    def __call__(self, inputs, targets):
+        count = len(inputs) // dist.get_world_size()
+        own = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model(inputs[own]), targets[own])
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def flush(self):
+        """Nothing is under way."""
+
+    def close(self):
+        """Its process group is that of all sides."""
+
+
+def made(side, number):
+    """Return the step of a side; sides meet at ports of their own."""
+    if not side.strategy:
+        return DDP(side)
+    found = detect()
+    return cp.parallelize(
+        workload.vgg(),
+        side.optimizer,
+        cross_entropy,
+        strategy=side.strategy,
+        num_microbatches=side.micros,
+        environment=replace(found, master_port=found.master_port + 1 + number),
+    )
+
+
+def sent_bytes():
+    """Return what this host has sent through its interface."""
+    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "eth0":
+            return int(figures.split()[8])
+    raise RuntimeError("this host has no eth0: run me in the lab")
+
+
+def timed(step, batches):
+    """Return the seconds until the last rank is done with all batches, none under way, and what this host has sent."""
+    sent = sent_bytes()
+    dist.barrier()  # nobody begins before all have looked
+    began = time.perf_counter()
+    for batch in batches:
+        step(*batch)
+    step.flush()
+    dist.barrier()
+    seconds, now = time.perf_counter() - began, sent_bytes()
+    dist.barrier()  # nobody goes on before all have looked
+    return seconds, now - sent
+
+
+def trained(step, train, held_out):
+    """Return the seconds of each epoch until the model is as good as wanted, and how good it was behind each.
+
+    Weights are brought to all ranks and the model is tried between epochs, which no side is charged for.
+    """
+    seconds, found = [], []
+    for _, epoch in zip(range(MOST_EPOCHS), workload.epochs(train), strict=False):
+        seconds.append(timed(step, epoch)[0])
+        found.append(workload.accuracy(step.give_back(), held_out))
+        if found[-1] >= workload.WANTED:
+            break
+    return {"epochs": seconds, "accuracy": found}
+
+
+def alone(batch):
+    """Return the seconds of a forward and a backward of the whole batch while all other ranks do the same."""
+    model, found = workload.vgg(), []
+    for _ in range(ALONE):
+        dist.barrier()
+        began = time.perf_counter()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def main(number):
+    """Be one rank of a round, in which another side comes first than in the one before."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train, held_out = workload.data()
+    batches = [batch for _, epoch in zip(range(5), workload.epochs(train, seed=1), strict=False) for batch in epoch]
+    found = {"alone": alone(batches[0]), "sides": {}}
+    names = list(workload.SIDES)
+    for name in names[number % len(names) :] + names[: number % len(names)]:
+        side = workload.SIDES[name]
+        step = made(side, names.index(name))
+        seen = trained(step, train, held_out) if side.trains else {}
+        if not seen:
+            timed(step, batches[:WARM_UP])
+        seconds, sent = timed(step, batches[: workload.STEPS])
+        step.close()
+        found["sides"][name] = {**seen, "seconds": seconds, "sent": sent}
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""What is trained: a small VGG on digits, and every side that trains it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn, optim
+
+from counterpoint.data.digits import split_digits
+
+HOSTS, BATCH, STEPS, WANTED = 4, 96, 20, 0.97
+STACKS, DENSE, DIGITS = ((32, 32), (64, 64)), 1024, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to train.
+
+    Args:
+        strategy: as a user writes it; empty for DistributedDataParallel.
+        micros: microbatches.
+        lr: the learning rate, and with the momentum, of those in README.md, what comes to the accuracy soonest.
+        momentum: of SGD.
+        trains: whether it trains until then; else only its steps are timed.
+    """
+
+    strategy: str
+    micros: int = 1
+    lr: float = 0.005
+    momentum: float = 0.9
+    trains: bool = True
+
+    def optimizer(self, params):
+        return optim.SGD(params, lr=self.lr, momentum=self.momentum)
+
+
+SIDES = {
+    "data(4)": Side("data(4)"),
+    "DDP on gloo": Side("", trains=False),
+    "pipeline(4)": Side("pipeline(4)", micros=4),
+    "pipedream(4)": Side("pipedream(4)", lr=0.02, momentum=0.0),
+    "pipedream_2bw(4)": Side("pipedream_2bw(4)", micros=4),
+    "pipedream, 3-1": Side("pipedream(2, replicas=(3,1), balance=(4,3))", micros=3, trains=False),
+}
+
+
+def vgg(seed=0):
+    """Return stacks of convolutions, each ending with a pool, and three linear layers with most of the weights."""
+    torch.manual_seed(seed)
+    layers, width = [], 1
+    for stack in STACKS:
+        for wider in stack:
+            layers += [nn.Conv2d(width, wider, 3, padding=1), nn.ReLU()]
+            width = wider
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(4 * width, DENSE), nn.ReLU(), nn.Linear(DENSE, DENSE), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(DENSE, DIGITS))
+    for module in model:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            nn.init.zeros_(module.bias)
+    return model
+
+
+def data():
+    """Return the training and the held-out images with their digits."""
+    return tuple(part.fetch(range(len(part))) for part in split_digits())
+
+
+def epochs(part, seed=0):
+    """Yield epochs of shuffled batches for ever; what is left of an epoch behind its last whole batch is left out."""
+    draw = torch.Generator().manual_seed(seed)
+    images, digits = part
+    while True:
+        order = torch.randperm(len(digits), generator=draw)
+        yield [(images[at], digits[at]) for at in order.split(BATCH) if len(at) == BATCH]
+
+
+def accuracy(model, part):
+    """Return the part of the images whose digit the model finds."""
+    images, digits = part
+    with torch.no_grad():
+        return float((model(images).argmax(1) == digits).double().mean())
