@@ -27,15 +27,16 @@ from counterpoint.program.agreement import law_6_all_concerned_decide
 from counterpoint.program.counting import law_6_every_gradient_counts_once
 from counterpoint.program.endings import law_6_copies_end_alike, law_7_a_body_leaves_what_it_found
 from counterpoint.program.flow import (
-    law_4_inputs_are_there,
     law_6_updates_follow_a_commit,
     law_7_gradients_are_freed,
     laws_6_and_7_what_is_started_is_awaited,
 )
+from counterpoint.program.inputs import law_4_inputs_are_there
 from counterpoint.program.instruction import Backward, Forward
 from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.messages import law_1_messages_pair_up
 from counterpoint.program.program import Program, Words, versions_held
+from counterpoint.program.strands import Strand
 from counterpoint.program.text import format_unit
 from counterpoint.program.units import Unit
 from counterpoint.program.walk import rehearse_blocking_sends, show_places
@@ -61,6 +62,7 @@ class Promise:
         heads: per rank, the first block of each run of blocks through which microbatches go together.
         versions: per rank, how many versions of weights it may have to hold.
         room: for how many messages of each peer a rank must have room before it posts their receives.
+        strands: which values go from block to block.
     """
 
     staleness: int | None = 0
@@ -75,6 +77,7 @@ class Promise:
     heads: tuple[tuple[int, ...], ...] | None = None
     versions: tuple[int, ...] | None = None
     room: int = 0
+    strands: tuple[Strand, ...] | None = None
 
 
 def check(
@@ -107,7 +110,7 @@ def check(
     law_4_all_work_is_done_once(program, rows, blocks, _micros_in(program, promise.num_micros))
     ledger = keep_ledger(program, rows, promise.heads)
     rehearse_blocking_sends(rows, promise.room)
-    law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced)
+    law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced, promise.strands)
     law_5_staleness(rows, ledger, promise)
     law_6_every_gradient_counts_once(program, rows, ledger, units)
     laws_6_and_7_what_is_started_is_awaited(rows)

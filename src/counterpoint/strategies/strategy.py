@@ -9,6 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.program import Program
+from counterpoint.program.strands import Strand
 
 Need: TypeAlias = Literal["none", "wish", "chain", "regions"]
 """How finely a model is cut: not at all, into blocks if it can be, into blocks, or into blocks and slices."""
@@ -60,6 +61,7 @@ class Forecast:
         sliced: the blocks whose results are partial on every rank, to be summed.
         apart: whether replicas end the step with weights of their own.
         room: for how many messages of each peer a rank must have room before it waits for them.
+        strands: which values go from block to block.
     """
 
     ranks: tuple[RankForecast, ...]
@@ -69,6 +71,7 @@ class Forecast:
     sliced: frozenset[int] = frozenset()
     apart: bool = False
     room: int = 0
+    strands: tuple[Strand, ...] | None = None
 
     def copied(self, times: int) -> Forecast:
         """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""
