@@ -84,20 +84,27 @@ class _Web:
                     return _Flow(left, left)
                 flow = self.backward(rank, block, micro)
                 return flow if word.has_weight else flow._replace(made=(*flow.made, *left))
-            case Recv(value) if value.name not in OF_UNITS:
-                return self.receive(rank, word)
-            case Send(value) if value.name not in OF_UNITS:
-                return self.send(rank, value)
-            case Release(value) if value.name not in OF_UNITS:
-                here = self.parts(value)
-                return _Flow(here, here)
-            case Collective(value=value) if value.name in FORWARDS | BACKWARDS:
-                return _Flow(wrong=_NO_PART)
-            case Collective(value=value, phase=phase) if value.name not in OF_UNITS:
-                summed = ((value.name, value.blocks, value.micro, 0),) if phase != "-" else ()
-                return _Flow(summed, summed, self.whole(value) if phase != "+" else ())
+            case Recv() | Send() | Release() | Collective() if word.value.name not in OF_UNITS:
+                return self.exchange(rank, word)
             case _:
                 return _NOTHING
+
+    def exchange(self, rank: int, word: Recv | Send | Release | Collective) -> _Flow:
+        """Return what a word does with values and gradients of microbatches."""
+        value = word.value
+        match word:
+            case Recv():
+                return self.receive(rank, word)
+            case Send():
+                return self.send(rank, value)
+            case Release():
+                here = self.parts(value)
+                return _Flow(here, here)
+            case Collective(phase=phase):
+                if value.name in FORWARDS | BACKWARDS:
+                    return _Flow(wrong=_NO_PART)
+                summed = self.parts(value) if phase != "-" else ()
+                return _Flow(summed, summed, self.whole(value) if phase != "+" else ())
 
     def results(self, block: int, micro: int | None, *, is_summed: bool) -> Collection[_Held]:
         """Return what a forward makes, or the sum of its parts."""
