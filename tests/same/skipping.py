@@ -32,9 +32,10 @@ class Ladder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Rung() for _ in range(2 * DEPTH))
+        rungs = [Rung() for _ in range(2 * DEPTH)]
+        rungs[-1].up.weight = rungs[0].up.weight
+        self.layers = nn.ModuleList(rungs)
         self.drop = nn.Dropout(0.1)
-        self.layers[-1].up.weight = self.layers[0].up.weight
 
     def forward(self, x, gate):
         rungs = []

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import nn
 
 from counterpoint.program.text import format_program
@@ -67,7 +68,7 @@ class Skipping(nn.Sequential):
     """Layers of which each also reads what the one three before it has made, and the last one the first one's."""
 
     def forward(self, x):
-        made = []
+        made: list[torch.Tensor] = []
         for layer in self:
             x = layer(x) + (0.5 * made[-3] if len(made) > 2 else 0.0)
             made.append(x)

@@ -5,7 +5,8 @@
    do with.
 3. All members of a group call the same collectives in the same order.
 4. Each microbatch goes once forward and once backward through each block, on the same rank; every word finds what it
-   reads, and partial results are summed once over all slices.
+   reads, values come once to those that read them and what each reader adds to their gradients comes back, and partial
+   results are summed once over all slices.
 5. Backward uses the version that its forward used; staleness stays within the promise.
 6. Every gradient enters every update of its parameters exactly once, and all who had a part in it have decided
    together, about just these microbatches, that it counts.
