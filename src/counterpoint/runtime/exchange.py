@@ -27,6 +27,9 @@ from counterpoint.strategies.buckets import Buckets
 _Begun: TypeAlias = tuple[Arena | None, Work, Collective]
 """The arena a collective works on, if any, the work, and the word."""
 
+CARRIES, ABSENT = 1, 2
+"""What a message says of a value: a gradient can come back for it; it is not there."""
+
 
 class Exchange:
     """The communication words of one rank.
@@ -87,27 +90,30 @@ class Exchange:
     def packed(self, value: Value, micro: int) -> list[Tensor]:
         """Return the message that a strand or its gradient is: a mask, then the tensors.
 
-        The mask of a strand says for which values a gradient can come back, that of a gradient for which there is one.
+        The mask of a strand says for which values a gradient can come back (``CARRIES``), and which are not there because
+        no other rank reads them in evaluation (``ABSENT``); that of a gradient says for which values there is one.
         """
         compute, places = self.compute, self.compute.model.strands[strand_of(value)]
         if value.name in FORWARDS:
-            kept = [compute.values[at, micro] for at in places]
+            kept = [compute.values.get((at, micro)) for at in places]
             if value.name == "x":  # nobody here reads it
-                for at in places:
-                    del compute.values[at, micro]
-            return [_mask(carries for _, carries in kept), *(tensor for tensor, _ in kept)]
+                self.forget(value, micro)
+            mask = _mask(ABSENT if one is None else int(one.carries) for one in kept)
+            return [mask, *(one.value for one in kept if one is not None)]
         gradients = [compute.gradients.pop((at, micro), None) for at in places]
         there = [gradient for gradient in gradients if gradient is not None]
-        return [_mask(gradient is not None for gradient in gradients), *compute.loss_behind(micro), *there]
+        return [_mask(int(gradient is not None) for gradient in gradients), *compute.loss_behind(micro), *there]
 
     def unpack(self, value: Value, micro: int, peer: int, message: Sequence[Tensor]) -> None:
         """Put a message of a strand or its gradient where it belongs."""
         compute, places = self.compute, self.compute.model.strands[strand_of(value)]
         mask, *tensors = message
-        flags = [bool(flag) for flag in mask.tolist()]
+        flags: list[int] = mask.tolist()
         if value.name in FORWARDS:
-            for at, tensor, carries in zip(places, tensors, flags, strict=True):
-                compute.values[at, micro] = Kept(tensor, carries)
+            came = iter(tensors)
+            for at, flag in zip(places, flags, strict=True):
+                if flag != ABSENT:
+                    compute.values[at, micro] = Kept(next(came), flag == CARRIES)
             return
         left = iter(compute.take_loss(micro, peer, tensors))
         for at, has_gradient in zip(places, flags, strict=True):
@@ -252,8 +258,8 @@ class Exchange:
             self.compute.values.pop((at, micro), None)
 
 
-def _mask(flags: Iterable[bool]) -> Tensor:
-    return torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+def _mask(flags: Iterable[int]) -> Tensor:
+    return torch.tensor(list(flags), dtype=torch.uint8)
 
 
 def put_weights(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
