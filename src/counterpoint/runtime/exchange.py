@@ -90,8 +90,8 @@ class Exchange:
     def packed(self, value: Value, micro: int) -> list[Tensor]:
         """Return the message that a strand or its gradient is: a mask, then the tensors.
 
-        The mask of a strand says for which values a gradient can come back (``CARRIES``), and which are not there because
-        no other rank reads them in evaluation (``ABSENT``); that of a gradient says for which values there is one.
+        The mask of a strand says for which values a gradient can come back (``CARRIES``), and which are not there
+        because no other rank reads them in evaluation (``ABSENT``); that of a gradient says for which there is one.
         """
         compute, places = self.compute, self.compute.model.strands[strand_of(value)]
         if value.name in FORWARDS:
