@@ -126,7 +126,7 @@ class _Web:
         spent = [
             ("v", blocks, micro, 0)
             for blocks in self.read[block]
-            if blocks[0] not in runs and not any(reader in runs for reader in blocks[1 : blocks.index(block, 1)])
+            if not any(reader in runs for reader in blocks[1 : blocks.index(block, 1)])
         ]
         made = self.gradients(block, micro, is_summed=block == 0 or block not in self.sliced)
         return _Flow(needed, (*own, *needed, *spent), made)
@@ -182,8 +182,8 @@ def law_4_inputs_are_there(
 ) -> None:
     """Prove that each word finds what it reads, and that every partial result is summed once over all its slices.
 
-    A value is there from the word that makes it until it is sent to its only reader or used up by the backward of its
-    maker, or of its first reader where it was received. Its gradient is there when each of its readers has added to
+    A value is there from the word that makes it until it is sent to its only reader, or used up by the backward of its
+    first reader on a row, or of its maker. Its gradient is there when each of its readers has added to
     it, once. The output of a sliced block and its input gradient come as partial results, which only their sum makes
     values and gradients.
 

@@ -317,18 +317,9 @@ class Compute:
 
 
 def spent_by(segments: Mapping[tuple[int, int], Segment]) -> dict[int, list[int]]:
-    """Return for each first block of a segment the values that nobody here needs any more behind its backward.
-
-    Those are the ones that came from elsewhere and that no earlier segment reads. What is made here is needed by its
-    maker's backward at last.
-    """
-    made = {at for segment in segments.values() for at in segment.outputs}
+    """Return for each first block of a segment the values that no other one here needs behind its backward."""
     first_reader: dict[int, int] = {}
     for first, stop in sorted(segments):
         for at in segments[first, stop].inputs:
             first_reader.setdefault(at, first)
-    found: dict[int, list[int]] = {first: [] for first, _ in segments}
-    for at, first in first_reader.items():
-        if at not in made:
-            found[first].append(at)
-    return found
+    return {first: [at for at, reader in first_reader.items() if reader == first] for first, _ in segments}
