@@ -40,8 +40,8 @@ class Saved:
         return box
 
     def look(self):
-        kept = [tensor for once in self.compute.again.kept.values() for tensor in once.leaves]
-        kept += [tensor for bundle in self.compute.bundles.values() for tensor in bundle.values]
+        kept = [tensor for once in self.compute.again.kept.values() for tensor in once.leaves if tensor is not None]
+        kept += [one.value for one in self.compute.values.values()]
         storages = [tensor.untyped_storage() for tensor in (*kept, *(box.tensor for box in self.boxes))]
         sizes = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in self.weights}
         self.most = max(self.most, sum(sizes.values()))

@@ -35,28 +35,35 @@ def owned(model) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 def forward(cut, bounds, inputs, params, buffers, *, training):
-    """Return, for each segment, what it took (detached from what was before) and what it gave."""
-    values = cut.flatten_inputs(inputs, training=training)
+    """Return, for each segment, itself, what it took (detached from what others made) and what it gave."""
+    values = dict(enumerate(cut.flatten_inputs(inputs, training=training)))
     steps = []
     for first, stop in pairwise(bounds):
         part = cut.segment(first, stop, training=training)
-        taken = [value.detach() for value in values]
+        taken = [values[at].detach() for at in part.inputs]
         taken = [value.requires_grad_() if value.is_floating_point() else value for value in taken]
         torch.manual_seed(first)  # whatever ran before on this rank must not matter
-        values = part(taken, params, buffers, seed)
-        assert len(values) == len(part.outputs)
-        steps.append((taken, values))
+        gave = part(taken, params, buffers, seed)
+        assert stop == bounds[-1] or len(gave) == len(part.outputs)
+        values |= dict(zip(part.outputs, gave, strict=stop != bounds[-1]))
+        steps.append((part, taken, gave))
     return steps
 
 
 def backward(steps, loss):
-    """Run autograd from the last segment to the first, passing on the gradients of the values between."""
-    taken, _ = steps[-1]
-    loss.backward()
-    for before, gave in reversed(steps[:-1]):
-        pairs = [(v, t.grad) for v, t in zip(gave, taken, strict=True) if v.requires_grad and t.grad is not None]
-        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
-        taken = before
+    """Run autograd from the last segment to the first, adding up what readers of a value say of its gradient."""
+    gradients: dict[int, torch.Tensor] = {}
+    for part, taken, gave in reversed(steps):
+        if loss is not None:
+            loss.backward()
+        else:
+            pairs = [(v, gradients[at]) for at, v in zip(part.outputs, gave, strict=True) if at in gradients]
+            pairs = [(value, gradient) for value, gradient in pairs if value.requires_grad]
+            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+        loss = None
+        for at, value in zip(part.inputs, taken, strict=True):
+            if value.grad is not None:
+                gradients[at] = gradients[at] + value.grad if at in gradients else value.grad
 
 
 def in_segments(cut, model, inputs, bounds=None, *, training=True):
@@ -64,11 +71,11 @@ def in_segments(cut, model, inputs, bounds=None, *, training=True):
     params, buffers = owned(model)
     bounds = bounds or range(len(cut.spec.pieces) + 1)
     steps = forward(cut, bounds, inputs, params, buffers, training=training)
-    loss = loss_of(cut.unflatten_output(steps[-1][1], training=training))
+    loss = loss_of(cut.unflatten_output(steps[-1][2], training=training))
     if loss.requires_grad:
         backward(steps, loss)
     grads = {name: param.grad for name, param in params.items()}
-    return loss.detach(), grads, buffers, [value.detach() for value in steps[-1][1]]
+    return loss.detach(), grads, buffers, [value.detach() for value in steps[-1][2]]
 
 
 def difference(ours, theirs):

@@ -16,7 +16,7 @@ from counterpoint.errors import PlanError
 from counterpoint.testing.parity import difference, train
 from counterpoint.testing.subjects import Recipe, Subject, plan_for
 from tests.cutting.models import ALL, Residual, fixed_heads, residual
-from tests.cutting.same import owned, seed, worst_of
+from tests.cutting.same import forward, owned, seed, worst_of
 
 
 @pytest.mark.parametrize("prefer", ["blocks", "regions"])
@@ -24,7 +24,7 @@ from tests.cutting.same import owned, seed, worst_of
 def test_the_same_values_cross_every_cut_for_another_number_of_samples(name, prefer):
     cut = GraphCut(*ALL[name](), prefer=prefer)
     layouts = cut.layout(training=True), cut.layout(training=True, samples=2)
-    first, other = ([[node.name for node in one.bundle(at)] for at in range(one.num_pieces + 1)] for one in layouts)
+    first, other = ([(one.node.name, one.maker, one.readers) for one in layout.handed] for layout in layouts)
     assert first == other
 
 
@@ -39,11 +39,9 @@ def test_a_pair_that_a_block_ends_in_runs_for_another_number_of_samples(samples)
 def test_no_value_is_twice_between_two_blocks(make, prefer):
     model, inputs = make()
     cut = GraphCut(model, inputs, prefer=prefer)
-    values = cut.flatten_inputs(inputs)
-    for block in cut.spec.blocks:
-        part = cut.segment(block.first_piece, block.first_piece + len(block.pieces), training=True)
-        values = part(values, *owned(model), seed)
-        assert not [pair for pair in combinations(values, 2) if torch.equal(*pair)]
+    bounds = [block.first_piece for block in cut.spec.blocks] + [len(cut.spec.pieces)]
+    for _, _, gave in forward(cut, bounds, inputs, *owned(model), training=True):
+        assert not [pair for pair in combinations(gave, 2) if torch.equal(*pair)]
 
 
 def test_bytes_between_blocks_count_a_value_once():

@@ -7,7 +7,7 @@ from torch import nn
 from counterpoint.cutting.choose import cut_model
 from counterpoint.cutting.graph import GraphCut
 from tests.cutting.models import ALL, cnn, gpt, long_skip
-from tests.cutting.same import in_segments, owned, seed, worst_of
+from tests.cutting.same import in_segments, seed, worst_of
 
 
 @pytest.mark.parametrize("need", ["chain", "regions"])
@@ -45,14 +45,12 @@ def test_batch_norm_counts_its_batches_in_the_buffers_it_was_given():
     assert int(model[1].num_batches_tracked) == 0
 
 
-def test_a_value_that_is_only_passed_on_stays_the_same_object():
-    model, inputs = long_skip()
-    part = (cut := GraphCut(model, inputs)).segment(1, 2, training=True)
-    before = cut.segment(0, 1, training=True)(cut.flatten_inputs(inputs), *owned(model), seed)
-    after = dict(zip(part.outputs, part(before, *owned(model), seed), strict=True))
-    kept = [name for name in part.inputs if name in after]
-    assert len(kept) >= 3
-    assert all(after[name] is before[part.inputs.index(name)] for name in kept)
+def test_a_piece_takes_only_what_it_reads_itself():
+    cut = GraphCut(*long_skip())
+    made = cut.values(training=True)
+    parts = [cut.segment(index, index + 1, training=True) for index in range(5)]
+    assert [[made[at].maker for at in part.inputs] for part in parts] == [[-1], [0], [1], [2], [-1, -1, 0, 3]]
+    assert [[made[at].readers for at in part.outputs] for part in parts] == [[(1, 4)], [(2,)], [(3,)], [(4,)], []]
 
 
 def test_a_tied_parameter_has_its_first_name_in_both_of_its_pieces():

@@ -8,7 +8,7 @@ from counterpoint.cutting.graph import GraphCut
 from counterpoint.cutting.slices import slice_of, verify_split
 from counterpoint.errors import PlanError
 from tests.cutting.models import FusedAttention, fixed_heads, gpt, perceptron
-from tests.cutting.same import owned, seed
+from tests.cutting.same import forward, owned, seed
 
 
 def splits(cut):
@@ -46,17 +46,15 @@ def test_slices_add_up_forward_and_backward(make, num_slices):
     model, inputs = make()
     cut, (params, buffers) = GraphCut(model, inputs, prefer="regions"), owned(model)
     verify_split(cut, cut.spec.refine(("heads", "hidden"), num_slices), params)
-    values = cut.flatten_inputs(inputs)
+    steps = forward(cut, range(len(cut.spec.pieces) + 1), inputs, params, buffers, training=True)
     checked = 0
-    for index, piece in enumerate(cut.spec.pieces):
-        part = cut.segment(index, index + 1, training=True)
+    for piece, (part, values, _) in zip(cut.spec.pieces, steps, strict=True):
         if piece.split:
             whole = run(part, values, params, buffers)
             parts = [slice_of(params, piece.split, place, num_slices) for place in range(num_slices)]
             sums = [sum(both) for both in zip(*(run(part, values, own, buffers) for own in parts), strict=True)]
             assert all(torch.allclose(ours, theirs, 1e-12, 1e-13) for ours, theirs in zip(sums, whole, strict=True))
             checked += 1
-        values = part(values, params, buffers, seed)
     assert checked
 
 
@@ -64,8 +62,8 @@ def test_what_is_also_used_elsewhere_enters_a_region_under_a_name_of_its_own():
     cut = GraphCut(*fixed_heads(), prefer="regions")
     index = next(place for place, piece in enumerate(cut.spec.pieces) if piece.split)
     part = cut.segment(index, index + 1, training=True)
-    assert len(part.inputs) == 2
-    assert part.partial_inputs[0] not in part.outputs
+    assert part.inputs == part.partial_inputs
+    assert cut.values(training=True)[part.inputs[0]].readers == (index,)
 
 
 def test_the_bias_of_the_row_layer_belongs_to_the_next_piece():

@@ -60,6 +60,10 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "pipedream_2_replicas_2_1": ("pipedream(2, replicas=(2,1))", {"m": 2}),
     "pipedream_2bw_2": ("pipedream_2bw(2)", {"m": 2}),
     "tensor_2_pipedream_2": ("tensor(2) * pipedream(2)", {}),
+    "gpipe_4_skips": ("gpipe(4)", {"m": 2, "blocks": 8, "skips": True}),
+    "pipeline_2_skips": ("pipeline(2)", {"m": 2, "blocks": 4, "skips": True}),
+    "interleaved_2_skips_data_2": ("interleaved(2) * data(2)", {"blocks": 4, "skips": True}),
+    "pipedream_3_skips": ("pipedream(3)", {"blocks": 4, "skips": True}),
     "pipeline_2_tied": ("pipeline(2)", {"m": 2, "blocks": 4, "tied": True}),
     "pipeline_2_replicas_2_1": ("pipeline(2, replicas=(2,1))", {"m": 4, "blocks": 3}),
     "gpipe_2_replicas_1_2": ("gpipe(2, replicas=(1,2), balance=(1,2))", {"m": 2, "blocks": 3}),
@@ -155,6 +159,12 @@ def test_an_order_is_drawn_as_in_its_paper(golden, name):
     text, blocks, micros = DRAWN[name]
     trace = simulate(compiled(text, m=micros, blocks=blocks).program, unit_costs(backward_ticks=2))
     golden(f"{name}.txt", draw_grid(trace, tick_s=1, width=250) + "\n")
+
+
+def test_a_u_net_is_drawn_as_gpipe_draws_any_model(golden):
+    """Two blocks per stage; what skips stages comes before it is read, so that nobody waits longer for it."""
+    trace = simulate(compiled("gpipe(4)", m=2, blocks=8, skips=True).program, unit_costs(backward_ticks=2))
+    golden("gpipe_4_skips_drawn.txt", draw_grid(trace, tick_s=1, width=250) + "\n")
 
 
 def test_every_name_of_the_table_has_a_program_of_its_own():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from counterpoint.compiler.compile import compile as compile_plan
 from counterpoint.model.spec import Block, ModelSpec, Param, Piece, chain
+from counterpoint.model.values import INPUT, Made
 from counterpoint.plan import Plan
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
@@ -20,10 +21,20 @@ MOST_RANKS = 12
 WIDTH = 12
 
 
-def compiled(text, *, m=1, blocks=2, tied=False, passes=(), samples=1):
-    """What becomes of a plan on a chain of equal blocks of 256 x 256 float32 weights."""
+def compiled(text, *, m=1, blocks=2, tied=False, passes=(), samples=1, skips=False):
+    """What becomes of a plan on a chain of equal blocks of 256 x 256 float32 weights, or on them with skips."""
     plan = replace(Plan.parse(text, num_microbatches=m), passes=passes)
-    return compile_plan(plan, chain(blocks, tied=tied), samples_per_micro=samples)
+    model = chain(blocks, tied=tied)
+    return compile_plan(plan, ladder(model) if skips else model, samples_per_micro=samples)
+
+
+def ladder(model):
+    """The blocks as a U-Net: the last one also reads what the first one makes, the last but one the second's."""
+    last = model.num_blocks - 1
+    readers = [tuple(sorted({block + 1, max(last - block, block + 1)})) for block in range(last)]
+    size = model.blocks[0].output_bytes
+    made = (Made(block, read, size) for block, read in enumerate(readers))
+    return replace(model, values=(Made(INPUT, (0,)), *made))
 
 
 @st.composite
@@ -43,11 +54,25 @@ def webs(draw, num_blocks):
 
 
 @st.composite
+def skipping(draw, model):
+    """The same blocks, but what they make is read by any blocks behind them; not all of it is learned."""
+    last = model.num_blocks - 1
+    made = [Made(INPUT, (0,))]
+    for _ in range(draw(st.integers(0, 6)) if last else 0):
+        maker = draw(st.integers(0, last - 1))
+        readers = draw(st.sets(st.integers(maker + 1, last), min_size=1))
+        made.append(Made(maker, tuple(sorted(readers)), draw(st.integers(0, 8)), draw(st.booleans())))
+    return replace(model, values=tuple(made))
+
+
+@st.composite
 def models(draw):
     num_blocks = draw(st.integers(1, 6))
     if draw(st.booleans()):
-        return draw(webs(num_blocks))
-    return chain(num_blocks, width=WIDTH, tied=draw(st.booleans()))
+        model = draw(webs(num_blocks))
+    else:
+        model = chain(num_blocks, width=WIDTH, tied=draw(st.booleans()))
+    return draw(skipping(model)) if draw(st.booleans()) else model
 
 
 def degrees(most):
@@ -184,7 +209,8 @@ def flushless(draw):
     least = pipeline.microbatches(1)
     per_body = least + count * lcm(*replicas)
     passes = draw(st.sampled_from([(), ("overlap",)]))
-    return chain(stages + draw(st.integers(0, 2)), width=WIDTH), Plan((*sliced, pipeline), per_body, passes)
+    model = chain(stages + draw(st.integers(0, 2)), width=WIDTH)
+    return draw(skipping(model)) if draw(st.booleans()) else model, Plan((*sliced, pipeline), per_body, passes)
 
 
 @st.composite

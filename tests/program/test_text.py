@@ -38,7 +38,10 @@ units = st.sets(st.integers(0, 30), min_size=1, max_size=4).map(lambda found: tu
 numbers = st.integers(0, 99)
 parameters = st.builds(Value, st.sampled_from(["grad", "weight"]), units)
 activations = st.builds(Value, st.sampled_from(["x", "g", "y", "dx"]), st.tuples(numbers), numbers)
-values = parameters | activations
+strands = st.builds(
+    Value, st.sampled_from(["s", "ds"]), units.filter(lambda blocks: blocks[1:] not in {(), (blocks[0] + 1,)}), numbers
+)
+values = parameters | activations | strands
 phases = st.sampled_from(["", "+", "-"])
 codes = st.sampled_from(
     ["fp16", "int8", "sign", "twobit", "twobit:0.5", "topk:0.01", "topk:1", "powersgd:12", "adasum"]

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.tables import Column, format_bytes, plain_table
-from counterpoint.compiler.compile import Compiled, compile, sizes_in  # noqa: A004 - read as cp.compile
+from counterpoint.compiler.compile import Compiled, compile, held_in  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
 from counterpoint.errors import PlanError
@@ -206,7 +206,7 @@ def drawing(trace: Trace, columns: int) -> str:
 def figures(compiled: Compiled, trace: Trace) -> str:
     """Return bubble, bytes and microbatches in flight, for each kind of rank."""
     sent = compiled.sent_bytes()
-    memory = peak_bytes(compiled.turns[-1].playable, sizes_in(compiled.model, 1))
+    memory = peak_bytes(compiled.turns[-1].playable, held_in(compiled.model, 1))
     busy: Counter[int] = Counter()
     for event in trace.events:
         if event.lane == "compute":

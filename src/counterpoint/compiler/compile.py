@@ -10,10 +10,11 @@ from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.program.instruction import OF_UNITS, Value
+from counterpoint.program.instruction import FORWARDS, OF_UNITS, Value
 from counterpoint.program.laws import Promise, check
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program
+from counterpoint.program.strands import strand_of
 from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.program.turn import Turn, beginning, steady
 from counterpoint.strategies.solo import solo, solo_forecast
@@ -125,6 +126,7 @@ def promise_of(forecast: Forecast) -> Promise:
         room=forecast.room,
         tapes=forecast.tapes,
         repeats=forecast.repeats,
+        strands=forecast.strands,
     )
 
 
@@ -138,8 +140,21 @@ def value_bytes(value: Value, model: ModelSpec, samples_per_micro: int, code: st
         return split.output_bytes * samples_per_micro if split is not None else 0
     if value.name == "dx":
         return split.input_bytes * samples_per_micro if split is not None else 0
-    boundary = block - 1 if value.name == "x" else block
-    return model.blocks[boundary].output_bytes * samples_per_micro
+    strand = model.find_strand(strand_of(value))
+    if strand is None:  # of what only the model's output holds
+        return model.made_bytes(block) * samples_per_micro if value.name == "g" else 0
+    size = strand.num_bytes if value.name in FORWARDS else strand.gradient_bytes
+    return (size or 0) * samples_per_micro
+
+
+def held_in(model: ModelSpec, samples_per_micro: int) -> Sizes:
+    """Return how large values are where they are kept: of what leaves a block, all that it makes for others."""
+    size_of = sizes_in(model, samples_per_micro)
+
+    def held(value: Value, code: str = "") -> int:
+        return model.made_bytes(value.blocks[0]) * samples_per_micro if value.name == "g" else size_of(value, code)
+
+    return held
 
 
 def count_bytes(program: Program, model: ModelSpec, samples_per_micro: int) -> tuple[Fraction, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from counterpoint.program.instruction import (
+    BACKWARDS,
     Backward,
     Collective,
     Forward,
@@ -85,18 +86,17 @@ def _follows_its_forward(words: Words, at: int) -> bool:
 
 
 def _before_the_gradient(words: Words, at: int) -> int:
-    """Return the place of the receive of a backward's gradient if only messages stand between, else of the backward."""
-    word = _backward(words, at)
-    wanted = Value("g", (word.block,), word.micro)
+    """Return the place of the first receive of a backward's gradients if only messages stand between, or of itself."""
+    word, begin = _backward(words, at), at
     for place in range(at - 1, -1, -1):
         match words[place]:
-            case Recv(value) if value == wanted:
-                return place
+            case Recv(value) if value.name in BACKWARDS and (value.blocks[0], value.micro) == (word.block, word.micro):
+                begin = place
             case Send() | Recv():
                 continue
             case _:
                 break
-    return at
+    return begin
 
 
 def _is_gathered_for(words: Sequence[Instruction], at: int) -> bool:

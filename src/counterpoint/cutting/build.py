@@ -55,8 +55,10 @@ class _Builder:
         self.layout = layout
         self.dtype = dtype
         self.nodes = layout.order[first:stop]
-        self.inputs = layout.bundle(first_piece)
-        self.outputs = layout.bundle(stop_piece)
+        self.inputs = tuple(layout.handed[place].node for place in layout.taken(first_piece, stop_piece))
+        self.outputs = tuple(layout.handed[place].node for place in layout.given(first_piece, stop_piece))
+        if stop_piece == layout.num_pieces:
+            self.outputs = layout.traced.outputs
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from counterpoint.cutting.cost import Meter
 from counterpoint.cutting.cut import Cut, Seed, Segment, canonical_names, num_bytes, params_of
 from counterpoint.cutting.eager import Inputs, Modes, call_of, num_samples, unmarked
-from counterpoint.cutting.leaves import Nest, names_of, nest_of
+from counterpoint.cutting.leaves import Nest, nest_of
 from counterpoint.cutting.seeds import Seeding, children_of, is_plain_sequential, silent
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, Piece
+from counterpoint.model.values import INPUT, Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +57,15 @@ class Seam:
     """What is known of the place before a piece, or behind the last.
 
     Args:
-        names: the names of the values alive.
-        nest: how they are nested into the one value that a chain passes on.
+        nest: how the values are nested into the one that a chain passes on.
         num_calls: how often each seeded module was called before, in one forward.
-        sample_bytes: bytes per sample of the values.
+        sizes: bytes per sample of each value, and whether it is of floating point.
+        sample_bytes: bytes per sample of all of them.
     """
 
-    names: tuple[str, ...]
     nest: Nest
     num_calls: dict[str, int]
+    sizes: tuple[tuple[int, bool], ...]
     sample_bytes: int
 
 
@@ -100,19 +101,19 @@ class ChainCut(Cut):
             Block((Piece(_name(links), _params(links), cost, seam.sample_bytes, starts=starts[links[0].path]),), index)
             for index, (links, cost, seam) in enumerate(zip(self._pieces, costs, seams[1:], strict=True))
         )
-        super().__init__(ModelSpec(blocks, params_of(model)), draws=draws)
+        super().__init__(ModelSpec(blocks, params_of(model), _values(seams)), draws=draws)
 
     def _observe(self, *, training: bool) -> tuple[tuple[Seam, ...], list[float], bool]:
         """Run the chain once; return its seams, the work of each piece per sample, and whether it draws."""
         (value,), _ = call_of(self._example)
         samples = num_samples(value)
         seeding = Seeding(self.model, silent)
-        seams, costs, total = [_seam("input", value, seeding, samples)], [], 0
+        seams, costs, total = [_seam(value, seeding, samples)], [], 0
         with unmarked(self.model, training=training), Meter() as meter:
             for links in self._pieces:
                 for link in links:
                     value = link.module(value)
-                seams.append(_seam(links[-1].path, value, seeding, samples))
+                seams.append(_seam(value, seeding, samples))
                 costs.append((meter.flops - total) / samples)
                 total = meter.flops
         seeding.remove()
@@ -163,7 +164,14 @@ class ChainCut(Cut):
             return behind.nest.flatten(value)
 
         names = [tuple(dict.fromkeys(slot.name for slot in slots)) for slots in (param_slots, buffer_slots)]
-        return Segment(before.names, behind.names, names[0], names[1], run)
+        ends = [sum(len(seam.sizes) for seam in seams[:piece]) for piece in range(len(seams))]
+        taken = tuple(range(ends[first_piece], ends[first_piece] + len(before.sizes)))
+        given = tuple(range(ends[stop_piece], ends[stop_piece] + len(behind.sizes)))
+        return Segment(taken, given if stop_piece < len(self._pieces) else (), names[0], names[1], run)
+
+    def values(self, *, training: bool) -> tuple[Made, ...]:
+        """Return what the children of each piece hand on to the next one."""
+        return _values(self._seams_of(training=training))
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
         """Return the tensors of the one input."""
@@ -235,9 +243,20 @@ def _params(links: Sequence[Link]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(slot.name for link in links for slot in link.params))
 
 
-def _seam(stem: str, value: Any, seeding: Seeding, samples: int) -> Seam:  # noqa: ANN401
+def _seam(value: Any, seeding: Seeding, samples: int) -> Seam:  # noqa: ANN401
     nest = nest_of(value)
-    return Seam(names_of(value, stem), nest, dict(seeding.calls.num_calls), num_bytes(nest.flatten(value)) // samples)
+    tensors = nest.flatten(value)
+    sizes = tuple((num_bytes([tensor]) // samples, tensor.is_floating_point()) for tensor in tensors)
+    return Seam(nest, dict(seeding.calls.num_calls), sizes, num_bytes(tensors) // samples)
+
+
+def _values(seams: Sequence[Seam]) -> tuple[Made, ...]:
+    """Return what each piece makes for the next one; what the last one makes is the output."""
+    return tuple(
+        Made(maker, (maker + 1,), size, is_float)
+        for maker, seam in enumerate(seams[:-1], INPUT)
+        for size, is_float in seam.sizes
+    )
 
 
 def _bind(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> list[Tensor | None]:

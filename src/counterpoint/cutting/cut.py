@@ -1,7 +1,8 @@
 """What every way of cutting gives: segments of a model that run alone, and the description strategies read.
 
-A *bundle* is the tuple of values alive at a cut: made before it and used behind it, the model's own inputs
-included. The bundle behind the last piece is the model's output, flattened.
+A segment takes the values that its pieces read and earlier ones have made, the model's own inputs among them, and
+gives those that later pieces read. They are known by their place in :meth:`Cut.values`. The segment with the last piece
+gives the model's output, flattened.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from counterpoint.model.spec import ModelSpec, Param
+from counterpoint.model.values import Made
 
 Seed: TypeAlias = Callable[[str], None]
 """Sets the random state for one call of the module at a path."""
@@ -26,8 +28,8 @@ class Segment:
     """A run of pieces as one function; it owns no parameter and keeps nothing from one call to the next.
 
     Args:
-        inputs: names of the values it takes, in order.
-        outputs: names of the values it gives, in order; a value that is only passed on is the same tensor object.
+        inputs: the values it takes, by their place in those of the cut; the model's own inputs come first.
+        outputs: the values it gives; none of those are the output of the model, which its last segment gives.
         params: names of the parameters it reads, as ``model.named_parameters()`` has them, so a tied one once.
         buffers: names of the buffers it reads or changes in place, as ``model.named_buffers()`` has them.
         run: the function itself.
@@ -35,18 +37,18 @@ class Segment:
         partial_outputs: outputs that must be summed over the slices when the segment runs sliced.
     """
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     params: tuple[str, ...]
     buffers: tuple[str, ...]
     run: Run
-    partial_inputs: tuple[str, ...] = ()
-    partial_outputs: tuple[str, ...] = ()
+    partial_inputs: tuple[int, ...] = ()
+    partial_outputs: tuple[int, ...] = ()
 
     def __call__(
         self, values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
     ) -> tuple[Tensor, ...]:
-        """Return the bundle behind the segment for the bundle before it."""
+        """Return what the segment gives for what it takes."""
         return self.run(values, params, buffers, seed)
 
 
@@ -67,12 +69,16 @@ class Cut(ABC):
         """Return pieces ``first_piece`` up to, not including, ``stop_piece`` as one function; made once."""
 
     @abstractmethod
+    def values(self, *, training: bool) -> tuple[Made, ...]:
+        """Return what pieces make for later ones in a mode; the model's inputs first, as they are flattened."""
+
+    @abstractmethod
     def flatten_inputs(self, inputs: Any, *, training: bool = True) -> tuple[Tensor, ...]:  # noqa: ANN401
-        """Return the bundle before the first piece for one call's inputs, given as to `cut_model`."""
+        """Return the inputs of the model that pieces read, of one call's inputs, given as to `cut_model`."""
 
     @abstractmethod
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
-        """Return the model's output, in the shape the model gives it, from the bundle behind the last piece."""
+        """Return the model's output, in the shape the model gives it, from what the last segment gives."""
 
 
 def params_of(model: nn.Module) -> tuple[Param, ...]:

@@ -15,6 +15,7 @@ from counterpoint.cutting.build import Built, build
 from counterpoint.cutting.cost import Meter
 from counterpoint.cutting.cut import Cut, Seed, Segment, num_bytes, params_of
 from counterpoint.cutting.eager import Inputs, call_of, num_samples
+from counterpoint.cutting.handing import learned_in
 from counterpoint.cutting.layout import Layout, Prefer, choose_keys, lay_out
 from counterpoint.cutting.ops import draws_random, is_kernel, is_tensor, value_of
 from counterpoint.cutting.places import spans_of
@@ -22,6 +23,7 @@ from counterpoint.cutting.regions import Dims, Region, from_to
 from counterpoint.cutting.trace import calls_of, path_of, trace
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, Piece, Split
+from counterpoint.model.values import INPUT, Made
 
 
 class GraphCut(Cut):
@@ -58,7 +60,7 @@ class GraphCut(Cut):
         self._layouts = {(True, self._samples): reference}
         self._segments: dict[tuple[int, int, bool], Segment] = {}
         super().__init__(
-            ModelSpec(_blocks(reference, self._samples), params_of(model)),
+            ModelSpec(_blocks(reference, self._samples), params_of(model), _values(reference, self._samples)),
             draws=any(draws_random(node) for node in reference.order),
         )
 
@@ -111,14 +113,15 @@ class GraphCut(Cut):
             return function(seed, *values, *[own[name] for name in params], *[state[name] for name in buffers])
 
         region = layout.regions.get(first_piece) if stop_piece == first_piece + 1 else None
+        taken, given = layout.taken(first_piece, stop_piece), layout.given(first_piece, stop_piece)
         return Segment(
-            tuple(node.name for node in built.inputs),
-            tuple(node.name for node in built.outputs),
+            taken,
+            given,
             params,
             buffers,
             run,
-            (region.source.name,) if region else (),
-            (region.row.name,) if region else (),
+            tuple(place for place in taken if region and layout.handed[place].node is region.source),
+            tuple(place for place in given if region and layout.handed[place].node is region.row),
         )
 
     def _rebuild(self, known: Built, values: Sequence[Tensor], pieces: tuple[int, int], *, training: bool) -> Built:
@@ -126,7 +129,7 @@ class GraphCut(Cut):
         sizes = [(value.numel(), int(value_of(node).numel())) for value, node in zip(values, known.inputs, strict=True)]
         samples = next((new * self._samples // old for new, old in sizes if new != old and old), self._samples)
         built = build(self.layout(training=training, samples=samples), *pieces)
-        if (len(built.inputs), len(built.outputs)) != (len(known.inputs), len(known.outputs)):
+        if _structure(self.layout(training=training, samples=samples)) != _structure(self.layout(training=training)):
             names = ({node.name for node in (*one.inputs, *one.outputs)} for one in (known, built))
             differing = ", ".join(sorted(set.symmetric_difference(*names)))
             raise PlanError(
@@ -144,15 +147,39 @@ class GraphCut(Cut):
             )
         return built
 
+    def values(self, *, training: bool) -> tuple[Made, ...]:
+        """Return what pieces make for later ones."""
+        return _values(self.layout(training=training), self._samples)
+
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
         """Return the tensors among the inputs that the forward reads."""
         layout = self.layout(training=training)
         leaves = dict(zip(layout.traced.inputs, tree_leaves(call_of(inputs)), strict=True))
-        return tuple(leaves[node] for node in layout.bundle(0))
+        return tuple(leaves[value.node] for value in layout.handed if value.maker == INPUT)
 
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
         """Return the output as the model gives it in this mode."""
         return self.layout(training=training).traced.nest.unflatten(values)
+
+
+def _structure(layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
+    """Return who makes and who reads each value."""
+    return [(value.maker, value.readers) for value in layout.handed]
+
+
+def _made(layout: Layout, index: int) -> Sequence[fx.Node]:
+    """Return what a piece makes for later ones, or of the output if it is the last one."""
+    if index == layout.num_pieces - 1:
+        return layout.traced.outputs
+    return [value.node for value in layout.handed if value.maker == index]
+
+
+def _values(layout: Layout, samples: int) -> tuple[Made, ...]:
+    learned = learned_in(layout.traced, layout.flow)
+    return tuple(
+        Made(value.maker, value.readers, _bytes([value.node]) // samples, value.node in learned)
+        for value in layout.handed
+    )
 
 
 def _shapes(values: Any) -> tuple[torch.Size, ...]:  # noqa: ANN401
@@ -183,7 +210,7 @@ def _piece(layout: Layout, index: int, samples: int) -> Piece:
         name=region.name if region else _name(layout, index),
         params=tuple(names),
         cost=_flops(layout, nodes) / samples,
-        output_bytes=_bytes(layout.bundle(index + 1)) // samples,
+        output_bytes=_bytes(_made(layout, index)) // samples,
         split=_split(region, layout, samples) if region else None,
     )
 

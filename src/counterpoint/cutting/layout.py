@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from torch import fx, nn
 
 from counterpoint.cutting.flow import Flow, flow_of
+from counterpoint.cutting.handing import Handed, handed_on
 from counterpoint.cutting.marked import marked_places
 from counterpoint.cutting.ops import draws_random, value_of
 from counterpoint.cutting.places import block_keys, position, spans_of
@@ -48,6 +49,7 @@ class Layout:
         regions: for the pieces that are a region, the region.
         seeds: the paths to seed before an operation.
         keys: the names of the places.
+        handed: what pieces make for later ones.
     """
 
     traced: Traced
@@ -58,6 +60,7 @@ class Layout:
     regions: Mapping[int, Region]
     seeds: Mapping[fx.Node, str]
     keys: Keys
+    handed: tuple[Handed, ...]
 
     @property
     def outline(self) -> tuple[tuple[bool, str], ...]:
@@ -75,19 +78,22 @@ class Layout:
         ends = (*self.starts, len(self.order))
         return ends[first_piece], ends[stop_piece]
 
-    def bundle(self, piece: int) -> tuple[fx.Node, ...]:
-        """Return what is alive before a piece; behind the last piece it is the output."""
-        if piece == self.num_pieces:
-            return self.traced.outputs
-        return alive(self.traced, self.flow, self.order, self.starts[piece])
+    def taken(self, first_piece: int, stop_piece: int) -> tuple[int, ...]:
+        """Return what a run of pieces reads and does not make, by its place in ``handed``."""
+        run = range(first_piece, stop_piece)
+        return tuple(
+            place
+            for place, value in enumerate(self.handed)
+            if value.maker < first_piece and any(piece in run for piece in value.readers)
+        )
 
-
-def alive(traced: Traced, flow: Flow, order: Sequence[fx.Node], index: int) -> tuple[fx.Node, ...]:
-    """Return the values made before an index of the order, or given, and used at it or behind it."""
-    used: set[fx.Node] = set(traced.outputs)
-    for node in order[index:]:
-        used.update(node.all_input_nodes)
-    return tuple(node for node in (*traced.inputs, *order[:index]) if node in used and node not in flow.constants)
+    def given(self, first_piece: int, stop_piece: int) -> tuple[int, ...]:
+        """Return what a run of pieces makes for later ones, by its place in ``handed``."""
+        return tuple(
+            place
+            for place, value in enumerate(self.handed)
+            if first_piece <= value.maker < stop_piece and value.readers[-1] >= stop_piece
+        )
 
 
 def choose_keys(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer, cuts: Sequence[str] = ()) -> Keys:
@@ -172,6 +178,8 @@ def _assemble(
     edges = {place for pair in ends.values() for place in pair}
     starts = tuple(sorted({0} | {place for place in blocks | edges if 0 < place < len(order)}))
     pieces = {starts.index(ends[region.weight][0]): region for region in regions}
+    stops = (*starts[1:], len(order))
+    handed = handed_on(traced, flow, [order[start:stop] for start, stop in zip(starts, stops, strict=True)])
     return Layout(
         traced,
         flow,
@@ -181,6 +189,7 @@ def _assemble(
         pieces,
         seeds,
         keys,
+        handed,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,3 @@ def nest_of(value: Any) -> Nest:  # noqa: ANN401
     leaves, spec = tree_flatten(value)
     places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     return Nest(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places)
-
-
-def names_of(value: Any, stem: str) -> tuple[str, ...]:  # noqa: ANN401
-    """Return a name for each tensor of a nested value: ``stem``, or ``stem[0]``, ``stem['x']`` and so on."""
-    pairs, _ = tree_flatten_with_path(value)
-    return tuple(f"{stem}{keystr(path)}" for path, leaf in pairs if isinstance(leaf, Tensor))

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from counterpoint.cutting.cost import Meter
 from counterpoint.cutting.cut import Cut, Seed, Segment, num_bytes, params_of
 from counterpoint.cutting.eager import Inputs, Modes, call_of, num_samples, unmarked
-from counterpoint.cutting.leaves import Nest, names_of, nest_of
+from counterpoint.cutting.leaves import Nest, nest_of
 from counterpoint.cutting.seeds import Seeding, silent
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, Piece
+from counterpoint.model.values import INPUT, Made
 
 
 class WholeCut(Cut):
@@ -38,13 +39,14 @@ class WholeCut(Cut):
             cost=meter.flops / samples,
             output_bytes=num_bytes(nest_of(output).flatten(output)) // samples,
         )
-        super().__init__(ModelSpec((Block((piece,), 0),), params), draws=meter.draws)
+        self._call = nest_of((self._args, self._kwargs))
+        self._values = (Made(INPUT, (0,)),) * len(self._call.places)
+        super().__init__(ModelSpec((Block((piece,), 0),), params, self._values), draws=meter.draws)
         self.model = model
         self._modes = Modes(model)
         self._seeding = Seeding(model, silent) if meter.draws else None
-        self._call = nest_of((self._args, self._kwargs))
         self._is_plain = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
-        self._outputs = {True: (nest_of(output), names_of(output, "output"))}
+        self._outputs = {True: nest_of(output)}
         self._segments: dict[bool, Segment] = {}
 
     def segment(self, first_piece: int, stop_piece: int, *, training: bool) -> Segment:
@@ -61,7 +63,7 @@ class WholeCut(Cut):
     def _make(self, *, training: bool) -> Segment:
         model, seeding, call, is_plain = self.model, self._seeding, self._call, self._is_plain
         modes = self._modes
-        nest, output_names = self._output(training=training)
+        nest = self._output(training=training)
 
         def run(
             values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
@@ -78,19 +80,23 @@ class WholeCut(Cut):
             return nest.flatten(output)
 
         return Segment(
-            inputs=names_of((self._args, self._kwargs), "input"),
-            outputs=output_names,
+            inputs=tuple(range(len(self._values))),
+            outputs=(),
             params=self.spec.pieces[0].params,
             buffers=tuple(name for name, _ in model.named_buffers()),
             run=run,
         )
 
-    def _output(self, *, training: bool) -> tuple[Nest, tuple[str, ...]]:
+    def _output(self, *, training: bool) -> Nest:
         if training not in self._outputs:
             with unmarked(self.model, training=training):
                 output = self.model(*self._args, **self._kwargs)
-            self._outputs[training] = nest_of(output), names_of(output, "output")
+            self._outputs[training] = nest_of(output)
         return self._outputs[training]
+
+    def values(self, *, training: bool) -> tuple[Made, ...]:
+        """Return the inputs; there is nothing else."""
+        return self._values
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
         """Return the tensors among the inputs."""
@@ -100,4 +106,4 @@ class WholeCut(Cut):
 
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
         """Return the output as the model gives it in this mode."""
-        return self._output(training=training)[0].unflatten(values)
+        return self._output(training=training).unflatten(values)

@@ -1,4 +1,4 @@
-"""A model as strategies see it: a chain of blocks, each with parameters, cost and output size.
+"""A model as strategies see it: blocks in order, each with parameters and cost, and what they make for each other.
 
 A *piece* is the finest part a model can be cut into; a *block* is a run of pieces that a program names with
 one number; a *unit* is the parameters used by exactly the same set of blocks, which move together.
@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from counterpoint.model.values import INPUT, Made, blocks_of_pieces, strands_of
 from counterpoint.program.codes import find_code
+from counterpoint.program.strands import Strand
 
 Unit: TypeAlias = tuple[int, ...]
 """The blocks that use a set of parameters: ``(3,)`` for block 3 alone, ``(0, 4)`` for a tied weight."""
@@ -62,7 +64,7 @@ class Piece:
         name: a module path, or what stands between two modules.
         params: names of the parameters it reads.
         cost: forward work of one sample, in any unit that is the same for all pieces.
-        output_bytes: bytes per sample of everything alive after it (what a cut here would send).
+        output_bytes: bytes per sample of everything it makes for those behind it, or of its part of the output.
         split: how it may be sliced, if it may.
         starts: the modules that begin with it, the outer ones first.
     """
@@ -107,7 +109,7 @@ class Block:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes per sample of everything alive after the block."""
+        """Bytes per sample of what its last piece makes, which in a chain is all that leaves it."""
         return self.pieces[-1].output_bytes
 
     @property
@@ -118,7 +120,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The chain of blocks that a plan is compiled for.
+    """The blocks that a plan is compiled for, in the order in which they run.
+
+    Args:
+        blocks: the blocks.
+        params: all parameters.
+        values: what pieces make for later ones; empty for a chain, where each makes one value for the next.
 
     Example:
         >>> from counterpoint.model.spec import chain
@@ -128,10 +135,11 @@ class ModelSpec:
 
     blocks: tuple[Block, ...]
     params: tuple[Param, ...]
+    values: tuple[Made, ...] = ()
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the chain has."""
+        """How many blocks the model has."""
         return len(self.blocks)
 
     @property
@@ -151,6 +159,36 @@ class ModelSpec:
             if param.name in users:
                 units.setdefault(tuple(users[param.name]), []).append(param.name)
         return {unit: tuple(units[unit]) for unit in sorted(units, key=lambda unit: (len(unit) > 1, unit))}
+
+    @property
+    def block_of(self) -> list[int]:
+        """For each piece its block."""
+        return blocks_of_pieces([len(block.pieces) for block in self.blocks])
+
+    @property
+    def strands(self) -> tuple[Strand, ...]:
+        """What blocks make for others, by maker and readers."""
+        if self.values:
+            return strands_of(self.values, self.block_of)
+        sizes = [block.output_bytes for block in self.blocks[:-1]]
+        return tuple(Strand(block, (block + 1,), size, size) for block, size in enumerate(sizes))
+
+    def find_strand(self, blocks: tuple[int, ...]) -> Strand | None:
+        """Return the strand with this maker and these readers, if there is one."""
+        return next((strand for strand in self.strands if strand.blocks == blocks), None)
+
+    def made_bytes(self, block: int) -> int:
+        """Return how many bytes per sample a block makes for others; of the last one, the output's."""
+        if block == self.num_blocks - 1 or not self.values:
+            return self.blocks[block].output_bytes
+        return sum(strand.num_bytes for strand in self.strands if strand.maker == block)
+
+    @property
+    def fed_blocks(self) -> frozenset[int]:
+        """The blocks that read the model's inputs."""
+        block_of = self.block_of
+        pieces = {piece for value in self.values if value.maker == INPUT for piece in value.readers}
+        return frozenset(block_of[piece] for piece in pieces) if self.values else frozenset({0})
 
     def shard_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter on one rank, after slicing."""

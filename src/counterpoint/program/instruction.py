@@ -23,6 +23,8 @@ class Value:
     ==========  =============================================  =============
     ``x``       what enters a block, for one microbatch        ``x3.0``
     ``g``       gradient of what leaves a block                ``g3.0``
+    ``s``       what a block makes for blocks further on       ``s2+7.0``
+    ``ds``      gradient of that                               ``ds2+7.0``
     ``y``       partial output of a sliced block               ``y3.0``
     ``dx``      partial input gradient of a sliced block       ``dx3.0``
     ``grad``    gradient of the parameters of a unit           ``grad3``, ``grad0+4``
@@ -32,15 +34,19 @@ class Value:
 
     Args:
         name: one of the names above.
-        blocks: the block, or all blocks of a unit.
+        blocks: the block, or all blocks of a unit; of ``s`` and ``ds`` the block that makes it and those that read it.
         micro: the microbatch of a value that has one, else None.
     """
 
-    name: Literal["x", "g", "y", "dx", "grad", "late", "weight"]
+    name: Literal["x", "g", "s", "ds", "y", "dx", "grad", "late", "weight"]
     blocks: tuple[int, ...]
     micro: int | None = None
 
 
+FORWARDS: frozenset[str] = frozenset({"x", "s"})
+"""The names of values that blocks make for others."""
+BACKWARDS: frozenset[str] = frozenset({"g", "ds"})
+"""The names of their gradients."""
 OF_UNITS: frozenset[str] = frozenset({"grad", "late", "weight"})
 """The names of values that belong to a unit and not to a microbatch."""
 

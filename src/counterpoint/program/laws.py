@@ -5,7 +5,8 @@
    do with.
 3. All members of a group call the same collectives in the same order.
 4. Each microbatch goes once forward and once backward through each block, on the same rank, and may be recomputed
-   once between the two; every word finds what it reads, and partial results are summed once over all slices.
+   once between the two; every word finds what it reads, values come once to those that read them and what each reader
+   adds to their gradients comes back, and partial results are summed once over all slices.
 5. Backward and recomputation use the version that their forward used; staleness stays within the promise.
 6. Every gradient enters every update of its parameters exactly once, and all who had a part in it have decided
    together, about just these microbatches, that it counts.
@@ -28,15 +29,16 @@ from counterpoint.program.agreement import law_6_all_concerned_decide
 from counterpoint.program.counting import law_6_every_gradient_counts_once
 from counterpoint.program.endings import law_6_copies_end_alike, law_7_a_body_leaves_what_it_found
 from counterpoint.program.flow import (
-    law_4_inputs_are_there,
     law_6_updates_follow_a_commit,
     law_7_gradients_are_freed,
     laws_6_and_7_what_is_started_is_awaited,
 )
+from counterpoint.program.inputs import law_4_inputs_are_there
 from counterpoint.program.instruction import Backward, Forward
 from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.messages import law_1_messages_pair_up
 from counterpoint.program.program import Program, Words, versions_held
+from counterpoint.program.strands import Strand
 from counterpoint.program.tapes import (
     Repeats,
     law_7_tapes_are_as_promised,
@@ -69,6 +71,7 @@ class Promise:
         room: for how many messages of each peer a rank must have room before it posts their receives.
         tapes: per rank, of how many blocks and microbatches it keeps at once what a backward needs.
         repeats: what is computed again.
+        strands: which values go from block to block.
     """
 
     staleness: int | None = 0
@@ -85,6 +88,7 @@ class Promise:
     room: int = 0
     tapes: tuple[int, ...] | None = None
     repeats: Repeats | None = None
+    strands: tuple[Strand, ...] | None = None
 
 
 def check(
@@ -117,7 +121,7 @@ def check(
     law_4_all_work_is_done_once(program, rows, blocks, _micros_in(program, promise.num_micros))
     ledger = keep_ledger(program, rows, promise.heads)
     rehearse_blocking_sends(rows, promise.room)
-    law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced)
+    law_4_inputs_are_there(program, rows, blocks.stop - 1, promise.sliced, promise.strands)
     law_5_staleness(rows, ledger, promise)
     law_6_every_gradient_counts_once(program, rows, ledger, units)
     laws_6_and_7_what_is_started_is_awaited(rows)

@@ -34,7 +34,8 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Program, Row, Words
 
 _UNIT = r"\d+(?:\+\d+)*"
-_VALUE = rf"(?:grad|late|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+"
+_STRAND = r"\d+(?:\+\d+(?:-\d+)?)+"
+_VALUE = rf"(?:grad|late|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_STRAND}\.\+?\d+"
 _GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
 _WORD = re.compile(
     r"(?P<op>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
@@ -48,7 +49,7 @@ _WORD = re.compile(
     rf"|release\((?P<released>{_VALUE})\)$"
     rf"|(?P<value>{_VALUE})(?P<arrow>[<>])(?P<peer>\d+)$"
 )
-_VALUE_PARTS = re.compile(r"(grad|late|weight|dx|x|g|y)([\d+]+)(?:\.\+?(\d+))?$")
+_VALUE_PARTS = re.compile(r"(grad|late|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
 _LETTERS: dict[type, str] = {Forward: "F", Recompute: "R"}
 _EXAMPLES = "F0.2, B0.2, U0, commit@0,1, x1.2>1, sum(grad0)@0,1, push(grad0)>2, serve(0)@0,1 or release(weight0)"
@@ -69,10 +70,23 @@ def format_unit(unit: tuple[int, ...]) -> str:
     return "+".join(map(str, unit))
 
 
+def format_strand(blocks: tuple[int, ...]) -> str:
+    """Write a maker and its readers: ``2+7``, or ``2+7-9`` for three and more readers in a row."""
+    parts = [str(blocks[0])]
+    readers = list(blocks[1:])
+    while readers:
+        count = next((at for at, block in enumerate(readers) if block != readers[0] + at), len(readers))
+        count = count if count > 2 else 1
+        parts.append(str(readers[0]) if count == 1 else f"{readers[0]}-{readers[count - 1]}")
+        del readers[:count]
+    return "+".join(parts)
+
+
 def format_value(value: Value, *, ahead: bool = False) -> str:
     """Write a value; ``ahead`` marks its microbatch as counted from the repetition's first."""
     micro = "" if value.micro is None else f".{'+' if ahead else ''}{value.micro}"
-    return f"{value.name}{format_unit(value.blocks)}{micro}"
+    blocks = format_strand(value.blocks) if value.name in {"s", "ds"} else format_unit(value.blocks)
+    return f"{value.name}{blocks}{micro}"
 
 
 def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noqa: C901, PLR0911, PLR0912 - one case each
@@ -124,13 +138,28 @@ def parse_unit(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("+")))
 
 
+def parse_strand(text: str) -> tuple[int, ...]:
+    """Read a maker and its readers; the inverse of :func:`format_strand`."""
+    blocks: list[int] = []
+    for part in text.split("+"):
+        first, _, last = part.partition("-")
+        blocks += range(int(first), int(last or first) + 1)
+    if sorted(set(blocks)) != blocks or len(blocks) == 1 or blocks[1:] == [blocks[0] + 1]:
+        raise ProgramError(
+            f"{text!r} is not a strand; write the block that makes it and the blocks that read it upwards, as 2+7 or "
+            "2+5+7-9; what only the next block reads is x3"
+        )
+    return tuple(blocks)
+
+
 def parse_value(text: str) -> Value:
     """Read a value; the inverse of :func:`format_value`."""
     found = _VALUE_PARTS.match(text)
     if found is None or not re.fullmatch(_VALUE, text):
         raise ProgramError(f"{text!r} is not a value; expected one such as x1.2, g0.0, grad3 or weight0+4")
-    name = cast("Literal['x', 'g', 'y', 'dx', 'grad', 'late', 'weight']", found[1])
-    return Value(name, parse_unit(found[2]), None if found[3] is None else int(found[3]))
+    name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'grad', 'late', 'weight']", found[1])
+    blocks = parse_strand(found[2]) if name in {"s", "ds"} else parse_unit(found[2])
+    return Value(name, blocks, None if found[3] is None else int(found[3]))
 
 
 def parse_instruction(word: str) -> Instruction:

@@ -299,6 +299,13 @@ def show_places(rows: Sequence[Words], places: Mapping[int, int], note: str, mos
     return "\n".join(lines)
 
 
+def broken(rows: Sequence[Words], place: tuple[int, int], law: int, fact: str) -> ProgramError:
+    """Return what to raise where a word breaks a law."""
+    rank, index = place
+    text = format_instruction(rows[rank][index])
+    return ProgramError(f"rank {rank}, {text}: {fact}\n{show_places(rows, {rank: index}, 'here')}", law)
+
+
 def matching(rows: Sequence[Words], wanted: Callable[[Instruction], bool]) -> Iterator[tuple[int, int, Instruction]]:
     """Yield ``(rank, index, word)`` of every wanted word."""
     for rank, row in enumerate(rows):

@@ -41,14 +41,13 @@ class Once:
         changing: Collection[str] | None = None,
     ) -> None:
         self.segment = segment
-        self.leaves = leaves
+        self.leaves: list[Tensor | None] = list(leaves)
         self.owned = buffers
         self.counts = [value._version for value in leaves]  # noqa: SLF001 - torch's count of changes in place
         copied = segment.buffers if changing is None else changing
         self.before = {name: buffers[name].clone() for name in copied}
         self.changes = {name: buffers[name]._version for name in segment.buffers}  # noqa: SLF001
         self.late: set[str] = set()
-        self.is_fed = False
         self.samples: list[Tensor] = []
         self.kinds: list[tuple[object, ...]] = []
 
@@ -68,9 +67,20 @@ class Once:
             if name in counted or not torch.equal(self.owned[name], copy)
         }
 
-    def forget(self) -> None:
-        """Keep nothing of what was read."""
-        self.leaves, self.counts, self.is_fed = (), [], True
+    def forget(self, fed: Collection[int]) -> None:
+        """Keep nothing of these values, which are made again before."""
+        pairs = zip(self.segment.inputs, self.leaves, strict=True)
+        self.leaves = [None if at in fed else leaf for at, leaf in pairs]
+
+    def fresh_leaves(self, made: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return what the segment reads as new leaves of autograd.
+
+        Args:
+            made: by its place, what was made again right before.
+        """
+        pairs = zip(self.segment.inputs, self.leaves, strict=True)
+        values = [made[at] if leaf is None else leaf for at, leaf in pairs]
+        return [value.detach().requires_grad_(value.requires_grad) for value in values]
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
@@ -83,10 +93,10 @@ class Once:
         Raises:
             DataError: something has changed it in place.
         """
-        for name, value, count in zip(self.segment.inputs, self.leaves, self.counts, strict=False):
-            if value._version != count:  # noqa: SLF001 - as above
+        for index, (value, count) in enumerate(zip(self.leaves, self.counts, strict=True)):
+            if value is not None and value._version != count:  # noqa: SLF001 - as above
                 raise DataError(
-                    f"{name}, which enters {place}, was changed in place, but these blocks are computed again from it; "
+                    f"input {index} of {place}, was changed in place, but these blocks are computed again from it; "
                     "write x = x + 1 in the place of x += 1 and leave inplace=True away in the first layer of a stage, "
                     "or give recompute=never"
                 )
@@ -121,12 +131,14 @@ class Memory:
         """Tell whether a block's forward on a microbatch keeps only what it reads."""
         return self.row.key(block, micro) in self.row.places
 
+    def is_fed(self, block: int, micro: int) -> bool:
+        """Tell whether what only this block reads of the one before is made again before it."""
+        return self.row.key(block, micro) in self.row.fed
+
     def keep(self, key: tuple[int, int], once: Once, outputs: Sequence[Tensor], place: str) -> None:
-        """Keep what a forward has read, unless the recomputation before makes it again."""
+        """Keep what a forward has read."""
         once.require_unchanged(place)
         once.finish(outputs)
-        if self.row.key(*key) in self.row.fed:
-            once.forget()
         self.changing[key[0]] = self.changing.get(key[0], frozenset()) | once.before.keys() | once.late
         self.kept[key] = once
 
@@ -140,11 +152,6 @@ class Memory:
             yield once
         finally:
             self.is_running = False
-
-
-def fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as new leaves of autograd."""
-    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
 def kind_of(tensor: Tensor) -> tuple[object, ...]:

@@ -14,9 +14,10 @@ from counterpoint.cutting.whole import WholeCut
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.model.values import INPUT, carried_by
 from counterpoint.plan import Plan
 from counterpoint.program.early import early_sums
-from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Group, Recv
+from counterpoint.program.instruction import BACKWARDS, Backward, Collective, Commit, Forward, Group, Recv
 from counterpoint.program.program import Program, versions_held
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.calls import Script, boundaries, fuse
@@ -148,9 +149,12 @@ def bind(parts: Parts, cut: Cut, words: Sequence[Any], *, training: bool) -> Mod
         pieces = (parts.spec.blocks[first].first_piece, last.first_piece + len(last.pieces))
         read = tuple(dict.fromkeys(name for block in parts.spec.blocks[first:stop] for name in block.params))
         segments[first, stop] = replace(cut.segment(*pieces, training=training), params=read)
+    values, mode = cut.values(training=training), "training" if training else "evaluation"
     return Model(
         segments=segments,
         num_blocks=parts.spec.num_blocks,
+        num_inputs=sum(value.maker == INPUT for value in values),
+        strands=carried_by(values, parts.spec.strands, parts.spec.block_of, mode),
         flatten=lambda inputs: cut.flatten_inputs(call_form(inputs), training=training),
         unflatten=lambda values: cut.unflatten_output(values, training=training),
         loss=parts.loss,
@@ -300,15 +304,15 @@ def _between_commits(program: Program, rank: int) -> list[set[int]]:
     return found
 
 
-def domains_above(program: Program, rank: int) -> dict[int, list[int]]:
-    """Return what is decided on with a microbatch where its gradient comes from, if this rank decides on others."""
+def domains_above(program: Program, rank: int) -> dict[tuple[int, int], list[int]]:
+    """Return what is decided on with a microbatch on a rank that sends its gradient, if this rank decides on others."""
     own = domains_of(program, rank)
-    found: dict[int, list[int]] = {}
+    found: dict[tuple[int, int], list[int]] = {}
     for word in program.rows[rank].body:
-        if isinstance(word, Recv) and word.value.name == "g" and word.value.micro is not None:
+        if isinstance(word, Recv) and word.value.name in BACKWARDS and word.value.micro is not None:
             theirs = next(domain for domain in domains_of(program, word.peer) if word.value.micro in domain)
             if theirs not in own:
-                found[word.value.micro] = theirs
+                found[word.value.micro, word.peer] = theirs
     return found
 
 

@@ -114,8 +114,8 @@ class Script:
         answers_for: the units whose gradient norm this rank counts, so that each is counted once.
         domains: for each commit the microbatches that it decides on, whose samples share one mean.
         early: by the place of a backward the sums that may begin during it.
-        above: in a stream, for a microbatch whose gradient comes from a stage that decides on others together with it,
-            these.
+        above: in a stream, for a microbatch and a rank that its gradient comes from and that decides on others together
+            with it, these.
         stride: in a stream, how many microbatches a batch has; 0 for a step that ends what it begins.
     """
 
@@ -123,7 +123,7 @@ class Script:
     answers_for: Sequence[tuple[int, ...]]
     domains: Sequence[Sequence[int]]
     early: Early = field(default_factory=dict)
-    above: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    above: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     stride: int = 0
 
 
@@ -256,7 +256,7 @@ def _micro_of(word: Instruction) -> int:
 def _always_kept(word: Instruction) -> bool:
     """Tell whether a word is about the way forward: a forward, an activation, or the sum of partial outputs."""
     if isinstance(word, Send | Recv | Collective):
-        return word.value.name in {"x", "y"}
+        return word.value.name in {"x", "s", "y"}
     return isinstance(word, Forward)
 
 

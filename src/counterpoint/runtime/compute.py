@@ -1,8 +1,7 @@
 """Forwards and backwards of one rank: segments of the model with autograd cut at their ends.
 
-A *bundle* is what is alive at a boundary between blocks. It is kept here detached, with a note which of its
-tensors carry a gradient; the gradients of a bundle are kept apart from those of values that only pass by a
-segment, so that the partial gradients of sliced blocks can be summed before the two are added.
+Values that segments make for each other are kept here one by one, detached, with a note whether a gradient can come
+back for them. What their readers add to a gradient is added up as it comes, from this rank's segments and from others.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from torch import Tensor
 from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
-from counterpoint.runtime.again import Memory, Once, fresh
-from counterpoint.runtime.bundles import Bundle, Grads, no_gradients
+from counterpoint.runtime.again import Memory, Once
 from counterpoint.runtime.direct import Directly, Place, run_backward
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk, Job, later_places
@@ -27,6 +25,8 @@ from counterpoint.runtime.normalizing import Norms
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.shares import Shares
 from counterpoint.runtime.store import Store
+
+Grads = list["Tensor | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,29 @@ class Model:
     Args:
         segments: by first block and one past the last.
         num_blocks: blocks of the whole model.
-        flatten: from a feed's inputs to the first bundle.
-        unflatten: from the last bundle to the model's output.
+        num_inputs: how many of the values are the model's own inputs; they come first.
+        strands: the values of each strand, by its maker and its readers.
+        flatten: from a feed's inputs to the values that they are.
+        unflatten: from what the last segment gives to the model's output.
         loss: from the model's output and the targets to a scalar, the mean over the samples.
         draws: whether the model draws random numbers.
     """
 
     segments: Mapping[tuple[int, int], Segment]
     num_blocks: int
+    num_inputs: int
+    strands: Mapping[tuple[int, ...], Sequence[int]]
     flatten: Callable[[Any], tuple[Tensor, ...]]
     unflatten: Callable[[Sequence[Tensor]], Any]
     loss: Callable[[Any, Any], Tensor]
     draws: bool
+
+
+class Kept(NamedTuple):
+    """A value, detached, and whether a gradient can come back for it."""
+
+    value: Tensor
+    carries: bool
 
 
 class Compute:
@@ -70,10 +81,9 @@ class Compute:
         self.feed: Feed | None = None
         self.shares = Shares({})
         self.stride = 0
-        self.bundles: dict[tuple[int, int], Bundle] = {}
+        self.values: dict[tuple[int, int], Kept] = {}  # by value and microbatch
+        self.gradients: dict[tuple[int, int], Tensor] = {}
         self.tapes: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}
-        self.grads: dict[tuple[int, int], Grads] = {}
-        self.passing: dict[tuple[int, int], Grads] = {}
         self.losses: dict[int, float] = {}
         self.spent: Sequence[Tensor] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
         self.norms: Norms | None = None  # what modules of batch norm do, where a plan changes that
@@ -81,6 +91,7 @@ class Compute:
         self.unused = "error"  # what a parameter without a gradient means; a commit looks
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
+        self.spent_by = spent_by(model.segments)
 
     def between(self, first: int, last: int) -> Iterator[Segment]:
         """Yield the segments of a run of blocks."""
@@ -104,7 +115,7 @@ class Compute:
         self.losses.clear()
         if self.norms is not None:
             self.norms.begin(is_stream=bool(stride))
-        books_of_a_step = (self.bundles, self.tapes, self.grads, self.passing, self.put_off, self.again.kept)
+        books_of_a_step = (self.values, self.gradients, self.tapes, self.put_off, self.again.kept)
         for books in books_of_a_step if not stride else ():
             books.clear()
 
@@ -121,33 +132,41 @@ class Compute:
         block = first
         while block <= last:
             stop, segment = self.by_first[block]
-            leaves = self.entrance(block, micro).leaves()
+            leaves = self.leaves(segment, micro)
             if self.again.covers(block, micro):
                 once = Once(segment, leaves, self.store.buffers, self.again.changing.get(block))
                 with once.without_tape():
                     outputs = self.apply(block, leaves, micro, version)
                 self.again.keep((block, micro), once, outputs, self.place(block, stop, micro, leaves))
-                if once.is_fed:
-                    self.bundles.pop((block, micro), None)
+                if self.again.is_fed(block, micro):
+                    self.forget(once, self.model.strands.get((block - 1, block), ()), micro)
             else:
                 outputs = self.apply(block, leaves, micro, version)
                 self.tapes[block, micro] = (leaves, outputs)
             if stop < self.model.num_blocks:
-                self.bundles[stop, micro] = Bundle.of(outputs)
+                for at, output in zip(segment.outputs, outputs, strict=True):
+                    self.values[at, micro] = Kept(output.detach(), output.requires_grad)
             block = stop
         self.keep_up(first, last, micro)
 
+    def forget(self, once: Once, fed: Sequence[int], micro: int) -> None:
+        """Keep nothing of what the recomputation of the block before makes again, which only this block reads."""
+        once.forget(fed)
+        for at in fed:
+            self.values.pop((at, micro), None)
+
     def recompute(self, first: int, last: int, micro: int, version: int = 0) -> None:
         """Run blocks forward again from what their forward has read, for their backward."""
-        block, before = first, (first, micro)
+        block = first
+        made: dict[int, Tensor] = {}
         while block <= last and not self.is_empty(micro):
-            stop, _ = self.by_first[block]
+            stop, segment = self.by_first[block]
             with self.again.take((block, micro)) as once:
-                leaves = fresh(self.tapes[before][1] if once.is_fed else once.leaves)
+                leaves = once.fresh_leaves(made)
                 outputs = self.apply(block, leaves, micro, version, once.buffers)
                 once.require_same(outputs, self.place(block, stop, micro, leaves))
-            before = (block, micro)
-            self.tapes[before] = (leaves, outputs)
+            self.tapes[block, micro] = (leaves, outputs)
+            made = dict(zip(segment.outputs, outputs, strict=stop < self.model.num_blocks))
             block = stop
 
     def apply(
@@ -200,13 +219,20 @@ class Compute:
             f"shapes {shapes}"
         )
 
-    def entrance(self, block: int, micro: int) -> Bundle:
-        """Return the bundle before a block; that of the first block is read from the feed."""
-        if block > 0:
-            return self.bundles[block, micro]
-        assert self.feed is not None, "a step has begun"
-        values = self.model.flatten(self.feed.inputs(micro))
-        return Bundle(values, (False,) * len(values))
+    def leaves(self, segment: Segment, micro: int) -> list[Tensor]:
+        """Return what a segment takes, each to be differentiated by itself; the model's inputs are read from the feed.
+
+        The model's inputs come first, and there is no gradient of them.
+        """
+        count = sum(at < self.model.num_inputs for at in segment.inputs)
+        taken: list[Tensor] = []
+        if count:
+            assert self.feed is not None, "a step has begun"
+            inputs = self.model.flatten(self.feed.inputs(micro))
+            taken = [inputs[at] for at in segment.inputs[:count]]
+        for value, carries in (self.values[at, micro] for at in segment.inputs[count:]):
+            taken.append(value.detach().requires_grad_() if carries else value)
+        return taken
 
     def lose(self, outputs: Sequence[Tensor], micro: int) -> Tensor:
         """Return the microbatch's part of the step's loss, and note its mean loss."""
@@ -229,19 +255,18 @@ class Compute:
             return
         stop = last + 1
         while stop > first:
-            block, _ = self.by_stop[stop]
+            block, segment = self.by_stop[stop]
             leaves, outputs = self.tapes.pop((block, micro))
-            if stop == self.model.num_blocks:
-                roots, gradients, passed = list(outputs), no_gradients(1), no_gradients(len(leaves))
-            else:
-                roots, gradients, passed = self.roots(leaves, outputs, self.taken(stop, micro))
+            roots, gradients = self.roots(segment, outputs, micro)
             if any(root.requires_grad for root in roots):
                 with self.normalizing(block, micro, is_again=True):  # as where the model checkpoints
                     self.learn(roots, gradients)
                 self.store.hand_over(version)
-            self.grads[block, micro] = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
-            self.passing[block, micro] = passed
-            self.bundles.pop((block, micro), None)
+            for at, leaf in zip(segment.inputs, leaves, strict=True):
+                if leaf.grad is not None and at >= self.model.num_inputs:
+                    self.add_gradient(at, micro, leaf.grad)
+            for at in (*segment.outputs, *self.spent_by[block]):
+                self.values.pop((at, micro), None)
             stop = block
 
     def backward_input(self, first: int, last: int, micro: int) -> None:
@@ -283,42 +308,34 @@ class Compute:
         finally:
             self.store.is_learning = False
 
-    def roots(
-        self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Grads
-    ) -> tuple[list[Tensor], Grads, Grads]:
-        """Split a bundle's gradients into those of the segment's own outputs and those that pass by it."""
-        position = {id(leaf): index for index, leaf in enumerate(leaves)}
+    def roots(self, segment: Segment, outputs: Sequence[Tensor], micro: int) -> tuple[list[Tensor], Grads]:
+        """Return what autograd starts from, with the gradients that have come for it, which are forgotten here."""
+        if not segment.outputs:  # the model's last one: its output has become the loss, or a block that nobody reads
+            return list(outputs), [None] * len(outputs)
         roots: list[Tensor] = []
-        used: Grads = []
-        passed = no_gradients(len(leaves))
-        for output, gradient in zip(outputs, gradients, strict=True):
-            if gradient is None or not output.requires_grad:
-                continue
-            if id(output) in position:
-                index = position[id(output)]
-                before = passed[index]
-                passed[index] = gradient if before is None else before + gradient
-            else:
+        gradients: Grads = []
+        for at, output in zip(segment.outputs, outputs, strict=True):
+            gradient = self.gradients.pop((at, micro), None)
+            if gradient is not None and output.requires_grad:
                 roots.append(output)
-                used.append(gradient)
-        return roots, used, passed
+                gradients.append(gradient)
+        return roots, gradients
 
-    def taken(self, block: int, micro: int) -> Grads:
-        """Return the gradients of the bundle before a block, complete, and forget them."""
-        own = self.grads.pop((block, micro))
-        passed = self.passing.pop((block, micro), no_gradients(len(own)))
-        return [a if b is None else b if a is None else a + b for a, b in zip(own, passed, strict=True)]
+    def add_gradient(self, at: int, micro: int, gradient: Tensor) -> None:
+        """Add what a reader of a value contributes to its gradient."""
+        before = self.gradients.get((at, micro))
+        self.gradients[at, micro] = gradient if before is None else before + gradient
 
     def loss_behind(self, micro: int) -> list[Tensor]:
         """Return what goes with a gradient to the stage before: in a stream the loss, which all stages decide by."""
         return [torch.tensor(self.losses[micro], dtype=torch.float64)] if self.stride else []
 
-    def take_loss(self, micro: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def take_loss(self, micro: int, peer: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Note the loss that came with a gradient; return the gradient, as a part of what is decided on here."""
         if not self.stride:
             return tensors
         self.losses[micro] = float(tensors[0])
-        ratio = self.shares.ratios.get(micro, 1.0)
+        ratio = self.shares.ratios.get((micro, peer), 1.0)
         return [tensor * ratio for tensor in tensors[1:]] if ratio != 1.0 else tensors[1:]
 
     def partial_output(self, block: int, micro: int) -> Tensor | None:
@@ -326,10 +343,10 @@ class Compute:
         if self.is_empty(micro):
             return None
         _, segment = self.by_stop[block + 1]
-        bundle = self.bundles[block + 1, micro]
-        index = segment.outputs.index(segment.partial_outputs[0])
-        fresh = bundle.values[index].clone(memory_format=torch.contiguous_format)
-        bundle.values = (*bundle.values[:index], fresh, *bundle.values[index + 1 :])
+        (at,) = segment.partial_outputs
+        kept = self.values[at, micro]
+        fresh = kept.value.clone(memory_format=torch.contiguous_format)
+        self.values[at, micro] = Kept(fresh, kept.carries)
         return fresh
 
     def partial_gradient(self, block: int, micro: int) -> Tensor | None:
@@ -337,10 +354,18 @@ class Compute:
         if self.is_empty(micro):
             return None
         _, segment = self.by_first[block]
-        index = segment.inputs.index(segment.partial_inputs[0])
-        gradients = self.grads[block, micro]
-        gradient = gradients[index]
+        (at,) = segment.partial_inputs
+        gradient = self.gradients.get((at, micro))
         if gradient is None:
             return None
-        gradients[index] = gradient.contiguous()
-        return gradients[index]
+        self.gradients[at, micro] = gradient.contiguous()
+        return self.gradients[at, micro]
+
+
+def spent_by(segments: Mapping[tuple[int, int], Segment]) -> dict[int, list[int]]:
+    """Return for each first block of a segment the values that no other one here needs behind its backward."""
+    first_reader: dict[int, int] = {}
+    for first, stop in sorted(segments):
+        for at in segments[first, stop].inputs:
+            first_reader.setdefault(at, first)
+    return {first: [at for at, reader in first_reader.items() if reader == first] for first, _ in segments}

@@ -11,13 +11,13 @@ from torch import Tensor
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.model.spec import Unit
 from counterpoint.program.codes import find_code
-from counterpoint.program.instruction import OF_UNITS, Collective, Value
+from counterpoint.program.instruction import FORWARDS, OF_UNITS, Collective, Value
+from counterpoint.program.strands import strand_of
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.buckets import Range
-from counterpoint.runtime.bundles import Bundle
 from counterpoint.runtime.coded import coded_sum
-from counterpoint.runtime.compute import Compute
+from counterpoint.runtime.compute import Compute, Kept
 from counterpoint.runtime.early import Early
 from counterpoint.runtime.layout import Span
 from counterpoint.runtime.store import Store, UnitStore
@@ -26,6 +26,9 @@ from counterpoint.strategies.buckets import Buckets
 
 _Begun: TypeAlias = tuple[Arena | None, Work, Collective]
 """The arena a collective works on, if any, the work, and the word."""
+
+CARRIES, ABSENT = 1, 2
+"""What a message says of a value: a gradient can come back for it; it is not there."""
 
 
 class Exchange:
@@ -55,20 +58,12 @@ class Exchange:
         self.early = Early(self, sizes)
 
     def send(self, value: Value, peer: int) -> None:
-        """Send a bundle, the gradients of one, a gradient of parameters, or parameters."""
+        """Send values, their gradients, a gradient of parameters, or parameters."""
         label = format_value(value)
         if value.micro is not None:
             if self.compute.is_empty(value.micro):
                 return
-            block = value.blocks[0]
-            if value.name == "x":
-                bundle = self.compute.bundles.pop((block, value.micro))
-                self.fabric.send(peer, label, [_mask(bundle.carries), *bundle.values])
-            else:
-                gradients = self.compute.taken(block + 1, value.micro)
-                there = [gradient for gradient in gradients if gradient is not None]
-                loss = self.compute.loss_behind(value.micro)
-                self.fabric.send(peer, label, [_mask(gradient is not None for gradient in gradients), *loss, *there])
+            self.fabric.send(peer, label, self.packed(value, value.micro))
             return
         unit = self.store.units[value.blocks]
         if value.name == "weight":
@@ -83,14 +78,7 @@ class Exchange:
         if value.micro is not None:
             if self.compute.is_empty(value.micro):
                 return
-            mask, *tensors = self.fabric.recv(peer, label)
-            flags = [bool(flag) for flag in mask.tolist()]
-            if value.name == "x":
-                self.compute.bundles[value.blocks[0], value.micro] = Bundle(tuple(tensors), tuple(flags))
-            else:
-                left = iter(self.compute.take_loss(value.micro, tensors))
-                gradients = [next(left) if flag else None for flag in flags]
-                self.compute.grads[value.blocks[0] + 1, value.micro] = gradients
+            self.unpack(value, value.micro, peer, self.fabric.recv(peer, label))
             return
         unit = self.store.units[value.blocks]
         tensors = list(self.fabric.recv(peer, label))
@@ -98,6 +86,39 @@ class Exchange:
             put_weights(unit, tensors)
         else:
             add_gradient(unit, tensors)
+
+    def packed(self, value: Value, micro: int) -> list[Tensor]:
+        """Return the message that a strand or its gradient is: a mask, then the tensors.
+
+        The mask of a strand says for which values a gradient can come back (``CARRIES``), and which are not there
+        because no other rank reads them in evaluation (``ABSENT``); that of a gradient says for which there is one.
+        """
+        compute, places = self.compute, self.compute.model.strands[strand_of(value)]
+        if value.name in FORWARDS:
+            kept = [compute.values.get((at, micro)) for at in places]
+            if value.name == "x":  # nobody here reads it
+                self.forget(value, micro)
+            mask = _mask(ABSENT if one is None else int(one.carries) for one in kept)
+            return [mask, *(one.value for one in kept if one is not None)]
+        gradients = [compute.gradients.pop((at, micro), None) for at in places]
+        there = [gradient for gradient in gradients if gradient is not None]
+        return [_mask(int(gradient is not None) for gradient in gradients), *compute.loss_behind(micro), *there]
+
+    def unpack(self, value: Value, micro: int, peer: int, message: Sequence[Tensor]) -> None:
+        """Put a message of a strand or its gradient where it belongs."""
+        compute, places = self.compute, self.compute.model.strands[strand_of(value)]
+        mask, *tensors = message
+        flags: list[int] = mask.tolist()
+        if value.name in FORWARDS:
+            came = iter(tensors)
+            for at, flag in zip(places, flags, strict=True):
+                if flag != ABSENT:
+                    compute.values[at, micro] = Kept(next(came), flag == CARRIES)
+            return
+        left = iter(compute.take_loss(micro, peer, tensors))
+        for at, has_gradient in zip(places, flags, strict=True):
+            if has_gradient:
+                compute.add_gradient(at, micro, next(left))
 
     def collect(self, words: Sequence[Collective]) -> None:
         """Do blocking collectives of one verb and group, side by side."""
@@ -229,11 +250,16 @@ class Exchange:
                 else:
                     arena.drop_gradient()
         elif value.micro is not None:
-            self.compute.bundles.pop((value.blocks[0], value.micro), None)
+            self.forget(value, value.micro)
+
+    def forget(self, value: Value, micro: int) -> None:
+        """Free values that belong to a microbatch."""
+        for at in self.compute.model.strands.get(strand_of(value), ()) if value.name in FORWARDS else ():
+            self.compute.values.pop((at, micro), None)
 
 
-def _mask(flags: Iterable[bool]) -> Tensor:
-    return torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+def _mask(flags: Iterable[int]) -> Tensor:
+    return torch.tensor(list(flags), dtype=torch.uint8)
 
 
 def put_weights(unit: UnitStore, tensors: Sequence[Tensor]) -> None:

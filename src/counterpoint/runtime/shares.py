@@ -14,12 +14,12 @@ class Shares:
 
     Args:
         weights: for each microbatch its part in the mean over the samples that are decided on together.
-        ratios: for a microbatch whose gradient comes from a stage that decides on others together with it, what
-            makes its part there its part here; left out where that is 1.
+        ratios: for a microbatch and a rank that its gradient comes from and that decides on others together with it,
+            what makes its part there its part here; left out where that is 1.
     """
 
     weights: Mapping[int, float]
-    ratios: Mapping[int, float] = field(default_factory=dict)
+    ratios: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 def shares_of(script: Script, number: int, sizes: Mapping[int, int]) -> Shares:
@@ -39,9 +39,10 @@ def shares_of(script: Script, number: int, sizes: Mapping[int, int]) -> Shares:
             totals[micro] = total
             weights[micro + first] = sizes[micro + first] / max(total, 1)
     ratios = {
-        micro + first: _total(theirs, first, sizes) / max(totals[micro], 1) for micro, theirs in script.above.items()
+        (micro + first, peer): _total(theirs, first, sizes) / max(totals[micro], 1)
+        for (micro, peer), theirs in script.above.items()
     }
-    return Shares(weights, {micro: ratio for micro, ratio in ratios.items() if ratio != 1.0})
+    return Shares(weights, {place: ratio for place, ratio in ratios.items() if ratio != 1.0})
 
 
 def _total(domain: Sequence[int], first: int, sizes: Mapping[int, int]) -> int:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from counterpoint.model.spec import ModelSpec
+from counterpoint.strategies.strands import Strands
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -62,9 +65,6 @@ class Chunks:
         """Return all blocks of a stage."""
         return tuple(block for run in self.on(stage) for block in run)
 
-    def neighbour(self, position: int, by: int) -> int | None:
-        """Return the stage of the next chunk, or of the one before; None where there is none or it is the same."""
-        if not 0 <= position + by < len(self.runs):
-            return None
-        stage = self.stage_of(position + by)
-        return stage if stage != self.stage_of(position) else None
+    def strands(self, model: ModelSpec) -> Strands:
+        """Return what goes between the stages."""
+        return Strands.of(model, [(run, self.stage_of(position)) for position, run in enumerate(self.runs)])

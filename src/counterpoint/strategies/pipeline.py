@@ -58,8 +58,9 @@ class Pipeline:
         Running statistics have no versions. Each stage decides by itself whether an update counts.
 
     Cost:
-        Bytes sent per rank and step: the activations that leave its chunks and the gradients that leave them
-        backwards, for each of its microbatches; with r replicas ``2 (r-1)/r`` of its gradient bytes.
+        Bytes sent per rank and step, for each of its microbatches: what its chunks make for other stages, once to each
+        stage that reads it, and the gradients of what they read of others; with r replicas ``2 (r-1)/r`` of its
+        gradient bytes.
         Idle time, for n stages, m microbatches and v chunks: ``(n-1)/(v m+n-1)`` of the step, under zero_bubble with
         v = 1 and 2 as if v were 3 and 6. Memory: its stage's states; activations of m microbatches under gpipe, of
         ``n - stage`` under one_f_one_b, of ``n`` under zero_bubble, of up to ``n (1 + (n-1)/(n v))`` under interleaved.
@@ -233,7 +234,8 @@ class Pipeline:
             self._check_order(row)
         if self.is_stream:
             return self._stream(model).lower(program)
-        stages = Stages(self.chunks(model), self.stage_ranks, self.how)
+        chunks = self.chunks(model)
+        stages = Stages(chunks, chunks.strands(model), self.stage_ranks, self.how)
         micros = sorted({word.micro for row in program.rows for word in row.body if isinstance(word, Forward)})
         seats = stages.items(micros)
         rows = []
@@ -254,7 +256,8 @@ class Pipeline:
 
     def _stream(self, model: ModelSpec) -> Stream:
         rule = "synced" if self.vertical_sync == "on" else STREAMS[self.order]
-        return Stream(self.chunks(model).runs, self.stage_ranks, rule, str(self))
+        chunks = self.chunks(model)
+        return Stream(chunks.runs, chunks.strands(model), self.stage_ranks, rule, str(self))
 
     def _check_order(self, row: Row) -> None:
         for word in row.body:
@@ -289,12 +292,7 @@ class Pipeline:
     ) -> RankForecast:
         blocks = chunks.blocks_of(stage)
         count = rank.num_micros // self.stage_ranks[stage]
-        sent = 0
-        for position, run in enumerate(chunks.runs):
-            if chunks.stage_of(position) != stage:
-                continue
-            sent += model.blocks[run[-1]].output_bytes if chunks.neighbour(position, 1) is not None else 0
-            sent += model.blocks[run[0] - 1].output_bytes if chunks.neighbour(position, -1) is not None else 0
+        sent = chunks.strands(model).sent_bytes(stage)
         kept = {unit: size for unit, size in rank.updates.items() if set(unit) & set(blocks)}
         summed = sum(
             (2 * ring_share(_holders(unit, chunks, self.stage_ranks)) * size for unit, size in kept.items()),

@@ -20,6 +20,9 @@ Item: TypeAlias = Turn | Send | Recv
 Hop: TypeAlias = tuple[Value, int]
 """What is sent or received, to or from which seat."""
 
+_Letter: TypeAlias = tuple[Value, int, int]
+"""What is sent, from which seat to which."""
+
 TICKS = {"F": 1, "B": 2, "Bi": 1, "Bw": 1}
 """How long turns take on the clock by which receives are posted."""
 
@@ -32,8 +35,8 @@ class Ends(NamedTuple):
         given: for a seat and a turn what it makes.
     """
 
-    taken: Callable[[int, Turn], Hop | None]
-    given: Callable[[int, Turn], Hop | None]
+    taken: Callable[[int, Turn], Sequence[Hop]]
+    given: Callable[[int, Turn], Sequence[Hop]]
 
 
 def with_messages(turns: Sequence[Sequence[Turn]], ends: Ends) -> list[list[Item]]:
@@ -60,24 +63,22 @@ def _received_late(turns: Sequence[Sequence[Turn]], ends: Ends) -> list[list[Ite
     """Put receives right before the turns that need them, with what the same sender has sent before."""
     letters: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)
     for seat, row in enumerate(turns):
-        for hop in (ends.given(seat, turn) for turn in row):
-            if hop is not None:
-                letters[seat, hop[1]].append(hop[0])
+        for value, peer in (hop for turn in row for hop in ends.given(seat, turn)):
+            letters[seat, peer].append(value)
     rows: list[list[Item]] = []
     for seat, row in enumerate(turns):
         waiting = {sender: list(reversed(found)) for (sender, to), found in letters.items() if to == seat}
         items: list[Item] = []
-        there: set[Value] = set()
+        there: set[Hop] = set()
         for turn in row:
-            needed = ends.taken(seat, turn)
-            while needed is not None and needed[0] not in there:
-                value = waiting[needed[1]].pop()
-                items.append(Recv(value, needed[1]))
-                there.add(value)
+            for needed in ends.taken(seat, turn):
+                sender = needed[1]
+                while needed not in there:
+                    value = waiting[sender].pop()
+                    items.append(Recv(value, sender))
+                    there.add((value, sender))
             items.append(turn)
-            made = ends.given(seat, turn)
-            if made is not None:
-                items.append(Send(*made))
+            items += (Send(*made) for made in ends.given(seat, turn))
         rows.append(items)
     return rows
 
@@ -88,7 +89,7 @@ class _Board:
     def __init__(self, rows: list[list[Item]]) -> None:
         self.rows = rows
         self.cursor = [0] * len(rows)
-        self.posted: set[tuple[Value, int]] = set()
+        self.posted: set[_Letter] = set()
         self.sent_at, self.starts = _times(rows)
 
     def play(self) -> None:
@@ -108,10 +109,10 @@ class _Board:
                 at = self.cursor[peer]
                 if Recv(value, seat) not in self.rows[peer][at : self.end_of_batch(peer, at)]:
                     return False
-                self.posted.add((value, seat))
+                self.posted.add((value, seat, peer))
                 return True
             case Recv(value, peer):
-                return (value, peer) in self.posted
+                return (value, peer, seat) in self.posted
             case Turn():
                 return True
 
@@ -128,7 +129,7 @@ class _Board:
         for seat, row in enumerate(self.rows):
             head = row[self.cursor[seat]] if self.cursor[seat] < len(row) else None
             if isinstance(head, Send):
-                blocked.append((self.sent_at[head.value, seat], seat))
+                blocked.append((self.sent_at[head.value, seat, head.peer], seat))
         return min(blocked)[1] if blocked else None
 
     def post_early(self, sender: int) -> None:
@@ -138,16 +139,16 @@ class _Board:
         recv = Recv(send.value, sender)
         row, starts = self.rows[send.peer], self.starts[send.peer]
         at = self.end_of_batch(send.peer, self.cursor[send.peer])
-        while starts[row[at]] < self.sent_at[send.value, sender]:
+        while starts[row[at]] < self.sent_at[send.value, sender, send.peer]:
             at = self.end_of_batch(send.peer, at + 1)
         row.remove(recv)
         row.insert(at, recv)
 
 
-def _times(rows: Sequence[Sequence[Item]]) -> tuple[dict[tuple[Value, int], int], list[dict[Item, int]]]:
+def _times(rows: Sequence[Sequence[Item]]) -> tuple[dict[_Letter, int], list[dict[Item, int]]]:
     """Return when every value is sent, and when every turn starts, if nothing but turns takes time."""
     now, cursor = [0] * len(rows), [0] * len(rows)
-    sent_at: dict[tuple[Value, int], int] = {}
+    sent_at: dict[_Letter, int] = {}
     starts: list[dict[Item, int]] = [{} for _ in rows]
     moved = True
     while moved:
@@ -156,11 +157,11 @@ def _times(rows: Sequence[Sequence[Item]]) -> tuple[dict[tuple[Value, int], int]
             while cursor[seat] < len(row):
                 match row[cursor[seat]]:
                     case Recv(value, peer):
-                        if (value, peer) not in sent_at:
+                        if (value, peer, seat) not in sent_at:
                             break
-                        now[seat] = max(now[seat], sent_at[value, peer])
-                    case Send(value, _):
-                        sent_at[value, seat] = now[seat]
+                        now[seat] = max(now[seat], sent_at[value, peer, seat])
+                    case Send(value, peer):
+                        sent_at[value, seat, peer] = now[seat]
                     case Turn() as turn:
                         starts[seat][turn] = now[seat]
                         now[seat] += TICKS[turn.kind]

@@ -38,4 +38,4 @@ def solo_forecast(model: ModelSpec, num_microbatches: int, samples_per_micro: in
     """
     updates = {unit: Fraction(model.unit_bytes(unit)) for unit in model.units}
     rank = RankForecast(tuple(range(model.num_blocks)), num_microbatches, updates)
-    return Forecast((rank,), num_microbatches, samples_per_micro)
+    return Forecast((rank,), num_microbatches, samples_per_micro, strands=model.strands)

@@ -25,6 +25,7 @@ from counterpoint.program.rewrite import shifted
 from counterpoint.strategies.chunks import Chunks
 from counterpoint.strategies.orders.order import Order, Place, Turn
 from counterpoint.strategies.posting import Ends, Hop, Item, with_messages
+from counterpoint.strategies.strands import Strands
 from counterpoint.strategies.strategy import RankForecast, sliced_bytes
 
 Work: TypeAlias = Mapping[tuple[type[Instruction], int, int], Words]
@@ -40,11 +41,13 @@ class Stages:
 
     Args:
         chunks: which blocks lie where.
+        strands: what goes between them.
         replicas: how many replicas each stage has.
         order: in which sequence they take microbatches up.
     """
 
     chunks: Chunks
+    strands: Strands
     replicas: tuple[int, ...]
     order: Order
 
@@ -74,22 +77,21 @@ class Stages:
                 place = Place(stage, self.replicas, tuple(micros[twin::count]), self.chunks.count(stage))
                 turns.append(list(self.order.turns(place)))
 
-        def hop(seat: int, turn: Turn, by: int, value: Value) -> Hop | None:
-            stage, _ = self.stage_at(seat)
-            peer = self.chunks.neighbour(self.chunks.position(stage, turn.chunk), by)
-            return None if peer is None else (value, self.seat(peer, index_of[turn.micro] % self.replicas[peer]))
+        def hops(found: Sequence[tuple[Value, int]], turn: Turn) -> list[Hop]:
+            at = index_of[turn.micro]
+            return [(value, self.seat(stage, at % self.replicas[stage])) for value, stage in found]
 
-        def taken(seat: int, turn: Turn) -> Hop | None:
+        def taken(seat: int, turn: Turn) -> list[Hop]:
             run = self.run_of(seat, turn)
             if turn.kind == "F":
-                return hop(seat, turn, -1, Value("x", (run[0],), turn.micro))
-            return hop(seat, turn, 1, Value("g", (run[-1],), turn.micro)) if turn.kind != "Bw" else None
+                return hops(self.strands.taken_forward(run, turn.micro), turn)
+            return hops(self.strands.taken_backward(run, turn.micro), turn) if turn.kind != "Bw" else []
 
-        def given(seat: int, turn: Turn) -> Hop | None:
+        def given(seat: int, turn: Turn) -> list[Hop]:
             run = self.run_of(seat, turn)
             if turn.kind == "F":
-                return hop(seat, turn, 1, Value("x", (run[-1] + 1,), turn.micro))
-            return hop(seat, turn, -1, Value("g", (run[0] - 1,), turn.micro)) if turn.kind != "Bw" else None
+                return hops(self.strands.given_forward(run, turn.micro), turn)
+            return hops(self.strands.given_backward(run, turn.micro), turn) if turn.kind != "Bw" else []
 
         return with_messages(turns, Ends(taken, given))
 

@@ -9,6 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.program import Program
+from counterpoint.program.strands import Strand
 from counterpoint.program.tapes import Repeats
 
 Need: TypeAlias = Literal["none", "wish", "chain", "regions"]
@@ -63,6 +64,7 @@ class Forecast:
         room: for how many messages of each peer a rank must have room before it waits for them.
         tapes: of how many blocks and microbatches each rank keeps at once what a backward needs; where it recomputes.
         repeats: what is recomputed.
+        strands: which values go from block to block.
     """
 
     ranks: tuple[RankForecast, ...]
@@ -74,6 +76,7 @@ class Forecast:
     room: int = 0
     tapes: tuple[int, ...] | None = None
     repeats: Repeats | None = None
+    strands: tuple[Strand, ...] | None = None
 
     def copied(self, times: int) -> Forecast:
         """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""

@@ -26,6 +26,7 @@ from counterpoint.program.program import Program, Row, Words, moved
 from counterpoint.program.rewrite import shifted
 from counterpoint.strategies.orders.pipedream import Beat, Course, Rule, one_f_one_b_without_flush
 from counterpoint.strategies.stages import Work, sliced_part, work_of
+from counterpoint.strategies.strands import Strands
 from counterpoint.strategies.strategy import Forecast, RankForecast, ring_share
 
 
@@ -39,12 +40,14 @@ class Stream:
 
     Args:
         stages: the blocks of each.
+        strands: what goes between them.
         replicas: how many replicas each stage has.
         rule: which weights a microbatch meets.
         name: what errors call it.
 
     Cost:
-        Bytes sent per rank and body: the activations and gradients that leave its stage, for each of its microbatches;
+        Bytes sent per rank and body: the activations and gradients that leave its stage, for each of its microbatches
+        and each stage that they go to;
         with r replicas ``2 (r-1)/r`` of its gradient bytes for each update. Memory: weights in as many versions as
         :class:`counterpoint.strategies.orders.pipedream.Course` says.
 
@@ -54,6 +57,7 @@ class Stream:
     """
 
     stages: tuple[range, ...]
+    strands: Strands
     replicas: tuple[int, ...]
     rule: Rule
     name: str
@@ -110,12 +114,20 @@ class Stream:
                 made = [self._forecast_rank(rank, course, before, model) for rank in before.ranks]
                 ranks += [replace(rank, versions=course.versions(twin)) for rank in made]
         staleness = max(course.staleness for course in courses)
-        return replace(before, ranks=tuple(ranks), staleness=staleness, room=int(max(self.replicas) > 1))
+        return replace(before, ranks=tuple(ranks), staleness=staleness, room=self._room(courses[0]))
+
+    def _room(self, first: Course) -> int:
+        """Return how many messages of one peer may lie before they are received.
+
+        Stages that are further apart than neighbours are ahead of each other by as many microbatches as are in flight.
+        """
+        if self.strands.are_links:
+            return int(max(self.replicas) > 1)
+        return (first.warmup + 1) * self.strands.most_between
 
     def _forecast_rank(self, rank: RankForecast, course: Course, before: Forecast, model: ModelSpec) -> RankForecast:
         blocks = self.stages[course.stage]
-        left = model.blocks[blocks[-1]].output_bytes if course.stage < len(self.stages) - 1 else 0
-        left += model.blocks[blocks[0] - 1].output_bytes if course.stage > 0 else 0
+        left = self.strands.sent_bytes(course.stage)
         kept = {unit: size for unit, size in rank.updates.items() if set(unit) & set(blocks)}
         trips = 2 * ring_share(course.count) * (course.steps // course.interval)
         return RankForecast(
@@ -166,22 +178,22 @@ class _StreamRow:
         )
 
     def _beat(self, beat: Beat, work: Work, units: Sequence[Unit]) -> Iterator[Instruction]:
-        stage, blocks, micro = self.course.stage, self.plan.stages[self.course.stage], beat.micro
+        strands, blocks, micro = self.plan.strands, self.plan.stages[self.course.stage], beat.micro
         if beat.kind == "F":
-            yield from self._message(Recv, Value("x", (blocks[0],), micro), stage - 1)
+            yield from self._messages(Recv, strands.taken_forward(blocks, micro))
             for block in blocks:
                 yield from self._moved(work, (Forward, block), beat)
-            yield from self._message(Send, Value("x", (blocks[-1] + 1,), micro), stage + 1)
+            yield from self._messages(Send, strands.given_forward(blocks, micro))
         elif beat.kind == "B":
-            yield from self._message(Recv, Value("g", (blocks[-1],), micro), stage + 1)
+            yield from self._messages(Recv, strands.taken_backward(blocks, micro))
             for block in reversed(blocks):
                 yield from self._moved(work, (Backward, block), beat)
-            yield from self._message(Send, Value("g", (blocks[0] - 1,), micro), stage - 1)
+            yield from self._messages(Send, strands.given_backward(blocks, micro))
         else:
             yield from self._updates([unit for unit in units if set(unit) & set(blocks)])
 
-    def _message(self, make: type[Send | Recv], value: Value, stage: int) -> Iterator[Instruction]:
-        if 0 <= stage < len(self.plan.stages):
+    def _messages(self, make: type[Send | Recv], hops: Sequence[tuple[Value, int]]) -> Iterator[Instruction]:
+        for value, stage in hops:
             assert value.micro is not None, "activations belong to microbatches"
             yield make(value, self.rank_of(stage, value.micro % self.plan.replicas[stage]))
 

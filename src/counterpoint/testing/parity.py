@@ -102,7 +102,7 @@ def train(trained: Subject, plan: Plan, recipe: Recipe, world: World | None = No
     team = Team(own or world, plan, model, trained.loss, face, options)  # type: ignore[arg-type]
     losses = []
     for number, batch in enumerate(trained.batches):
-        places = tuple(split(len(batch[0]), recipe.num_micros))
+        places = tuple(split(len(batch[1]), recipe.num_micros))
         feed = BatchFeed(batch, places)
         compiled = team.build(feed.inputs(0), places[0][1])
         losses.append(team.step(number, feed).loss)

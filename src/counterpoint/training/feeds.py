@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,12 +64,18 @@ class DatasetFeed:
         return self.fields(micro)[-1]
 
 
-def read_micros(program: Program, ranks: Collection[int]) -> list[int]:
-    """Return the microbatches of a batch whose samples these ranks read: those whose first or last block they run."""
+def read_micros(program: Program, ranks: Collection[int], fed_blocks: Container[int] = frozenset({0})) -> list[int]:
+    """Return the microbatches of a batch whose samples these ranks read: those of blocks that read inputs or targets.
+
+    Args:
+        program: what ranks do.
+        ranks: who reads.
+        fed_blocks: the blocks that read the model's inputs; the last one reads the targets.
+    """
     stride = len(program.micros)
     last = max((word.block for _, word in program.words() if isinstance(word, Forward)), default=0)
     words = (word for rank in ranks for word in program.rows[rank].body if isinstance(word, Forward))
-    return sorted({word.micro % stride for word in words if word.block in {0, last}})
+    return sorted({word.micro % stride for word in words if word.block == last or word.block in fed_blocks})
 
 
 def counted_micros(program: Program, rank: int) -> list[int]:

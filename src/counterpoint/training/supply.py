@@ -60,7 +60,8 @@ class Supply:
         """
         assert self.team.compiled is not None, "built"
         reading = Reading(self.dataset, self.sampler, self.team.num_micros)
-        micros = read_micros(self.team.compiled.turns[-1].program, self.team.ranks)
+        compiled = self.team.compiled
+        micros = read_micros(compiled.turns[-1].program, self.team.ranks, compiled.model.fed_blocks)
         if not micros or not num_batches:
             return
         reading.warn_of_shared_draws(Spot(cursor.epoch, cursor.batch, micros[0]))
