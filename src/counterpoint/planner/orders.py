@@ -13,7 +13,7 @@ from counterpoint.world.cluster import Cluster
 
 SAVED = {("zero_bubble", 1): 2 / 3, ("interleaved", 2): 1 / 2, ("zero_bubble", 2): 5 / 6}
 """For an order and its chunks per stage, which part of 1F1B's bubble it saves by the formula of its docstring."""
-MOST_TRIED = 12
+MOST_TRIED = 4
 """Those that promise most are tried, so many of them."""
 
 
