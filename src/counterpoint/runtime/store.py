@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -175,6 +176,7 @@ class Store:
         self.is_learning = False  # whether gradients that are made now are those of a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
         self.editions: Editions | None = None
+        self.apart: Callable[[], AbstractContextManager[None]] = nullcontext  # in what to make optimizers' state
 
     def keep_versions(self, count: int) -> None:
         """From now on the weights of so many versions are there, in memory of their own; all are as the newest."""
@@ -280,8 +282,9 @@ class Store:
         made, tensors = self.optimizer(units)
         if made is not None:
             self.face.refresh(made)
-            if not self._update_in_one_pass(made, tensors, units):
-                self._update_by_steps(made, tensors, units)
+            with nullcontext() if made.state else self.apart():
+                if not self._update_in_one_pass(made, tensors, units):
+                    self._update_by_steps(made, tensors, units)
         for unit in units:
             self.units[unit].clear()
 

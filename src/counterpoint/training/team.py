@@ -144,8 +144,9 @@ class Team:
             if (isinstance(cut, WholeCut) and keeps_own) or (needs_own and fabric.rank != first):
                 model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
                 own_cut = self.cut(model, inputs)
-            rank = build_rank(self.parts, own_cut, model, fabric)
+            rank = build_rank(self.parts, own_cut, model, fabric, is_only=len(self.world.fabrics) == 1)
             rank.interpreter.compute.unused = self.options.unused
+            rank.interpreter.store.apart = self.keeping.apart
             self.ranks[fabric.rank] = rank
         self.watch = Watch(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
         return self.compiled
