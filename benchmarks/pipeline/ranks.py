@@ -11,10 +11,16 @@ import torch
 WARM_UP, STEPS = 3, 8
 
 
-def proportional_bytes():
-    """Return the memory of this process, of what it shares its part."""
-    with Path("/proc/self/smaps_rollup").open() as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+def field_bytes(path, name):
+    with Path(path).open() as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def peak_bytes():
+    """Return the most memory that this process has had at once, of what it shares now only its part."""
+    rollup = "/proc/self/smaps_rollup"
+    shared = field_bytes(rollup, "Rss") - field_bytes(rollup, "Pss")
+    return field_bytes("/proc/self/status", "VmHWM") - shared
 
 
 def main(kind, name):
@@ -28,7 +34,7 @@ def main(kind, name):
         losses.append(side.step((drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())))
         if number >= WARM_UP:
             seconds.append(time.perf_counter() - began)
-    found = {"rank": sides.own_rank(), "seconds": seconds, "losses": losses, "bytes": proportional_bytes()}
+    found = {"rank": sides.own_rank(), "seconds": seconds, "losses": losses, "bytes": peak_bytes()}
     side.close()
     sys.stdout.write(f"{json.dumps(found)}\n")
 

@@ -18,6 +18,7 @@ SIDES = {
     "zero bubble": ("Ours", "zero_bubble(2)", 2),
     "zero bubble, V": ("Ours", "zero_bubble(2, virtual=2)", 2),
     "pipedream": ("Ours", "pipedream(2)", 2),
+    "pipedream, whole batches": ("Ours", "pipedream(2) in 1", 2),
     "pipedream 2bw": ("Ours", "pipedream_2bw(2)", 2),
     "torch gpipe": ("Torch", "GPipe", 2),
     "torch 1f1b": ("Torch", "1F1B", 2),

@@ -32,10 +32,12 @@ def own_rank():
 
 
 class Ours:
-    """One order of Counterpoint's pipeline."""
+    """One order of Counterpoint's pipeline; ``pipedream(2) in 1`` has a batch in one microbatch."""
 
-    def __init__(self, strategy):
-        self.run = cp.parallelize(built(), optimizer, sequence_loss, strategy=strategy, num_microbatches=MICROS)
+    def __init__(self, name):
+        strategy, _, micros = name.partition(" in ")
+        micros = int(micros or MICROS)
+        self.run = cp.parallelize(built(), optimizer, sequence_loss, strategy=strategy, num_microbatches=micros)
 
     def step(self, batch):
         return self.run(*batch)
@@ -130,6 +132,7 @@ class DeepSpeed:
         layers.append(Back(model, [], is_last=True))
         module = PipelineModule(layers, num_stages=STAGES, loss_fn=sequence_loss, partition_method="parameters")
         config = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH // MICROS}
+        config["gradient_clipping"] = 0.0  # its default of 1.0 makes losses of its own
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer(list(module.parameters())), config=config
         )

@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from counterpoint.fabric.shm.native import native
-from counterpoint.runtime.fused import can_update, update
+from counterpoint.runtime.fused import alone, can_update, lies_in_rows, update, update_all
 from counterpoint.runtime.tables import Stretch
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
@@ -73,3 +73,40 @@ def test_the_state_is_kept_as_torch_keeps_it(rule):
 )
 def test_what_is_not_known_to_be_the_same_is_left_to_torch(optimizer):
     assert not can_update(optimizer(nn.Parameter(torch.zeros(3))))
+
+
+def weights_and_rule(rule="adamw"):
+    weights = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    return weights, RULES[rule](weights)
+
+
+def test_gradients_that_stay_on_their_rank_are_applied_as_torch_applies_them():
+    (theirs, ours), _ = weights_and_rule()
+    one, other = RULES["adamw"]([theirs]), RULES["adamw"]([ours])
+    theirs.grad, ours.grad = torch.arange(3.0).double(), torch.arange(3.0).double()
+    one.step()
+    update_all(other, {id(ours): partial(alone, ours)})
+    assert torch.allclose(ours, theirs, rtol=1e-13)
+
+
+def test_a_weight_without_a_gradient_stays_and_has_no_state():
+    weights, rule = weights_and_rule()
+    weights[0].grad = torch.ones_like(weights[0])
+    update_all(rule, {id(weight): partial(alone, weight) for weight in weights})
+    assert weights[1].equal(torch.ones_like(weights[1]))
+    assert weights[1] not in rule.state
+
+
+def test_autograd_notices_that_a_weight_it_has_kept_was_updated():
+    (weight, _), _ = weights_and_rule()
+    x = torch.ones_like(weight).requires_grad_()
+    kept = (x * weight).sum()
+    weight.grad = torch.ones_like(weight)
+    update_all(RULES["sgd"]([weight]), {id(weight): partial(alone, weight)})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_a_weight_that_does_not_lie_row_by_row_is_left_to_torch():
+    assert not lies_in_rows(nn.Parameter(torch.ones(2, 3).t()))
+    assert lies_in_rows(nn.Parameter(torch.ones(2, 3)))

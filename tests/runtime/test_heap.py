@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from counterpoint.runtime.heap import GIVING_BACK, KEEPING, PARAMETERS, Heap, heap
+from counterpoint.runtime.heap import APART, GIVING_BACK, KEEPING, PARAMETERS, Heap, heap
 from counterpoint.training.keeping import Keeping
 from tests.runtime.teams import feed, team
 
@@ -53,6 +53,18 @@ def test_what_is_set_is_undone_when_the_last_run_has_ended():
     one.give_back()
     assert values == ASKED
     one.give_back()
+    assert values == UNDONE
+
+
+def test_what_stays_as_long_as_a_run_is_made_apart_and_then_all_is_as_before():
+    values, one = told()
+    one.keep()
+    with one.apart():
+        assert {name: values[PARAMETERS[name]] for name in APART} == APART
+    assert {**values, **ASKED} == values
+    one.give_back()
+    with one.apart():
+        pass
     assert values == UNDONE
 
 

@@ -19,8 +19,8 @@ from secrets import token_hex
 
 from pydantic import JsonValue
 
-from counterpoint.checkpoint.commit import Draft, commit, place
 from counterpoint.checkpoint.disk import DISK, Files, write_failure, write_file
+from counterpoint.checkpoint.draft import Draft, commit, place
 from counterpoint.checkpoint.folders import (
     drafts_in,
     is_part,

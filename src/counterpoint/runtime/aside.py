@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from counterpoint.checkpoint import Piece
+from counterpoint.checkpoint.piece import Piece
 from counterpoint.program.instruction import Collective
 from counterpoint.runtime.build import Rank, slice_of, slices_of
 from counterpoint.runtime.state import Book

@@ -69,7 +69,7 @@ class Rank:
     evaluation: Callable[[], Model]
 
 
-def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank:
+def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric, *, is_only: bool = False) -> Rank:
     """Return the rank that ``fabric`` belongs to.
 
     Args:
@@ -77,13 +77,14 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric) -> Rank
         cut: the model's functions; a whole cut must be of this rank's own copy.
         model: the model whose values the rank starts with.
         fabric: the rank's way to the others.
+        is_only: whether no other rank of this process has the model, so that it may be trained in its own memory.
     """
     rank = fabric.rank
     row = parts.program.rows[rank]
     words = [word for turn in parts.turns for word in turn.program.rows[rank].body]
     roles = roles_of(rank, words, parts.spec)
     needed = {name for unit in roles for name in parts.spec.units[unit]}
-    params = own_params(parts.spec, cut, model, (row.slice_index, row.num_slices), needed)
+    params = own_params(parts.spec, cut, model, (row.slice_index, row.num_slices), needed, is_only=is_only)
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
     store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, sparse_names(model))
@@ -168,18 +169,23 @@ def call_form(inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes
 
 
 def own_params(
-    spec: ModelSpec, cut: Cut, model: nn.Module, place: tuple[int, int], needed: Container[str]
+    spec: ModelSpec, cut: Cut, model: nn.Module, place: tuple[int, int], needed: Container[str], *, is_only: bool
 ) -> dict[str, nn.Parameter]:
-    """Return a rank's parameters: the model's own for a whole cut, else copies of the slices it needs."""
+    """Return a rank's parameters: the model's own for a whole cut, else what it needs, sliced.
+
+    These are copies but for whole parameters of the only rank here: they are other tensors, with a count of changes of
+    their own, in the same memory.
+    """
     named = dict(model.named_parameters())
     if isinstance(cut, WholeCut):
         return named
-    sliced = slices_of(spec)
-    return {
-        name: nn.Parameter(slice_of(param.detach(), sliced.get(name), place).clone(), requires_grad=param.requires_grad)
-        for name, param in named.items()
-        if name in needed or not param.requires_grad
-    }
+    sliced, own = slices_of(spec), {}
+    for name, param in named.items():
+        if name in needed or not param.requires_grad:
+            value = slice_of(param.data, sliced.get(name), place)
+            stays = is_only and value.numel() == param.numel() and param.is_contiguous() and not param.is_shared()  # type: ignore[no-untyped-call]
+            own[name] = nn.Parameter(value if stays else value.clone(), requires_grad=param.requires_grad)
+    return own
 
 
 def slices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:

@@ -7,16 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_void_p
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, optim
+from torch.autograd.graph import increment_version
 
 from counterpoint.fabric.shm.native import DTYPES, Step, native
 from counterpoint.runtime.rows import add_rows
 from counterpoint.runtime.tables import Stretch
 
 Options = Mapping[str, Any]
+
+
+class Sum(Protocol):
+    """Tells what adds up to the gradient of a tensor, range by range; nothing where it has none."""
+
+    def __call__(self, *, as_rows: bool) -> Sequence[Stretch]:
+        """Return the ranges; rows of tables may be left as such, or are added up."""
+
+
+def alone(param: Tensor, *, as_rows: bool) -> list[Stretch]:
+    """Return the gradient of a parameter that nothing is added to, if it has one, as a :class:`Sum` does."""
+    return [] if param.grad is None else [Stretch(0, param.numel(), [param.grad])]
+
+
+def lies_in_rows(param: Tensor) -> bool:
+    """Tell whether a parameter and its gradient, if it has one, are flat memory in the same order."""
+    tensors = [param] if param.grad is None else [param, param.grad]
+    return all(one.layout == torch.strided and one.is_contiguous() for one in tensors)
 
 
 def can_update(optimizer: optim.Optimizer) -> bool:
@@ -34,6 +53,22 @@ def can_update(optimizer: optim.Optimizer) -> bool:
 def takes_rows(optimizer: optim.Optimizer, options: Options) -> bool:
     """Tell whether a step changes only weights with a gradient, and by a multiple of it, so that rows can be added."""
     return type(optimizer) is optim.SGD and not options["momentum"] and not options["weight_decay"]
+
+
+def update_all(optimizer: optim.Optimizer, sums: Mapping[int, Sum]) -> None:
+    """Take one step on all tensors of an optimizer that have a gradient; :func:`can_update` has said that it can.
+
+    Args:
+        optimizer: keeps the state, as after a step of its own.
+        sums: of each tensor, by identity.
+    """
+    for group in optimizer.param_groups:
+        as_rows = takes_rows(optimizer, group)
+        for tensor in group["params"]:
+            stretches = sums[id(tensor)](as_rows=as_rows)
+            if stretches:
+                update(optimizer, group, tensor, stretches)
+                increment_version(tensor)
 
 
 def update(optimizer: optim.Optimizer, options: Options, weights: Tensor, gradient: Sequence[Stretch]) -> None:

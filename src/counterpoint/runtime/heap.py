@@ -9,7 +9,8 @@ while training, from the second step on: what building and a first step leave be
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 PARAMETERS = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4}
@@ -18,6 +19,8 @@ KEEPING = {"M_MMAP_MAX": 0, "M_TRIM_THRESHOLD": -1}
 """Nothing is mapped apart, and the heap never shrinks."""
 GIVING_BACK = {"M_MMAP_MAX": 65_536, "M_MMAP_THRESHOLD": 32 << 20, "M_TRIM_THRESHOLD": 64 << 20}
 """What glibc itself comes to in a process that has freed a block of 32 MiB, as any that trains has."""
+APART = {"M_MMAP_MAX": 65_536, "M_MMAP_THRESHOLD": 64 << 10}
+"""Blocks of 64 KiB and more are mapped each on its own."""
 
 
 class Heap:
@@ -45,6 +48,18 @@ class Heap:
         if self.num_keepers == 0:
             self._set(GIVING_BACK)
             self._trim()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is made inside, and stays as long as a training, lies beside the heap.
+
+        Among what steps free it would keep the free places between too small for what the next step asks for.
+        """
+        self._set(APART)
+        try:
+            yield
+        finally:
+            self._set(KEEPING if self.num_keepers else GIVING_BACK)
 
     def _set(self, values: Mapping[str, int]) -> None:
         for name, value in values.items():

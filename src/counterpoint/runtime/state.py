@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.checkpoint import Piece, whole
-from counterpoint.checkpoint.piece import dtype_name, torch_dtype
+from counterpoint.checkpoint.piece import Piece, dtype_name, torch_dtype, whole
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.program.instruction import Serve

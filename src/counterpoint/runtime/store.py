@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,8 +17,8 @@ from counterpoint.runtime.arena import Allocate, Arena, new_tensor
 from counterpoint.runtime.board import Board, note_elements
 from counterpoint.runtime.commons import Commons, row_elements, table_slots
 from counterpoint.runtime.editions import Editions
-from counterpoint.runtime.fused import can_update, takes_rows, update
-from counterpoint.runtime.layout import Slot, Span, lay_out
+from counterpoint.runtime.fused import Sum, alone, can_update, lies_in_rows, update_all
+from counterpoint.runtime.layout import Slot, lay_out
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import UnitRole
 from counterpoint.runtime.rows import Piece
@@ -37,7 +39,7 @@ class UnitStore:
     role: UnitRole
     params: dict[str, nn.Parameter]
     arenas: list[Arena] = field(default_factory=list)
-    _places: list[tuple[Arena, int, int, Span]] | None = field(default=None, init=False)
+    _sums: list[Sum] | None = field(default=None, init=False)
 
     def targets(self, face: Face) -> list[tuple[int, Tensor]]:
         """Return the tensors an optimizer updates for this unit, with their option groups."""
@@ -52,13 +54,19 @@ class UnitStore:
             for group, start, stop in arena.layout.updated(span)
         ]
 
-    def places(self) -> list[tuple[Arena, int, int, Span]]:
-        """Return for each of :meth:`targets` its arena, its range there, and the share; only where there are arenas."""
+    def sums(self) -> list[Sum]:
+        """Return for each of :meth:`targets` what tells what adds up to its gradient; made once."""
         span = self.role.span
-        if self._places is None:
-            ranges = [] if span is None else [(one, span, one.layout.updated(span)) for one in self.arenas]
-            self._places = [(one, start, stop, part) for one, part, found in ranges for _, start, stop in found]
-        return self._places
+        if self._sums is None and span is not None:
+            self._sums = [
+                partial(one.stretches, *at[1:], span) for one in self.arenas for at in one.layout.updated(span)
+            ]
+            self._sums += [partial(alone, param) for param in self.params.values() if not self.arenas]
+        return self._sums or []
+
+    def lies_in_rows(self) -> bool:
+        """Tell whether weights and gradients are flat memory, element by element in the same order."""
+        return bool(self.arenas) or all(map(lies_in_rows, self.params.values()))
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that belong to :meth:`targets`; parameters without one are left out."""
@@ -168,6 +176,7 @@ class Store:
         self.is_learning = False  # whether gradients that are made now are those of a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
         self.editions: Editions | None = None
+        self.apart: Callable[[], AbstractContextManager[None]] = nullcontext  # in what to make optimizers' state
 
     def keep_versions(self, count: int) -> None:
         """From now on the weights of so many versions are there, in memory of their own; all are as the newest."""
@@ -273,24 +282,18 @@ class Store:
         made, tensors = self.optimizer(units)
         if made is not None:
             self.face.refresh(made)
-            if not self._update_in_one_pass(made, tensors, units):
-                self._update_by_steps(made, tensors, units)
+            with nullcontext() if made.state else self.apart():
+                if not self._update_in_one_pass(made, tensors, units):
+                    self._update_by_steps(made, tensors, units)
         for unit in units:
             self.units[unit].clear()
 
     def _update_in_one_pass(self, made: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Add up gradients and update weights in one pass over memory; return whether that is possible here."""
-        if not all(arena.commons is not None for unit in units for arena in self.units[unit].arenas):
+        if not can_update(made) or not all(self.units[unit].lies_in_rows() for unit in units):
             return False
-        if not all(self.units[unit].arenas for unit in units) or not can_update(made):
-            return False
-        found = [place for unit in units for place in self.units[unit].places()]
-        places = {id(tensor): place for tensor, place in zip(tensors, found, strict=True)}
-        for group in made.param_groups:
-            for tensor in group["params"]:
-                arena, start, stop, span = places[id(tensor)]
-                stretches = arena.stretches(start, stop, span, as_rows=takes_rows(made, group))
-                update(made, group, tensor, stretches)
+        found = [sums for unit in units for sums in self.units[unit].sums()]
+        update_all(made, {id(tensor): sums for tensor, sums in zip(tensors, found, strict=True)})
         return True
 
     def _update_by_steps(self, made: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> None:

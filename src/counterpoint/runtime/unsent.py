@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from counterpoint.checkpoint import Piece, whole
+from counterpoint.checkpoint.piece import Piece, whole
 from counterpoint.fabric.fabric import Group
 from counterpoint.model.spec import Unit
 from counterpoint.program.codes import find_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from counterpoint.launchers.variables import allocator_variables
 from counterpoint.runtime.heap import heap
 
@@ -28,3 +30,7 @@ class Keeping:
         if self._heap is not None and self._is_on:
             self._is_on = False
             self._heap.give_back()
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Return in what to make memory that stays as long as the run."""
+        return nullcontext() if self._heap is None else self._heap.apart()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.compiler.compile import Compiled, compile  # noqa: A004 - read as cp.compile
-from counterpoint.cutting.choose import cut_model
 from counterpoint.cutting.cut import Cut
 from counterpoint.cutting.graph import GraphCut
 from counterpoint.cutting.mixing import require_apart
@@ -50,6 +49,7 @@ from counterpoint.runtime.state import (
 from counterpoint.runtime.vote import Verdict
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.training.checks import require_own_memory
+from counterpoint.training.cutting import cut_for
 from counterpoint.training.flight import Flight, require_clippable, require_memory
 from counterpoint.training.keeping import Keeping
 from counterpoint.training.norms import has_meetings, judge_norms
@@ -116,7 +116,7 @@ class Team:
         if self.may_share and self.face.is_elementwise:
             self.plan = with_one_copy(self.plan, self.world.fabrics[0].hosts)
         self.compare_models()
-        cut = self.cut(self.model, inputs)
+        cut = cut_for(self.plan, self.model, inputs, self.options)
         require_no_hooks(self.model, cut, self.plan)
         require_own_memory(self.model, self.plan)
         if self.options.mixing == "error" and any(isinstance(strategy, Pipeline) for strategy in self.plan.strategies):
@@ -141,6 +141,13 @@ class Team:
             self.options.seed,
             self.plan.buckets,
         )
+        self.make_ranks(cut, inputs)
+        return self.compiled
+
+    def make_ranks(self, cut: Cut, inputs: Any) -> None:  # noqa: ANN401 - as above
+        """Make this process's ranks from a cut of the model."""
+        assert self.parts is not None, "compiled"
+        assert self.compiled is not None, "compiled"
         first, groups = self.world.fabrics[0].rank, groups_of(turn.program for turn in self.compiled.turns)
         words = [word for _, word in self.compiled.program.words() if isinstance(word, Release)]
         keeps_own = self.book().num_replicas > 1 or any(word.value.name == "weight" for word in words)
@@ -150,32 +157,13 @@ class Team:
             own_cut, model = cut, self.model
             if (isinstance(cut, WholeCut) and keeps_own) or (needs_own and fabric.rank != first):
                 model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
-                own_cut = self.cut(model, inputs)
-            rank = build_rank(self.parts, own_cut, model, fabric)
+                own_cut = cut_for(self.plan, model, inputs, self.options)
+            rank = build_rank(self.parts, own_cut, model, fabric, is_only=len(self.world.fabrics) == 1)
             rank.interpreter.compute.unused = self.options.unused
             rank.interpreter.compute.norms = norms_for(self.parts, model, rank.interpreter, self.options.batch_norm)
+            rank.interpreter.store.apart = self.keeping.apart
             self.ranks[fabric.rank] = rank
         self.watch = Watch(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
-        return self.compiled
-
-    def cut(self, model: nn.Module, inputs: Any) -> Cut:  # noqa: ANN401 - whatever the model takes
-        """Return the model cut as finely as the plan needs; a wish for a finer cut may stay one."""
-        need = self.plan.need
-        if need != "wish":
-            try:
-                return cut_model(
-                    model, call_form(inputs), need=need, dims=self.options.dims, cuts=self.plan.cut_modules
-                )
-            except PlanError as error:
-                if replace(self.plan, passes=()).need not in {"none", "wish"}:
-                    raise
-                raise PlanError(
-                    f"recompute needs a model in blocks: {error}; or leave out the pass recompute"
-                ) from error
-        try:
-            return cut_model(model, call_form(inputs), need="chain", dims=self.options.dims)
-        except PlanError:
-            return cut_model(model, call_form(inputs), need="none", dims=self.options.dims)
 
     def require_whole_parameters(self) -> None:
         """Check that nobody slices what the optimizer has to see in one piece.
