@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -15,18 +13,15 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.options import kinds_of, read_option
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.recomputation import PASS, Recomputation
 from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Need, Strategy
-from counterpoint.strategies.table import find
 from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.terms import chunks_in, fold_terms, parse_term
 from counterpoint.strategies.zero import Zero
-from counterpoint.world.hosts import neighbours
 from counterpoint.world.mesh import Axis, Mesh
 
-_TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<inside>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
 _PASSES = ("overlap", PASS)
 
 
@@ -198,7 +193,7 @@ class Plan:
         count = _microbatches(text, num_microbatches)
         pieces = text.split("*")
         starts = accumulate((len(piece) + 1 for piece in pieces), initial=0)
-        terms = [_parse_term(piece, start, text) for piece, start in zip(pieces, starts, strict=False)]
+        terms = [parse_term(piece, start, text) for piece, start in zip(pieces, starts, strict=False)]
         terms = [(name, inside) for name, inside in terms if name != "solo"]
         bare = [name for name, inside in terms if inside is None]
         if len(bare) > 1:
@@ -206,7 +201,9 @@ class Plan:
         if bare and num_ranks is None:
             raise PlanError(f"{text!r} does not say how many ranks {bare[0]} takes; write {bare[0]}(2), or give ranks")
         free = 1 if not bare else _ranks_left(terms, text, num_ranks or 1, hosts)
-        strategies = _fold([(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts)
+        strategies = fold_terms(
+            [(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts
+        )
         if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "asp"}:
             strategies = ()
         return Plan(strategies, count)
@@ -258,18 +255,6 @@ class Plan:
         return Plan(plan.strategies, num_microbatches, tuple(passes))
 
 
-def chunks_in(text: str) -> int | None:
-    """Return how many microbatches the text of a plan says with ``chunks=``; None where it leaves that open.
-
-    Raises:
-        PlanError: two of its strategies say different numbers.
-    """
-    said = sorted({int(count) for count in re.findall(r"\bchunks\s*=\s*(\d+)", text)})
-    if len(said) > 1:
-        raise PlanError(f"{text!r} says chunks={said[0]} and chunks={said[1]}; a plan has one number of microbatches")
-    return said[0] if said else None
-
-
 def _microbatches(text: str, given: int | None) -> int:
     """Return how many microbatches the text of a plan says, or else how many are given, or 1."""
     said = chunks_in(text)
@@ -278,23 +263,9 @@ def _microbatches(text: str, given: int | None) -> int:
     return next((count for count in (said, given) if count is not None), 1)
 
 
-def _parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
-    found = _TERM.match(term)
-    if found is None:
-        caret = " " * (start + len(term) - len(term.lstrip())) + "^"
-        raise PlanError(
-            f"{term.strip()!r} is not a strategy; write name(ranks, option=value), joined by *\n  {text}\n  {caret}"
-        )
-    if found["name"] != "solo":
-        find(found["name"])
-    elif found["inside"] is not None:
-        raise PlanError(f"solo is one rank and takes no numbers; write solo, not {term.strip()}")
-    return found["name"], found["inside"]
-
-
 def _ranks_with(terms: list[tuple[str, str | None]], free: int, text: str, hosts: Sequence[int]) -> int:
     filled = [(name, str(free) if inside is None else inside) for name, inside in terms]
-    return Plan(_fold(filled, text, hosts)).num_ranks
+    return Plan(fold_terms(filled, text, hosts)).num_ranks
 
 
 def _ranks_left(terms: list[tuple[str, str | None]], text: str, num_ranks: int, hosts: Sequence[int]) -> int:
@@ -320,42 +291,3 @@ def _ranks_left(terms: list[tuple[str, str | None]], text: str, num_ranks: int, 
     if refused is not None:
         raise refused
     raise PlanError(f"{text!r} cannot take {num_ranks} ranks; the ranks of its strategies must multiply to it")
-
-
-def _fold(terms: Sequence[tuple[str, str]], text: str, hosts: Sequence[int]) -> tuple[Strategy, ...]:
-    """Return the strategies of all terms in a row; what depends on hosts sees the ranks that its axis goes over."""
-    strategies: tuple[Strategy, ...] = ()
-    stride = 1
-    for name, inside in terms:
-        made = _make(name, inside, text, partial(_per_host, stride=stride, hosts=hosts))
-        strategies += made
-        for strategy in made:
-            stride = strategy.num_ranks(stride)
-    return strategies
-
-
-def _per_host(degree: int, stride: int, hosts: Sequence[int]) -> int:
-    return neighbours(degree, stride, hosts) if hosts else 0
-
-
-def _make(name: str, inside: str, text: str, per_host: Callable[[int], int]) -> tuple[Strategy, ...]:
-    named = find(name)
-    parts = [part.strip() for part in re.split(r",(?![^()]*\))", inside) if part.strip()]
-    if not parts or not re.fullmatch(r"\d+", parts[0]) or int(parts[0]) < 1:
-        raise PlanError(f"{name} in {text!r} needs the number of ranks along its axis first: {name}(2)")
-    options: dict[str, Any] = {}
-    kinds = kinds_of(named.parent)
-    for part in parts[1:]:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key in named.instead:
-            raise PlanError(f"{name} takes no {key}=: {named.instead[key]}")
-        if not equals or key not in named.options:
-            known = ", ".join(f"{option}=" for option in named.options) or "none"
-            raise PlanError(f"{name} has no option {part!r}; its options are {known}")
-        if key in options:
-            raise PlanError(f"{name} in {text!r} has {key}= twice; give it once")
-        options[key] = read_option(key, value, kinds.get(key, str), text)
-    degree = int(parts[0])
-    if "per_host" in named.options:
-        options.setdefault("per_host", per_host(degree))
-    return named.strategies(degree, options)

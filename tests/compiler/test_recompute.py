@@ -89,7 +89,7 @@ def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte()
         ("solo", ("recompute:",), "does not say what to recompute; write recompute for all blocks"),
         ("solo", ("recompute:0%",), "does not say what to recompute"),
         ("gpipe(2, checkpoint=always)", ("recompute",), "recompute=always of .* and the pass recompute both say"),
-        ("gpipe(2, checkpoint=sometimes)", (), "a pipeline has no recompute=sometimes; give recompute=never"),
+        ("gpipe(2, checkpoint=sometimes)", (), "gpipe has no checkpoint=sometimes; give checkpoint=never"),
         ("solo", ("overlap:1",), "there is no pass 'overlap:1'; the passes are overlap, recompute"),
     ],
 )

@@ -8,7 +8,7 @@ from counterpoint.cutting.chain import ChainCut
 from counterpoint.cutting.choose import cut_model
 from counterpoint.errors import PlanError
 from tests.cutting.models import gpt
-from tests.cutting.same import owned, seed
+from tests.cutting.same import forward, owned
 
 
 def sequential():
@@ -18,9 +18,8 @@ def sequential():
 
 
 def by_pieces(cut, model, values):
-    for piece in range(len(cut.spec.pieces)):
-        values = cut.segment(piece, piece + 1, training=True)(values, *owned(model), seed)
-    return values[0]
+    *_, (_, _, gave) = forward(cut, range(len(cut.spec.pieces) + 1), values, *owned(model), training=True)
+    return gave[0]
 
 
 def starts(cut):

@@ -93,15 +93,15 @@ def test_a_buffer_that_a_forward_changes_is_computed_with_as_it_was_and_stays_as
 def test_only_what_enters_a_stage_is_kept_of_a_forward():
     def look(rank):
         compute = rank.interpreter.compute
-        return len(compute.tapes), len(compute.again.kept), len(compute.bundles)
+        return len(compute.tapes), len(compute.again.kept), len(compute.values)
 
     with team("pipeline(2, order=gpipe, recompute=always) * data(2)", num_microbatches=3, passes=("overlap",)) as one:
         seen = watched(one, look)
     for rank in range(4):
-        tapes, kept, bundles = map(max, zip(*seen[rank], strict=True))
+        tapes, kept, values = map(max, zip(*seen[rank], strict=True))
         assert tapes <= 2  # of the two blocks of a stage, or of both as one
         assert kept >= 3
-        assert bundles <= 3 + 1
+        assert values <= 3 + 1
     with team("pipeline(2, order=gpipe)", num_microbatches=3) as one:
         assert max(tapes for tapes, _, _ in watched(one, look)[0]) == 3
 

@@ -19,7 +19,7 @@ from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import chain
-from counterpoint.plan import Plan, chunks_in
+from counterpoint.plan import Plan
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Backward, Collective
 from counterpoint.program.program import Program
@@ -31,6 +31,7 @@ from counterpoint.simulator.costs import Costs, unit_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.terms import chunks_in
 
 MOST_RANKS = 2048
 """For more, proving and drawing would take minutes, and show nothing that fewer ranks do not."""

@@ -58,13 +58,15 @@ def _normalizes_batches(module: nn.Module) -> bool:
 
 
 def _resized(inputs: Inputs, count: int) -> Inputs:
-    """Return the first samples, as many as there are, and zeros for one more."""
+    """Return copies of the first samples, as many as there are, and zeros for one more; a model may change them."""
     samples = num_samples(inputs)
 
     def resized(leaf: Any) -> Any:  # noqa: ANN401
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != samples:
+        if not isinstance(leaf, Tensor):
             return leaf
-        return leaf[:count] if count <= samples else torch.cat([leaf, torch.zeros_like(leaf)])
+        if not leaf.dim() or leaf.shape[0] != samples:
+            return leaf.clone()
+        return leaf[:count].clone() if count <= samples else torch.cat([leaf, torch.zeros_like(leaf)])
 
     return tree_map(resized, inputs)
 

@@ -21,8 +21,8 @@ from counterpoint.program.instruction import BACKWARDS, Backward, Collective, Co
 from counterpoint.program.program import Program, versions_held
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.calls import Script, boundaries, fuse
-from counterpoint.runtime.compute import Model
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.model import Model
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice

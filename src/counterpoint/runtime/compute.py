@@ -6,10 +6,9 @@ back for them. What their readers add to a gradient is added up as it comes, fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,44 +20,13 @@ from counterpoint.runtime.again import Memory, Once
 from counterpoint.runtime.direct import Directly, Place, run_backward
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk, Job, later_places
+from counterpoint.runtime.model import Kept, Model, spent_by
 from counterpoint.runtime.normalizing import Norms
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.shares import Shares
 from counterpoint.runtime.store import Store
 
 Grads = list["Tensor | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is computed with: the cut model's functions and its two ends.
-
-    Args:
-        segments: by first block and one past the last.
-        num_blocks: blocks of the whole model.
-        num_inputs: how many of the values are the model's own inputs; they come first.
-        strands: the values of each strand, by its maker and its readers.
-        flatten: from a feed's inputs to the values that they are.
-        unflatten: from what the last segment gives to the model's output.
-        loss: from the model's output and the targets to a scalar, the mean over the samples.
-        draws: whether the model draws random numbers.
-    """
-
-    segments: Mapping[tuple[int, int], Segment]
-    num_blocks: int
-    num_inputs: int
-    strands: Mapping[tuple[int, ...], Sequence[int]]
-    flatten: Callable[[Any], tuple[Tensor, ...]]
-    unflatten: Callable[[Sequence[Tensor]], Any]
-    loss: Callable[[Any, Any], Tensor]
-    draws: bool
-
-
-class Kept(NamedTuple):
-    """A value, detached, and whether a gradient can come back for it."""
-
-    value: Tensor
-    carries: bool
 
 
 class Compute:
@@ -360,12 +328,3 @@ class Compute:
             return None
         self.gradients[at, micro] = gradient.contiguous()
         return self.gradients[at, micro]
-
-
-def spent_by(segments: Mapping[tuple[int, int], Segment]) -> dict[int, list[int]]:
-    """Return for each first block of a segment the values that no other one here needs behind its backward."""
-    first_reader: dict[int, int] = {}
-    for first, stop in sorted(segments):
-        for at in segments[first, stop].inputs:
-            first_reader.setdefault(at, first)
-    return {first: [at for at, reader in first_reader.items() if reader == first] for first, _ in segments}

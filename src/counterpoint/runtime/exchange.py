@@ -17,9 +17,10 @@ from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.buckets import Range
 from counterpoint.runtime.coded import coded_sum
-from counterpoint.runtime.compute import Compute, Kept
+from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.early import Early
 from counterpoint.runtime.layout import Span
+from counterpoint.runtime.model import Kept
 from counterpoint.runtime.store import Store, UnitStore
 from counterpoint.runtime.strewn import Several
 from counterpoint.strategies.buckets import Buckets

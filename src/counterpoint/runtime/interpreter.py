@@ -28,10 +28,11 @@ from counterpoint.runtime.calls import (
     fuse,
     later,
 )
-from counterpoint.runtime.compute import Compute, Model
+from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk
+from counterpoint.runtime.model import Model
 from counterpoint.runtime.optimizers import clip_by_value, squared_norm
 from counterpoint.runtime.polling import gather_ballots
 from counterpoint.runtime.records import Note, RankState, Served

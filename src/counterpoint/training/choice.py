@@ -15,12 +15,13 @@ from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan, chunks_in
+from counterpoint.plan import Plan
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.terms import chunks_in
 from counterpoint.training.options import Options
 from counterpoint.training.trained import trainable, with_unused
 from counterpoint.world.cluster import Cluster

@@ -34,8 +34,8 @@ from counterpoint.runtime.build import (
     slice_of,
     slices_of,
 )
-from counterpoint.runtime.compute import Model
 from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.model import Model
 from counterpoint.runtime.norm_rules import norms_for
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.state import (

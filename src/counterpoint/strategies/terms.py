@@ -1,0 +1,95 @@
+"""The terms of a plan's text, ``name(ranks, option=value)``, and the strategies that they stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from counterpoint.errors import PlanError
+from counterpoint.strategies.options import kinds_of, read_option
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.table import find
+from counterpoint.world.hosts import neighbours
+
+_TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<inside>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
+
+
+def chunks_in(text: str) -> int | None:
+    """Return how many microbatches the text of a plan says with ``chunks=``; None where it leaves that open.
+
+    Raises:
+        PlanError: two of its strategies say different numbers.
+    """
+    said = sorted({int(count) for count in re.findall(r"\bchunks\s*=\s*(\d+)", text)})
+    if len(said) > 1:
+        raise PlanError(f"{text!r} says chunks={said[0]} and chunks={said[1]}; a plan has one number of microbatches")
+    return said[0] if said else None
+
+
+def parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
+    """Return the name of a strategy and what stands in its brackets, or None where it has none.
+
+    Args:
+        term: one of those joined by ``*``.
+        start: its place in the text.
+        text: the whole plan, for errors.
+
+    Raises:
+        PlanError: it is no term, or there is no strategy of that name.
+    """
+    found = _TERM.match(term)
+    if found is None:
+        caret = " " * (start + len(term) - len(term.lstrip())) + "^"
+        raise PlanError(
+            f"{term.strip()!r} is not a strategy; write name(ranks, option=value), joined by *\n  {text}\n  {caret}"
+        )
+    if found["name"] != "solo":
+        find(found["name"])
+    elif found["inside"] is not None:
+        raise PlanError(f"solo is one rank and takes no numbers; write solo, not {term.strip()}")
+    return found["name"], found["inside"]
+
+
+def fold_terms(terms: Sequence[tuple[str, str]], text: str, hosts: Sequence[int]) -> tuple[Strategy, ...]:
+    """Return the strategies of all terms in a row; what depends on hosts sees the ranks that its axis goes over.
+
+    Raises:
+        PlanError: a number or an option of a term is missing, unknown or of the wrong kind.
+    """
+    strategies: tuple[Strategy, ...] = ()
+    stride = 1
+    for name, inside in terms:
+        made = _make(name, inside, text, partial(_per_host, stride=stride, hosts=hosts))
+        strategies += made
+        for strategy in made:
+            stride = strategy.num_ranks(stride)
+    return strategies
+
+
+def _per_host(degree: int, stride: int, hosts: Sequence[int]) -> int:
+    return neighbours(degree, stride, hosts) if hosts else 0
+
+
+def _make(name: str, inside: str, text: str, per_host: Callable[[int], int]) -> tuple[Strategy, ...]:
+    named = find(name)
+    parts = [part.strip() for part in re.split(r",(?![^()]*\))", inside) if part.strip()]
+    if not parts or not re.fullmatch(r"\d+", parts[0]) or int(parts[0]) < 1:
+        raise PlanError(f"{name} in {text!r} needs the number of ranks along its axis first: {name}(2)")
+    options: dict[str, Any] = {}
+    kinds = kinds_of(named.parent)
+    for part in parts[1:]:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key in named.instead:
+            raise PlanError(f"{name} takes no {key}=: {named.instead[key]}")
+        if not equals or key not in named.options:
+            known = ", ".join(f"{option}=" for option in named.options) or "none"
+            raise PlanError(f"{name} has no option {part!r}; its options are {known}")
+        if key in options:
+            raise PlanError(f"{name} in {text!r} has {key}= twice; give it once")
+        options[key] = read_option(key, value, kinds.get(key, str), text)
+    degree = int(parts[0])
+    if "per_host" in named.options:
+        options.setdefault("per_host", per_host(degree))
+    return named.strategies(degree, options)
