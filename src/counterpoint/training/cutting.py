@@ -26,7 +26,7 @@ def cut_for(plan: Plan, model: nn.Module, inputs: Any, options: Options) -> Cut:
         try:
             return cut_model(model, form, need=need, dims=options.dims, cuts=plan.cut_modules)
         except PlanError as error:
-            if replace(plan, passes=()).need not in {"none", "wish"}:
+            if plan.recomputation is None or replace(plan, passes=()).need not in {"none", "wish"}:
                 raise
             raise PlanError(f"recompute needs a model in blocks: {error}; or leave out the pass recompute") from error
     try:
