@@ -23,14 +23,14 @@ from counterpoint.strategies.strategy import Forecast
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A program, proved, with the model it is for and what its strategies forecast.
+    """A program, proved if it may run, with the model it is for and what its strategies forecast.
 
     Args:
         plan: what was asked for.
         model: the model with the blocks that the plan needed.
         program: one row per rank.
         forecast: what the closed formulas say.
-        ledger: which gradients entered which update.
+        ledger: which gradients entered which update; empty where nothing was proved.
         turns: the kinds of steps, one for a synchronous plan. ``program`` is then the last one's, or the stream whose
             prologue and body are kinds of steps.
     """
@@ -58,28 +58,40 @@ class Compiled:
         return tuple(sum(own, Fraction(0)) for own in zip(*parts, strict=True))
 
 
-def compile(plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1) -> Compiled:  # noqa: A001 - read as cp.compile
+def compile(  # noqa: A001 - read as cp.compile
+    plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1, proves: bool = True
+) -> Compiled:
     """Fold the plan's strategies over the solo program, run the passes, and prove the laws.
 
     Args:
         plan: who does what.
         model: the blocks as they came from the model.
         samples_per_micro: samples in one microbatch, for the bytes of activations.
+        proves: whether the laws are proved, without which a program can be looked at and simulated, but not run.
 
     Raises:
         PlanError: the strategies cannot be combined like this, or not on this model.
         ProgramError: the result breaks a law.
     """
-    shares = plan.rhythm.turns
+    shares, asked = plan.rhythm.turns, _Asked(model, samples_per_micro, proves)
     if plan.rhythm.late:
-        made = _compile_one(plan, model, samples_per_micro)
+        made = _compile_one(plan, asked)
         sent = made.forecast.sent_bytes()
         begun = beginning(made.program)
         begun_bytes = count_bytes(begun, made.model, samples_per_micro)
         first = Turn("first", begun, made.ledger, begun_bytes, shares["first"])
         return replace(made, turns=(first, Turn("steady", steady(made.program), made.ledger, sent, shares["steady"])))
-    every = [(name, _compile_one(plan.at(name), model, samples_per_micro)) for name in shares]
+    every = [(name, _compile_one(plan.at(name), asked)) for name in shares]
     return replace(every[-1][1], plan=plan, turns=tuple(_turn(name, made, shares[name]) for name, made in every))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is the same for all kinds of steps; see :func:`compile`."""
+
+    model: ModelSpec
+    samples_per_micro: int
+    proves: bool
 
 
 def _turn(name: str, made: Compiled, share: Fraction) -> Turn:
@@ -90,21 +102,24 @@ def _turn(name: str, made: Compiled, share: Fraction) -> Turn:
     return Turn(name, steady(made.program), made.ledger, sent, share, stream=made.program)
 
 
-def _compile_one(plan: Plan, model: ModelSpec, samples_per_micro: int) -> Compiled:
-    """Return the program of one kind of step, or a stream, proved."""
-    refined = reduce(lambda spec, strategy: strategy.refine(spec), plan.strategies, model)
+def _compile_one(plan: Plan, asked: _Asked) -> Compiled:
+    """Return the program of one kind of step, or a stream, proved if that is asked for."""
+    samples = asked.samples_per_micro
+    refined = reduce(lambda spec, strategy: strategy.refine(spec), plan.strategies, asked.model)
     program = solo(refined, plan.num_microbatches)
-    forecast = solo_forecast(refined, plan.num_microbatches, samples_per_micro)
+    forecast = solo_forecast(refined, plan.num_microbatches, samples)
     for strategy in plan.strategies:
         program = strategy.lower(program, refined)
         forecast = strategy.forecast(forecast, refined)
     if "overlap" in plan.passes:
         program = overlap(program)
-    asked = plan.recomputation
-    if asked is not None:
-        blocks = asked.blocks(refined)
-        program, forecast = recompute(program, asked, blocks), asked.forecast(forecast, blocks)
-    ledger = check(program, promise_of(forecast), refined.units, count_bytes(program, refined, samples_per_micro))
+    again = plan.recomputation
+    if again is not None:
+        blocks = again.blocks(refined)
+        program, forecast = recompute(program, again, blocks), again.forecast(forecast, blocks)
+    ledger = Ledger()
+    if asked.proves:
+        ledger = check(program, promise_of(forecast), refined.units, count_bytes(program, refined, samples))
     return Compiled(plan, refined, program, forecast, ledger, ())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -12,12 +12,11 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.unlike import balanced
-from counterpoint.program.instruction import Serve, Update, Value
+from counterpoint.program.instruction import Value
 from counterpoint.program.traffic import Sizes
-from counterpoint.program.turn import Turn
 from counterpoint.simulator.costs import model_costs
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.simulate import simulate_turn
+from counterpoint.simulator.spent import Spent, spend
 from counterpoint.world.cluster import Cluster, Link
 
 FREE = Link(latency_s=0.0, bytes_per_s=float("inf"))
@@ -132,25 +131,28 @@ def _place(found: Prediction) -> tuple[bool, float, int, int]:
 def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Prediction:
     """Return what the simulator says about a plan; where ranks differ in speed, of one cut by their speeds.
 
+    The laws are not proved for it; they are before it runs.
+
     Raises:
         PlanError: it cannot be compiled for this model or this batch.
     """
     plan.require_batch(batch_size)
     plan = balanced(plan, model, cluster)
     samples = batch_size // plan.num_micros
-    compiled = compile(plan, model if plan.need != "none" else _whole(model), samples_per_micro=samples)
-    step_s, compute_s, update_s = _play(compiled, cluster, samples)
-    free_s, _, _ = _play(compiled, replace(cluster, link=FREE), samples)
-    communication_s = step_s - free_s if step_s - free_s > ROUNDING * step_s else 0.0
-    idle_s = step_s - communication_s - compute_s - update_s
+    whole = model if plan.need != "none" else _whole(model)
+    compiled = compile(plan, whole, samples_per_micro=samples, proves=False)
+    spent, free = _play(compiled, (cluster, replace(cluster, link=FREE)), samples)
+    step_s, more_s = spent.step_s, spent.step_s - free.step_s
+    communication_s = more_s if more_s > ROUNDING * step_s else 0.0
+    idle_s = step_s - communication_s - spent.compute_s - spent.update_s
     return Prediction(
         plan=plan,
         samples_per_micro=samples,
         step_s=step_s,
-        compute_s=compute_s,
+        compute_s=spent.compute_s,
         communication_s=communication_s,
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
-        update_s=update_s,
+        update_s=spent.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
         memory_bytes=max(peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples))),
         room_bytes=cluster.device.memory_bytes,
@@ -175,31 +177,17 @@ def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
     return lambda value, code="": size_of(Value(value.name, value.blocks), code)  # the microbatch changes no size
 
 
-def _play(compiled: Compiled, cluster: Cluster, samples: int) -> tuple[float, float, float]:
-    """Return the seconds of a step, and of those how many a rank computes and how many it updates, on average.
-
-    Where steps are not all alike, that is over all of them in the long run.
-    """
-    played = [
-        (float(turn.share), _play_turn(turn, compiled, cluster, samples)) for turn in compiled.turns if turn.share
-    ]
-    step_s, compute_s, update_s = (sum(share * found[at] for share, found in played) for at in range(3))
-    return step_s, compute_s, update_s
+def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list[Spent]:
+    """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
+    sizes = sizes_in(compiled.model, samples)
+    costs = [model_costs(compiled.model, one, sizes, samples_per_micro=samples) for one in clusters]
+    played = [(float(turn.share), spend(turn, costs, clusters[0].speeds)) for turn in compiled.turns if turn.share]
+    return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
 
 
-def _play_turn(turn: Turn, compiled: Compiled, cluster: Cluster, samples: int) -> tuple[float, float, float]:
-    costs = model_costs(
-        compiled.model,
-        cluster,
-        sizes_in(compiled.model, samples),
-        samples_per_micro=samples,
+def _mean(parts: Sequence[tuple[float, Spent]]) -> Spent:
+    return Spent(
+        sum(share * spent.step_s for share, spent in parts),
+        sum(share * spent.compute_s for share, spent in parts),
+        sum(share * spent.update_s for share, spent in parts),
     )
-    rows = turn.program.unroll(1)
-    trace = simulate_turn(turn, costs, cluster.speeds)
-    compute_s = update_s = 0.0
-    for event in trace.events:
-        if event.lane == "compute" and isinstance(rows[event.rank][event.index], Update | Serve):
-            update_s += event.seconds
-        elif event.lane == "compute":
-            compute_s += event.seconds
-    return trace.step_s, compute_s / trace.num_ranks, update_s / trace.num_ranks

@@ -59,10 +59,10 @@ from counterpoint.program.walk import Groups, show_places, walk
 class Ledger:
     """What came of a program: the updates, what was held at its end, what entered coded sums, what its end dropped."""
 
-    entries: list[Entry]
-    states: dict[tuple[int, Unit], UnitState]
-    peak_in_flight: list[int]
-    brought: Brought
+    entries: list[Entry] = field(default_factory=list)
+    states: dict[tuple[int, Unit], UnitState] = field(default_factory=dict)
+    peak_in_flight: list[int] = field(default_factory=list)
+    brought: Brought = field(default_factory=dict)
     dropped: dict[Unit, set[Mark]] = field(default_factory=dict)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -35,8 +36,9 @@ _Unit = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Held:
-    """What a rank holds of each unit, as parts of the whole, and of each block, in bytes."""
+    """What a rank holds of each unit, as parts of the whole whose bytes ``sizes`` has, and of each block, in bytes."""
 
+    sizes: dict[_Unit, int]
     weights: dict[_Unit, Fraction] = field(default_factory=dict)
     kept: dict[_Unit, Fraction] = field(default_factory=dict)
     grads: dict[_Unit, Fraction] = field(default_factory=dict)
@@ -48,13 +50,15 @@ class _Held:
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
     versions: int = 1
 
-    def fixed_bytes(self, size_of: Sizes, num_states: int) -> Fraction:
+    def fixed_bytes(self, num_states: int) -> Fraction:
         """Return the bytes of everything held but what is alive between forwards and backwards."""
-        total = Fraction(sum(self.wires.values()))
+        sums: defaultdict[int, int] = defaultdict(int)  # by denominator: adding fractions one by one is slow
         gradients = ((self.grads, 1), (self.shares, 1), (self.aside, 1), (self.residuals, 2))
         for parts, times in ((self.weights, self.versions), *gradients, (self.states, num_states)):
-            total += times * sum((part * size_of(weight(unit)) for unit, part in parts.items()), Fraction(0))
-        return total
+            for unit, part in parts.items():
+                sums[part.denominator] += times * part.numerator * self.sizes[unit]
+        wires = Fraction(sum(self.wires.values()))
+        return sum((Fraction(total, denominator) for denominator, total in sums.items()), wires)
 
 
 def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tuple[int, ...]:
@@ -73,7 +77,8 @@ def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tupl
         size_of: bytes of a whole value on one rank.
         num_states: how many values per parameter the optimizer keeps.
     """
-    units = sorted({unit for _, word in program.words() for unit in units_named(word)})
+    named = sorted({unit for _, word in program.words() for unit in units_named(word)})
+    units = {unit: size_of(weight(unit)) for unit in named}
     known: dict[tuple[object, ...], int] = {}
     peaks = []
     for row in program.unroll(1):
@@ -106,18 +111,18 @@ def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one ca
             return ()
 
 
-def _row_peak(row: Words, units: list[_Unit], size_of: Sizes, num_states: int) -> int:
+def _row_peak(row: Words, units: dict[_Unit, int], size_of: Sizes, num_states: int) -> int:
     held = _begin(row, units, size_of)
     again = computed_again(row)
-    peak = fixed = held.fixed_bytes(size_of, num_states)
+    peak = fixed = held.fixed_bytes(num_states)
     for word in row:
         num_grads = len(held.grads)
         if isinstance(word, Forward | Recompute):
             held.alive[word.block, word.micro] = _kept_by(word, again, size_of)
         _hold(held, word, units, size_of)
         if len(held.grads) != num_grads or _is_of_units(word):
-            fixed = held.fixed_bytes(size_of, num_states)
-        in_hand = max(size_of(weight(unit)) for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
+            fixed = held.fixed_bytes(num_states)
+        in_hand = max(units[unit] for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
         peak = max(peak, fixed + sum(held.alive.values()) + in_hand)
         if isinstance(word, Backward) and word.has_weight:  # it holds what it reads and what it writes at once
             held.alive.pop((word.block, word.micro), None)
@@ -143,9 +148,9 @@ def _is_of_units(word: Instruction) -> bool:
             return True
 
 
-def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
+def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:
     """Return what a rank holds before its first word: a weight that it gathers first is kept in part."""
-    held = _Held(versions=versions_held(row))
+    held = _Held(units, versions=versions_held(row))
     parts: dict[_Unit, Fraction] = {}
     for word in row:
         match word:
@@ -173,7 +178,7 @@ def _begin(row: Words, units: list[_Unit], size_of: Sizes) -> _Held:
     return held
 
 
-def _hold(held: _Held, word: Instruction, units: list[_Unit], size_of: Sizes) -> None:
+def _hold(held: _Held, word: Instruction, units: dict[_Unit, int], size_of: Sizes) -> None:
     match word:
         case Backward(block):
             held.grads.update({unit: Fraction(1) for unit in units if block in unit})

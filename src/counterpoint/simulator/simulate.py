@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from counterpoint.errors import ProgramError
@@ -88,6 +88,24 @@ def _last_body(trace: Trace, turn: Turn, rank: int) -> list[Event]:
 
 
 def _simulate(program: Program, rows: Sequence[Words], costs: Costs, speeds: Sequence[float]) -> Trace:
+    speaker, clock = play(rows, find_cast(program, rows, speeds), costs, speeds)
+    return Trace.of(_events(rows, speaker, clock), len(rows), "simulated")
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who meets whom in rows, and which rank speaks for which, whatever the words cost."""
+
+    partners: Partners
+    speaker: Sequence[int]
+
+
+def find_cast(program: Program, rows: Sequence[Words], speeds: Sequence[float] = ()) -> Cast:
+    """Return the cast of a program's flat rows.
+
+    Raises:
+        ProgramError: messages do not pair up (law 1).
+    """
     try:
         partners = find_partners(rows)
     except (IndexError, KeyError):
@@ -98,14 +116,24 @@ def _simulate(program: Program, rows: Sequence[Words], costs: Costs, speeds: Seq
     for group in groups:
         for rank in group:
             speaker[rank] = group[0]
+    return Cast(partners, speaker)
+
+
+def play(rows: Sequence[Words], cast: Cast, costs: Costs, speeds: Sequence[float] = ()) -> tuple[Sequence[int], Clock]:
+    """Return who has spoken for each rank in the end, and the clock with what the speakers did.
+
+    Raises:
+        ProgramError: the program comes to no end (law 2 or 3).
+    """
+    speaker = cast.speaker
     try:
-        clock = _play(rows, partners, speaker, costs, speeds)
+        clock = _play(rows, cast.partners, speaker, costs, speeds)
     except Clash:
-        speaker = list(range(len(rows)))
-        clock = _play(rows, partners, speaker, costs, speeds)
+        speaker = range(len(rows))
+        clock = _play(rows, cast.partners, speaker, costs, speeds)
     if clock.stuck:
         raise _reason(rows)
-    return Trace.of(_events(rows, speaker, clock), len(rows), "simulated")
+    return speaker, clock
 
 
 def simulate_every_rank(program: Program, costs: Costs) -> Trace:

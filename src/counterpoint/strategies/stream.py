@@ -97,6 +97,12 @@ class Stream:
 
     def _require_enough(self, num_micros: int) -> None:
         course = self.course(0, num_micros)
+        if len(self.replicas) == 1 and course.steps > course.interval:
+            raise PlanError(
+                f"{self.name} has one stage, which is never ahead of itself, so that it updates once in a step and has "
+                f"{num_micros} microbatches for that, where it takes {course.count}; give "
+                f"num_microbatches={course.count}, or take order=one_f_one_b, which updates once in any number"
+            )
         needed = course.warmup * course.count
         if self.rule == "double" and num_micros < needed:
             raise PlanError(

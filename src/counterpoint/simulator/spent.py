@@ -1,0 +1,72 @@
+"""How long a step takes on the virtual clock, without a trace of it: for comparing many plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterpoint.program.instruction import Serve, Update
+from counterpoint.program.program import Words
+from counterpoint.program.turn import Turn
+from counterpoint.simulator.clock import Clock
+from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.simulate import BODIES_PLAYED, find_cast, play
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The seconds of a step, and of those how many a rank computes and how many it updates, on average."""
+
+    step_s: float
+    compute_s: float
+    update_s: float
+
+
+def spend(turn: Turn, costs: Sequence[Costs], speeds: Sequence[float] = ()) -> list[Spent]:
+    """Return what :func:`counterpoint.simulator.simulate.simulate_turn` would show of one kind of step, in sums.
+
+    Args:
+        turn: of a plan.
+        costs: one or more, for each of which it is played.
+        speeds: how many times as fast each rank computes; empty where all are alike.
+
+    Raises:
+        ProgramError: the program comes to no end (law 2 or 3).
+    """
+    rows = turn.playable.unroll(1 if turn.stream is None else BODIES_PLAYED)
+    cast = find_cast(turn.playable, rows, speeds)
+    bodies = [_body(turn, rank) for rank in range(len(rows))]
+    found = []
+    for each in costs:
+        speaker, clock = play(rows, cast, each, speeds)
+        own = {rank: _spent(rows[rank], clock, rank, bodies[rank]) for rank in dict.fromkeys(speaker)}
+        found.append(
+            Spent(
+                max((spent.step_s for spent in own.values()), default=0.0),
+                sum(own[rank].compute_s for rank in speaker) / len(rows),
+                sum(own[rank].update_s for rank in speaker) / len(rows),
+            )
+        )
+    return found
+
+
+def _body(turn: Turn, rank: int) -> range:
+    """Return the places of the words in a rank's flat row that count: of a stream the last body that is played."""
+    if turn.stream is None:
+        return range(len(turn.program.rows[rank].body))
+    row = turn.stream.rows[rank]
+    first = len(row.prologue) + (BODIES_PLAYED - 1) * len(row.body)
+    return range(first, first + len(turn.program.rows[rank].body))
+
+
+def _spent(row: Words, clock: Clock, rank: int, body: range) -> Spent:
+    spans = [span for span in clock.spans[rank] if span[0] in body]
+    began = min((start for _, start, _, _ in spans), default=0.0) if body.start else 0.0
+    stopped = max((stop for _, _, stop, _ in spans), default=0.0)
+    compute_s = update_s = 0.0
+    for index, start, stop, lane in spans:
+        if lane == "compute" and isinstance(row[index], Update | Serve):
+            update_s += stop - start
+        elif lane == "compute":
+            compute_s += stop - start
+    return Spent(stopped - began, compute_s, update_s)
