@@ -69,6 +69,39 @@ def test_large_messages_pass_in_a_circle_at_once(play):
     assert play(round_about, 3) == [(True, 2), (True, 0), (True, 1)]
 
 
+def wait_for_another(fabric, wait):
+    """Rank 0 waits for rank 1, which waits for rank 2, which first sends rank 0 more than lies between two ranks."""
+    large = torch.full((1_000_000,), 2.0)
+    if fabric.rank == 2:
+        fabric.send(0, "large", [large])
+        fabric.send(1, "go", [])
+        return None
+    if fabric.rank == 1:
+        fabric.recv(2, "go")
+    wait(fabric)
+    return fabric.recv(2, "large")[0].unique().item() if fabric.rank == 0 else None
+
+
+def in_a_message(fabric):
+    wait_for_another(fabric, lambda found: found.send(0, "then", []) if found.rank else found.recv(1, "then"))
+    return fabric.rank
+
+
+def in_a_sum(fabric):
+    ones = torch.ones(3)
+    wait_for_another(fabric, lambda found: found.all_reduce("sum", ones, (0, 1)).wait())
+    return ones.tolist()
+
+
+def test_whoever_waits_for_a_message_takes_in_what_others_send(play):
+    """In shared memory all three waited until the deadline."""
+    assert play(in_a_message, 3) == [0, 1, 2]
+
+
+def test_whoever_waits_for_a_sum_takes_in_what_others_send(play):
+    assert play(in_a_sum, 3) == [[2.0] * 3, [2.0] * 3, [1.0] * 3]
+
+
 def serve(fabric):
     """Rank 0 answers whoever comes, then hears from one peer only while the other has written first."""
     if fabric.rank:

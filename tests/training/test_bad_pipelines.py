@@ -229,3 +229,21 @@ def test_a_backward_of_its_own_that_a_trace_would_lose_is_refused_by_name(door, 
     text = refused(door, blocks(between))
     assert text.startswith(f"{what}, but a model is cut along the operations of its forward, whose own gradients would")
     assert "write it as an operation (torch.library.custom_op with register_autograd)" in text
+
+
+@pytest.mark.parametrize("strategy", ["pipedream(1)", "pipedream(1, replicas=(2))", "pipedream(1, vertical_sync=on)"])
+def test_a_stream_of_one_stage_has_one_update_in_a_step(strategy):
+    plan = cp.Plan.parse(strategy, num_microbatches=4)
+    found = refused("parallelize", mlp(), plan)
+    assert "has one stage" in found
+    assert "num_microbatches=" in found
+
+
+@pytest.mark.parametrize(
+    "strategy", ["pipedream_2bw(1)", "gpipe(1)", "interleaved(1)", "zero_bubble(1)", "mpi_caffe(1)", "pipeline(1)"]
+)
+def test_pipelines_of_one_stage_are_solo(strategy):
+    found, expected = (
+        train("parallelize", mlp(), cp.Plan.parse(text, num_microbatches=4))[0] for text in (strategy, "solo")
+    )
+    assert distance(found, expected) <= 1e-12

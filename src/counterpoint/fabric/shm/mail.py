@@ -17,7 +17,8 @@ from counterpoint.fabric.shm.memory import int_array
 from counterpoint.fabric.shm.native import SLICE_NS, Status
 from counterpoint.fabric.stamps import Stamps
 
-MAX_KEPT_BYTES = 256 << 20  # of messages that have been taken out of the pipes while this rank was sending
+MAX_KEPT_BYTES = 256 << 20  # of messages that have been taken out of the pipes while this rank was waiting
+REST_NS = 1_000_000  # so long is the rest of a message waited for that has begun to come
 
 Pump: TypeAlias = Callable[[Callable[[], int]], int]
 
@@ -33,6 +34,11 @@ class Arrival:
         self._raw = torch.empty(PREFIX_BYTES, dtype=torch.uint8)
         self._num_read = 0
         self._is_prefix = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of it is here."""
+        return self._num_read > 0
 
     def read(self, call: Callable[[int, int], int]) -> int:
         """Read on; return how many bytes have come, or the status of ``call(address, num_bytes)``."""
@@ -56,8 +62,9 @@ class Arrival:
 class ShmMail:
     """The messages of one rank.
 
-    A rank that waits for room in a pipe takes out what others have sent to it meanwhile: so two ranks may send each
-    other more than a pipe holds, and receive afterwards.
+    A rank that waits, for room in a pipe, a message or a collective, takes out what others have sent to it meanwhile:
+    so two ranks may send each other more than a pipe holds, and receive afterwards, and nobody who sends waits for one
+    that waits for somebody else.
 
     Args:
         library: the native part.
@@ -84,7 +91,7 @@ class ShmMail:
             listens = self._kept_bytes < MAX_KEPT_BYTES
             moved = int(self._library.cp_send(self._world, place, address + done, size - done, int(listens)))
             if moved == 0 and listens:
-                self._take_in()
+                self.take_in()
             return Status.NOT_YET if moved == 0 else moved
 
         while done < size:  # the deadline begins anew whenever some bytes have moved
@@ -135,12 +142,12 @@ class ShmMail:
             self._kept[peer].append(frame)
         return Status.NOT_YET if moved == 0 else moved
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """What lies in the pipes to this rank is kept here, but for those that another thread is reading."""
         for peer, arrival in self._arrivals.items():
-            if arrival.lock.acquire(blocking=False):
+            if self._kept_bytes < MAX_KEPT_BYTES and arrival.lock.acquire(blocking=False):
                 try:
-                    while self._read_on(peer, arrival, 0) > 0:
+                    while self._read_on(peer, arrival, REST_NS if arrival.has_begun else 0) > 0:
                         pass
                 finally:
                     arrival.lock.release()

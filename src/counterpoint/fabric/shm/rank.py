@@ -98,6 +98,8 @@ class ShmRank(JoinedFabric):
     def _pump(self, call: Callable[[], int], recipe: Recipe | None = None) -> int:
         """Return what a call of the library returns when it is done; it is called again and again until then.
 
+        Between two calls, what others have sent is taken in.
+
         Raises:
             PeerError: the members of the recipe's group disagree.
             RuntimeError: somebody has stopped, or is lost.
@@ -112,6 +114,7 @@ class ShmRank(JoinedFabric):
                 raise PeerError(self._news.disagreement(recipe))
             if status != Status.NOT_YET:
                 raise RuntimeError(Status(status).name)
+            self._mail.take_in()  # who sends to this rank need not wait for what it waits for
             now = time.monotonic()
             if now > end:
                 raise TimeoutError
