@@ -2,12 +2,17 @@
 
 import math
 
+import pytest
 import torch
+
+from tests.fabric.conftest import PROCESSES
+from tests.fabric.players import on_local
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
 ]  # fmt: skip
 TRIO = (0, 1, 2)
+ONE_HOST = [on_local, *PROCESSES]
 
 
 def letters(fabric):
@@ -93,11 +98,13 @@ def in_a_sum(fabric):
     return ones.tolist()
 
 
+@pytest.mark.parametrize("play", ONE_HOST)
 def test_whoever_waits_for_a_message_takes_in_what_others_send(play):
     """In shared memory all three waited until the deadline."""
     assert play(in_a_message, 3) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("play", ONE_HOST)
 def test_whoever_waits_for_a_sum_takes_in_what_others_send(play):
     assert play(in_a_sum, 3) == [[2.0] * 3, [2.0] * 3, [1.0] * 3]
 
