@@ -11,7 +11,7 @@ from tests.cutting.models import cnn, gpt, perceptron, recurrent
 
 def test_blocks_are_the_children_of_the_chain_and_what_is_around_it():
     spec = GraphCut(*gpt(num_layers=2)).spec
-    assert [block.pieces[0].name.split(".norm1")[0] for block in spec.blocks] == [
+    assert [block.name.split(".norm1")[0] for block in spec.blocks] == [
         "tok..pos",
         "blocks.0",
         "blocks.1",

@@ -23,7 +23,7 @@ def test_evaluation_in_pieces_equals_evaluation(name):
     assert worst_of(cut_model(model, inputs, need="chain"), model, inputs, training=False) <= 1e-12
 
 
-@pytest.mark.parametrize("bounds", [(0, 12), (0, 1, 12), (0, 6, 12), (0, 3, 4, 11, 12)])
+@pytest.mark.parametrize("bounds", [(0, 16), (0, 1, 16), (0, 6, 16), (0, 3, 4, 15, 16)])
 def test_any_run_of_pieces_may_be_one_segment(bounds):
     model, inputs = gpt()
     assert worst_of(cut_model(model, inputs, need="chain"), model, inputs, bounds) <= 1e-12
@@ -35,7 +35,7 @@ def test_a_model_that_is_not_cut_runs_as_it_is():
     model.zero_grad()
     seed("")
     values = cut.segment(0, 1, training=True)(cut.flatten_inputs(inputs), {}, {}, seed)
-    assert torch.equal(values[0].detach(), in_segments(GraphCut(model, inputs), model, inputs, (0, 12))[3][0])
+    assert torch.equal(values[0].detach(), in_segments(GraphCut(model, inputs), model, inputs, (0, 16))[3][0])
 
 
 def test_batch_norm_counts_its_batches_in_the_buffers_it_was_given():

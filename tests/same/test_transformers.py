@@ -7,6 +7,7 @@ images. One test for each model, so that the tracing and the import are paid for
 import pytest
 
 import counterpoint as cp
+from counterpoint.cutting.choose import cut_model
 from counterpoint.testing.parity import BAR, difference
 from tests.references import streams
 from tests.same import zoo
@@ -26,6 +27,16 @@ ORDERS = {
 def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
     found = {strategy: zoo.off(name, strategy) for strategy in PLANS + ORDERS[name]}
     assert not {strategy: off for strategy, off in found.items() if not off <= BAR}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("gpt2", "transformer.h.{}.ln_2"), ("llama", "{}.post_attention_layernorm")]
+)
+def test_a_stage_may_begin_behind_the_attention_of_every_layer(name, layer):
+    spec = cut_model(zoo.build(name), zoo.batches(name)[0][0], need="chain").spec
+    places = [piece.starts[0] for piece in spec.pieces if piece.may_begin]
+    layers = {"gpt2": range(3), "llama": ["model.layers.0", "model.layers.1"]}[name]
+    assert set(map(layer.format, layers)) <= set(places)
 
 
 def test_gpt_2_without_ties_trains_in_a_stream_by_the_rule_of_the_stream():

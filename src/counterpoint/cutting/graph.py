@@ -212,6 +212,7 @@ def _piece(layout: Layout, index: int, samples: int) -> Piece:
         cost=_flops(layout, nodes) / samples,
         output_bytes=_bytes(_made(layout, index)) // samples,
         split=_split(region, layout, samples) if region else None,
+        may_begin=first in layout.inner_starts,
     )
 
 

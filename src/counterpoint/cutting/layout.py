@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from counterpoint.cutting.flow import Flow, flow_of
 from counterpoint.cutting.handing import Handed, handed_on
+from counterpoint.cutting.inside import inner_places
 from counterpoint.cutting.marked import marked_places
 from counterpoint.cutting.ops import draws_random, value_of
 from counterpoint.cutting.places import block_keys, position, spans_of
@@ -30,10 +31,12 @@ class Keys:
     Args:
         blocks: the places between blocks.
         regions: the names of the regions that are pieces of their own.
+        inner: the places inside blocks at which a stage may begin.
     """
 
     blocks: tuple[str, ...]
     regions: tuple[str, ...]
+    inner: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Layout:
         order: the operations of all pieces; constants are not among them.
         starts: the index in the order at which each piece begins.
         block_starts: those of them at which a block begins.
+        inner_starts: those of them inside a block at which a stage may begin.
         regions: for the pieces that are a region, the region.
         seeds: the paths to seed before an operation.
         keys: the names of the places.
@@ -57,6 +61,7 @@ class Layout:
     order: tuple[fx.Node, ...]
     starts: tuple[int, ...]
     block_starts: tuple[int, ...]
+    inner_starts: frozenset[int]
     regions: Mapping[int, Region]
     seeds: Mapping[fx.Node, str]
     keys: Keys
@@ -136,7 +141,11 @@ def choose_keys(traced: Traced, model: nn.Module, dims: Dims, prefer: Prefer, cu
             break
         regions = kept
     allowed = {key: place for key, place in places.items() if place not in forbidden and 0 < place < len(order)}
-    return Keys(_with_params(traced, order, allowed, marked), tuple(region.weight for region in regions))
+    blocks = _with_params(traced, order, allowed, marked)
+    closed = forbidden | {place for first, stop in _ends(order, regions).values() for place in range(first + 1, stop)}
+    borders = {allowed[key] for key in blocks}
+    inner = inner_places(model, traced, flow, order, blocks=borders, closed=closed)
+    return Keys(blocks, tuple(region.weight for region in regions), tuple(inner))
 
 
 def lay_out(traced: Traced, model: nn.Module, dims: Dims, keys: Keys) -> Layout:
@@ -153,7 +162,7 @@ def lay_out(traced: Traced, model: nn.Module, dims: Dims, keys: Keys) -> Layout:
     order = _gathered(plain, regions)
     spans, _ = spans_of(order)
     missing = [weight for weight in keys.regions if weight not in {region.weight for region in regions}]
-    missing += [key[1:] for key in keys.blocks if position(key, spans) is None]
+    missing += [key[1:] for key in (*keys.blocks, *keys.inner) if position(key, spans) is None]
     if missing:
         raise PlanError(
             f"the model does not run {', '.join(missing)} in this mode or for these inputs as it does in training; "
@@ -175,8 +184,9 @@ def _assemble(
     spans, _ = spans_of(order)
     ends = _ends(order, regions)
     blocks = {place for key in keys.blocks if (place := position(key, spans)) is not None}
+    inner = {place for key in keys.inner if (place := position(key, spans)) is not None}
     edges = {place for pair in ends.values() for place in pair}
-    starts = tuple(sorted({0} | {place for place in blocks | edges if 0 < place < len(order)}))
+    starts = tuple(sorted({0} | {place for place in blocks | inner | edges if 0 < place < len(order)}))
     pieces = {starts.index(ends[region.weight][0]): region for region in regions}
     stops = (*starts[1:], len(order))
     handed = handed_on(traced, flow, [order[start:stop] for start, stop in zip(starts, stops, strict=True)])
@@ -186,6 +196,7 @@ def _assemble(
         tuple(order),
         starts,
         tuple(sorted({0} | {place for place in blocks if 0 < place < len(order)})),
+        frozenset(inner - blocks),
         pieces,
         seeds,
         keys,

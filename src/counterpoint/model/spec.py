@@ -67,6 +67,7 @@ class Piece:
         output_bytes: bytes per sample of everything it makes for those behind it, or of its part of the output.
         split: how it may be sliced, if it may.
         starts: the modules that begin with it, the outer ones first.
+        may_begin: whether a stage may begin with it inside a block, because no more is sent there than between blocks.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Piece:
     output_bytes: int = 0
     split: Split | None = None
     starts: tuple[str, ...] = ()
+    may_begin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class ModelSpec:
         blocks: the blocks.
         params: all parameters.
         values: what pieces make for later ones; empty for a chain, where each makes one value for the next.
+        heads: the pieces with which the chunks of a pipeline begin, where it has chosen them.
 
     Example:
         >>> from counterpoint.model.spec import chain
@@ -136,6 +139,7 @@ class ModelSpec:
     blocks: tuple[Block, ...]
     params: tuple[Param, ...]
     values: tuple[Made, ...] = ()
+    heads: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:

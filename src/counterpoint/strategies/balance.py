@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from counterpoint.errors import PlanError
@@ -12,13 +12,17 @@ NEARLY_AS_FAST = 1.05
 """A cut may have a slowest stage with so many times the least work: counted operations say no more of its seconds."""
 
 
-def even_cuts(costs: Sequence[float], replicas: Sequence[float], left: Sequence[int] = ()) -> tuple[int, ...]:
+def even_cuts(
+    costs: Sequence[float], replicas: Sequence[float], left: Sequence[int] = (), inside: Sequence[bool] = ()
+) -> tuple[int, ...]:
     """Return how many blocks each stage runs so that the slowest stage is as fast as can be, and little is sent.
 
     Args:
         costs: forward work of each block.
         replicas: how many replicas share the work of each stage, or how fast they all are together.
         left: what a cut behind each block sends, per sample; all alike when left out.
+        inside: where these are parts of blocks, whether a cut behind each would be inside of one; of cuts as good, one
+            with fewest of these is taken.
 
     Returns:
         One positive count per stage. Of the cuts whose slowest stage has at most 5 % more work than it must, one that
@@ -38,8 +42,21 @@ def even_cuts(costs: Sequence[float], replicas: Sequence[float], left: Sequence[
             f"give at most {num_blocks} stages, or a model with more blocks"
         )
     _, least = _best(costs, replicas, [0] * num_blocks, inf)
-    cuts, _ = _best(costs, replicas, left or [0] * num_blocks, NEARLY_AS_FAST * least)
+    sent = left or [0] * num_blocks
+    cuts, most = _best(costs, replicas, sent, NEARLY_AS_FAST * least)
+    if any(inside):
+        weighed = [(num_blocks + 1) * size + is_inside for size, is_inside in zip(sent, inside, strict=True)]
+        cuts, _ = _best(costs, replicas, weighed, most)
     return cuts
+
+
+def slowest(costs: Sequence[float], cuts: Sequence[int], replicas: Sequence[float]) -> float:
+    """Return the work of the slowest stage of a cut; arguments as those of :func:`even_cuts`, and what it returns."""
+    sums = [0.0, *accumulate(costs)]
+    stops = accumulate(cuts, initial=0)
+    return max(
+        (sums[stop] - sums[start]) / ranks for (start, stop), ranks in zip(pairwise(stops), replicas, strict=True)
+    )
 
 
 def _best(

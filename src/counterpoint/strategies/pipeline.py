@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from math import lcm
 from typing import ClassVar, Literal
 
@@ -14,6 +15,7 @@ from counterpoint.program.instruction import Backward, Collective, Commit, Forwa
 from counterpoint.program.program import Program, Row
 from counterpoint.strategies.balance import even_cuts
 from counterpoint.strategies.chunks import Chunks
+from counterpoint.strategies.inside import with_heads
 from counterpoint.strategies.marks import Mark, counts_between, is_told, merged, read_marks, require_marks
 from counterpoint.strategies.options import require_word
 from counterpoint.strategies.orders.order import Order, Place, warmup
@@ -35,7 +37,8 @@ class Pipeline:
             ``pipedream_2bw``.
         replicas: ranks per stage; microbatch m goes to replica ``m mod r`` of each stage, its backward too.
         balance: blocks per chunk, in the order of the model; by default the slowest chunk is made as fast as can be
-            within 5 %, and of such cuts one is taken that sends least.
+            within 5 %, and of such cuts one is taken that sends least; a chunk may then begin inside a block, where no
+            more is sent than between blocks.
         cuts: in place of a balance the paths of the modules with which chunks begin, one for each but the first; or,
             under gpipe, ``module:stage`` for all chunks, which may lie on any stage, and several on one.
         virtual: chunks per stage, called virtual stages by others; chunk c of stage s stands at ``c n + s`` of n stages
@@ -195,8 +198,20 @@ class Pipeline:
         return inner * sum(self.stage_ranks)
 
     def refine(self, model: ModelSpec) -> ModelSpec:
-        """Return the model as it is."""
-        return model
+        """Return the model with blocks cut in two where a chunk is to begin inside.
+
+        They stay whole where users say how many of them each chunk has, or where it begins, and in a stream of a model
+        whose blocks share weights, which is cut by users or not at all.
+        """
+        is_tied = any(len(unit) > 1 for unit in model.units)
+        if self.cuts or self.balance or self.degree == 1 or (self.is_stream and is_tied):
+            return model
+        return with_heads(model, self._chunk_ranks)
+
+    @property
+    def _chunk_ranks(self) -> tuple[int, ...]:
+        """How many ranks share the work of each chunk."""
+        return self.stage_ranks if self.num_chunks == 1 else (1,) * (self.degree * self.num_chunks)
 
     def counts(self, model: ModelSpec) -> tuple[int, ...]:
         """Return how many blocks each chunk has.
@@ -213,10 +228,12 @@ class Pipeline:
                 f"has only {model.num_blocks} blocks; every chunk needs one: give fewer stages or chunks, or a model "
                 "with more blocks"
             )
+        if not self.balance and model.heads:
+            begun = [sum(block.first_piece < head for block in model.blocks) for head in model.heads]
+            return tuple(stop - start for start, stop in pairwise([*begun, model.num_blocks]))
         if not self.balance:
-            ranks = self.stage_ranks if self.num_chunks == 1 else (1,) * num_chunks
             left = [block.output_bytes for block in model.blocks]
-            return even_cuts([block.cost for block in model.blocks], ranks, left)
+            return even_cuts([block.cost for block in model.blocks], self._chunk_ranks, left)
         if sum(self.balance) != model.num_blocks:
             raise PlanError(
                 f"balance={self.balance} adds up to {sum(self.balance)} blocks, but the model has {model.num_blocks}; "
