@@ -20,6 +20,7 @@ from counterpoint.cutting.cut import canonical_names
 from counterpoint.cutting.eager import Inputs, call_of, mode_of, require_variance, unmarked
 from counterpoint.cutting.leaves import Nest
 from counterpoint.cutting.ops import draws_random
+from counterpoint.cutting.unloaded import without_graph_library
 from counterpoint.cutting.unseen import OwnBackwards, require_no_backward_hooks
 from counterpoint.errors import PlanError
 
@@ -67,7 +68,8 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
     backwards = OwnBackwards(open_calls)
     with mode_of(model, training=training), _tracked(model, open_calls, backwards), _quiet(), backwards:
         try:
-            program = torch.export.export(model, args, kwargs, strict=False)
+            with without_graph_library():
+                program = torch.export.export(model, args, kwargs, strict=False)
             module = program.module()
         except Exception as error:
             require_variance(error, f"{type(model).__name__}, traced on an example microbatch")

@@ -50,6 +50,7 @@ from counterpoint.runtime.vote import Verdict
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.training.checks import require_own_memory
 from counterpoint.training.cutting import cut_for
+from counterpoint.training.elsewhere import Elsewhere
 from counterpoint.training.flight import Flight, require_clippable, require_memory
 from counterpoint.training.keeping import Keeping
 from counterpoint.training.norms import has_meetings, judge_norms
@@ -100,6 +101,7 @@ class Team:
         self.flight = Flight()
         self.evaluations: dict[int, Model] = {}
         self.watch: Watch | None = None
+        self.elsewhere = Elsewhere(model, {})
 
     def build(self, inputs: Any, num_samples: int) -> Compiled:  # noqa: ANN401 - whatever the model takes
         """Cut the model, compile the plan for it, and make the ranks; once.
@@ -164,6 +166,7 @@ class Team:
             rank.interpreter.store.apart = self.keeping.apart
             self.ranks[fabric.rank] = rank
         self.watch = Watch(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
+        self.elsewhere = Elsewhere(self.model, self.ranks)
 
     def require_whole_parameters(self) -> None:
         """Check that nobody slices what the optimizer has to see in one piece.
@@ -213,10 +216,10 @@ class Team:
                 error.add_note(f"in step {number} on rank {fabric.rank}, microbatch {interpreter.dice.micro}")
                 raise
 
-        verdicts = self.world.run(work)
+        found = [verdict for verdict in self.world.run(work) if verdict is not None]
+        self.elsewhere.leave()  # where a model given back is trained further
         self.keeping.begin()  # what building and the first step have freed is gone, what later ones free is not
         self.has_late = self.plan.rhythm.late > 0
-        found = [verdict for verdict in verdicts if verdict is not None]
         return found[0] if found else Verdict(float("nan"), 0, float("nan"), 1.0, "")
 
     def turn_at(self, number: int) -> Turn:
@@ -291,8 +294,7 @@ class Team:
             return
         self.settle()
         self.flight.require_flushed("give_back()")
-        book = self.book()
-        first = self.world.fabrics[0].rank
+        book, first = self.book(), self.world.fabrics[0].rank
         full: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params
         if not has_everything(book):
             full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
@@ -344,4 +346,5 @@ class Team:
         for rank in self.ranks.values():
             rank.interpreter.store.leave_commons(None)
         self.keeping.end()
+        self.elsewhere.lose()
         self.world.close()
