@@ -74,11 +74,14 @@ class Back(nn.Module):
         return self.end(x)
 
 
-def parts(model, count):
-    """Return the model as so many stages of about equal work: the output layer weighs as much as a block."""
-    bounds = {2: [0, 3, 6], 4: [0, 2, 4, 5, 6]}[count]
+BOUNDS = {"one": [0, 4, 6], "loop": [0, 2, 3, 5, 6], "V": [0, 1, 3, 5, 6]}
+"""Which blocks begin a stage: as even as whole blocks can be; the output layer and the loss weigh as 1.3 of them."""
+
+
+def parts(model, bounds):
+    """Return the model as stages, cut between blocks."""
     runs = [list(model.blocks[first:stop]) for first, stop in itertools.pairwise(bounds)]
-    backs = [Back(model, run, is_last=at == count - 2) for at, run in enumerate(runs[1:])]
+    backs = [Back(model, run, is_last=at == len(runs) - 2) for at, run in enumerate(runs[1:])]
     return [Front(model, runs[0]), *backs]
 
 
@@ -93,10 +96,13 @@ class Torch:
         self.rank = dist.get_rank()
         kind = getattr(schedules, f"Schedule{name}")
         chunks = 1 if issubclass(kind, schedules.PipelineScheduleSingle) else 2
-        whole = parts(built(), STAGES * chunks)
-        places = {1: [self.rank], 2: [self.rank, self.rank + STAGES]}[chunks]
-        if name in {"ZBVZeroBubble", "DualPipeV"}:
-            places = [self.rank, 2 * STAGES - 1 - self.rank]
+        shape = "one" if chunks == 1 else "V" if name in {"ZBVZeroBubble", "DualPipeV"} else "loop"
+        whole = parts(built(), BOUNDS[shape])
+        places = {
+            "one": [self.rank],
+            "loop": [self.rank, self.rank + STAGES],
+            "V": [self.rank, 2 * STAGES - 1 - self.rank],
+        }[shape]
         stages = [
             pipelining.PipelineStage(whole[place], place, STAGES * chunks, torch.device("cpu")) for place in places
         ]
