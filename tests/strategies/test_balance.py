@@ -1,12 +1,12 @@
 """Even cuts, against every other way to cut."""
 
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.balance import NEARLY_AS_FAST, even_cuts
+from counterpoint.strategies.balance import NEARLY_AS_FAST, busiest, dealt_evenly, even_cuts
 
 
 def slowest(cuts, costs, replicas):
@@ -72,3 +72,28 @@ def test_cuts_read_as_expected(costs, replicas, cuts):
 def test_every_stage_needs_a_block():
     with pytest.raises(PlanError, match="the pipeline has 3 stages, but the model has only 2 blocks; every stage"):
         even_cuts([1.0, 1.0], (1, 1, 1))
+
+
+V, LOOP = (0, 1, 1, 0), (0, 1, 0, 1)
+
+
+def ends_moved(cuts, others):
+    moves = [abs(one - other) for one, other in zip(accumulate(cuts), accumulate(others), strict=True)]
+    return sum(moves) if max(moves) <= 1 else 9
+
+
+@given(st.lists(st.integers(1, 20).map(float), min_size=4, max_size=9), st.sampled_from([V, LOOP]))
+def test_chunks_are_dealt_so_that_no_move_of_an_end_helps_the_busiest_stage(costs, stages):
+    def work(cuts):
+        return busiest(costs, cuts, (1,) * len(stages), stages)
+
+    cuts = dealt_evenly(costs, stages)
+    near = [other for other in every_cut(len(costs), 4) if ends_moved(other, cuts) <= 2]
+    assert sum(cuts) == len(costs)
+    assert work(cuts) <= min(work(even_cuts(costs, (1,) * 4)), *map(work, near))
+
+
+def test_a_stage_with_a_heavy_end_has_less_of_the_rest():
+    costs = [1.0, *[10.0] * 12, 12.0]  # an embedding, twelve halves of layers, an output layer
+    for stages in (V, LOOP):
+        assert busiest(costs, dealt_evenly(costs, stages), (1,) * 4, stages) <= 71.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
 from math import inf
 
 from counterpoint.errors import PlanError
@@ -50,13 +50,75 @@ def even_cuts(
     return cuts
 
 
-def slowest(costs: Sequence[float], cuts: Sequence[int], replicas: Sequence[float]) -> float:
-    """Return the work of the slowest stage of a cut; arguments as those of :func:`even_cuts`, and what it returns."""
+def dealt_evenly(
+    costs: Sequence[float], stages: Sequence[int], left: Sequence[int] = (), inside: Sequence[bool] = ()
+) -> tuple[int, ...]:
+    """Return how many blocks each chunk has so that the stage with most work, over all its chunks, has little.
+
+    Args:
+        costs: forward work of each block.
+        stages: the stage that runs each chunk.
+        left: as for :func:`even_cuts`.
+        inside: as for :func:`even_cuts`.
+
+    Returns:
+        One positive count per chunk. Begun as the most even chunks, ends of chunks are moved by a block, one or two at
+        a time, as long as the busiest stage has less work by it, or less is sent, or the slowest chunk has less.
+
+    Raises:
+        PlanError: there are more chunks than blocks.
+
+    Example:
+        >>> dealt_evenly([1, 5, 5, 5, 5, 7], (0, 1, 1, 0))  # 13 units of work for one stage, 15 for the other
+        (2, 1, 2, 1)
+    """
+    cuts = even_cuts(costs, (1,) * len(stages), left, inside)
+    if len(set(stages)) == len(stages):
+        return cuts
     sums = [0.0, *accumulate(costs)]
-    stops = accumulate(cuts, initial=0)
-    return max(
-        (sums[stop] - sums[start]) / ranks for (start, stop), ranks in zip(pairwise(stops), replicas, strict=True)
-    )
+
+    def judge(stops: Sequence[int]) -> tuple[float, int, float, int]:
+        chunks = [sums[stop] - sums[start] for start, stop in pairwise((0, *stops))]
+        totals = dict.fromkeys(stages, 0.0)
+        for stage, work in zip(stages, chunks, strict=True):
+            totals[stage] += work
+        ends = [stop - 1 for stop in stops[:-1]]
+        sent = sum(left[end] for end in ends) if left else 0
+        return max(totals.values()), sent, max(chunks), sum(inside[end] for end in ends) if inside else 0
+
+    stops = tuple(accumulate(cuts))
+    while (better := min(_moved(stops), key=judge, default=stops)) and judge(better) < judge(stops):
+        stops = better
+    return tuple(stop - start for start, stop in pairwise((0, *stops)))
+
+
+def _moved(stops: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the ends of chunks with one or two of them moved by a block; every chunk keeps one."""
+    places = range(len(stops) - 1)
+    steps = [((place, by),) for place in places for by in (-1, 1)]
+    pairs = [(*one, *other) for one, other in combinations(steps, 2) if one[0][0] != other[0][0]]
+    for moves in (*steps, *pairs):
+        changed = list(stops)
+        for place, by in moves:
+            changed[place] += by
+        if all(start < stop for start, stop in pairwise((0, *changed))):
+            yield tuple(changed)
+
+
+def busiest(costs: Sequence[float], cuts: Sequence[int], replicas: Sequence[float], stages: Sequence[int]) -> float:
+    """Return the work of the busiest stage of a cut, whose replicas share it.
+
+    Args:
+        costs: forward work of each block.
+        cuts: how many blocks each chunk has.
+        replicas: how many ranks share the work of each chunk.
+        stages: the stage that runs each chunk.
+    """
+    sums = [0.0, *accumulate(costs)]
+    totals = dict.fromkeys(stages, 0.0)
+    for (start, stop), ranks, stage in zip(pairwise(accumulate(cuts, initial=0)), replicas, stages, strict=True):
+        totals[stage] += (sums[stop] - sums[start]) / ranks
+    return max(totals.values())
 
 
 def _best(

@@ -7,21 +7,22 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from counterpoint.model.spec import Block, ModelSpec
-from counterpoint.strategies.balance import even_cuts, slowest
+from counterpoint.strategies.balance import busiest, dealt_evenly, even_cuts
 
 WORTH_A_CUT = 1.01
-"""Blocks stay whole where their slowest stage has at most so many times the work of the slowest otherwise."""
+"""Blocks stay whole where their busiest stage has at most so many times the work of the busiest otherwise."""
 
 
-def with_heads(model: ModelSpec, replicas: Sequence[float]) -> ModelSpec:
+def with_heads(model: ModelSpec, replicas: Sequence[float], stages: Sequence[int]) -> ModelSpec:
     """Return the model with the pieces chosen with which chunks begin, blocks cut in two where that is inside of one.
 
-    A block is cut only where the slowest chunk has 1 % less work by it, and where there are fewer blocks than chunks;
+    A block is cut only where the busiest stage has 1 % less work by it, and where there are fewer blocks than chunks;
     as few blocks as can be.
 
     Args:
         model: its pieces say where a stage may begin.
         replicas: as for :func:`even_cuts`.
+        stages: the stage that runs each chunk.
 
     Raises:
         PlanError: there are more chunks than can be.
@@ -32,15 +33,29 @@ def with_heads(model: ModelSpec, replicas: Sequence[float]) -> ModelSpec:
     costs = [part.cost for part in parts]
     ends = {block.first_piece + len(block.pieces) for block in model.blocks}
     inside = [part.first_piece + len(part.pieces) not in ends for part in parts]
-    fine = even_cuts(costs, replicas, [part.output_bytes for part in parts], inside)
+    fine = cuts_for(parts, replicas, stages, inside)
     if len(replicas) <= model.num_blocks:
         whole = [block.cost for block in model.blocks]
-        coarse = even_cuts(whole, replicas, [block.output_bytes for block in model.blocks])
-        if slowest(whole, coarse, replicas) <= WORTH_A_CUT * slowest(costs, fine, replicas):
+        coarse = busiest(whole, cuts_for(model.blocks, replicas, stages), replicas, stages)
+        if coarse <= WORTH_A_CUT * busiest(costs, fine, replicas, stages):
             return replace(model, heads=())
     starts = list(accumulate(fine, initial=0))[:-1]
     heads = tuple(parts[start].first_piece for start in starts)
     return replace(model, blocks=tuple(_cut(model.blocks, heads)), heads=heads)
+
+
+def cuts_for(
+    blocks: Sequence[Block], replicas: Sequence[float], stages: Sequence[int], inside: Sequence[bool] = ()
+) -> tuple[int, ...]:
+    """Return how many blocks each chunk has by default; arguments as above.
+
+    Raises:
+        PlanError: there are more chunks than blocks.
+    """
+    costs, left = [block.cost for block in blocks], [block.output_bytes for block in blocks]
+    if len(set(stages)) < len(stages):
+        return dealt_evenly(costs, stages, left, inside)
+    return even_cuts(costs, replicas, left, inside)
 
 
 def _parts(block: Block) -> Iterator[Block]:

@@ -13,9 +13,8 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Update
 from counterpoint.program.program import Program, Row
-from counterpoint.strategies.balance import even_cuts
 from counterpoint.strategies.chunks import Chunks
-from counterpoint.strategies.inside import with_heads
+from counterpoint.strategies.inside import cuts_for, with_heads
 from counterpoint.strategies.marks import Mark, counts_between, is_told, merged, read_marks, require_marks
 from counterpoint.strategies.options import require_word
 from counterpoint.strategies.orders.order import Order, Place, warmup
@@ -206,12 +205,20 @@ class Pipeline:
         is_tied = any(len(unit) > 1 for unit in model.units)
         if self.cuts or self.balance or self.degree == 1 or (self.is_stream and is_tied):
             return model
-        return with_heads(model, self._chunk_ranks)
+        return with_heads(model, self._chunk_ranks, self._chunk_stages)
 
     @property
     def _chunk_ranks(self) -> tuple[int, ...]:
         """How many ranks share the work of each chunk."""
         return self.stage_ranks if self.num_chunks == 1 else (1,) * (self.degree * self.num_chunks)
+
+    @property
+    def _chunk_stages(self) -> tuple[int, ...]:
+        """The stage that runs each chunk."""
+        return self._dealt((1,) * (self.degree * self.num_chunks)).stages
+
+    def _dealt(self, counts: Sequence[int]) -> Chunks:
+        return Chunks.of(counts, num_stages=self.degree, is_folded=not self.is_stream and self.how.is_folded)
 
     def counts(self, model: ModelSpec) -> tuple[int, ...]:
         """Return how many blocks each chunk has.
@@ -232,8 +239,7 @@ class Pipeline:
             begun = [sum(block.first_piece < head for block in model.blocks) for head in model.heads]
             return tuple(stop - start for start, stop in pairwise([*begun, model.num_blocks]))
         if not self.balance:
-            left = [block.output_bytes for block in model.blocks]
-            return even_cuts([block.cost for block in model.blocks], self._chunk_ranks, left)
+            return cuts_for(model.blocks, self._chunk_ranks, self._chunk_stages)
         if sum(self.balance) != model.num_blocks:
             raise PlanError(
                 f"balance={self.balance} adds up to {sum(self.balance)} blocks, but the model has {model.num_blocks}; "
@@ -267,9 +273,7 @@ class Pipeline:
         told = [mark.stage for mark in self.marks if mark.stage is not None]
         if told:
             return Chunks.on_stages(self.counts(model), told)
-        return Chunks.of(
-            self.counts(model), num_stages=self.degree, is_folded=not self.is_stream and self.how.is_folded
-        )
+        return self._dealt(self.counts(model))
 
     def _stream(self, model: ModelSpec) -> Stream:
         rule = "synced" if self.vertical_sync == "on" else STREAMS[self.order]
