@@ -1,5 +1,8 @@
 """What cannot be cut says where, why, and what to do instead."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,18 @@ def test_a_whole_model_has_one_piece():
     cut = cut_model(*perceptron(), need="none")
     with pytest.raises(PlanError, match=r"it has only piece 0; ask for segment\(0, 1\)"):
         cut.segment(0, 2, training=True)
+
+
+def test_what_torch_logs_while_it_traces_is_not_for_the_terminal():
+    code = (
+        "import torch\n"
+        "from counterpoint.cutting.choose import cut_model\n"
+        "from tests.cutting.test_cannot_cut import Branching\n"
+        "try: cut_model(Branching(), (torch.randn(3, 4),), need='chain')\n"
+        "except Exception as error: print(type(error).__name__)\n"
+        "import logging; logging.getLogger('torch.fx.experimental.symbolic_shapes').warning('still heard')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout == "PlanError\n"
+    assert "Unable to find user code" not in ran.stderr
+    assert "still heard" in ran.stderr

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from counterpoint.cutting.cut import canonical_names
 from counterpoint.cutting.eager import Inputs, call_of, mode_of, require_variance, unmarked
 from counterpoint.cutting.leaves import Nest
 from counterpoint.cutting.ops import draws_random
+from counterpoint.cutting.quiet import quiet
 from counterpoint.cutting.unloaded import without_graph_library
 from counterpoint.cutting.unseen import OwnBackwards, require_no_backward_hooks
 from counterpoint.errors import PlanError
@@ -66,7 +65,7 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
     require_no_backward_hooks(model)
     open_calls: list[str] = []
     backwards = OwnBackwards(open_calls)
-    with mode_of(model, training=training), _tracked(model, open_calls, backwards), _quiet(), backwards:
+    with mode_of(model, training=training), _tracked(model, open_calls, backwards), quiet(), backwards:
         try:
             with without_graph_library():
                 program = torch.export.export(model, args, kwargs, strict=False)
@@ -97,14 +96,6 @@ def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
     args, kwargs = call_of(inputs)
     with unmarked(model, training=training):
         model(*args, **kwargs)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what the tracer says about its own working off the user's terminal."""
-    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 @contextmanager
