@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from counterpoint.cutting.cut import canonical_names
 from counterpoint.cutting.eager import Inputs, call_of, mode_of, require_variance, unmarked
-from counterpoint.cutting.leaves import Nest
+from counterpoint.cutting.leaves import Nest, known_of
 from counterpoint.cutting.ops import draws_random
 from counterpoint.cutting.quiet import quiet
 from counterpoint.cutting.unloaded import without_graph_library
@@ -65,7 +65,8 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
     require_no_backward_hooks(model)
     open_calls: list[str] = []
     backwards = OwnBackwards(open_calls)
-    with mode_of(model, training=training), _tracked(model, open_calls, backwards), quiet(), backwards:
+    tracked = _tracked(model, open_calls, backwards)
+    with mode_of(model, training=training), tracked as left_out, quiet(), backwards:
         try:
             with without_graph_library():
                 program = torch.export.export(model, args, kwargs, strict=False)
@@ -75,6 +76,8 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain(model, error, open_calls)) from error
     backwards.require_none(model)
+    if left_out:
+        module.graph.eliminate_dead_code()
     traced = _read(module, canonical_names(model))
     _require_open(traced, model)
     return traced
@@ -99,16 +102,24 @@ def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
 
 
 @contextmanager
-def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -> Iterator[None]:
-    """Keep the paths of the modules whose calls have begun and not ended, and look at what leads to them."""
+def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -> Iterator[list[str]]:
+    """Keep the paths of the modules whose calls have begun and not ended, and look at what leads to them.
+
+    The model's output comes out without what no trace can show; the list then has the output's type.
+    """
+    left_out: list[str] = []
 
     def enter(path: str, module: nn.Module, args: object) -> None:
         backwards.look(args)
         open_calls.append(path)
 
-    def leave(module: nn.Module, args: object, output: object) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> object:
         backwards.look(output)
         open_calls.pop()
+        known = output if open_calls else known_of(output)
+        if known is not output:
+            left_out.append(type(output).__name__)
+        return known
 
     hooks = []
     for path, module in model.named_modules():
@@ -117,7 +128,7 @@ def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -
             module.register_forward_hook(leave),
         ]
     try:
-        yield
+        yield left_out
     finally:
         for hook in hooks:
             hook.remove()
@@ -126,11 +137,8 @@ def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -
 def _explain(model: nn.Module, error: Exception, open_calls: list[str]) -> str:
     path = open_calls[-1] if open_calls else ""
     where = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
-    foreign = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((OUR_FOLDER, TORCH_FOLDER, "<"))
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith((OUR_FOLDER, TORCH_FOLDER, "<"))]
     place = f" at {foreign[-1].filename}:{foreign[-1].lineno} '{foreign[-1].line}'" if foreign else ""
     reason = str(error).strip().splitlines() or [type(error).__name__]
     return (
