@@ -109,6 +109,22 @@ def test_a_whole_model_has_one_piece():
         cut.segment(0, 2, training=True)
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"layer": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4, momentum=None)})
+
+    def forward(self, x):
+        return self.parts["norm"](self.parts["layer"](x)) + x
+
+
+def test_batch_norm_that_averages_over_all_batches_is_named_with_the_way_out():
+    with pytest.raises(
+        PlanError, match=r"^module 'parts\.norm' \(BatchNorm1d\) has momentum=None, .* as momentum=0\.1"
+    ):
+        cut_model(Normed(), (torch.randn(3, 4),), need="chain")
+
+
 def test_what_torch_logs_while_it_traces_is_not_for_the_terminal():
     code = (
         "import torch\n"

@@ -67,6 +67,7 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
     backwards = OwnBackwards(open_calls)
     tracked = _tracked(model, open_calls, backwards)
     with mode_of(model, training=training), tracked as left_out, quiet(), backwards:
+        _require_steady_norms(model)
         try:
             with without_graph_library():
                 program = torch.export.export(model, args, kwargs, strict=False)
@@ -81,6 +82,20 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
     traced = _read(module, canonical_names(model))
     _require_open(traced, model)
     return traced
+
+
+def _require_steady_norms(model: nn.Module) -> None:
+    """Refuse batch norm whose factor for its running statistics is a number that it reads from a tensor."""
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - what all of them are
+        if is_norm and module.training and module.track_running_stats and module.momentum is None:
+            where = f"module '{path}' ({type(module).__name__})" if path else type(module).__name__
+            raise PlanError(
+                f"{where} has momentum=None, by which it averages over all batches and divides by a number that it "
+                "reads from a tensor, but a model is cut along operations that do not depend on values; give it a "
+                "number, as momentum=0.1, or make the model an nn.Sequential, whose children are run as they are, or "
+                "take a strategy that needs no cut (data, zero of level 1 or 2, server)"
+            )
 
 
 def _require_open(traced: Traced, model: nn.Module) -> None:
