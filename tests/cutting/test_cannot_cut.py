@@ -125,6 +125,26 @@ def test_batch_norm_that_averages_over_all_batches_is_named_with_the_way_out():
         cut_model(Normed(), (torch.randn(3, 4),), need="chain")
 
 
+class Masked(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.options = options
+
+    def forward(self, x):
+        return self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(5), **self.options)
+
+
+def test_a_mask_whose_values_torch_looks_at_is_to_be_told_by_is_causal():
+    x = torch.randn(3, 5, 8)
+    with pytest.raises(
+        PlanError, match=r"in module 'encoder' .*: torch compares .* pass is_causal=True or is_causal=F"
+    ):
+        cut_model(Masked(), (x,), need="chain")
+    assert cut_model(Masked(is_causal=True), (x,), need="chain").spec.num_blocks > 1
+
+
 def test_what_torch_logs_while_it_traces_is_not_for_the_terminal():
     code = (
         "import torch\n"

@@ -25,6 +25,8 @@ from counterpoint.errors import PlanError
 
 OUR_FOLDER = str(Path(__file__).parent)
 TORCH_FOLDER = str(Path(torch.__file__).parent)
+MASK_CHECK = "_detect_is_causal_mask"
+"""Where torch's transformers look at the values of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,12 @@ def _explain(model: nn.Module, error: Exception, open_calls: list[str]) -> str:
     foreign = [frame for frame in frames if not frame.filename.startswith((OUR_FOLDER, TORCH_FOLDER, "<"))]
     place = f" at {foreign[-1].filename}:{foreign[-1].lineno} '{foreign[-1].line}'" if foreign else ""
     reason = str(error).strip().splitlines() or [type(error).__name__]
+    if any(frame.name == MASK_CHECK for frame in frames):
+        return (
+            f"tracing the model stopped in {where}{place}: torch compares the values of its mask with those of a "
+            "causal one, but a model is cut along operations that do not depend on values; say what the mask is: pass "
+            "is_causal=True or is_causal=False beside it (tgt_is_causal= to a decoder)"
+        )
     return (
         f"tracing the model stopped in {where}{place}: {reason[0].strip()}; "
         "a model is cut along the tensor operations of its forward, which must not depend on the values; "
