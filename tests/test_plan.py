@@ -240,6 +240,14 @@ def test_a_pipeline_takes_as_many_microbatches_as_it_can_use_and_the_batch_allow
 
 
 @pytest.mark.parametrize(
+@pytest.mark.parametrize(
+    ("text", "batch", "micros"),
+    [("pipeline(2)", 8, 4), ("pipeline(2)", 7, 1), ("pipeline(2) * data(2)", 8, 2), ("pipeline(4)", 32, 16)],
+)
+def test_microbatches_have_as_many_samples_as_they_need_at_least(text, batch, micros):
+    assert Plan.parse(text).with_microbatches_for(batch, least=2).num_microbatches == micros
+
+
     ("text", "need"),
     [
         *[("solo", "none"), ("data(2)", "none"), ("zero2(2)", "none"), ("server(2)", "none")],

@@ -208,15 +208,21 @@ class Plan:
             strategies = ()
         return Plan(strategies, count)
 
-    def with_microbatches_for(self, batch_size: int) -> Plan:
-        """Return the plan with as many microbatches as its pipeline can use, up to four for each stage."""
+    def with_microbatches_for(self, batch_size: int, *, least: int = 1) -> Plan:
+        """Return the plan with as many microbatches as its pipeline can use, up to four for each stage.
+
+        Args:
+            batch_size: samples of a global batch.
+            least: samples that a microbatch has at least, where the pipeline can do with so few microbatches.
+        """
         stages = [strategy for strategy in self.strategies if isinstance(strategy, Pipeline)]
         if not stages:
             return self
         fewest = stages[0].microbatches(1)
         for count in range(4 * stages[0].degree, fewest, -1):
             plan = replace(self, num_microbatches=count)
-            if batch_size % plan.num_micros == 0 and stages[0].microbatches(count) == count:
+            fits = batch_size % plan.num_micros == 0 and batch_size >= least * plan.num_micros
+            if fits and stages[0].microbatches(count) == count:
                 return plan
         return replace(self, num_microbatches=fewest)
 
