@@ -75,6 +75,7 @@ def test_a_plan_file_holds_the_plan_and_the_ranks_it_needs():
 
 def test_a_plan_file_needs_no_more_than_a_strategy():
     assert Plan.from_yaml("plan: {strategy: data(2)}") == Plan((Data(2),), 1, ())
+    assert Plan.from_yaml('plan: {strategy: "gpipe(2, chunks=4)"}').num_microbatches == 4
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,6 @@ def test_a_pipeline_takes_as_many_microbatches_as_it_can_use_and_the_batch_allow
 
 
 @pytest.mark.parametrize(
-@pytest.mark.parametrize(
     ("text", "batch", "micros"),
     [("pipeline(2)", 8, 4), ("pipeline(2)", 7, 1), ("pipeline(2) * data(2)", 8, 2), ("pipeline(4)", 32, 16)],
 )
@@ -248,6 +248,7 @@ def test_microbatches_have_as_many_samples_as_they_need_at_least(text, batch, mi
     assert Plan.parse(text).with_microbatches_for(batch, least=2).num_microbatches == micros
 
 
+@pytest.mark.parametrize(
     ("text", "need"),
     [
         *[("solo", "none"), ("data(2)", "none"), ("zero2(2)", "none"), ("server(2)", "none")],

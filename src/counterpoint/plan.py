@@ -252,13 +252,12 @@ class Plan:
         unknown = sorted(fields.keys() - {"strategy", "num_microbatches", "passes"})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}; its fields are strategy, num_microbatches, passes")
-        num_microbatches, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
-        if type(num_microbatches) is not int or not isinstance(passes, list):
-            raise PlanError(
-                f"num_microbatches must be a whole number and passes a list, not {num_microbatches!r} and {passes!r}"
-            )
-        plan = Plan.parse(str(fields["strategy"]), num_microbatches=num_microbatches)
-        return Plan(plan.strategies, num_microbatches, tuple(passes))
+        given, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
+        if type(given) is not int or not isinstance(passes, list):
+            raise PlanError(f"num_microbatches must be a whole number and passes a list, not {given!r} and {passes!r}")
+        said = given if "num_microbatches" in fields else None
+        plan = Plan.parse(str(fields["strategy"]), num_microbatches=said)
+        return replace(plan, passes=tuple(passes))
 
 
 def _microbatches(text: str, given: int | None) -> int:
