@@ -79,7 +79,10 @@ class Plan:
                 )
 
     def __str__(self) -> str:
-        """Write the strategies as :meth:`parse` reads them."""
+        """Write the strategies as :meth:`parse` reads them.
+
+        Microbatches and passes are no part of the text, also where ``chunks=`` said how many; :meth:`to_yaml` has all.
+        """
         return " * ".join(map(str, self.strategies)) or "solo"
 
     @property
