@@ -234,6 +234,20 @@ def test_chunks_are_the_microbatches_of_the_plan(text, given, count):
 
 def test_chunks_and_another_number_of_microbatches_are_refused():
     assert "says chunks=8, but num_microbatches=4; give one of the two" in refusal(
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        ("-1", "chunks=-1 in 'gpipe(2, chunks=-1)' is a number of microbatches; give 1 or more"),
+        ("0", "chunks=0 in 'gpipe(2, chunks=0)' is a number of microbatches; give 1 or more"),
+        ("+4", "chunks=+4 in 'gpipe(2, chunks=+4)' must be whole numbers"),
+        ("1_6", "chunks=1_6 in 'gpipe(2, chunks=1_6)' must be whole numbers"),
+        ("", "chunks= in 'gpipe(2, chunks=)' must be whole numbers"),
+    ],
+)
+def test_chunks_that_are_no_number_of_microbatches_are_refused(chunks, said):
+    assert refusal(f"gpipe(2, chunks={chunks})") == said
+
+
         "gpipe(4, chunks=8)", num_microbatches=4
     )
 
