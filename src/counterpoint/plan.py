@@ -56,11 +56,21 @@ class Plan:
                     f"{strategy} has steps that are not all alike, and {self.strategies[-1]} stands behind it; write "
                     "it last, outside of all that makes one replica"
                 )
+        self._require_one_pipeline()
         self._require_streams_alone()
         for name in self.passes:
             if name.partition(":")[0] not in _PASSES or (":" in name and not name.startswith(PASS)):
                 raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(_PASSES)}")
         self._require_one_recomputation()
+
+    def _require_one_pipeline(self) -> None:
+        stages = [one for one in self.strategies if isinstance(one, Pipeline) and one.degree > 1]
+        if len(stages) > 1:
+            whole = prod(one.degree for one in stages)
+            raise PlanError(
+                f"{' * '.join(map(str, stages))} cuts a model into stages {len(stages)} times, and a plan has one "
+                f"pipeline; give it all stages, pipeline({whole}), or take data for one of them"
+            )
 
     def _require_streams_alone(self) -> None:
         for at, stream in enumerate(self.strategies):
@@ -69,9 +79,14 @@ class Plan:
             inner, outer = self.strategies[:at], self.strategies[at + 1 :]
             around = [*(strategy for strategy in inner if isinstance(strategy, Data | Zero)), *outer]
             if around:
+                slices = [strategy for strategy in (*inner, *outer) if isinstance(strategy, Tensor)]
+                if all(isinstance(strategy, Tensor) for strategy in around):
+                    raise PlanError(
+                        f"{stream} has stages that update each for itself, and slices of layers stand inside of a "
+                        f"stage; write {Plan((*slices, stream))}"
+                    )
                 times = prod(strategy.degree for strategy in around if isinstance(strategy, Data | Zero))
                 alone = replace(stream, replicas=tuple(max(times, 2) * count for count in stream.stage_ranks))
-                slices = (strategy for strategy in inner if isinstance(strategy, Tensor))
                 raise PlanError(
                     f"{stream} has stages that update each for itself, and {' and '.join(map(str, around))} would have "
                     f"all of them update together; give the stages replicas instead, {Plan((*slices, alone))}, or take "

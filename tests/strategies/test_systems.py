@@ -190,6 +190,8 @@ def refusal(text, **given):
         ("placement(2, modules=embed+head)", "placement(2) needs the rank of every run of modules; write placement(2"),
         ("hypar_flow(8)", "does not say how many of its ranks are partitions; give num_partitions= or num_replicas="),
         ("hypar_flow(8, num_partitions=3)", "3 partitions of 2 replicas each, which take 6 ranks; give num_partitions"),
+        ("hypar_flow(4, num_partitions=-2)", "num_partitions=-2 of hypar_flow(4) is a number of ranks; give 1 or mo"),
+        ("hypar_flow(4, num_replicas=-2)", "num_replicas=-2 of hypar_flow(4) is a number of ranks; give 1 or more"),
         ("hypar_flow(8, strategy=data, num_partitions=2)", "has partitions or replicas, not 2 of the one and 4 of the"),
         ("hypar_flow(2, strategy=data, balance=(1,1))", "is for partitions, and there is one; leave it out"),
         (
@@ -232,8 +234,6 @@ def test_chunks_are_the_microbatches_of_the_plan(text, given, count):
     assert Plan.parse(text, num_microbatches=given).num_microbatches == count
 
 
-def test_chunks_and_another_number_of_microbatches_are_refused():
-    assert "says chunks=8, but num_microbatches=4; give one of the two" in refusal(
 @pytest.mark.parametrize(
     ("chunks", "said"),
     [
@@ -248,6 +248,8 @@ def test_chunks_that_are_no_number_of_microbatches_are_refused(chunks, said):
     assert refusal(f"gpipe(2, chunks={chunks})") == said
 
 
+def test_chunks_and_another_number_of_microbatches_are_refused():
+    assert "says chunks=8, but num_microbatches=4; give one of the two" in refusal(
         "gpipe(4, chunks=8)", num_microbatches=4
     )
 
