@@ -75,6 +75,7 @@ def test_a_plan_file_holds_the_plan_and_the_ranks_it_needs():
 
 def test_a_plan_file_needs_no_more_than_a_strategy():
     assert Plan.from_yaml("plan: {strategy: data(2)}") == Plan((Data(2),), 1, ())
+    assert Plan.from_yaml('plan: {strategy: "gpipe(2, chunks=4)"}').num_microbatches == 4
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,14 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes():
 )
 def test_a_pipeline_takes_as_many_microbatches_as_it_can_use_and_the_batch_allows(text, batch, micros):
     assert Plan.parse(text).with_microbatches_for(batch).num_microbatches == micros
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "micros"),
+    [("pipeline(2)", 8, 4), ("pipeline(2)", 7, 1), ("pipeline(2) * data(2)", 8, 2), ("pipeline(4)", 32, 16)],
+)
+def test_microbatches_have_as_many_samples_as_they_need_at_least(text, batch, micros):
+    assert Plan.parse(text).with_microbatches_for(batch, least=2).num_microbatches == micros
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,21 @@ class Plan:
                     f"{strategy} has steps that are not all alike, and {self.strategies[-1]} stands behind it; write "
                     "it last, outside of all that makes one replica"
                 )
+        self._require_one_pipeline()
         self._require_streams_alone()
         for name in self.passes:
             if name.partition(":")[0] not in _PASSES or (":" in name and not name.startswith(PASS)):
                 raise PlanError(f"there is no pass {name!r}; the passes are {', '.join(_PASSES)}")
         self._require_one_recomputation()
+
+    def _require_one_pipeline(self) -> None:
+        stages = [one for one in self.strategies if isinstance(one, Pipeline) and one.degree > 1]
+        if len(stages) > 1:
+            whole = prod(one.degree for one in stages)
+            raise PlanError(
+                f"{' * '.join(map(str, stages))} cuts a model into stages {len(stages)} times, and a plan has one "
+                f"pipeline; give it all stages, pipeline({whole}), or take data for one of them"
+            )
 
     def _require_streams_alone(self) -> None:
         for at, stream in enumerate(self.strategies):
@@ -69,9 +79,14 @@ class Plan:
             inner, outer = self.strategies[:at], self.strategies[at + 1 :]
             around = [*(strategy for strategy in inner if isinstance(strategy, Data | Zero)), *outer]
             if around:
+                slices = [strategy for strategy in (*inner, *outer) if isinstance(strategy, Tensor)]
+                if all(isinstance(strategy, Tensor) for strategy in around):
+                    raise PlanError(
+                        f"{stream} has stages that update each for itself, and slices of layers stand inside of a "
+                        f"stage; write {Plan((*slices, stream))}"
+                    )
                 times = prod(strategy.degree for strategy in around if isinstance(strategy, Data | Zero))
                 alone = replace(stream, replicas=tuple(max(times, 2) * count for count in stream.stage_ranks))
-                slices = (strategy for strategy in inner if isinstance(strategy, Tensor))
                 raise PlanError(
                     f"{stream} has stages that update each for itself, and {' and '.join(map(str, around))} would have "
                     f"all of them update together; give the stages replicas instead, {Plan((*slices, alone))}, or take "
@@ -79,7 +94,10 @@ class Plan:
                 )
 
     def __str__(self) -> str:
-        """Write the strategies as :meth:`parse` reads them."""
+        """Write the strategies as :meth:`parse` reads them.
+
+        Microbatches and passes are no part of the text, also where ``chunks=`` said how many; :meth:`to_yaml` has all.
+        """
         return " * ".join(map(str, self.strategies)) or "solo"
 
     @property
@@ -208,15 +226,21 @@ class Plan:
             strategies = ()
         return Plan(strategies, count)
 
-    def with_microbatches_for(self, batch_size: int) -> Plan:
-        """Return the plan with as many microbatches as its pipeline can use, up to four for each stage."""
+    def with_microbatches_for(self, batch_size: int, *, least: int = 1) -> Plan:
+        """Return the plan with as many microbatches as its pipeline can use, up to four for each stage.
+
+        Args:
+            batch_size: samples of a global batch.
+            least: samples that a microbatch has at least, where the pipeline can do with so few microbatches.
+        """
         stages = [strategy for strategy in self.strategies if isinstance(strategy, Pipeline)]
         if not stages:
             return self
         fewest = stages[0].microbatches(1)
         for count in range(4 * stages[0].degree, fewest, -1):
             plan = replace(self, num_microbatches=count)
-            if batch_size % plan.num_micros == 0 and stages[0].microbatches(count) == count:
+            fits = batch_size % plan.num_micros == 0 and batch_size >= least * plan.num_micros
+            if fits and stages[0].microbatches(count) == count:
                 return plan
         return replace(self, num_microbatches=fewest)
 
@@ -246,13 +270,12 @@ class Plan:
         unknown = sorted(fields.keys() - {"strategy", "num_microbatches", "passes"})
         if unknown:
             raise PlanError(f"a plan has no field {unknown[0]!r}; its fields are strategy, num_microbatches, passes")
-        num_microbatches, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
-        if type(num_microbatches) is not int or not isinstance(passes, list):
-            raise PlanError(
-                f"num_microbatches must be a whole number and passes a list, not {num_microbatches!r} and {passes!r}"
-            )
-        plan = Plan.parse(str(fields["strategy"]), num_microbatches=num_microbatches)
-        return Plan(plan.strategies, num_microbatches, tuple(passes))
+        given, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
+        if type(given) is not int or not isinstance(passes, list):
+            raise PlanError(f"num_microbatches must be a whole number and passes a list, not {given!r} and {passes!r}")
+        said = given if "num_microbatches" in fields else None
+        plan = Plan.parse(str(fields["strategy"]), num_microbatches=said)
+        return replace(plan, passes=tuple(passes))
 
 
 def _microbatches(text: str, given: int | None) -> int:

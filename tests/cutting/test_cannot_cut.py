@@ -1,5 +1,8 @@
 """What cannot be cut says where, why, and what to do instead."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,54 @@ def test_a_whole_model_has_one_piece():
     cut = cut_model(*perceptron(), need="none")
     with pytest.raises(PlanError, match=r"it has only piece 0; ask for segment\(0, 1\)"):
         cut.segment(0, 2, training=True)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"layer": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4, momentum=None)})
+
+    def forward(self, x):
+        return self.parts["norm"](self.parts["layer"](x)) + x
+
+
+def test_batch_norm_that_averages_over_all_batches_is_named_with_the_way_out():
+    with pytest.raises(
+        PlanError, match=r"^module 'parts\.norm' \(BatchNorm1d\) has momentum=None, .* as momentum=0\.1"
+    ):
+        cut_model(Normed(), (torch.randn(3, 4),), need="chain")
+
+
+class Masked(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.options = options
+
+    def forward(self, x):
+        return self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(5), **self.options)
+
+
+def test_a_mask_whose_values_torch_looks_at_is_to_be_told_by_is_causal():
+    x = torch.randn(3, 5, 8)
+    with pytest.raises(
+        PlanError, match=r"in module 'encoder' .*: torch compares .* pass is_causal=True or is_causal=F"
+    ):
+        cut_model(Masked(), (x,), need="chain")
+    assert cut_model(Masked(is_causal=True), (x,), need="chain").spec.num_blocks > 1
+
+
+def test_what_torch_logs_while_it_traces_is_not_for_the_terminal():
+    code = (
+        "import torch\n"
+        "from counterpoint.cutting.choose import cut_model\n"
+        "from tests.cutting.test_cannot_cut import Branching\n"
+        "try: cut_model(Branching(), (torch.randn(3, 4),), need='chain')\n"
+        "except Exception as error: print(type(error).__name__)\n"
+        "import logging; logging.getLogger('torch.fx.experimental.symbolic_shapes').warning('still heard')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout == "PlanError\n"
+    assert "Unable to find user code" not in ran.stderr
+    assert "still heard" in ran.stderr

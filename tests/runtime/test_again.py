@@ -113,6 +113,14 @@ def test_replicas_that_normalize_together_do_not_recompute():
         pass
 
 
+def test_batch_norm_that_was_told_to_normalize_together_is_called_what_it_is():
+    model = layers(nn.BatchNorm1d(WIDTH))
+    said = r"1 is a BatchNorm1d under batch_norm='sync', which .*; leave batch_norm='sync' out, so that each"
+    options = {"passes": ("recompute",), "batch_norm": "sync"}
+    with pytest.raises(PlanError, match=said), team("data(2)", model=model, **options):
+        pass
+
+
 def test_samples_are_equal_but_for_rounding():
     one = torch.linspace(-1, 1, 1000)
     assert sampled(one).numel() <= 64

@@ -49,7 +49,7 @@ KINDS = {
     "gpt2": Kind(
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"vocab_size": TOKENS, "n_positions": 8, "n_embd": 16, "n_layer": 3, "n_head": 4, "use_cache": False,
+        {"vocab_size": TOKENS, "n_positions": 8, "n_embd": 16, "n_layer": 3, "n_head": 4,
          "bos_token_id": None, "eos_token_id": None},
         lambda: {"input_ids": tokens()},
         quiet={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": False},
@@ -57,7 +57,7 @@ KINDS = {
     "llama": Kind(
         "LlamaForCausalLM",
         "LlamaConfig",
-        {**SMALL, "num_key_value_heads": 2, "vocab_size": TOKENS, "max_position_embeddings": 8, "use_cache": False,
+        {**SMALL, "num_key_value_heads": 2, "vocab_size": TOKENS, "max_position_embeddings": 8,
          "attention_dropout": 0.1, "bos_token_id": None, "eos_token_id": None},
         padded,
         ADAMW,
@@ -71,8 +71,7 @@ KINDS = {
     "t5": Kind(
         "T5ForConditionalGeneration",
         "T5Config",
-        {"vocab_size": TOKENS, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
-         "use_cache": False},
+        {"vocab_size": TOKENS, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
         lambda: {**padded(), "decoder_input_ids": tokens(LENGTH - 1)},
         ADAMW,
     ),

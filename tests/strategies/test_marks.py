@@ -93,8 +93,14 @@ def test_a_module_is_known_by_every_path_that_begins_with_its_block():
         ),
         (
             "gpipe(2, cuts=block0:0+block1:0)",
-            "has no module on stage 1; every stage needs work: put a module there, or",
+            "has no module on stage 1; every stage needs work: put a module there, or give 1 stage",
         ),
+        (
+            "placement(3, modules=block0:0+block1:2)",
+            "put a module there, or give 2 stages and put the modules on stages 0 to 1",
+        ),
+        ("placement(2, modules=block0:1)", "put a module there, or give 1 stage and put the modules on stage 0"),
+        ("gpipe(2, cuts=block0:0+block1:²)", "has 'block1:²'; write the path of a module, or module:stage with the"),
         (
             "gpipe(2, cuts=block0:first)",
             "has 'block0:first'; write the path of a module, or module:stage with the stage",

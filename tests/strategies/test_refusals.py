@@ -21,7 +21,10 @@ def refusal(text, blocks=4, micros=1, model=None):
         ("data(2) * pipeline(2)", "write pipeline(2) * data(...), not data(...) * pipeline(2)"),
         ("zero3(2) * gpipe(2)", "pipeline(2, order=gpipe) must come before data, zero and server"),
         ("server(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
-        ("pipeline(2) * pipeline(2)", "pipeline(2) must come before data, zero and server"),
+        (
+            "pipeline(2) * pipeline(2)",
+            "stages 2 times, and a plan has one pipeline; give it all stages, pipeline(4), or",
+        ),
         ("asp(2) * data(2)", "data(2) stands after an asynchronous server, whose updates cannot be summed"),
         ("asp(2) * data(2)", "write data(2) before server(...)"),
         ("zero(2) * zero(2)", "stands in a plan that is shared out already; write one zero(...) with all ranks"),

@@ -121,7 +121,12 @@ def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():
             "pipedream(2) * zero(2)",
             r"give the stages replicas instead, pipeline.2, order=pipedream, replicas=.2,2..",
         ),
-        ("gpipe(2) * pipedream(2)", "must come before data, zero and server in a plan"),
+        (
+            "gpipe(2) * pipedream(2)",
+            "cuts a model into stages 2 times, and a plan has one pipeline; give it all stages",
+        ),
+        ("pipedream(2) * tensor(2)", r"stand inside of a stage; write tensor.2. \* pipeline.2, order=pipedream."),
+        ("pipedream(2) * tensor(2) * data(2)", r"tensor.2. \* pipeline.2, order=pipedream, replicas=.2,2.."),
         ("pipedream_2bw(4)", "updates once in 2 microbatches, but its first stage is 3 ahead.*num_microbatches=3 or"),
         ("pipeline(2, vertical_sync=on)", "which order=one_f_one_b has none of; leave it out, or give order=pipedream"),
         ("pipedream(2, vertical_sync=yes)", "has no vertical_sync='yes'; give off or on"),

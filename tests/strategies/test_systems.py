@@ -190,6 +190,8 @@ def refusal(text, **given):
         ("placement(2, modules=embed+head)", "placement(2) needs the rank of every run of modules; write placement(2"),
         ("hypar_flow(8)", "does not say how many of its ranks are partitions; give num_partitions= or num_replicas="),
         ("hypar_flow(8, num_partitions=3)", "3 partitions of 2 replicas each, which take 6 ranks; give num_partitions"),
+        ("hypar_flow(4, num_partitions=-2)", "num_partitions=-2 of hypar_flow(4) is a number of ranks; give 1 or mo"),
+        ("hypar_flow(4, num_replicas=-2)", "num_replicas=-2 of hypar_flow(4) is a number of ranks; give 1 or more"),
         ("hypar_flow(8, strategy=data, num_partitions=2)", "has partitions or replicas, not 2 of the one and 4 of the"),
         ("hypar_flow(2, strategy=data, balance=(1,1))", "is for partitions, and there is one; leave it out"),
         (
@@ -230,6 +232,20 @@ def test_a_bare_name_that_cannot_take_the_ranks_says_why():
 )
 def test_chunks_are_the_microbatches_of_the_plan(text, given, count):
     assert Plan.parse(text, num_microbatches=given).num_microbatches == count
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        ("-1", "chunks=-1 in 'gpipe(2, chunks=-1)' is a number of microbatches; give 1 or more"),
+        ("0", "chunks=0 in 'gpipe(2, chunks=0)' is a number of microbatches; give 1 or more"),
+        ("+4", "chunks=+4 in 'gpipe(2, chunks=+4)' must be whole numbers"),
+        ("1_6", "chunks=1_6 in 'gpipe(2, chunks=1_6)' must be whole numbers"),
+        ("", "chunks= in 'gpipe(2, chunks=)' must be whole numbers"),
+    ],
+)
+def test_chunks_that_are_no_number_of_microbatches_are_refused(chunks, said):
+    assert refusal(f"gpipe(2, chunks={chunks})") == said
 
 
 def test_chunks_and_another_number_of_microbatches_are_refused():

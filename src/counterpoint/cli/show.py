@@ -18,7 +18,7 @@ from counterpoint.compiler.compile import Compiled, compile, held_in  # noqa: A0
 from counterpoint.drawing.grid import draw_grid, draw_rows
 from counterpoint.drawing.svg import draw_timeline
 from counterpoint.errors import PlanError
-from counterpoint.model.spec import chain
+from counterpoint.model.spec import ModelSpec, chain
 from counterpoint.plan import Plan
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Backward, Collective
@@ -63,7 +63,9 @@ def show(
         return
     columns = shutil.get_terminal_size((100, 24)).columns
     with uncollected():
-        compiled = compile(parsed, chain(blocks or default_blocks(parsed), width=width))
+        model = chain(blocks or default_blocks(parsed), width=width)
+        require_names(parsed, model)
+        compiled = compile(parsed, model)
         program = compiled.turns[-1].playable
         trace = simulate(program, ticks_of(program))
         shown = [heading(compiled), rows(compiled, columns), drawing(trace, columns), figures(compiled, trace)]
@@ -71,6 +73,23 @@ def show(
     if svg is not None:
         svg.write_text(draw_timeline(trace), encoding="utf-8")
         typer.echo(f"drawing  {svg}")
+
+
+def require_names(plan: Plan, model: ModelSpec) -> None:
+    """Check that a plan's cuts name modules of the model that is shown, which is not the user's.
+
+    Raises:
+        PlanError: one does not.
+    """
+    names = [piece.name for piece in model.pieces]
+    cuts = dict.fromkeys(mark.module for one in plan.strategies if isinstance(one, Pipeline) for mark in one.marks)
+    foreign = [cut for cut in cuts if cut not in names]
+    if foreign:
+        own = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        raise PlanError(
+            f"{plan} names {', '.join(foreign)}, but show draws a model of its own, whose modules are {own}; to see "
+            "the plan write these, and say how many there are with --blocks"
+        )
 
 
 def ticks_of(program: Program) -> Costs:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import ScriptObject, SymBool, SymFloat, SymInt, Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+KNOWN = (Tensor, bool, int, float, str, type(None), SymInt, SymFloat, SymBool, ScriptObject)
+"""What may stand in an output; of anything else, as a cache of keys and values, nobody knows the tensors in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +47,19 @@ def nest_of(value: Any) -> Nest:  # noqa: ANN401
     leaves, spec = tree_flatten(value)
     places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     return Nest(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places)
+
+
+def nest_of_output(value: Any) -> Nest:  # noqa: ANN401
+    """Return the shape of an output; beside tensors, what is none of :data:`KNOWN` is None in it."""
+    leaves, spec = tree_flatten(value)
+    places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    kept = (None if isinstance(leaf, Tensor) or (places and not isinstance(leaf, KNOWN)) else leaf for leaf in leaves)
+    return Nest(spec, tuple(kept), places)
+
+
+def known_of(output: Any) -> Any:  # noqa: ANN401
+    """Return an output with None in place of what is none of :data:`KNOWN`; itself where no tensor would be left."""
+    leaves, _ = tree_flatten(output)
+    if all(isinstance(leaf, KNOWN) for leaf in leaves) or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return output
+    return tree_map(lambda leaf: leaf if isinstance(leaf, KNOWN) else None, output)

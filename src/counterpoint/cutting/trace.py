@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,17 @@ from torch.utils._pytree import tree_flatten
 
 from counterpoint.cutting.cut import canonical_names
 from counterpoint.cutting.eager import Inputs, call_of, mode_of, require_variance, unmarked
-from counterpoint.cutting.leaves import Nest
+from counterpoint.cutting.leaves import Nest, known_of
 from counterpoint.cutting.ops import draws_random
+from counterpoint.cutting.quiet import quiet
 from counterpoint.cutting.unloaded import without_graph_library
 from counterpoint.cutting.unseen import OwnBackwards, require_no_backward_hooks
 from counterpoint.errors import PlanError
 
 OUR_FOLDER = str(Path(__file__).parent)
 TORCH_FOLDER = str(Path(torch.__file__).parent)
+MASK_CHECK = "_detect_is_causal_mask"
+"""Where torch's transformers look at the values of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
     require_no_backward_hooks(model)
     open_calls: list[str] = []
     backwards = OwnBackwards(open_calls)
-    with mode_of(model, training=training), _tracked(model, open_calls, backwards), _quiet(), backwards:
+    tracked = _tracked(model, open_calls, backwards)
+    with mode_of(model, training=training), tracked as left_out, quiet(), backwards:
+        _require_steady_norms(model)
         try:
             with without_graph_library():
                 program = torch.export.export(model, args, kwargs, strict=False)
@@ -76,9 +79,25 @@ def trace(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain(model, error, open_calls)) from error
     backwards.require_none(model)
+    if left_out:
+        module.graph.eliminate_dead_code()
     traced = _read(module, canonical_names(model))
     _require_open(traced, model)
     return traced
+
+
+def _require_steady_norms(model: nn.Module) -> None:
+    """Refuse batch norm whose factor for its running statistics is a number that it reads from a tensor."""
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - what all of them are
+        if is_norm and module.training and module.track_running_stats and module.momentum is None:
+            where = f"module '{path}' ({type(module).__name__})" if path else type(module).__name__
+            raise PlanError(
+                f"{where} has momentum=None, by which it averages over all batches and divides by a number that it "
+                "reads from a tensor, but a model is cut along operations that do not depend on values; give it a "
+                "number, as momentum=0.1, or make the model an nn.Sequential, whose children are run as they are, or "
+                "take a strategy that needs no cut (data, zero of level 1 or 2, server)"
+            )
 
 
 def _require_open(traced: Traced, model: nn.Module) -> None:
@@ -100,24 +119,24 @@ def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what the tracer says about its own working off the user's terminal."""
-    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -> Iterator[list[str]]:
+    """Keep the paths of the modules whose calls have begun and not ended, and look at what leads to them.
 
-
-@contextmanager
-def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -> Iterator[None]:
-    """Keep the paths of the modules whose calls have begun and not ended, and look at what leads to them."""
+    The model's output comes out without what no trace can show; the list then has the output's type.
+    """
+    left_out: list[str] = []
 
     def enter(path: str, module: nn.Module, args: object) -> None:
         backwards.look(args)
         open_calls.append(path)
 
-    def leave(module: nn.Module, args: object, output: object) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> object:
         backwards.look(output)
         open_calls.pop()
+        known = output if open_calls else known_of(output)
+        if known is not output:
+            left_out.append(type(output).__name__)
+        return known
 
     hooks = []
     for path, module in model.named_modules():
@@ -126,7 +145,7 @@ def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -
             module.register_forward_hook(leave),
         ]
     try:
-        yield
+        yield left_out
     finally:
         for hook in hooks:
             hook.remove()
@@ -135,13 +154,16 @@ def _tracked(model: nn.Module, open_calls: list[str], backwards: OwnBackwards) -
 def _explain(model: nn.Module, error: Exception, open_calls: list[str]) -> str:
     path = open_calls[-1] if open_calls else ""
     where = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
-    foreign = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((OUR_FOLDER, TORCH_FOLDER, "<"))
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith((OUR_FOLDER, TORCH_FOLDER, "<"))]
     place = f" at {foreign[-1].filename}:{foreign[-1].lineno} '{foreign[-1].line}'" if foreign else ""
     reason = str(error).strip().splitlines() or [type(error).__name__]
+    if any(frame.name == MASK_CHECK for frame in frames):
+        return (
+            f"tracing the model stopped in {where}{place}: torch compares the values of its mask with those of a "
+            "causal one, but a model is cut along operations that do not depend on values; say what the mask is: pass "
+            "is_causal=True or is_causal=False beside it (tgt_is_causal= to a decoder)"
+        )
     return (
         f"tracing the model stopped in {where}{place}: {reason[0].strip()}; "
         "a model is cut along the tensor operations of its forward, which must not depend on the values; "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from counterpoint.cutting.cost import Meter
 from counterpoint.cutting.cut import Cut, Seed, Segment, num_bytes, params_of
 from counterpoint.cutting.eager import Inputs, Modes, call_of, num_samples, unmarked
-from counterpoint.cutting.leaves import Nest, nest_of
+from counterpoint.cutting.leaves import Nest, nest_of, nest_of_output
 from counterpoint.cutting.seeds import Seeding, silent
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, Piece
@@ -37,7 +37,7 @@ class WholeCut(Cut):
             "model",
             tuple(param.name for param in params),
             cost=meter.flops / samples,
-            output_bytes=num_bytes(nest_of(output).flatten(output)) // samples,
+            output_bytes=num_bytes(nest_of_output(output).flatten(output)) // samples,
         )
         self._call = nest_of((self._args, self._kwargs))
         self._values = (Made(INPUT, (0,)),) * len(self._call.places)
@@ -46,7 +46,7 @@ class WholeCut(Cut):
         self._modes = Modes(model)
         self._seeding = Seeding(model, silent) if meter.draws else None
         self._is_plain = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
-        self._outputs = {True: nest_of(output)}
+        self._outputs = {True: nest_of_output(output)}
         self._segments: dict[bool, Segment] = {}
 
     def segment(self, first_piece: int, stop_piece: int, *, training: bool) -> Segment:
@@ -91,7 +91,7 @@ class WholeCut(Cut):
         if training not in self._outputs:
             with unmarked(self.model, training=training):
                 output = self.model(*self._args, **self._kwargs)
-            self._outputs[training] = nest_of(output)
+            self._outputs[training] = nest_of_output(output)
         return self._outputs[training]
 
     def values(self, *, training: bool) -> tuple[Made, ...]:

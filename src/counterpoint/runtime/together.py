@@ -43,6 +43,11 @@ class Norm:
     buffers: tuple[str, ...]
     kind: str = "SyncBatchNorm"
 
+    @property
+    def instead(self) -> str:
+        """What to do for each replica to normalize its own microbatches."""
+        return "take BatchNorm" if self.kind == "SyncBatchNorm" else "leave batch_norm='sync' out"
+
 
 def norms_of(model: nn.Module, *, every: bool = False) -> list[Norm]:
     """Return the modules of a model that normalize with those of other replicas.
@@ -201,8 +206,8 @@ def require_alone(program: Program, norms: Sequence[Norm]) -> None:
         if len(mean_of(row, rank)) > row.num_slices:
             raise PlanError(
                 f"{norms[0].path} is a {norms[0].kind}, which replicas normalize together, but those of a stage do not "
-                "meet in the middle of a forward in a pipeline without a flush; take BatchNorm, in which each "
-                "normalizes its own microbatches, or order=one_f_one_b"
+                f"meet in the middle of a forward in a pipeline without a flush; {norms[0].instead}, so that each "
+                "normalizes its own microbatches, or take order=one_f_one_b"
             )
 
 
@@ -217,9 +222,9 @@ def require_one_forward(program: Program, norms: Sequence[Norm]) -> None:
         seats = seats_of(program, rank) if again else {}
         if any(len(seats.get(place, ())) > 1 for place in again):
             raise PlanError(
-                f"{norms[0].path} is a SyncBatchNorm, which replicas normalize together, and rank {rank} computes its "
-                "block again at a time of its own; take BatchNorm, in which each normalizes its own microbatches, or "
-                "give recompute=never"
+                f"{norms[0].path} is a {norms[0].kind}, which replicas normalize together, and rank {rank} computes "
+                f"its block again at a time of its own; {norms[0].instead}, so that each normalizes its own "
+                "microbatches, or give recompute=never"
             )
 
 
@@ -249,5 +254,5 @@ def require_meetings(program: Program, norms: Sequence[Norm]) -> None:
         raise PlanError(
             f"{norms[0].path} is a {norms[0].kind}, in which replicas wait for each other, but in this plan they would "
             "wait for ever, because they run their microbatches in different orders; give all stages as many replicas "
-            "(pipeline(p) * data(r)), or take BatchNorm"
+            f"(pipeline(p) * data(r)), or {norms[0].instead}"
         ) from error

@@ -41,7 +41,7 @@ def read_marks(cuts: Sequence[str], owner: str) -> tuple[Mark, ...]:
     marks = []
     for cut in cuts:
         module, colon, stage = cut.partition(":")
-        if not module or (colon and not stage.isdigit()):
+        if not module or (colon and not stage.isdecimal()):
             raise PlanError(
                 f"cuts of {owner} has {cut!r}; write the path of a module, or module:stage with the stage that runs it"
             )
@@ -92,9 +92,12 @@ def require_marks(marks: Sequence[Mark], owner: str, *, num_stages: int, num_chu
             )
     idle = [stage for stage in range(num_stages) if stage not in stages]
     if idle:
+        last = len(stages) - 1
+        fewer = f"give {_many(last + 1, 'stage')}"
+        if idle[0] <= last:
+            fewer += f" and put the modules on {f'stages 0 to {last}' if last else 'stage 0'}"
         raise PlanError(
-            f"cuts of {owner} has no module on stage {idle[0]}; every stage needs work: put a module there, or give "
-            f"{len(stages)} stages"
+            f"cuts of {owner} has no module on stage {idle[0]}; every stage needs work: put a module there, or {fewer}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NewType, get_args, get_origin, get_type_hints
@@ -52,12 +53,27 @@ def read_option(key: str, value: str, kind: Any, text: str) -> Any:  # noqa: ANN
         return _read_number(key, value, text)
     try:
         if kind in {int, Micros} or all(isinstance(word, int) for word in get_args(kind) or ("",)):
-            return int(value)
+            return _require_micros(key, _whole(value), text) if kind is Micros else _whole(value)
         if get_origin(kind) is tuple:
-            return tuple(int(part) for part in value.strip("()").split(",") if part.strip())
+            return tuple(_whole(part.strip()) for part in value.strip("()").split(",") if part.strip())
+    except PlanError:
+        raise
     except ValueError:
         raise PlanError(f"{key}={value} in {text!r} must be whole numbers") from None
     return value
+
+
+def _require_micros(key: str, count: int, text: str) -> int:
+    if count < 1:
+        raise PlanError(f"{key}={count} in {text!r} is a number of microbatches; give 1 or more")
+    return count
+
+
+def _whole(text: str) -> int:
+    """Return a number that is written in digits alone; Python itself reads 1_6 and +4, too."""
+    if re.fullmatch(r"-?[0-9]+", text) is None:
+        raise ValueError(text)
+    return int(text)
 
 
 def _read_number(key: str, value: str, text: str) -> float:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.options import kinds_of, read_option
+from counterpoint.strategies.options import Micros, kinds_of, read_option
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.table import find
 from counterpoint.world.hosts import neighbours
@@ -20,9 +20,10 @@ def chunks_in(text: str) -> int | None:
     """Return how many microbatches the text of a plan says with ``chunks=``; None where it leaves that open.
 
     Raises:
-        PlanError: two of its strategies say different numbers.
+        PlanError: two of its strategies say different numbers, or one says none.
     """
-    said = sorted({int(count) for count in re.findall(r"\bchunks\s*=\s*(\d+)", text)})
+    found = re.findall(r"\bchunks\s*=([^,()*]*)", text)
+    said = sorted({read_option("chunks", count.strip(), Micros, text) for count in found})
     if len(said) > 1:
         raise PlanError(f"{text!r} says chunks={said[0]} and chunks={said[1]}; a plan has one number of microbatches")
     return said[0] if said else None

@@ -28,6 +28,14 @@ def normalizing_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, one) for path, one in model.named_modules() if isinstance(one, kind) and is_training[id(one)]]
 
 
+def least_samples(model: nn.Module) -> int:
+    """Return how many samples a microbatch has at least where nobody says how many there are.
+
+    Batch norm has no variance of one value, which is all that a channel may have of one sample.
+    """
+    return 2 if normalizing_modules(model) else 1
+
+
 def judge_norms(model: nn.Module, compiled: Compiled, num_samples: int, rule: NormRule | None, rank: int) -> None:
     """Say once where batch norm does not go by the whole batch, unless it was said what it shall do.
 

@@ -21,6 +21,7 @@ from counterpoint.training.batches import count_samples, digest, require_same_ba
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan, says_microbatches
 from counterpoint.training.feeds import counted_micros
+from counterpoint.training.norms import least_samples
 from counterpoint.training.own_batches import OwnBatches, require_whole_steps
 from counterpoint.training.team import Team
 from counterpoint.training.world import World, open_world
@@ -203,7 +204,7 @@ class Step:
         if self.auto is not None:
             team.plan = self.auto.choose(team.model, team.face, few, team.options, count)
         elif not self.has_fixed_micros:
-            team.plan = team.plan.with_microbatches_for(count)
+            team.plan = team.plan.with_microbatches_for(count, least=least_samples(team.model))
         team.plan.require_batch(count)
 
     def require_all(self, number: int, verdict: Verdict, feed: BatchFeed) -> None:

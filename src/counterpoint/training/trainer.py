@@ -33,6 +33,7 @@ from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
 from counterpoint.training.feeds import DatasetFeed
 from counterpoint.training.memory import Memory, memory_of, remind
+from counterpoint.training.norms import least_samples
 from counterpoint.training.progress import Mode, ShowProgress
 from counterpoint.training.run import Goals, Run
 from counterpoint.training.team import Team
@@ -294,7 +295,7 @@ class Trainer:
             self.plan = self.auto.choose(self.model, self.face, feed.inputs(0), self.options, batch_size)
             self.auto, self.has_fixed_micros = None, True
         elif self.team is None and self.memory is None and not self.has_fixed_micros:
-            self.plan = self.plan.with_microbatches_for(batch_size)
+            self.plan = self.plan.with_microbatches_for(batch_size, least=least_samples(self.model))
 
     def build(self, team: Team, dataset: MapDataset, batch_size: int) -> None:
         """Build the ranks for microbatches of this dataset; if that fails, nothing is left of them."""

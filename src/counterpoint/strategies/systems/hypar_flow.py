@@ -52,8 +52,11 @@ def _split(degree: int, strategy: str, partitions: int, replicas: int) -> tuple[
     """Return how many partitions and how many replicas there are.
 
     Raises:
-        PlanError: they do not multiply to the ranks, or the strategy has only one of the two.
+        PlanError: one is negative, they do not multiply to the ranks, or the strategy has only one of the two.
     """
+    for name, count in (("num_partitions", partitions), ("num_replicas", replicas)):
+        if count < 0:
+            raise PlanError(f"{name}={count} of hypar_flow({degree}) is a number of ranks; give 1 or more, or none")
     if strategy == "hybrid" and not (partitions or replicas):
         raise PlanError(
             f"hypar_flow({degree}, strategy=hybrid) does not say how many of its ranks are partitions; give "
