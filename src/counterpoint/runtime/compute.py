@@ -83,9 +83,20 @@ class Compute:
         self.losses.clear()
         if self.norms is not None:
             self.norms.begin(is_stream=bool(stride))
-        books_of_a_step = (self.values, self.gradients, self.tapes, self.put_off, self.again.kept)
-        for books in books_of_a_step if not stride else ():
+        if not stride:
+            self.drop_values()
+
+    def drop_values(self) -> None:
+        """Forget what forwards have made."""
+        for books in (self.values, self.gradients, self.tapes, self.put_off, self.again.kept):
             books.clear()
+
+    def drop(self) -> None:
+        """Forget all that is under way."""
+        self.drop_values()
+        self.spent = ()
+        if self.norms is not None:
+            self.norms.drop()
 
     def is_empty(self, micro: int) -> bool:
         """Tell whether a microbatch has no samples, so that nothing is computed for it."""

@@ -90,6 +90,8 @@ class Interpreter:
         self.forward_calls = fuse(forward_only(self.script.words, self.script.stride))
         self.again = {name: computed_again(script.words, script.stride) for name, script in scripts.items()}
         self.number = 0
+        self.before = (0, False)  # of the state: what a step that fails has to leave as it was
+        self.swapped: list[Unit] = []  # whose gradients this step has exchanged
         self.sets_aside = any(isinstance(word, Swap) for word in self.script.words)
         self.store = store
         self.fabric = fabric
@@ -124,6 +126,9 @@ class Interpreter:
         self.store.begin()
         self.state.verdict, self.state.decided, self.state.leaves_out = None, 0, False
         self.state.notes.clear()
+        self.before = (self.state.skipped, self.state.leaves_out_late)
+        self.swapped.clear()
+        self.exchange.over.clear()
         with self.exchange.early.step():
             self.run(calls)
         return self.state.verdict
@@ -205,6 +210,7 @@ class Interpreter:
     def swap(self, unit: tuple[int, ...]) -> None:
         """Set a gradient aside and take back the one before; if that is not to be applied, it is gone."""
         self.store.units[unit].swap()
+        self.swapped.append(unit)
         if self.state.leaves_out_late:
             self.store.units[unit].clear()
 

@@ -20,10 +20,11 @@ from counterpoint.runtime.vote import Verdict
 from counterpoint.training.batches import count_samples, digest, require_same_batches, warn_of_forks
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan, says_microbatches
+from counterpoint.training.failing import leave
 from counterpoint.training.feeds import counted_micros
 from counterpoint.training.own_batches import OwnBatches, require_whole_steps
 from counterpoint.training.team import Team
-from counterpoint.training.world import World, open_world
+from counterpoint.training.world import JoinedWorld, World, open_world
 
 
 class Step:
@@ -244,21 +245,26 @@ class Step:
 
     def close(self) -> None:
         """Give the weights back and end the connection to the other ranks; a second call does nothing."""
-        if not self.is_closed:
-            self.finish()
+        if self.is_closed:
+            return
+        try:
+            self.give_back()
+        finally:
             self.is_closed = True
-            self.flush()
-            self.team.give_back()
             self.team.close()
 
     def __enter__(self) -> Step:
         """Use the step in a ``with`` block, which closes it."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
             self.close()
-        else:
+            return
+        try:
+            if not self.is_closed and not isinstance(self.team.world, JoinedWorld):
+                leave(self.team, error, "the first step")
+        finally:
             self.is_closed = True
             self.team.close()
 
