@@ -1,4 +1,4 @@
-"""A step that fails in a loop of one's own, is caught, and left out: what comes after is as if it had not been there."""
+"""A step that fails in a loop of one's own, is caught, and is left out, as if it had not been there."""
 
 import pytest
 import torch

@@ -210,8 +210,7 @@ class Team:
             with noting(interpreter, fabric.rank):
                 if self.may_share:
                     interpreter.store.enter_commons(fabric)
-                verdict = interpreter.step(number, feed, turn.name)
-            return verdict
+                return interpreter.step(number, feed, turn.name)
 
         with abandoning(self.world, self.ranks, self.flight):
             found = [verdict for verdict in self.world.run(work) if verdict is not None]
