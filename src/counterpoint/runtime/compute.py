@@ -17,8 +17,9 @@ from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
 from counterpoint.runtime.again import Memory, Once
+from counterpoint.runtime.casting import under
 from counterpoint.runtime.direct import Directly, Place, run_backward
-from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.feed import Feed, Window
 from counterpoint.runtime.later import Desk, Job, later_places
 from counterpoint.runtime.model import Kept, Model, spent_by
 from counterpoint.runtime.normalizing import Norms
@@ -164,14 +165,19 @@ class Compute:
         stop, segment = self.by_first[block]
         seed = seed_of(self.dice, draws=self.model.draws)
         try:
-            with self.directly(), self.normalizing(block, micro, is_again=buffers is not None):
+            with self.casting(micro), self.directly(), self.normalizing(block, micro, is_again=buffers is not None):
                 outputs = segment(leaves, self.store.weights(version), buffers or self.store.buffers, seed)
         except Exception as error:
             tell_where(error, self.place(block, stop, micro, leaves))
             raise
         if stop == self.model.num_blocks:
-            outputs = self.spent = (self.lose(outputs, micro),)
+            with self.casting(micro):
+                outputs = self.spent = (self.lose(outputs, micro),)
         return outputs
+
+    def casting(self, micro: int) -> AbstractContextManager[object]:
+        """Have the autocasts of the call that brought a microbatch, also where a later one comes to it."""
+        return under(self.feed.casts(micro)) if isinstance(self.feed, Window) else nullcontext()
 
     def normalizing(self, block: int, micro: int, *, is_again: bool = False) -> AbstractContextManager[object]:
         """Have batch norm do what it does in this plan, if there is any; again, it takes in no statistics."""
@@ -238,7 +244,7 @@ class Compute:
             leaves, outputs = self.tapes.pop((block, micro))
             roots, gradients = self.roots(segment, outputs, micro)
             if any(root.requires_grad for root in roots):
-                with self.normalizing(block, micro, is_again=True):  # as where the model checkpoints
+                with self.casting(micro), self.normalizing(block, micro, is_again=True):  # as where it checkpoints
                     self.learn(roots, gradients)
                 self.store.hand_over(version)
             for at, leaf in zip(segment.inputs, leaves, strict=True):

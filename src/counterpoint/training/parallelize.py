@@ -14,6 +14,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
+from counterpoint.runtime.casting import casts_here
 from counterpoint.runtime.feed import BatchFeed, Feed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
@@ -82,7 +83,7 @@ class Step:
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, targets, count)
-        return self.enter(BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros))))
+        return self.enter(BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)), casts_here()))
 
     def enter(self, feed: Feed) -> float:
         """Let a batch enter; return the loss of the one that has come through: of this one, unless batches overlap."""
