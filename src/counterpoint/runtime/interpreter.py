@@ -231,12 +231,13 @@ class Interpreter:
         ballots = [ballot] if len(group) == 1 else gather_ballots(self.fabric, ballot, group)
         marks = {rank: one.mark for rank, one in zip(group, ballots, strict=True)}
         self.twins.compare(marks, group, self.fabric, self.number)
-        verdict = decide(ballots, group, self.guard, own)
+        verdict = decide(ballots, group, self.guard, own, self.script.stride)
         self.state.verdict = verdict if self.state.verdict is None else both(self.state.verdict, verdict)
         self.note_what_counts(ballots, verdict, domain)
         self.state.decided += 1
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
-        require_finite(verdict.fault, self.number, self.state.skipped, self.guard)
+        is_stream = bool(self.script.stride)
+        require_finite(verdict.fault, self.number, self.state.skipped, self.guard, is_stream=is_stream)
         if self.compute.norms is not None:
             is_bad = has_bad_loss(ballots) if self.sets_aside else bool(verdict.fault)
             self.compute.norms.commit(domain, is_applied=not is_bad)
