@@ -1,8 +1,11 @@
 """A step that fails in a loop of one's own, is caught, and is left out, as if it had not been there."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import counterpoint as cp
 from tests.training.fits import ADAMW, dataset, distance, mlp, params_of, rank_threads
@@ -102,3 +105,32 @@ def test_a_step_is_closed_whatever_happens_while_it_is():
         step.close()
     assert step.is_closed
     assert rank_threads() == []
+
+
+class Picky(nn.Module):
+    """Raises the third time that it is called with samples in a training."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x):
+        self.count += self.training
+        if self.count > 6:
+            raise ValueError("once too often")
+        return x
+
+
+@pytest.mark.parametrize("place", [0, 4])
+def test_an_error_of_the_model_is_noted_with_its_batch_whatever_else_is_under_way(place):
+    """The first stage is a batch ahead then."""
+    model = nn.Sequential(*mlp()[:place], Picky(), *mlp()[place:])
+    step = cp.parallelize(model, ADAMW, strict_loss, strategy="pipedream(2, cuts=3)")
+    with pytest.raises(ValueError, match="once too often") as caught:
+        [step(*batch) for batch in batches() * 4]
+    step.close()
+    first, second, *_ = caught.value.__notes__
+    found = re.fullmatch(
+        r"raised by .* on microbatch 0 of step (\d+), which has 12 of the batch's 12 samples, .*", first
+    )
+    assert second == f"in step {found[1]} on rank {int(place > 0)}, microbatch 0"

@@ -101,7 +101,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_weights_before_its_upda
     data.tensors[0][:] = torch.nan
     with trainer(PLAN, progress="off") as one:
         before = params_of(one.model)
-        with pytest.raises(cp.DataError, match=r"step 0 cannot be applied: the loss of microbatch 0 of batch 0 is nan.* clip_by='stage'"):
+        with pytest.raises(
+            cp.DataError,
+            match=r"step 0 cannot be applied: the loss of microbatch 0 of batch 0 is nan.* clip_by='stage'",
+        ):
             one.fit(data, batch_size=12)
     assert same_bits(params_of(one.model), before)
 

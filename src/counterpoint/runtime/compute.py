@@ -158,10 +158,7 @@ class Compute:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> Sequence[Tensor]:
         """Call one segment on leaves of autograd; return what it gives, at the end the loss."""
-        if self.stride:  # microbatches are counted over all batches, and draw as each in its own
-            self.dice.step, self.dice.micro = divmod(micro, self.stride)
-        else:
-            self.dice.micro = micro
+        self.dice.step, self.dice.micro = self.of_batch(micro)
         stop, segment = self.by_first[block]
         seed = seed_of(self.dice, draws=self.model.draws)
         try:
@@ -174,6 +171,10 @@ class Compute:
             with self.casting(micro):
                 outputs = self.spent = (self.lose(outputs, micro),)
         return outputs
+
+    def of_batch(self, micro: int) -> tuple[int, int]:
+        """Return the step of a microbatch, and which of that it is; a stream counts those of all batches."""
+        return divmod(micro, self.stride) if self.stride else (self.dice.step, micro)
 
     def casting(self, micro: int) -> AbstractContextManager[object]:
         """Have the autocasts of the call that brought a microbatch, also where a later one comes to it."""
@@ -198,10 +199,11 @@ class Compute:
         assert self.feed is not None, "a step has begun"
         blocks = f"block {block}" if stop == block + 1 else f"blocks {block} to {stop - 1}"
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        step, number = self.of_batch(micro)
+        count = sum(size for other, size in self.feed.sizes.items() if self.of_batch(other)[0] == step)
         return (
-            f"{blocks} of {self.model.num_blocks} on microbatch {micro} of step {self.dice.step}, which has "
-            f"{self.feed.sizes[micro]} of the batch's {sum(self.feed.sizes.values())} samples, with inputs of the "
-            f"shapes {shapes}"
+            f"{blocks} of {self.model.num_blocks} on microbatch {number} of step {step}, which has "
+            f"{self.feed.sizes[micro]} of the batch's {count} samples, with inputs of the shapes {shapes}"
         )
 
     def leaves(self, segment: Segment, micro: int) -> list[Tensor]:
@@ -226,8 +228,8 @@ class Compute:
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise DataError(
-                f"the loss of microbatch {micro} {found}; it must be a tensor of one number, the mean over the "
-                "samples: leave reduction='mean', and return it before item() or float()"
+                f"the loss of microbatch {self.of_batch(micro)[1]} {found}; it must be a tensor of one number, the mean over "
+                "the samples: leave reduction='mean', and return it before item() or float()"
             )
         self.losses[micro] = float(loss.detach())
         weight = self.shares.weights[micro]
