@@ -228,8 +228,8 @@ class Compute:
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise DataError(
-                f"the loss of microbatch {self.of_batch(micro)[1]} {found}; it must be a tensor of one number, the mean over "
-                "the samples: leave reduction='mean', and return it before item() or float()"
+                f"the loss of microbatch {self.of_batch(micro)[1]} {found}; it must be a tensor of one number, the "
+                "mean over the samples: leave reduction='mean', and return it before item() or float()"
             )
         self.losses[micro] = float(loss.detach())
         weight = self.shares.weights[micro]

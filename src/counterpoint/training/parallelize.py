@@ -33,7 +33,11 @@ class Step:
 
     Every rank passes the same batch and computes its own part of it, or passes a batch of its own where
     :func:`parallelize` was told so. Close it, or use it in a ``with`` block, when training is over; the model then has
-    the trained weights.
+    the trained weights. A step that ends with an error is left out where all ranks are in this process, and others may
+    follow; a plan without a flush then drops what is under way.
+
+    Under such a plan (pipedream) a call updates with the batch whose loss it returns, and the learning rate that counts
+    is that of this call: step a schedule after calls that have returned a loss, and in ``flush(after=schedule.step)``.
 
     Args:
         team: the ranks.
@@ -171,16 +175,22 @@ class Step:
         total = sum(number for _, number in pairs)
         return math.fsum(one * number for one, number in pairs) / total if total else math.nan
 
-    def flush(self) -> list[float]:
+    def flush(self, after: Callable[[], object] | None = None) -> list[float]:
         """Finish the batches that are under way, and return their losses; none are under a plan that always flushes.
 
         Under pipedream and pipedream_2bw the next batches begin with the newest weights, as the first ones did.
+
+        Args:
+            after: called after each of these batches, ``schedule.step`` for instance; else all are updated with at the
+                learning rate of now.
         """
         flight, losses = self.team.flight, []
         for number in range(self.number - flight.ahead, self.number) if flight.feeds else ():
             is_there = number in flight.feeds
             loss = self.advance(number)
             losses += [loss] if is_there else []
+            if is_there and after is not None:
+                after()
         return losses
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
@@ -228,7 +238,10 @@ class Step:
         return self.team.face.optimizer
 
     def give_back(self) -> nn.Module:
-        """Put the trained weights into the model, on every rank, and return it; what is under way is finished first."""
+        """Put the trained weights into the model, on every rank, and return it; what is under way is finished first.
+
+        The losses of that are not told, as those in :meth:`take` and :meth:`close` are not; :meth:`flush` tells them.
+        """
         self.finish()
         self.flush()
         self.team.give_back()
