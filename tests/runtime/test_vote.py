@@ -51,6 +51,19 @@ def test_the_first_rank_with_a_loss_that_is_not_finite_is_named_with_its_microba
     assert found.fault == f"the loss of microbatch 3 on rank 1 is {bad}"
 
 
+def test_the_stages_of_a_stream_say_the_same_of_a_loss_that_is_not_finite_and_count_microbatches_in_its_batch():
+    """The last stage decides on microbatches 6 and 7 alone, two replicas of the first on each with another one."""
+    bad, fine = ballot_of({6: math.nan, 7: 1.0}, {6: 2, 7: 2}, 0.0), ballot_of({7: 1.0}, {7: 2}, 0.0)
+    last = decide([bad], (2,), CLIP, stride=4)
+    first = decide([fine, ballot_of({6: math.nan}, {6: 2}, 0.0)], (0, 1), CLIP, stride=4)
+    assert last.fault == first.fault == "the loss of microbatch 2 of batch 1 is nan"
+
+
+def test_the_remedy_for_a_stream_clips_by_stage():
+    with pytest.raises(DataError, match=r"or clip with clip_norm=1.0, clip_by='stage', or pass nonfinite='skip'"):
+        require_finite("it is nan", 7, 1, Guard(), is_stream=True)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_named_by_its_rank(bad):
     found = verdict(ballot_of({0: 1.0}, {0: 1}, 1.0), ballot_of({}, {}, bad), guard=WATCH)

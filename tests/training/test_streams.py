@@ -1,5 +1,6 @@
 """Fits of a pipeline that never flushes: batches under way, and what happens where a run measures, saves or ends."""
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,24 @@ def test_a_loop_of_ones_own_gets_the_loss_of_a_batch_when_it_has_come_through():
         assert [loss == loss for loss in found] == [False, False, True, True]
         assert len(step.flush()) == 2
         assert step.flush() == []
+
+
+@pytest.mark.parametrize("only", [0, 2, 4])
+def test_a_schedule_that_is_stepped_when_a_batch_has_come_through_gives_each_batch_its_own_rate(only):
+    """At a rate of 0 for all batches but one the weights are what that one makes of the first ones."""
+    random, model, solo = torch.Generator().manual_seed(1), mlp(), mlp()
+    found = [torch.randn(4, 6, generator=random, dtype=torch.float64) for _ in range(5)]
+    targets, sgd = torch.zeros(4, dtype=torch.long), partial(optim.SGD, lr=0.1)
+    step = cp.parallelize(model, sgd, F.cross_entropy, strategy=PLAN)
+    turning = optim.lr_scheduler.LambdaLR(step.optimizer, lambda number: float(number == only))
+    with step:
+        for inputs in found:
+            if not math.isnan(step(inputs, targets)):
+                turning.step()
+        assert len(step.flush(after=turning.step)) == 2
+    F.cross_entropy(solo(found[only]), targets).backward()
+    sgd(solo.parameters()).step()
+    assert distance(params_of(model), params_of(solo)) <= BAR
 
 
 def test_every_batch_has_its_step_with_its_loss_and_its_samples_whenever_a_run_flushes():
@@ -101,7 +120,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_weights_before_its_upda
     data.tensors[0][:] = torch.nan
     with trainer(PLAN, progress="off") as one:
         before = params_of(one.model)
-        with pytest.raises(cp.DataError, match="step 0 cannot be applied: the loss"):
+        with pytest.raises(
+            cp.DataError,
+            match=r"step 0 cannot be applied: the loss of microbatch 0 of batch 0 is nan.* clip_by='stage'",
+        ):
             one.fit(data, batch_size=12)
     assert same_bits(params_of(one.model), before)
 

@@ -17,8 +17,9 @@ from counterpoint.cutting.cut import Segment
 from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
 from counterpoint.runtime.again import Memory, Once
+from counterpoint.runtime.casting import under
 from counterpoint.runtime.direct import Directly, Place, run_backward
-from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.feed import Feed, Window
 from counterpoint.runtime.later import Desk, Job, later_places
 from counterpoint.runtime.model import Kept, Model, spent_by
 from counterpoint.runtime.normalizing import Norms
@@ -83,9 +84,20 @@ class Compute:
         self.losses.clear()
         if self.norms is not None:
             self.norms.begin(is_stream=bool(stride))
-        books_of_a_step = (self.values, self.gradients, self.tapes, self.put_off, self.again.kept)
-        for books in books_of_a_step if not stride else ():
+        if not stride:
+            self.drop_values()
+
+    def drop_values(self) -> None:
+        """Forget what forwards have made."""
+        for books in (self.values, self.gradients, self.tapes, self.put_off, self.again.kept):
             books.clear()
+
+    def drop(self) -> None:
+        """Forget all that is under way."""
+        self.drop_values()
+        self.spent = ()
+        if self.norms is not None:
+            self.norms.drop()
 
     def is_empty(self, micro: int) -> bool:
         """Tell whether a microbatch has no samples, so that nothing is computed for it."""
@@ -146,21 +158,27 @@ class Compute:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> Sequence[Tensor]:
         """Call one segment on leaves of autograd; return what it gives, at the end the loss."""
-        if self.stride:  # microbatches are counted over all batches, and draw as each in its own
-            self.dice.step, self.dice.micro = divmod(micro, self.stride)
-        else:
-            self.dice.micro = micro
+        self.dice.step, self.dice.micro = self.of_batch(micro)
         stop, segment = self.by_first[block]
         seed = seed_of(self.dice, draws=self.model.draws)
         try:
-            with self.directly(), self.normalizing(block, micro, is_again=buffers is not None):
+            with self.casting(micro), self.directly(), self.normalizing(block, micro, is_again=buffers is not None):
                 outputs = segment(leaves, self.store.weights(version), buffers or self.store.buffers, seed)
         except Exception as error:
             tell_where(error, self.place(block, stop, micro, leaves))
             raise
         if stop == self.model.num_blocks:
-            outputs = self.spent = (self.lose(outputs, micro),)
+            with self.casting(micro):
+                outputs = self.spent = (self.lose(outputs, micro),)
         return outputs
+
+    def of_batch(self, micro: int) -> tuple[int, int]:
+        """Return the step of a microbatch, and which of that it is; a stream counts those of all batches."""
+        return divmod(micro, self.stride) if self.stride else (self.dice.step, micro)
+
+    def casting(self, micro: int) -> AbstractContextManager[object]:
+        """Have the autocasts of the call that brought a microbatch, also where a later one comes to it."""
+        return under(self.feed.casts(micro)) if isinstance(self.feed, Window) else nullcontext()
 
     def normalizing(self, block: int, micro: int, *, is_again: bool = False) -> AbstractContextManager[object]:
         """Have batch norm do what it does in this plan, if there is any; again, it takes in no statistics."""
@@ -181,10 +199,11 @@ class Compute:
         assert self.feed is not None, "a step has begun"
         blocks = f"block {block}" if stop == block + 1 else f"blocks {block} to {stop - 1}"
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        step, number = self.of_batch(micro)
+        count = sum(size for other, size in self.feed.sizes.items() if self.of_batch(other)[0] == step)
         return (
-            f"{blocks} of {self.model.num_blocks} on microbatch {micro} of step {self.dice.step}, which has "
-            f"{self.feed.sizes[micro]} of the batch's {sum(self.feed.sizes.values())} samples, with inputs of the "
-            f"shapes {shapes}"
+            f"{blocks} of {self.model.num_blocks} on microbatch {number} of step {step}, which has "
+            f"{self.feed.sizes[micro]} of the batch's {count} samples, with inputs of the shapes {shapes}"
         )
 
     def leaves(self, segment: Segment, micro: int) -> list[Tensor]:
@@ -209,8 +228,8 @@ class Compute:
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise DataError(
-                f"the loss of microbatch {micro} {found}; it must be a tensor of one number, the mean over the "
-                "samples: leave reduction='mean', and return it before item() or float()"
+                f"the loss of microbatch {self.of_batch(micro)[1]} {found}; it must be a tensor of one number, the "
+                "mean over the samples: leave reduction='mean', and return it before item() or float()"
             )
         self.losses[micro] = float(loss.detach())
         weight = self.shares.weights[micro]
@@ -227,7 +246,7 @@ class Compute:
             leaves, outputs = self.tapes.pop((block, micro))
             roots, gradients = self.roots(segment, outputs, micro)
             if any(root.requires_grad for root in roots):
-                with self.normalizing(block, micro, is_again=True):  # as where the model checkpoints
+                with self.casting(micro), self.normalizing(block, micro, is_again=True):  # as where it checkpoints
                     self.learn(roots, gradients)
                 self.store.hand_over(version)
             for at, leaf in zip(segment.inputs, leaves, strict=True):

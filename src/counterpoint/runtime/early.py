@@ -290,6 +290,11 @@ class Early:
         for agreement in trying:
             agreement.trials.take(time.perf_counter() - began)
 
+    def drop(self) -> None:
+        """Forget all sums, and in which order and in what buckets they begin."""
+        self.sites.clear()
+        self.active.clear()
+
     def wait(self, word: Collective) -> None:
         """A sum is about to be waited for."""
         site = self.active.pop(word.value, None)

@@ -78,6 +78,13 @@ class Editions:
             leaf.grad = None
             param.grad = fresh if param.grad is None else param.grad.add_(fresh)
 
+    def renew(self) -> None:
+        """All versions are as the newest, and no gradient is on any of them."""
+        self.history.extend([self.history[-1]] * len(self.history))
+        for edition in self.editions:
+            for leaf in edition.leaves.values():
+                leaf.grad = None
+
     def advance(self, *, is_new: bool) -> None:
         """The newest version becomes the one before; a new one has the same values, and is the parameters' memory.
 

@@ -56,7 +56,14 @@ class Exchange:
         self.store = store
         self.brought = brought
         self.started: dict[Value, list[_Begun]] = {}
+        self.over: list[tuple[Arena | None, Collective]] = []  # what was started and waited for in this step
         self.early = Early(self, sizes)
+
+    def drop(self) -> None:
+        """Forget what is under way, and what a group has agreed on, of which some members may not have heard."""
+        self.started.clear()
+        self.over.clear()
+        self.early.drop()
 
     def send(self, value: Value, peer: int) -> None:
         """Send values, their gradients, a gradient of parameters, or parameters."""
@@ -138,6 +145,7 @@ class Exchange:
         self.early.wait(word)
         for arena, work, begun in self.started.pop(word.value):
             work.wait()
+            self.over.append((arena, begun))
             self.finish(arena, begun)
 
     def begin(self, word: Collective) -> list[_Begun]:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from counterpoint.runtime.casting import Casts
+
 
 class Feed(Protocol):
     """One global batch; a rank asks only for the microbatches that its row reads."""
@@ -33,10 +35,12 @@ class BatchFeed:
     Args:
         batch: inputs and targets; each a tensor, or a tuple or dict of tensors, with the samples along dim 0.
         places: for each microbatch the samples from and to.
+        casts: the autocasts that it is computed under wherever a stream comes to it; None for those of that place.
     """
 
     batch: tuple[Any, Any]
     places: tuple[tuple[int, int], ...]
+    casts: Casts | None = None
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -92,3 +96,8 @@ class Window:
     def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
         """Return the targets of a microbatch."""
         return self.feeds[micro // self.stride].targets(micro % self.stride)
+
+    def casts(self, micro: int) -> Casts | None:
+        """Return the autocasts that a microbatch is computed under; None for those that there are."""
+        feed = self.feeds[micro // self.stride]
+        return feed.casts if isinstance(feed, BatchFeed) else None

@@ -90,6 +90,8 @@ class Interpreter:
         self.forward_calls = fuse(forward_only(self.script.words, self.script.stride))
         self.again = {name: computed_again(script.words, script.stride) for name, script in scripts.items()}
         self.number = 0
+        self.before = (0, False)  # of the state: what a step that fails has to leave as it was
+        self.swapped: list[Unit] = []  # whose gradients this step has exchanged
         self.sets_aside = any(isinstance(word, Swap) for word in self.script.words)
         self.store = store
         self.fabric = fabric
@@ -124,6 +126,9 @@ class Interpreter:
         self.store.begin()
         self.state.verdict, self.state.decided, self.state.leaves_out = None, 0, False
         self.state.notes.clear()
+        self.before = (self.state.skipped, self.state.leaves_out_late)
+        self.swapped.clear()
+        self.exchange.over.clear()
         with self.exchange.early.step():
             self.run(calls)
         return self.state.verdict
@@ -205,6 +210,7 @@ class Interpreter:
     def swap(self, unit: tuple[int, ...]) -> None:
         """Set a gradient aside and take back the one before; if that is not to be applied, it is gone."""
         self.store.units[unit].swap()
+        self.swapped.append(unit)
         if self.state.leaves_out_late:
             self.store.units[unit].clear()
 
@@ -225,12 +231,13 @@ class Interpreter:
         ballots = [ballot] if len(group) == 1 else gather_ballots(self.fabric, ballot, group)
         marks = {rank: one.mark for rank, one in zip(group, ballots, strict=True)}
         self.twins.compare(marks, group, self.fabric, self.number)
-        verdict = decide(ballots, group, self.guard, own)
+        verdict = decide(ballots, group, self.guard, own, self.script.stride)
         self.state.verdict = verdict if self.state.verdict is None else both(self.state.verdict, verdict)
         self.note_what_counts(ballots, verdict, domain)
         self.state.decided += 1
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
-        require_finite(verdict.fault, self.number, self.state.skipped, self.guard)
+        is_stream = bool(self.script.stride)
+        require_finite(verdict.fault, self.number, self.state.skipped, self.guard, is_stream=is_stream)
         if self.compute.norms is not None:
             is_bad = has_bad_loss(ballots) if self.sets_aside else bool(verdict.fault)
             self.compute.norms.commit(domain, is_applied=not is_bad)

@@ -124,7 +124,9 @@ def both(first: Verdict, second: Verdict) -> Verdict:
     return Verdict(loss, count, max(first.norm, second.norm), min(first.scale, second.scale), fault)
 
 
-def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: Collection[int] = ()) -> Verdict:
+def decide(
+    ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: Collection[int] = (), stride: int = 0
+) -> Verdict:
     """Return the verdict of a group; the same on all its members, but for norm and scale where these are apart.
 
     Args:
@@ -132,11 +134,12 @@ def decide(ballots: Sequence[Ballot], group: Sequence[int], guard: Guard, own: C
         group: who decides.
         guard: what is checked.
         own: the members whose gradients are one with this rank's; empty for all.
+        stride: in a stream, how many microbatches a batch has.
     """
     count = sum(ballot.num_samples for ballot in ballots)
     loss = sum(ballot.loss_sum for ballot in ballots) / count if count else math.nan
     squared = sum(ballot.squared_norm for ballot in ballots)
-    fault = _fault(ballots, group, squared)
+    fault = _fault(ballots, group, squared, stride)
     if own:
         squared = sum(one.squared_norm for member, one in zip(group, ballots, strict=True) if member in own)
     norm = math.sqrt(squared) if guard.needs_norm and math.isfinite(squared) else math.nan
@@ -156,7 +159,11 @@ def has_bad_gradient(ballots: Iterable[Ballot]) -> bool:
     return not math.isfinite(sum(ballot.squared_norm for ballot in ballots))
 
 
-def _fault(ballots: Sequence[Ballot], group: Sequence[int], squared_norm: float) -> str:
+def _fault(ballots: Sequence[Ballot], group: Sequence[int], squared_norm: float, stride: int) -> str:
+    bad = [ballot for ballot in ballots if ballot.worst >= 0]
+    if stride and bad:  # stages decide each for itself, by a loss that came from the last one, and say the same
+        first = min(bad, key=lambda ballot: ballot.worst)
+        return f"the loss of microbatch {first.worst % stride} of batch {first.worst // stride} is {first.loss_sum}"
     for rank, ballot in zip(group, ballots, strict=True):
         if ballot.worst >= 0:
             return f"the loss of microbatch {ballot.worst} on rank {rank} is {ballot.loss_sum}"
@@ -166,16 +173,17 @@ def _fault(ballots: Sequence[Ballot], group: Sequence[int], squared_norm: float)
     return "" if math.isfinite(squared_norm) else "the gradients' norm is too large to be a number"
 
 
-def require_finite(fault: str, step: int, skipped: int, guard: Guard) -> None:
-    """Check a verdict's fault against what is allowed.
+def require_finite(fault: str, step: int, skipped: int, guard: Guard, *, is_stream: bool = False) -> None:
+    """Check a verdict's fault against what is allowed; in a stream each stage clips by its own norm, if it does.
 
     Raises:
         DataError: the step must not be skipped, or too many were in a row.
     """
     if fault and guard.nonfinite == "error":
+        clip = "clip_norm=1.0, clip_by='stage'" if is_stream else "clip_norm=1.0"
         raise DataError(
             f"step {step} cannot be applied: {fault}; the parameters are as they were before the step; look at the "
-            "samples of this step, lower the learning rate or clip with clip_norm=1.0, or pass nonfinite='skip' to "
+            f"samples of this step, lower the learning rate or clip with {clip}, or pass nonfinite='skip' to "
             "leave such steps out on all ranks; if weights are not finite by now, an earlier step's gradient was not, "
             "though its loss was: watch='gradients' finds that step"
         )

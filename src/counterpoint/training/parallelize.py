@@ -14,17 +14,19 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
+from counterpoint.runtime.casting import casts_here
 from counterpoint.runtime.feed import BatchFeed, Feed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
 from counterpoint.training.batches import count_samples, digest, require_same_batches, warn_of_forks
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan, says_microbatches
+from counterpoint.training.failing import leave
 from counterpoint.training.feeds import counted_micros
 from counterpoint.training.norms import least_samples
 from counterpoint.training.own_batches import OwnBatches, require_whole_steps
 from counterpoint.training.team import Team
-from counterpoint.training.world import World, open_world
+from counterpoint.training.world import JoinedWorld, World, open_world
 
 
 class Step:
@@ -32,7 +34,11 @@ class Step:
 
     Every rank passes the same batch and computes its own part of it, or passes a batch of its own where
     :func:`parallelize` was told so. Close it, or use it in a ``with`` block, when training is over; the model then has
-    the trained weights.
+    the trained weights. A step that ends with an error is left out where all ranks are in this process, and others may
+    follow; a plan without a flush then drops what is under way.
+
+    Under such a plan (pipedream) a call updates with the batch whose loss it returns, and the learning rate that counts
+    is that of this call: step a schedule after calls that have returned a loss, and in ``flush(after=schedule.step)``.
 
     Args:
         team: the ranks.
@@ -82,7 +88,7 @@ class Step:
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, targets, count)
-        return self.enter(BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros))))
+        return self.enter(BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)), casts_here()))
 
     def enter(self, feed: Feed) -> float:
         """Let a batch enter; return the loss of the one that has come through: of this one, unless batches overlap."""
@@ -170,16 +176,22 @@ class Step:
         total = sum(number for _, number in pairs)
         return math.fsum(one * number for one, number in pairs) / total if total else math.nan
 
-    def flush(self) -> list[float]:
+    def flush(self, after: Callable[[], object] | None = None) -> list[float]:
         """Finish the batches that are under way, and return their losses; none are under a plan that always flushes.
 
         Under pipedream and pipedream_2bw the next batches begin with the newest weights, as the first ones did.
+
+        Args:
+            after: called after each of these batches, ``schedule.step`` for instance; else all are updated with at the
+                learning rate of now.
         """
         flight, losses = self.team.flight, []
         for number in range(self.number - flight.ahead, self.number) if flight.feeds else ():
             is_there = number in flight.feeds
             loss = self.advance(number)
             losses += [loss] if is_there else []
+            if is_there and after is not None:
+                after()
         return losses
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
@@ -227,7 +239,10 @@ class Step:
         return self.team.face.optimizer
 
     def give_back(self) -> nn.Module:
-        """Put the trained weights into the model, on every rank, and return it; what is under way is finished first."""
+        """Put the trained weights into the model, on every rank, and return it; what is under way is finished first.
+
+        The losses of that are not told, as those in :meth:`take` and :meth:`close` are not; :meth:`flush` tells them.
+        """
         self.finish()
         self.flush()
         self.team.give_back()
@@ -245,21 +260,26 @@ class Step:
 
     def close(self) -> None:
         """Give the weights back and end the connection to the other ranks; a second call does nothing."""
-        if not self.is_closed:
-            self.finish()
+        if self.is_closed:
+            return
+        try:
+            self.give_back()
+        finally:
             self.is_closed = True
-            self.flush()
-            self.team.give_back()
             self.team.close()
 
     def __enter__(self) -> Step:
         """Use the step in a ``with`` block, which closes it."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
             self.close()
-        else:
+            return
+        try:
+            if not self.is_closed and not isinstance(self.team.world, JoinedWorld):
+                leave(self.team, error, "the first step")
+        finally:
             self.is_closed = True
             self.team.close()
 

@@ -17,7 +17,7 @@ from counterpoint.cutting.graph import GraphCut
 from counterpoint.cutting.mixing import require_apart
 from counterpoint.cutting.slices import verify_split
 from counterpoint.cutting.whole import WholeCut
-from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Release, Serve
@@ -51,6 +51,7 @@ from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.training.checks import require_own_memory
 from counterpoint.training.cutting import cut_for
 from counterpoint.training.elsewhere import Elsewhere
+from counterpoint.training.failing import abandoning, noting
 from counterpoint.training.flight import Flight, require_clippable, require_memory
 from counterpoint.training.keeping import Keeping
 from counterpoint.training.norms import has_meetings, judge_norms
@@ -206,17 +207,13 @@ class Team:
             interpreter = self.ranks[fabric.rank].interpreter
             if self.watch is not None and not is_alone:
                 self.watch.require_unchanged(self.plan, f"on rank {fabric.rank} ")
-            try:
+            with noting(interpreter, fabric.rank):
                 if self.may_share:
                     interpreter.store.enter_commons(fabric)
                 return interpreter.step(number, feed, turn.name)
-            except CounterpointError:
-                raise
-            except Exception as error:
-                error.add_note(f"in step {number} on rank {fabric.rank}, microbatch {interpreter.dice.micro}")
-                raise
 
-        found = [verdict for verdict in self.world.run(work) if verdict is not None]
+        with abandoning(self.world, self.ranks, self.flight):
+            found = [verdict for verdict in self.world.run(work) if verdict is not None]
         self.elsewhere.leave()  # where a model given back is trained further
         self.keeping.begin()  # what building and the first step have freed is gone, what later ones free is not
         self.has_late = self.plan.rhythm.late > 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from counterpoint.compiler.compile import Compiled
 from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler, split
-from counterpoint.errors import CheckpointError, CounterpointError, PlanError
+from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.options import require_counts
 from counterpoint.plan import Plan
@@ -31,13 +31,14 @@ from counterpoint.training.checks import (
 from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan, says_microbatches
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History
+from counterpoint.training.failing import leave
 from counterpoint.training.feeds import DatasetFeed
 from counterpoint.training.memory import Memory, memory_of, remind
 from counterpoint.training.norms import least_samples
 from counterpoint.training.progress import Mode, ShowProgress
 from counterpoint.training.run import Goals, Run
 from counterpoint.training.team import Team
-from counterpoint.training.world import JoinedWorld, open_world
+from counterpoint.training.world import open_world
 
 Schedule: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
 
@@ -234,14 +235,8 @@ class Trainer:
 
     def leave(self, team: Team, error: BaseException) -> None:
         """End the connection after an error; where all ranks are here, the model gets what was learned before it."""
-        team.flight.feeds.clear()  # what was under way is lost
         try:
-            if isinstance(team.world, JoinedWorld):
-                team.world.stop(error)
-            else:
-                team.give_back()
-        except CounterpointError as also:
-            error.add_note(f"the model has the weights it had before fit(), because giving them back failed: {also}")
+            leave(team, error, "fit()")
         finally:
             self.close()
 

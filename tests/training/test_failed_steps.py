@@ -1,0 +1,136 @@
+"""A step that fails in a loop of one's own, is caught, and is left out, as if it had not been there."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from tests.training.fits import ADAMW, dataset, distance, mlp, params_of, rank_threads
+
+PLANS = [
+    "solo", "data(2)", "data(2, staleness=1)", "data(2, update=shared)", "data(2, compress=topk:0.2)",
+    "zero(2, level=3)", "pipeline(2)", "zero_bubble(2)", "pipeline(2, recompute=always) * data(2)", "tensor(2)",
+    "server(2)",
+]  # fmt: skip
+
+
+def batches(spoilt=None, at=2, count=5):
+    """Batches of 12 samples; one of them makes a loss that is nan, or one that raises."""
+    inputs, targets = (values.clone() for values in dataset(12 * count).tensors)
+    if spoilt == "nan":
+        inputs[12 * at + 11] = torch.nan
+    if spoilt == "raises":
+        targets[12 * at + 11] = -7
+    return list(zip(inputs.split(12), targets.split(12), strict=True))
+
+
+def strict_loss(outputs, targets):
+    if (targets < 0).any():
+        raise ValueError("no such class")
+    return F.cross_entropy(outputs, targets)
+
+
+def trained(strategy, found, at=None, fails=None):
+    """Return the parameters after a loop that goes on after an error."""
+    model = mlp()
+    with cp.parallelize(model, ADAMW, strict_loss, strategy=strategy, num_microbatches=2) as step:
+        for number, batch in enumerate(found):
+            if number == at:
+                with pytest.raises(fails):
+                    step(*batch)
+            else:
+                step(*batch)
+    return params_of(model)
+
+
+def off(strategy, spoilt, error, at):
+    """How far a loop with a step that failed is from one without it."""
+    fine = batches()
+    expected = trained(strategy, fine[:at] + fine[at + 1 :])
+    return distance(trained(strategy, batches(spoilt, at), at, error), expected)
+
+
+@pytest.mark.parametrize(("spoilt", "error", "at"), [("nan", cp.DataError, 2), ("raises", ValueError, 0)])
+@pytest.mark.parametrize("strategy", PLANS)
+def test_a_step_that_failed_is_left_out(strategy, spoilt, error, at):
+    assert off(strategy, spoilt, error, at) <= 1e-12
+
+
+def test_a_gradient_that_was_set_aside_is_applied_once_whatever_became_of_the_step_between():
+    assert off("data(2, staleness=1)", "raises", ValueError, 2) <= 1e-12
+
+
+STREAM = "pipedream(2)"
+
+
+def test_a_stream_drops_what_is_under_way_when_a_step_fails_and_goes_on_as_after_a_flush():
+    model, found = mlp(), batches("nan", 1)
+    with cp.parallelize(model, ADAMW, strict_loss, strategy=STREAM) as step:
+        step(*found[0])
+        step(*found[1])
+        with pytest.raises(cp.DataError, match="cannot be applied"):
+            step(*found[2])
+        assert step.flush() == []
+        before = params_of(step.give_back())
+        assert all(torch.isfinite(value).all() for value in before.values())
+        losses = [step(*batch) for batch in found[3:]]
+        assert [loss == loss for loss in losses] == [False, True]
+    assert distance(params_of(model), before) > 0
+
+
+def looped(model, strategy):
+    """Train until the fourth batch raises."""
+    with cp.parallelize(model, ADAMW, strict_loss, strategy=strategy) as step:
+        for batch in batches("raises", 3):
+            step(*batch)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline(2)", STREAM])
+def test_after_an_error_the_model_has_what_was_learned_before(strategy):
+    model = mlp()
+    with pytest.raises(ValueError, match="no such class"):
+        looped(model, strategy)
+    assert distance(params_of(model), params_of(mlp())) > 0
+    assert rank_threads() == []
+
+
+def test_a_step_is_closed_whatever_happens_while_it_is():
+    step = cp.parallelize(mlp(), ADAMW, strict_loss, strategy=STREAM)
+    for batch in batches("raises", 1)[:2]:
+        step(*batch)
+    with pytest.raises(ValueError, match="no such class"):
+        step.close()
+    assert step.is_closed
+    assert rank_threads() == []
+
+
+class Picky(nn.Module):
+    """Raises the third time that it is called with samples in a training."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x):
+        self.count += self.training
+        if self.count > 6:
+            raise ValueError("once too often")
+        return x
+
+
+@pytest.mark.parametrize("place", [0, 4])
+def test_an_error_of_the_model_is_noted_with_its_batch_whatever_else_is_under_way(place):
+    """The first stage is a batch ahead then."""
+    model = nn.Sequential(*mlp()[:place], Picky(), *mlp()[place:])
+    step = cp.parallelize(model, ADAMW, strict_loss, strategy="pipedream(2, cuts=3)")
+    with pytest.raises(ValueError, match="once too often") as caught:
+        [step(*batch) for batch in batches() * 4]
+    step.close()
+    first, second, *_ = caught.value.__notes__
+    found = re.fullmatch(
+        r"raised by .* on microbatch 0 of step (\d+), which has 12 of the batch's 12 samples, .*", first
+    )
+    assert second == f"in step {found[1]} on rank {int(place > 0)}, microbatch 0"
