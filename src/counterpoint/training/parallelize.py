@@ -241,7 +241,7 @@ class Step:
     def give_back(self) -> nn.Module:
         """Put the trained weights into the model, on every rank, and return it; what is under way is finished first.
 
-        The losses of that are not told, as those in :meth:`take` and :meth:`close` are not; :meth:`flush` tells them.
+        The losses of that are not told, as those in ``take()`` and ``close()`` are not; ``flush()`` tells them.
         """
         self.finish()
         self.flush()
