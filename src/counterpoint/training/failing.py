@@ -69,6 +69,6 @@ def leave(team: Team, error: BaseException, began: str) -> None:
             team.give_back()
     except CounterpointError as also:
         error.add_note(
-            f"the trained weights could not be given back: {also}; the model's are from before {began}, or what some rank "
-            "had come to: load a checkpoint (resume=...), or build the model again"
+            f"the trained weights could not be given back: {also}; the model's are from before {began}, or what some "
+            "rank had come to: load a checkpoint (resume=...), or build the model again"
         )
