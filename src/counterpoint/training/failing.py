@@ -10,6 +10,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.runtime.abandoned import abandon
 from counterpoint.runtime.build import Rank
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.training.elsewhere import Elsewhere
 from counterpoint.training.flight import Flight
 from counterpoint.training.world import JoinedWorld, World
 
@@ -20,6 +21,7 @@ class Team(Protocol):
     world: World
     ranks: dict[int, Rank]
     flight: Flight
+    elsewhere: Elsewhere
 
     def give_back(self) -> None:
         """Put the trained weights into the user's model."""
