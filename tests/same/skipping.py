@@ -1,14 +1,11 @@
 """Models whose values skip blocks, and training of them under a plan or alone."""
 
-from functools import cache
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from counterpoint.testing import parity
-from counterpoint.testing.subjects import Recipe, Subject, plan_for
+from counterpoint.testing.subjects import Subject
+from tests.same.against_solo import Against
 
 WIDTH, DEPTH = 6, 4
 
@@ -68,16 +65,5 @@ def subject(lengths=(12, 12, 7, 3)):
     return Subject("ladder", build, tuple(map(batch, lengths)), loss)
 
 
-@cache
-def alone(recipe=Recipe()):  # noqa: B008 - frozen
-    return parity.train(subject(), plan_for("solo", recipe.num_micros), recipe)
-
-
-def difference(run, recipe=Recipe()):  # noqa: B008 - frozen
-    expected = alone(recipe)
-    assert run.losses == pytest.approx(expected.losses, rel=parity.BAR)
-    return max(parity.difference(run.params[name], param) for name, param in expected.params.items())
-
-
-def trained(strategy, recipe=Recipe(), world=None):  # noqa: B008 - frozen
-    return parity.train(subject(), plan_for(strategy, recipe.num_micros), recipe, world)
+LADDER = Against(subject())
+alone, difference, trained = LADDER.alone, LADDER.difference, LADDER.trained

@@ -22,9 +22,10 @@ from counterpoint.training.team import Team
 from tests.references import streams
 
 WIDTH = 4
-MOMENTUM, ADAMW = "momentum", "adamw"
+MOMENTUM, SLOW, ADAMW = "momentum", "slow", "adamw"
 OPTIMIZERS: dict[str, Any] = {
     MOMENTUM: partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    SLOW: partial(optim.SGD, lr=0.02, momentum=0.9, nesterov=True),  # comes to rest on gradients several updates late
     ADAMW: partial(optim.AdamW, lr=1e-2, weight_decay=0.1),
 }
 

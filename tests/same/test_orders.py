@@ -1,14 +1,13 @@
 """Every order of a pipeline trains the same: chunks, parts of backwards, ties across stages, dropout, clipping."""
 
-from functools import cache
-
 import pytest
 import torch
 from torch import nn
 
 from counterpoint.jobs.job import sequence_loss
 from counterpoint.testing import parity
-from counterpoint.testing.subjects import Recipe, Subject, plan_for
+from counterpoint.testing.subjects import Recipe, Subject
+from tests.same.against_solo import Against
 
 ORDERS = ["order=gpipe, virtual=2", "order=interleaved, virtual=2", "order=zero_bubble", "order=zero_bubble, virtual=2"]
 AROUND = ["data(2)", "zero(2, level=1)", "zero(2, level=2)"]
@@ -30,19 +29,8 @@ def subject():
     return Subject("words", words, tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in batches), sequence_loss)
 
 
-@cache
-def alone(recipe=Recipe()):  # noqa: B008 - frozen
-    return parity.train(subject(), plan_for("solo", recipe.num_micros), recipe)
-
-
-def difference(run, recipe=Recipe()):  # noqa: B008 - frozen
-    expected = alone(recipe)
-    assert run.losses == pytest.approx(expected.losses, rel=parity.BAR)
-    return max(parity.difference(run.params[name], param) for name, param in expected.params.items())
-
-
-def trained(strategy, recipe=Recipe(), world=None):  # noqa: B008 - frozen
-    return parity.train(subject(), plan_for(strategy, recipe.num_micros), recipe, world)
+WORDS = Against(subject())
+alone, difference, trained = WORDS.alone, WORDS.difference, WORDS.trained
 
 
 @pytest.mark.parametrize("around", AROUND)

@@ -2,50 +2,69 @@
 
 With the exporter comes a part of torch's compiler that weighs up what to recompute, and with that comes networkx: 300
 modules, and 12 MB in every rank that traces a model. Only annotations ask it for something while it is loaded. So a
-module stands in for it there, which becomes the library itself as soon as anybody wants anything else of it.
+module stands in for it there, and hands on to the library whatever anybody else asks of it, then and later.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from importlib.util import find_spec
+from inspect import CO_OPTIMIZED
+from threading import Lock
+from types import FrameType, ModuleType
 from typing import Any
 
 LIBRARY = "networkx"
+READER = "torch._functorch.partitioners"
+"""The part of torch that loads it."""
 NAMED = "DiGraph"
 """What annotations of torch name in it."""
+LOCK = Lock()
 
 
 class StandIn(ModuleType):
-    """A module that is loaded when it is first asked for something that it does not have."""
+    """A module that has what the library has, and loads it for that."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
-        spec = self.__spec__
-        if spec is None or spec.loader is None:
-            raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]  # so that nobody asks twice
-        self.__dict__.pop(NAMED, None)
-        self.__path__ = list(spec.submodule_search_locations or ())
-        spec.loader.exec_module(self)
-        return getattr(self, name)
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the library has
+        if name == NAMED and is_loading_torch(sys._getframe(1)):  # noqa: SLF001 - who asks
+            return object
+        step_aside(self)
+        return getattr(importlib.import_module(LIBRARY), name)
+
+
+def is_loading_torch(asker: FrameType) -> bool:
+    """Tell whether it is the body of a module of torch, or of a class in it, that asks, and no function."""
+    return str(asker.f_globals.get("__name__")).startswith("torch.") and not asker.f_code.co_flags & CO_OPTIMIZED
+
+
+def step_aside(module: StandIn) -> None:
+    """Whoever imports the library from now on loads it, unless that has happened."""
+    with LOCK:
+        if sys.modules.get(LIBRARY) is module:
+            del sys.modules[LIBRARY]
 
 
 @contextmanager
 def without_graph_library() -> Iterator[None]:
-    """Inside, the exporter can be loaded without the library; afterwards that is as if it had been imported."""
-    spec = None if LIBRARY in sys.modules else importlib.util.find_spec(LIBRARY)
+    """Inside, the exporter can be loaded without the library; afterwards that is as if nobody had asked for it.
+
+    A thread that imports the library meanwhile gets what it has; but ``from networkx import *`` finds nothing there,
+    and a module of it that is imported by its full name is loaded twice.
+    """
+    is_settled = READER in sys.modules or LIBRARY in sys.modules
+    spec = None if is_settled else find_spec(LIBRARY)
     if spec is None:
         yield
         return
-    module = StandIn(LIBRARY, None)
-    module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
-    module.__dict__[NAMED] = object
-    sys.modules[LIBRARY] = module
+    module = StandIn(LIBRARY)
+    module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin  # as `inspect` asks of all
+    if sys.modules.setdefault(LIBRARY, module) is not module:
+        yield
+        return
     try:
         yield
     finally:
-        if isinstance(module, StandIn):
-            del module.__dict__[NAMED]
+        step_aside(module)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from counterpoint.model.spec import ModelSpec
 from counterpoint.runtime.build import Rank
 
 LEAST = 64 << 10
@@ -15,36 +16,61 @@ LEAST = 64 << 10
 
 
 class Elsewhere:
-    """The parameters of a model that no rank of this process computes with.
+    """The parameters of a model that no rank of this process computes with, and that come back from others.
 
     Every process has built the whole model and trains some stages of it. What it has of the others is as old as the
-    model, and is made anew where the trained weights come back. Until then these parameters are zeros in memory of the
-    right size that nobody has written to: the kernel gives pages to it when somebody does.
+    model, and is made anew where the trained weights come back. From the first step until then these parameters are
+    zeros in memory of the right size that nobody has written to: the kernel gives pages to it when somebody does.
 
     Args:
-        model: the user's.
-        ranks: those of this process; where there are several the model is all that others of them start from.
+        params: those by name; what is not plain memory of this process alone, or too small, stays as it is.
     """
 
-    def __init__(self, model: nn.Module, ranks: Mapping[int, Rank]) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self.params = {name: param for name, param in params.items() if is_apart(param)}
+        self.versions: dict[str, int] = {}
+
+    @staticmethod
+    def of(model: nn.Module, ranks: Mapping[int, Rank], spec: ModelSpec) -> Elsewhere:
+        """Return those of the user's model.
+
+        Args:
+            model: the user's.
+            ranks: those of this process; where there are several the model is all that others of them start from.
+            spec: of the model; what its units have comes back.
+        """
+        if len(ranks) > 1:
+            return Elsewhere({})
         here = {name for rank in ranks.values() for name in rank.interpreter.store.params}
-        params = model.named_parameters() if len(ranks) == 1 else ()
-        self.params = [param for name, param in params if name not in here and is_apart(param)]
-        self.versions = [-1 for _ in self.params]
-        self.leave()
+        theirs = {name for names in spec.units.values() for name in names} - here
+        return Elsewhere({name: param for name, param in model.named_parameters() if name in theirs})
 
     def leave(self) -> None:
         """What was written into them since the last time is forgotten, and its memory is free."""
-        for index, param in enumerate(self.params):
-            if param._version != self.versions[index]:  # noqa: SLF001 - there is no other way to see it
+        for name, param in self.params.items():
+            if not self.is_left(name):
                 param.data = unwritten(param.data)
-                self.versions[index] = param._version  # noqa: SLF001 - as above
+                self.versions[name] = param._version  # noqa: SLF001 - there is no other way to see what is written
 
-    def lose(self) -> None:
-        """Those that have not come back never will: they are nan, so that nobody takes them for weights."""
-        for param, version in zip(self.params, self.versions, strict=True):
-            if param._version == version:  # noqa: SLF001 - as above
-                param.detach().fill_(torch.nan)
+    def is_left(self, name: str) -> bool:
+        """Tell whether nobody has written into this one since it was left."""
+        return self.versions.get(name) == self.params[name]._version  # noqa: SLF001 - as above
+
+    def lose(self, error: BaseException | None = None) -> None:
+        """Those that have not come back never will: they are nan, so that nobody takes them for weights.
+
+        Args:
+            error: what the run ended with, which gets a note that says so.
+        """
+        lost = [name for name in self.params if self.is_left(name)]
+        for name in lost:
+            self.params[name].detach().fill_(torch.nan)
+        if lost and error is not None:
+            error.add_note(
+                f"{lost[0]}{f' and {len(lost) - 1} other parameters' if lost[1:] else ''} of the model, which only "
+                "ranks in other processes train, are nan here, because the run has ended before they came back; load "
+                "a checkpoint (resume=...), or build the model again"
+            )
 
 
 def is_apart(param: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.runtime.abandoned import abandon
 from counterpoint.runtime.build import Rank
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.training.elsewhere import Elsewhere
 from counterpoint.training.flight import Flight
 from counterpoint.training.world import JoinedWorld, World
 
@@ -20,6 +21,7 @@ class Team(Protocol):
     world: World
     ranks: dict[int, Rank]
     flight: Flight
+    elsewhere: Elsewhere
 
     def give_back(self) -> None:
         """Put the trained weights into the user's model."""
@@ -53,16 +55,22 @@ def abandoning(world: World, ranks: Mapping[int, Rank], flight: Flight) -> Itera
 def leave(team: Team, error: BaseException, began: str) -> None:
     """Drop what is under way; where all ranks are here, the model gets what was learned, else the others are told.
 
+    Where they are told, weights that only ranks in other processes train are nan here.
+
     Args:
         team: whose training has ended with an error.
         error: the error.
-        began: what came before the training, for a note that the weights are as they were then.
+        began: what came before the training, for a note that weights may be as they were then.
     """
     team.flight.feeds.clear()
     try:
         if isinstance(team.world, JoinedWorld):
             team.world.stop(error)
+            team.elsewhere.lose(error)
         else:
             team.give_back()
     except CounterpointError as also:
-        error.add_note(f"the model has the weights it had before {began}, because giving them back failed: {also}")
+        error.add_note(
+            f"the trained weights could not be given back: {also}; the model's are from before {began}, or what some "
+            "rank had come to: load a checkpoint (resume=...), or build the model again"
+        )

@@ -281,6 +281,7 @@ class Step:
                 leave(self.team, error, "the first step")
         finally:
             self.is_closed = True
+            self.team.elsewhere.lose(error)
             self.team.close()
 
 

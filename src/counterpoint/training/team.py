@@ -102,7 +102,7 @@ class Team:
         self.flight = Flight()
         self.evaluations: dict[int, Model] = {}
         self.watch: Watch | None = None
-        self.elsewhere = Elsewhere(model, {})
+        self.elsewhere = Elsewhere({})
 
     def build(self, inputs: Any, num_samples: int) -> Compiled:  # noqa: ANN401 - whatever the model takes
         """Cut the model, compile the plan for it, and make the ranks; once.
@@ -167,7 +167,7 @@ class Team:
             rank.interpreter.store.apart = self.keeping.apart
             self.ranks[fabric.rank] = rank
         self.watch = Watch(self.model, self.ranks.values(), self.world.fabrics[0].num_ranks)
-        self.elsewhere = Elsewhere(self.model, self.ranks)
+        self.elsewhere = Elsewhere.of(self.model, self.ranks, self.parts.spec)
 
     def require_whole_parameters(self) -> None:
         """Check that nobody slices what the optimizer has to see in one piece.
@@ -207,6 +207,7 @@ class Team:
             interpreter = self.ranks[fabric.rank].interpreter
             if self.watch is not None and not is_alone:
                 self.watch.require_unchanged(self.plan, f"on rank {fabric.rank} ")
+            self.elsewhere.leave()  # in the first step, and where a model given back is trained further
             with noting(interpreter, fabric.rank):
                 if self.may_share:
                     interpreter.store.enter_commons(fabric)
@@ -214,7 +215,6 @@ class Team:
 
         with abandoning(self.world, self.ranks, self.flight):
             found = [verdict for verdict in self.world.run(work) if verdict is not None]
-        self.elsewhere.leave()  # where a model given back is trained further
         self.keeping.begin()  # what building and the first step have freed is gone, what later ones free is not
         self.has_late = self.plan.rhythm.late > 0
         return found[0] if found else Verdict(float("nan"), 0, float("nan"), 1.0, "")

@@ -147,7 +147,7 @@ class Trainer:
         """Train on a dataset; afterwards the model has the trained weights on every rank.
 
         A second call goes on from the model's weights as they are, with the optimizer's state and new epochs, also
-        after :meth:`close` or an error that this process survived.
+        after :meth:`close` or an error that this process, with all ranks in it, survived.
 
         Args:
             dataset: map-style, samples ``(inputs..., target)``.
