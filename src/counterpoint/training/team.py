@@ -114,7 +114,7 @@ class Team:
         Raises:
             PlanError: the model and the plan do not fit together, or ranks hold different models.
         """
-        if self.compiled is not None:
+        if self.compiled is not None and self.watch is not None:
             return self.compiled
         if self.may_share and self.face.is_elementwise:
             self.plan = with_one_copy(self.plan, self.world.fabrics[0].hosts)
@@ -287,7 +287,7 @@ class Team:
 
     def give_back(self) -> None:
         """Put the trained weights and buffers into the user's model, on every rank."""
-        if self.compiled is None:
+        if self.watch is None:  # it was never built whole
             return
         self.settle()
         self.flight.require_flushed("give_back()")
