@@ -1,7 +1,9 @@
-"""The machines a program runs on, as the simulator sees them: devices, alike or not, and links, which all are."""
+"""The machines a program runs on, as the simulator sees them: devices, alike or not, and links by level."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -36,23 +38,77 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """One level of a network: groups of the level below, ranks at the innermost one, joined by links of one kind.
+
+    Args:
+        name: what such a level is called, ``host`` or ``rack``.
+        count: how many groups it joins.
+        link: between two of them.
+        is_shared: whether all ranks of a group below have one link out together, as those of a host its network card;
+            else every rank has its own.
+    """
+
+    name: str
+    count: int
+    link: Link
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
-    """Ranks with one device each, every pair joined by the same kind of link.
+    """Ranks with one device each, joined by links that may differ from level to level.
 
     Args:
         device: of each rank.
-        link: between any two.
+        link: between any two ranks, where there are no levels.
         speeds: how many times as fast as ``device`` each rank computes; empty where all are alike.
+        levels: the innermost first, whose groups are hosts; rank r is in group r // count, and so on outwards.
+        crowding: how fast each of 1, 2, ... ranks of one host computes while so many do, as a part of the speed of one
+            alone; while more do, they share what as many as are listed have. Empty where nobody is in anybody's way.
 
     Example:
-        >>> Cluster(speeds=(2.0, 1.0)).speed(0)
-        2.0
+        >>> hosts = (Level("host", 2, Link(5e-6, 10e9)), Level("network", 2, Link(50e-6, 125e6), is_shared=True))
+        >>> Cluster(speeds=(2.0, 1.0), levels=hosts).link_among((1, 2)).bytes_per_s
+        125000000.0
     """
 
     device: Device = Device()
     link: Link = Link()
     speeds: tuple[float, ...] = ()
+    levels: tuple[Level, ...] = ()
+    crowding: tuple[float, ...] = ()
 
     def speed(self, rank: int) -> float:
         """Return how many times as fast as the device a rank computes; ranks that nothing is said of are as fast."""
         return self.speeds[rank] if rank < len(self.speeds) else 1.0
+
+    def host(self, rank: int) -> int:
+        """Return the host of a rank; without levels all are on one."""
+        return rank // self.levels[0].count if self.levels else 0
+
+    def level_among(self, ranks: Sequence[int]) -> int:
+        """Return the innermost level that joins all of these ranks; -1 without levels."""
+        width = 1
+        for at, level in enumerate(self.levels):
+            width *= level.count
+            if len({rank // width for rank in ranks}) == 1:
+                return at
+        return len(self.levels) - 1
+
+    def link_among(self, ranks: Sequence[int]) -> Link:
+        """Return the slowest link that a message between these ranks may have to take."""
+        return self.levels[self.level_among(ranks)].link if self.levels else self.link
+
+    def crowded(self, num_computing: int) -> float:
+        """Return how fast each rank of a host computes while so many do, as a part of the speed of one alone."""
+        if not self.crowding or num_computing < 1:
+            return 1.0
+        if num_computing <= len(self.crowding):
+            return self.crowding[num_computing - 1]
+        return self.crowding[-1] * len(self.crowding) / num_computing
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the levels have; 0 without levels, where there may be any number."""
+        return math.prod(level.count for level in self.levels) if self.levels else 0
