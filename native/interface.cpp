@@ -2,9 +2,10 @@
 #include <cstring>
 
 #include "collectives.h"
+#include "entropy.h"
+#include "linear.h"
 #include "pipes.h"
 #include "reduce.h"
-#include "linear.h"
 #include "rows.h"
 #include "update.h"
 
@@ -161,4 +162,6 @@ CP_API void cp_reduce(void* const* outs, int32_t num_outs, const void* const* in
 
 CP_API void cp_update(const cp::Step* step) { cp::update(*step); }
 CP_API int32_t cp_linear(const cp::Layer* layer) { return cp::linear(*layer); }
+CP_API int32_t cp_entropy(const cp::Scores* given, cp::Lost* lost) { return cp::entropy(*given, *lost); }
+CP_API void cp_entropy_gradient(const cp::Scores* given) { cp::entropy_gradient(*given); }
 CP_API void cp_add_rows(const cp::Rows* rows) { cp::add_rows(*rows); }

@@ -19,6 +19,7 @@ from counterpoint.errors import DataError
 from counterpoint.runtime.again import Memory, Once
 from counterpoint.runtime.casting import under
 from counterpoint.runtime.direct import Directly, Place, run_backward
+from counterpoint.runtime.entropy import Briefly
 from counterpoint.runtime.feed import Feed, Window
 from counterpoint.runtime.later import Desk, Job, later_places
 from counterpoint.runtime.model import Kept, Model, spent_by
@@ -168,7 +169,7 @@ class Compute:
             tell_where(error, self.place(block, stop, micro, leaves))
             raise
         if stop == self.model.num_blocks:
-            with self.casting(micro):
+            with self.casting(micro), Briefly():
                 outputs = self.spent = (self.lose(outputs, micro),)
         return outputs
 

@@ -127,6 +127,27 @@ class Layer(Structure):
     )
 
 
+class Scores(Structure):
+    """Rows of scores and their classes; ``native/entropy.h`` says what each field is."""
+
+    _fields_ = (
+        ("scores", c_void_p),
+        ("targets", c_void_p),
+        ("sums", c_void_p),
+        ("gradient", c_void_p),
+        ("rows", c_uint64),
+        ("classes", c_uint64),
+        ("ignored", c_int64),
+        ("factor", c_double),
+    )
+
+
+class Lost(Structure):
+    """What all rows of scores lose together, and how many of them count."""
+
+    _fields_ = (("sum", c_double), ("count", c_uint64))
+
+
 class Rows(Structure):
     """Rows of a table and what is added to them; ``native/rows.h`` says what each field is."""
 
@@ -180,6 +201,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     ),
     "cp_update": (None, (POINTER(Step),)),
     "cp_linear": (c_int32, (POINTER(Layer),)),
+    "cp_entropy": (c_int32, (POINTER(Scores), POINTER(Lost))),
+    "cp_entropy_gradient": (None, (POINTER(Scores),)),
     "cp_add_rows": (None, (POINTER(Rows),)),
 }
 

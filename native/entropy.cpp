@@ -1,0 +1,85 @@
+#include "entropy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "reduce.h"
+
+namespace cp {
+namespace {
+
+constexpr uint64_t LANES = 16;
+constexpr float LEAST = -87.0f;            // smaller exponents give less than any normal number
+constexpr float ROUNDING = 12582912.0f;    // added to a number, it leaves no room for what is behind the point
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+#define CP_NAME(name) name##_portable
+#define CP_TARGET
+#include "entropy_kernels.inc"
+#undef CP_NAME
+#undef CP_TARGET
+
+#if defined(__x86_64__)
+#define CP_NAME(name) name##_avx2
+#define CP_TARGET __attribute__((target("avx2,f16c,fma")))
+#include "entropy_kernels.inc"
+#undef CP_NAME
+#undef CP_TARGET
+
+#define CP_NAME(name) name##_avx512
+#define CP_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma,prefer-vector-width=512")))
+#include "entropy_kernels.inc"
+#undef CP_NAME
+#undef CP_TARGET
+#endif
+
+struct Kernels {
+  double (*log_sum)(const float* row, uint64_t classes);
+  void (*gradient_of)(const float* row, uint64_t classes, float sum, float factor, float* into);
+};
+
+Kernels kernels() {
+#if defined(__x86_64__)
+  if (!std::strcmp(instruction_set(), "avx512")) return {log_sum_avx512, gradient_of_avx512};
+  if (!std::strcmp(instruction_set(), "avx2")) return {log_sum_avx2, gradient_of_avx2};
+#endif
+  return {log_sum_portable, gradient_of_portable};
+}
+
+}  // namespace
+
+bool entropy(const Scores& given, Lost& lost) {
+  Kernels chosen = kernels();
+  lost = {0.0, 0};
+  for (uint64_t row = 0; row < given.rows; row++) {
+    int64_t target = given.targets[row];
+    if (target == given.ignored) continue;
+    if (target < 0 || uint64_t(target) >= given.classes) return false;
+    const float* scores = given.scores + row * given.classes;
+    double sum = chosen.log_sum(scores, given.classes);
+    given.sums[row] = float(sum);
+    lost.sum += sum - double(scores[target]);
+    lost.count++;
+  }
+  return true;
+}
+
+void entropy_gradient(const Scores& given) {
+  Kernels chosen = kernels();
+  float factor = float(given.factor);
+  for (uint64_t row = 0; row < given.rows; row++) {
+    float* into = given.gradient + row * given.classes;
+    int64_t target = given.targets[row];
+    if (target == given.ignored) {
+      std::memset(into, 0, given.classes * sizeof(float));
+      continue;
+    }
+    chosen.gradient_of(given.scores + row * given.classes, given.classes, given.sums[row], factor, into);
+    into[target] -= factor;
+  }
+}
+
+}  // namespace cp

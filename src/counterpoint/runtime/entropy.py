@@ -1,0 +1,118 @@
+"""Cross entropy of scores against classes, with fewer passes over the scores than torch makes.
+
+Torch keeps a matrix of logarithms for the backward, fills another one with zeros for the gradient of what it picks from
+the first, and adds up both: six passes over what is, for a language model, the largest matrix of a step. Here a forward
+reads the scores once and keeps one number of each row; a backward reads them and writes their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from counterpoint.fabric.shm.native import Lost, Scores, native
+from counterpoint.runtime.linear import type_of
+
+FEWEST_SCORES = 1 << 14
+"""For fewer a call costs more than it saves."""
+
+
+class Call(NamedTuple):
+    """What ``F.cross_entropy`` is called with, as far as this module does it."""
+
+    scores: Tensor
+    targets: Tensor
+    ignored: int
+    is_mean: bool
+
+
+def _call(  # noqa: PLR0913 - torch's signature
+    input: Tensor,  # noqa: A002 - torch's signature
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,  # noqa: FBT001 - torch's signature
+    ignore_index: int = -100,
+    reduce: bool | None = None,  # noqa: FBT001 - torch's signature
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Call | None:
+    """Return the call; None for one that is torch's own to do."""
+    if weight is not None or size_average is not None or reduce is not None or label_smoothing:
+        return None
+    is_plain = reduction in {"mean", "sum"} and input.dim() == 2 and target.shape == input.shape[:1]
+    if not is_plain or (type_of(input), type_of(target)) != ((torch.float32, "cpu"), (torch.int64, "cpu")):
+        return None
+    if input.numel() < FEWEST_SCORES or not input.requires_grad or not input.is_contiguous():
+        return None
+    return Call(input, target.contiguous(), ignore_index, reduction == "mean")
+
+
+def _given(scores: Tensor, targets: Tensor, sums: Tensor, ignored: int) -> Scores:
+    return Scores(
+        scores=scores.data_ptr(),
+        targets=targets.data_ptr(),
+        sums=sums.data_ptr(),
+        rows=scores.shape[0],
+        classes=scores.shape[1],
+        ignored=ignored,
+    )
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The loss of all rows, of which the sums of exponentials and how many count are known."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, call: Call, sums: Tensor, lost: Lost) -> Tensor:  # noqa: ANN401
+        """Return the loss."""
+        ctx.save_for_backward(scores, call.targets, sums)
+        ctx.call, ctx.count = call._replace(scores=sums, targets=sums), lost.count
+        if call.is_mean:
+            return scores.new_tensor(lost.sum / lost.count if lost.count else torch.nan)
+        return scores.new_tensor(lost.sum)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Return the gradient of the scores."""
+        (above,) = gradients
+        scores, targets, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            reduction = "mean" if ctx.call.is_mean else "sum"
+            own = torch.log_softmax(scores, 1)
+            loss = F.nll_loss(own, targets, ignore_index=ctx.call.ignored, reduction=reduction)
+            return (*torch.autograd.grad(loss, scores, above, create_graph=True), None, None, None)
+        gradient = torch.empty_like(scores)
+        given = _given(scores, targets, sums, ctx.call.ignored)
+        given.gradient = gradient.data_ptr()
+        given.factor = above.item() / max(ctx.count, 1) if ctx.call.is_mean else above.item()
+        library = native().library
+        assert library is not None, "it has filled in the sums"
+        library.cp_entropy_gradient(byref(given))
+        return gradient, None, None, None
+
+
+class Briefly(TorchFunctionMode):
+    """While this is active, cross entropy is :class:`CrossEntropy` where that does it."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function, or do what it does."""
+        if func is F.cross_entropy and torch.is_grad_enabled() and torch.get_num_threads() == 1:
+            call = _call(*args, **(kwargs or {}))
+            library = native().library
+            if call is not None and library is not None:
+                sums, lost = call.scores.new_empty(call.scores.shape[0]), Lost()
+                given = _given(call.scores, call.targets, sums, call.ignored)
+                if library.cp_entropy(byref(given), byref(lost)):
+                    return CrossEntropy.apply(call.scores, call, sums, lost)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
