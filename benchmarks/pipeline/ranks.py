@@ -8,7 +8,7 @@ from pathlib import Path
 import sides
 import torch
 
-WARM_UP, STEPS = 3, 8
+WARM_UP, STEPS = 3, 16
 
 
 def field_bytes(path, name):

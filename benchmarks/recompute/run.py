@@ -18,7 +18,7 @@ SIDES = {
     "blocks": (GPIPE, "recompute"),
     "half of the blocks": (GPIPE, "recompute:50%"),
 }
-MOST_SAVED, MOST_TIME, NO_MORE, APART = 0.4, 1.4, 1.02, 1e-5
+MOST_SAVED, MOST_TIME, NO_MORE, APART = 0.4, 1.35, 1.02, 1e-5
 
 
 def turn(side):
