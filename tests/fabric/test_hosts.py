@@ -145,3 +145,23 @@ def test_a_rank_that_ends_on_another_host_is_named(is_formed):
     assert time.monotonic() - began < 15
     assert answers[3] is None
     assert all("rank 3 has ended" in text for text in answers[:3]), answers
+
+
+def in_a_circle(fabric):
+    """Rank 1 sends rank 0 more than a pipe holds, and then what rank 0 waits for, by way of the other host."""
+    if fabric.rank == 0:
+        token = fabric.recv(2, "token")[0].item()
+        return token + fabric.recv(1, "much")[0].sum().item()
+    if fabric.rank == 1:
+        fabric.send(0, "much", [torch.ones(4 << 20)])
+        fabric.send(3, "token", [torch.ones(1)])
+    else:
+        source, target = {2: (3, 0), 3: (1, 2)}[fabric.rank]
+        fabric.send(target, "token", list(fabric.recv(source, "token")))
+    return None
+
+
+def test_who_waits_for_another_host_takes_in_what_its_own_host_sends():
+    began = time.monotonic()
+    assert on_hosts((0, 0, 1, 1), in_a_circle, 4)[0] == 1 + (4 << 20)
+    assert time.monotonic() - began < 8

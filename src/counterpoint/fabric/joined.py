@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import Fabric
@@ -32,6 +32,7 @@ class JoinedFabric(Fabric, ABC):
         self.failure: str | None = None
         self.is_part = False  # of a fabric with several ways, on some of which ranks may know more
         self.companions: tuple[JoinedFabric, ...] = ()  # other ways of this rank, which fail where this one does
+        self.meanwhile: AbstractContextManager[None] = nullcontext()  # around every wait
 
     @abstractmethod
     def tell_others(self, reason: str) -> None:
@@ -52,7 +53,8 @@ class JoinedFabric(Fabric, ABC):
             raise PeerError(self.failure)
         began = time.monotonic()
         try:
-            yield
+            with self.meanwhile:
+                yield
         except PeerError as error:
             raise self.fail(str(error)) from error
         except (TimeoutError, RuntimeError) as error:

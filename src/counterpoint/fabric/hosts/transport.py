@@ -14,6 +14,7 @@ from counterpoint.fabric.fabric import Fabric, Group, Json, Verb, Work
 from counterpoint.fabric.fingerprint import Operation, check_peer, of_ranges, of_tensor
 from counterpoint.fabric.gloo_numbers import widened
 from counterpoint.fabric.hosts import collectives
+from counterpoint.fabric.hosts.attendant import Attendant
 from counterpoint.fabric.hosts.collectives import Across, Inside
 from counterpoint.fabric.hosts.layout import Layout, layout_of
 from counterpoint.fabric.hosts.stages import Route, Stage
@@ -55,9 +56,11 @@ class HostsFabric(Fabric):
         self._near = near
         self._far = far
         self._ways: dict[Group, Ways] = {}
+        self._attendant: Attendant | None = None
         far.is_part = True
         if near is not None:
             near.companions, far.companions = (far,), (near,)
+            self._attendant = far.meanwhile = Attendant(near.take_in)
         far.followers.append(self._advance)
 
     @property
@@ -195,6 +198,8 @@ class HostsFabric(Fabric):
             self._far.close()
         finally:
             self._ways.clear()
+            if self._attendant is not None:
+                self._attendant.close()
             if self._near is not None:
                 self._near.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from threading import Lock
@@ -79,8 +79,7 @@ class ShmMail:
         self._places = {rank: place for place, rank in enumerate(here)}
         self._stamps = stamps
         self._arrivals = {rank: Arrival() for rank in here}
-        self._kept: defaultdict[int, deque[Frame]] = defaultdict(deque)
-        self._kept_bytes = 0
+        self._kept: dict[int, deque[Frame]] = {rank: deque() for rank in here}
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor], pump: Pump) -> None:
         """The tensors are in the pipe, but for what the peer has taken out already."""
@@ -97,6 +96,11 @@ class ShmMail:
         while done < size:  # the deadline begins anew whenever some bytes have moved
             done += pump(go)
 
+    @property
+    def _kept_bytes(self) -> int:
+        """How much memory is kept, by any thread."""
+        return sum(bytes_of(frame) for kept in self._kept.values() for frame in list(kept))
+
     def recv(self, peer: int, pump: Pump) -> Frame:
         """Return the peer's next message.
 
@@ -105,9 +109,7 @@ class ShmMail:
         """
         while not self._kept[peer]:
             pump(lambda: self._read(peer, SLICE_NS))
-        frame = self._kept[peer].popleft()
-        self._kept_bytes -= bytes_of(frame)
-        return frame
+        return self._kept[peer].popleft()
 
     def recv_any(self, peers: Sequence[int], pump: Pump) -> tuple[int, Frame]:
         """Return one of the peers and its next message."""
@@ -138,7 +140,6 @@ class ShmMail:
         if raw is not None:
             frame = decode(raw)
             self._stamps.verify(peer, frame)
-            self._kept_bytes += bytes_of(frame)
             self._kept[peer].append(frame)
         return Status.NOT_YET if moved == 0 else moved
 

@@ -83,6 +83,11 @@ class ShmRank(JoinedFabric):
                 raise RuntimeError(Status(found).name)
         return found if found >= 0 else None
 
+    def take_in(self) -> None:
+        """What others have sent to this rank is out of the pipes, so that they need not wait for it."""
+        if self._world:
+            self._mail.take_in()
+
     def stop(self, reason: str) -> None:
         """Write the reason where all see it, and wake them."""
         if self._world:
