@@ -1,14 +1,16 @@
-"""One rank of one turn of one side: it trains and prints seconds, losses and memory as JSON."""
+"""One rank of one side: in every turn it trains for some steps; it leaves seconds, losses and memory as JSON."""
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
 
 import sides
 import torch
+from turns import turns
 
-WARM_UP, STEPS = 3, 16
+WARM_UP, STEPS = 3, 5
 
 
 def field_bytes(path, name):
@@ -23,20 +25,24 @@ def peak_bytes():
     return field_bytes("/proc/self/status", "VmHWM") - shared
 
 
-def main(kind, name):
+def main(kind, name, folder):
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
-    side = getattr(sides, kind)(name)
+    rank, folder, side = sides.own_rank(), Path(folder), getattr(sides, kind)(name)
     losses, seconds = [], []
-    for number in range(WARM_UP + STEPS):
-        drawn = torch.randint(0, sides.SHAPE.num_tokens, (sides.BATCH, sides.SHAPE.context + 1), generator=draw)
-        began = time.perf_counter()
-        losses.append(side.step((drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())))
-        if number >= WARM_UP:
-            seconds.append(time.perf_counter() - began)
-    found = {"rank": sides.own_rank(), "seconds": seconds, "losses": losses, "bytes": peak_bytes()}
+    for number, _ in enumerate(turns(folder, rank, side.rest)):
+        took = []
+        for _ in range(STEPS if number else WARM_UP):
+            drawn = torch.randint(0, sides.SHAPE.num_tokens, (sides.BATCH, sides.SHAPE.context + 1), generator=draw)
+            began = time.perf_counter()
+            losses.append(side.step((drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())))
+            took.append(time.perf_counter() - began)
+        if number:
+            seconds.append(statistics.median(took))
+    found = {"seconds": seconds, "losses": losses, "bytes": peak_bytes()}
     side.close()
-    sys.stdout.write(f"{json.dumps(found)}\n")
+    (folder / f"found.{rank}").write_text(json.dumps(found))
+    (folder / "done").write_bytes(b"d")
 
 
 if __name__ == "__main__":

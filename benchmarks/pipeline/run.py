@@ -1,30 +1,32 @@
-"""Pipelines here against torch's and DeepSpeed's: sides in turns, every turn in processes of its own."""
+"""Pipelines here against torch's and DeepSpeed's: the processes of all sides are alive and compute in turns."""
 
-import json
 import statistics
+import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from counterpoint.errors import LaunchError
-from counterpoint.launchers.local import run_command, script_command
 from counterpoint.testing.claims import Options, Result
 
-ROUNDS, BATCH = 3, 16
-SCRIPT = Path(__file__).with_name("ranks.py")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.pipeline.turns import Side
+
+ROUNDS, BATCH = 9, 16
 SIDES = {
     "gpipe": ("Ours", "pipeline(2, order=gpipe)", 2),
+    "torch gpipe": ("Torch", "GPipe", 2),
     "1f1b": ("Ours", "pipeline(2)", 2),
+    "torch 1f1b": ("Torch", "1F1B", 2),
     "interleaved": ("Ours", "interleaved(2)", 2),
+    "torch interleaved": ("Torch", "Interleaved1F1B", 2),
     "zero bubble": ("Ours", "zero_bubble(2)", 2),
+    "torch zero bubble": ("Torch", "InterleavedZeroBubble", 2),
     "zero bubble, V": ("Ours", "zero_bubble(2, virtual=2)", 2),
+    "torch zero bubble, V": ("Torch", "ZBVZeroBubble", 2),
     "pipedream": ("Ours", "pipedream(2)", 2),
     "pipedream, whole batches": ("Ours", "pipedream(2) in 1", 2),
     "pipedream 2bw": ("Ours", "pipedream_2bw(2)", 2),
-    "torch gpipe": ("Torch", "GPipe", 2),
-    "torch 1f1b": ("Torch", "1F1B", 2),
-    "torch interleaved": ("Torch", "Interleaved1F1B", 2),
-    "torch zero bubble": ("Torch", "InterleavedZeroBubble", 2),
-    "torch zero bubble, V": ("Torch", "ZBVZeroBubble", 2),
     "deepspeed 1f1b": ("DeepSpeed", "", 2),
     "one process": ("Alone", "", 1),
 }
@@ -41,34 +43,31 @@ SAME, BEST, STREAM = 1.05, 1.05, 1.15
 APART = 1e-4
 
 
-def turn(side):
-    """Return what every rank of one turn has printed."""
-    kind, name, processes = SIDES[side]
-    lines = []
-    result = run_command(
-        script_command(SCRIPT, [kind, name or "-"]), processes, threads_per_rank=1, on_line=lines.append
-    )
-    texts = [line.text for line in lines]
-    found = [json.loads(text[text.index('{"rank"') :]) for text in texts if '{"rank"' in text]
-    if result.exit_code or len(found) != processes:
-        raise LaunchError(f"{side} ended with {result.exit_code}: {result.report}\n" + "\n".join(texts[-12:]))
-    return found
-
-
 def present(side):
     return SIDES[side][0] != "DeepSpeed" or find_spec("deepspeed") is not None
 
 
 def measure(options: Options) -> Result:
     sides = [side for side in SIDES if present(side)]
-    speeds, losses, memory = {}, {}, {}
-    for number in range(max(3, options.rounds or ROUNDS)):
-        for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
-            options.tell(f"round {number + 1}, {side}")
-            ranks = turn(side)
-            speeds.setdefault(side, []).append(BATCH / max(statistics.median(rank["seconds"]) for rank in ranks))
-            losses[side] = max((rank["losses"] for rank in ranks), key=lambda given: given[0])
-            memory.setdefault(side, []).append(sum(rank["bytes"] for rank in ranks))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="counterpoint-")))
+        running = {}
+        for number, side in enumerate(sides):
+            options.tell(f"building {side}")
+            running[side] = stack.enter_context(Side(side, *SIDES[side], folder / str(number)))
+        for number in range(max(3, options.rounds or ROUNDS)):
+            options.tell(f"round {number + 1}")
+            for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
+                running[side].take_turn()
+        found = {side: running[side].found() for side in sides}
+    speeds = {
+        side: [BATCH / max(took) for took in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        for side, ranks in found.items()
+    }
+    losses = {
+        side: max((rank["losses"] for rank in ranks), key=lambda given: given[0]) for side, ranks in found.items()
+    }
+    memory = {side: sum(rank["bytes"] for rank in ranks) for side, ranks in found.items()}
     best = {
         whose: max(names, key=lambda side: statistics.median(speeds[side]))
         for whose, names in (("ours", SYNCHRONOUS), ("torch", [side for side in sides if side.startswith("torch")]))
@@ -98,7 +97,7 @@ def row(side, speeds, losses, memory, best):
         f"{min(found):.1f} to {max(found):.1f}",
         f"{ratio(speeds, side, LIKE[side]):.2f}" if side in LIKE else "",
         f"{ratio(speeds, side, best):.2f}",
-        f"{statistics.median(memory[side]) / 2**20:,.0f}",
+        f"{memory[side] / 2**20:,.0f}",
         f"{apart(losses, side):.0e}" if "pipedream" not in side else "",
     )
 
@@ -107,7 +106,7 @@ def misses(sides, speeds, losses, memory, best):
     for side, other in LIKE.items():
         if not ratio(speeds, side, other) >= SAME:
             yield f"{side} is {ratio(speeds, side, other):.2f} times {other}, at least {SAME} promised"
-        if not statistics.median(memory[side]) <= statistics.median(memory[other]):
+        if not memory[side] <= memory[other]:
             yield f"{side} needs more memory than {other}"
     if not ratio(speeds, best["ours"], best["torch"]) >= BEST:
         yield f"{best['ours']} is {ratio(speeds, best['ours'], best['torch']):.2f} times torch's best, not {BEST}"

@@ -42,8 +42,20 @@ class Ours:
     def step(self, batch):
         return self.run(*batch)
 
+    def rest(self):
+        """Take in what the other rank has sent for the next step."""
+        for fabric in self.run.team.world.fabrics:
+            fabric.take_in()
+
     def close(self):
         self.run.close()
+
+
+class Peer:
+    """A side that does nothing between its turns."""
+
+    def rest(self):
+        pass
 
 
 class Front(nn.Module):
@@ -85,7 +97,7 @@ def parts(model, bounds):
     return [Front(model, runs[0]), *backs]
 
 
-class Torch:
+class Torch(Peer):
     """A schedule of torch.distributed.pipelining."""
 
     def __init__(self, name):
@@ -125,7 +137,7 @@ class Torch:
         dist.destroy_process_group()
 
 
-class DeepSpeed:
+class DeepSpeed(Peer):
     """DeepSpeed's pipeline, 1F1B."""
 
     def __init__(self, _):
@@ -151,7 +163,7 @@ class DeepSpeed:
         dist.destroy_process_group()
 
 
-class Alone:
+class Alone(Peer):
     """A loop by hand in one process: without any bubble two ranks would take half of its time."""
 
     def __init__(self, _):
