@@ -12,12 +12,16 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Collective, Commit, Group, Push, Send
 from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.rings import collective_s, halves, memory_half_s
-from counterpoint.world.cluster import Cluster
+from counterpoint.world.cluster import Cluster, Link
+
+REMEMBERED = 4096
+"""Of so many groups of ranks it is remembered where they are; a program calls each of its groups many times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ class Network:
 
     def _on_way(self, ranks: Group, rounds: int, num_bytes: float) -> Load:
         """Return what it takes to get so many bytes from group to group of these ranks, in so many rounds."""
-        link = self.cluster.link_among(ranks)
-        if self.cluster.shared_levels(ranks):
+        link, is_shared = _way(self.cluster, ranks)
+        if is_shared:
             return Load(rounds * link.latency_s, num_bytes / link.bytes_per_s)
         return Load(rounds * link.latency_s + num_bytes / link.bytes_per_s)
 
@@ -76,8 +80,7 @@ class Network:
         group = word.group
         if not self.cluster.levels:
             return Load(collective_s(word, value_bytes, self.cluster.link_among(group)))
-        memory = self.cluster.link_at(0, group)
-        members = Counter(map(self.cluster.host, group))
+        memory, members = _hosts(self.cluster, group)
         if word.verb == "copy":
             return self._copy(word, float(value_bytes), members)
         times, half_bytes = halves(word, value_bytes)
@@ -87,7 +90,7 @@ class Network:
             return _repeated(self._flat_ring(group, half_bytes), times)
         num_hosts, num_parts = len(members), min(members.values())
         out_bytes = float(half_bytes) * (num_hosts - 1) / num_hosts
-        if not self.cluster.shared_levels(group):
+        if not _way(self.cluster, group)[1]:
             out_bytes /= num_parts  # each holder of a part has a link of its own
         between = self._on_way(group, num_hosts - 1, out_bytes)
         inside_s = memory_half_s(half_bytes, max(members.values()), memory)
@@ -114,6 +117,18 @@ class Network:
         """Tell whether no member's range has a holder on every host, so that all members talk to each other."""
         gathers = word.verb in {"share", "join"} or (word.code and find_code(word.code).kind.way == "gather")
         return bool(gathers) and len(set(members.values())) > 1
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _way(cluster: Cluster, ranks: Group) -> tuple[Link, bool]:
+    """Return what a message between any of these ranks finds, and whether others may cross it."""
+    return cluster.link_among(ranks), bool(cluster.shared_levels(ranks))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _hosts(cluster: Cluster, group: Group) -> tuple[Link, Counter[int]]:
+    """Return the memory of a group's hosts, and how many members each has."""
+    return cluster.link_at(0, group), Counter(map(cluster.host, group))
 
 
 def _repeated(load: Load, times: int) -> Load:

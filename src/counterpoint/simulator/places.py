@@ -39,27 +39,43 @@ class Places:
                 group = _group(cluster, rank, level)
                 self.like[level, group, spokesman] += 1
                 self.first[level, group] = min(spokesman, self.first.get((level, group), spokesman))
+        self.known: dict[tuple[object, ...], tuple[Use, ...]] = {}
+        self.ways: dict[tuple[int, ...], int] = {}
 
     def cores(self, rank: int) -> tuple[Use, ...]:
         """Return what a rank uses when it computes."""
         if not self.has_crowds:
             return ()
-        return (self._use("cores", 1, (rank, 1), self.cluster.crowded),)
+        if (rank,) not in self.known:
+            self.known[rank,] = (self._use("cores", 1, (rank, 1), self.cluster.crowded),)
+        return self.known[rank,]
 
-    def outwards(self, ranks: Sequence[int]) -> int:
+    def outwards(self, ranks: tuple[int, ...]) -> int:
         """Return which of its ways a message or a collective of these ranks takes: 1 for the one out of a host."""
-        return int(self.cluster.level_among(ranks) > 0)
+        if ranks not in self.ways:
+            self.ways[ranks] = int(self.cluster.level_among(ranks) > 0)
+        return self.ways[ranks]
 
     def message(self, sender: int, receiver: int) -> tuple[Use, ...]:
         """Return what a message crosses."""
-        found = []
-        for level in self.cluster.shared_levels((sender, receiver)):
-            for end, direction in ((sender, "out"), (receiver, "in")):
-                found.append(self._use(direction, level, (end, 1), self._card((sender, receiver), level, end)))
-        return tuple(found)
+        ends = (sender, receiver)
+        if ends not in self.known:
+            self.known[ends] = tuple(
+                self._use(direction, level, (end, 1), self._card(ends, level, end))
+                for level in self.cluster.shared_levels(ends)
+                for end, direction in ((sender, "out"), (receiver, "in"))
+            )
+        return self.known[ends]
 
     def call(self, members: Sequence[Place]) -> tuple[Use, ...]:
         """Return what a collective crosses: each of its groups' links in both directions."""
+        first = members[0][1]
+        places = tuple([(rank, index - first) for rank, index in members])  # of all calls of one shape the same
+        if places not in self.known:
+            self.known[places] = self._crossed(places)
+        return self.known[places]
+
+    def _crossed(self, members: Sequence[Place]) -> tuple[Use, ...]:
         ranks = [rank for rank, _ in members]
         found: dict[tuple[object, object], Use] = {}
         for level in self.cluster.shared_levels(ranks):

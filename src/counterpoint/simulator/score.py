@@ -83,7 +83,8 @@ class Score:
             return Transfer(places, places, seconds)
         members = self.partners.members[number]
         uses = self.places.call(members) if crossing_s else ()
-        return Transfer(places, places, seconds, self.places.outwards([one for one, _ in members]), crossing_s, uses)
+        ranks = tuple([one for one, _ in members])
+        return Transfer(places, places, seconds, self.places.outwards(ranks), crossing_s, uses)
 
     def answer(self, server: Place, seat: int) -> tuple[float, Transfer]:
         """Return how long a server takes to apply the push with a seat in its order, and its answer."""
