@@ -35,6 +35,7 @@ _EXAMPLES = {
     "name": "name: host",
     "count": "count: 2",
     **{key: f"{key}: {kind.example}" for key, kind in (DEVICE | LINK).items()},
+    "memory_bandwidth": "memory_bandwidth: 10 GB/s",
 }
 
 
@@ -55,6 +56,19 @@ def load_cluster(path: str | Path) -> Cluster:
     except UnicodeDecodeError:
         raise PlanError(f"the cluster file {path} is not text in UTF-8; give a YAML file") from None
     return read_cluster(text, name=str(path))
+
+
+def cluster_of(given: str | Path | Cluster) -> Cluster:
+    """Return a cluster that is given as it is, or as the path of its file.
+
+    Raises:
+        PlanError: it is neither, or the file cannot be read as one.
+    """
+    if isinstance(given, Cluster):
+        return given
+    if not isinstance(given, str | Path):
+        raise PlanError(f"cluster={given!r} is a {type(given).__name__}; give a Cluster, or the path of its file")
+    return load_cluster(given)
 
 
 def read_cluster(text: str, *, name: str = "cluster file") -> Cluster:
@@ -185,17 +199,19 @@ class _Reader:
             self.note(node, f"{place} is {_shown(node)}; it must have keys with values, {', '.join(known)}")
             return {}
         found: dict[str, yaml.Node] = {}
+        meant: list[str] = []
         for key_node, value in node.value:
             key = _shown(key_node)
             if key in found:
                 self.note(key_node, f"{place} has {key} twice; give it once")
             elif key not in known:
                 near = get_close_matches(key, known, n=1)
+                meant += near
                 remedy = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(known)}"
                 self.note(key_node, f"{place} has a key {key}, which there is not; {remedy}")
             found[key] = value
         for key in required:
-            if key not in found:
+            if key not in found and key not in meant:
                 self.note(node, f"{place} has no {key}; give it, as in {_EXAMPLES[key]}")
         return {key: value for key, value in found.items() if key in known}
 
