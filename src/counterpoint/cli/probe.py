@@ -55,7 +55,7 @@ def probe(
     if rank != 0:
         return
     if out is not None:
-        out.write_text(values["cluster"], encoding="utf-8")
+        keep(values["cluster"], out)
     if as_json:
         typer.echo(json.dumps(values, indent=2))
     else:
@@ -74,6 +74,18 @@ def measure() -> dict[str, Any]:
     finally:
         world.close()
     return found[0].to_values()
+
+
+def keep(text: str, out: Path) -> None:
+    """The text is in its file.
+
+    Raises:
+        PlanError: it cannot be written.
+    """
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{out} cannot be written: {error.strerror}; give another --out") from None
 
 
 def show(values: dict[str, Any], out: Path | None) -> None:

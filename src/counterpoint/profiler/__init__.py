@@ -1,4 +1,1 @@
-"""The profiler measures what predictions are made of, on real tensors and links: what ranks, links and models take.
-
-It is the only room beside the runtime that runs tensors, so that those who predict need none.
-"""
+"""What a machine and a model take: seconds, bytes and rates, measured where it runs or counted without running."""

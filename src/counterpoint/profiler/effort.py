@@ -23,4 +23,4 @@ class Effort:
     vector_bytes: int = 64 << 20
     messages: tuple[int, ...] = (8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
     span_s: float = 0.1
-    rounds: int = 3
+    rounds: int = 5
