@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
 from counterpoint.planner.rank import Prediction, Ranking
 from counterpoint.world.cluster import Cluster
+from counterpoint.world.cluster_file import load_cluster
 
 COLUMNS = (
     Column("plan", wraps=True),
@@ -35,6 +37,9 @@ def plan(
     ] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if left out.")] = None,
     width: Annotated[int, typer.Option(min=1, help="Without a job: a block is one linear layer of this width.")] = 1024,
+    cluster: Annotated[
+        Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
+    ] = None,
     passes: Annotated[list[str] | None, typer.Option("--pass", help="Run on every program, overlap for one.")] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show only the first so many.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
@@ -46,8 +51,10 @@ def plan(
     if job is not None and blocks is not None:
         raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
+    place = Cluster() if cluster is None else load_cluster(cluster)
+    place.require_ranks(ranks)
     plans = [replace(one, passes=tuple(passes or ())) for one in enumerate_plans(ranks, model, batch_size=size)]
-    ranking = rank_with_orders(plans, model, Cluster(), batch_size=size)
+    ranking = rank_with_orders(plans, model, place, batch_size=size)
     if as_json:
         typer.echo(json.dumps(to_json(ranking, top), indent=2))
         return

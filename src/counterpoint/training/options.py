@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from counterpoint.errors import PlanError
 from counterpoint.runtime.norm_rules import NormRule
 from counterpoint.runtime.vote import Guard
+from counterpoint.world.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Options:
         mixing: what it means that a model's output for a sample depends on other samples of its microbatch, under a
             pipeline: ``error``, or ``accept`` for microbatches that are each a batch of their own.
         keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
+        cluster: where ``auto`` predicts that plans run, itself or the path of its file; None for a core of a laptop for
+            each rank.
     """
 
     seed: int = 0
@@ -54,6 +57,7 @@ class Options:
     mixing: Literal["error", "accept"] = "error"
     keep_freed: bool = True
     batch_norm: NormRule | None = None
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("one_copy", bool), ("keep_freed", bool), ("seed", int)):
