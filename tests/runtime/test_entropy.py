@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_of_torch(rows, classes, options):
     exact, exact_gradient = differentiated(scores.double(), targets, **options)
     with Briefly():
         loss, gradient = differentiated(scores, targets, **options)
-        assert F.cross_entropy(scores, targets, **options).grad_fn.name() == "CrossEntropyBackward"
+        assert "CrossEntropyBackward" in repr(F.cross_entropy(scores, targets, **options))
     assert torch.allclose(loss.double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert torch.allclose(gradient.double(), exact_gradient.double(), rtol=2e-6, atol=1e-6)
 
