@@ -16,8 +16,9 @@ from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
-from counterpoint.planner.choose import choose_from
+from counterpoint.planner.choose import Choice, weigh
 from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.remedies import Question
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
@@ -105,8 +106,21 @@ class Auto:
     num_microbatches: int | None
     passes: tuple[str, ...]
 
+    @property
+    def alone(self) -> Plan:
+        """What is taken where there is one rank."""
+        return Plan((), self.num_microbatches or 1, self.passes)
+
     def choose(self, model: nn.Module, face: Face, inputs: Inputs, options: Options, batch_size: int) -> Plan:
-        """Return the plan that the planner would take, the same on every rank.
+        """Return the plan that the planner would take, the same on every rank; see :meth:`weigh`.
+
+        Raises:
+            PlanError: the model does not take the inputs, or there is no plan for this batch.
+        """
+        return self.alone if self.num_ranks == 1 else self.weigh(model, face, inputs, options, batch_size).plan
+
+    def weigh(self, model: nn.Module, face: Face, inputs: Inputs, options: Options, batch_size: int) -> Choice:
+        """Return the plan that the planner would take, with those that it was weighed against.
 
         Args:
             model: it stays as it is.
@@ -118,20 +132,27 @@ class Auto:
         Raises:
             PlanError: the model does not take the inputs, or there is no plan for this batch.
         """
-        if self.num_ranks == 1:
-            return Plan((), self.num_microbatches or 1, self.passes)
         spec = trace_spec(model, face, inputs, options.dims)
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
             for plan in enumerate_plans(self.num_ranks, spec)
             if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
         )
-        return choose_from(plans, spec, Cluster(), batch_size=batch_size)
+        return weigh(plans, Question(spec, Cluster(), batch_size))
 
 
-def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None) -> Auto | None:
-    """Return the choice that is left open for the ranks of a plan; None when there is none."""
+def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None, options: Options) -> Auto | None:
+    """Return the choice that is left open for the ranks of a plan; None when there is none.
+
+    Raises:
+        PlanError: there is none, and plans are to be measured.
+    """
     if isinstance(strategy, Plan) or _AUTO.fullmatch(strategy) is None:
+        if options.measure:
+            raise PlanError(
+                f"measure={options.measure} says how many plans are measured to choose one, but the plan is given, "
+                f"{strategy}; give strategy='auto', or leave measure out"
+            )
         return None
     return Auto(plan.num_ranks, num_microbatches, plan.passes)
 
