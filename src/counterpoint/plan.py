@@ -24,6 +24,8 @@ from counterpoint.strategies.zero import Zero
 from counterpoint.world.mesh import Axis, Mesh
 
 _PASSES = ("overlap", PASS)
+PASSES = ("overlap",)
+"""What is done to a program where nobody says what."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,11 @@
 """How a report looks: on a light and a dark screen, on a telephone and on paper."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from counterpoint.drawing.markup import escape, tag
+
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2630; --quiet: #5c6773; --line: #e1e5ea;
   --card: #f6f8fa; --good: #1a7f4b; --bad: #b42318;
@@ -58,3 +64,33 @@ details { margin-top: .75rem; } summary { cursor: pointer; color: var(--quiet); 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """What a report may load: nothing."""
+
+
+def write_page(title: str, *parts: str) -> str:
+    """Return a self-contained HTML page of parts that are markup already; it loads nothing and runs nothing."""
+    head = tag(
+        "head",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        tag("title", escape(title)),
+        tag("style", f"\n{STYLE}\n"),
+    )
+    return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', *parts)), lang='en')}\n"
+
+
+def scrolling(name: str, content: str, title: str, class_: str = "") -> str:
+    """Return an element that scrolls sideways on a narrow screen, with the keyboard too."""
+    return tag(name, content, class_=f"{class_} wide".strip(), tabindex="0", role="group", aria_label=title)
+
+
+def timeline(drawing: str, title: str = "timeline") -> str:
+    """Return a drawing of a trace as a figure."""
+    return scrolling("figure", drawing, title, "timeline")
+
+
+def write_table(titles: Sequence[str], rows: Sequence[Sequence[str]], name: str) -> str:
+    """Return a table of texts."""
+    head = tag("tr", *(tag("th", escape(title), scope="col") for title in titles))
+    body = (tag("tr", *(tag("td", escape(cell)) for cell in row)) for row in rows)
+    return scrolling("div", tag("table", tag("thead", head), tag("tbody", *body)), name)

@@ -39,7 +39,7 @@ class Holding:
 def holdings(compiled: Compiled) -> list[Holding]:
     """Return what each rank keeps from one step to the next.
 
-    A rank keeps the weights that its forwards read, in part where it gathers them first, and the states of what it
+    A rank keeps the weights that it reads or updates, in part where it gathers them first, and the states of what it
     updates, in part where its gradient was shared out. Parts are by position in what is shared out together.
     """
     model = compiled.model
@@ -84,6 +84,8 @@ def _kept_weights(rank: int, row: Words, users: Mapping[int, list[Unit]]) -> Ite
         match word:
             case Forward(block):
                 yield from ((unit, gathered.get(unit, WHOLE)) for unit in users[block])
+            case Update(unit):  # also on a server, which has no forwards
+                yield unit, gathered.get(unit, WHOLE)
             case Serve(served):
                 yield from ((unit, WHOLE) for unit in served)
             case _:

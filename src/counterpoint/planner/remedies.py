@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
+from counterpoint.plan import PASSES, Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.rank import Prediction, hold, named
 from counterpoint.strategies.data import Data
@@ -59,7 +59,7 @@ class Remedy:
 
     def __str__(self) -> str:
         """Write the change, the plan and its bytes."""
-        passes = "".join(f" + {name}" for name in self.plan.passes)
+        passes = "".join(f" + {name}" for name in self.plan.passes if name not in PASSES)
         return f"{self.change} ({named(self.plan)}{passes}: {self.memory_bytes} bytes)"
 
 

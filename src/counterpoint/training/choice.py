@@ -15,7 +15,7 @@ from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
+from counterpoint.plan import PASSES as PASSES, Plan
 from counterpoint.planner.choose import Choice, weigh
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.remedies import Question
@@ -29,9 +29,6 @@ from counterpoint.world.cluster import Cluster
 
 FEW_SAMPLES = 8
 """A model is traced on so many samples at most, to see what it costs."""
-
-PASSES = ("overlap",)
-"""What is done to a program where nobody says what."""
 
 _AUTO = re.compile(r"^\s*auto\s*(\(\s*\d+\s*\))?\s*$")
 
@@ -60,7 +57,7 @@ def make_plan(
     """Return the plan for the ranks that were started, or for this process alone; data where a choice is left open.
 
     Args:
-        strategy: a plan, or its text; a plan has its passes, a text gets :data:`PASSES`.
+        strategy: a plan, or its text; a plan has its passes, a text gets :data:`counterpoint.plan.PASSES`.
         environment: what a launcher told this process, if any did.
         num_microbatches: of the innermost program; None for those of the plan.
         passes: what is done to the program instead; None where nothing is asked for.
