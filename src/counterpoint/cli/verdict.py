@@ -12,13 +12,11 @@ from counterpoint.cli.tables import Column, show_table
 from counterpoint.drawing.weighing import write_weighing
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
-from counterpoint.planner.account import TITLES, TRIAL_TITLES, account, cells, explain, figures, trial_cells
+from counterpoint.planner.account import TEXTS, TITLES, TRIAL_TITLES, account, cells, explain, figures, trial_cells
 from counterpoint.planner.choose import Choice
 from counterpoint.planner.rank import Prediction, Ranking, named
 
-COLUMNS = tuple(
-    Column(title, wraps=True) if title in {"plan", "why not"} else Column(title, "right") for title in TITLES
-)
+COLUMNS = tuple(Column(title, wraps=True) if title in TEXTS else Column(title, "right") for title in TITLES)
 TRIAL_COLUMNS = (
     Column(TRIAL_TITLES[0], wraps=True), *(Column(title, "right") for title in TRIAL_TITLES[1:])
 )  # fmt: skip

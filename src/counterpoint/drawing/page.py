@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from counterpoint.drawing.markup import escape, tag
 
@@ -49,6 +49,7 @@ div.wide { width: fit-content; max-width: 100%; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem 1.5rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--quiet); font-weight: 500; font-size: .9rem; }
+th.text, td.text { text-align: left; white-space: normal; min-width: 12rem; }
 th:last-child, td:last-child { padding-right: 0; }
 tbody tr:last-child td { border-bottom: 0; }
 details { margin-top: .75rem; } summary { cursor: pointer; color: var(--quiet); margin-bottom: .5rem; }
@@ -89,8 +90,18 @@ def timeline(drawing: str, title: str = "timeline") -> str:
     return scrolling("figure", drawing, title, "timeline")
 
 
-def write_table(titles: Sequence[str], rows: Sequence[Sequence[str]], name: str) -> str:
-    """Return a table of texts."""
-    head = tag("tr", *(tag("th", escape(title), scope="col") for title in titles))
-    body = (tag("tr", *(tag("td", escape(cell)) for cell in row)) for row in rows)
-    return scrolling("div", tag("table", tag("thead", head), tag("tbody", *body)), name)
+def write_table(titles: Sequence[str], rows: Iterable[Sequence[str]], name: str, texts: Container[str] = ()) -> str:
+    """Return a table.
+
+    Args:
+        titles: of its columns.
+        rows: the texts of its cells.
+        name: of the table.
+        texts: the columns that hold words, and not figures.
+    """
+    looks = [{"class_": "text"} if title in texts else {} for title in titles]
+    head = (tag("th", escape(title), scope="col", **look) for title, look in zip(titles, looks, strict=True))
+    lines = (
+        tag("tr", *(tag("td", escape(cell), **look) for cell, look in zip(row, looks, strict=True))) for row in rows
+    )
+    return scrolling("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *lines)), name)

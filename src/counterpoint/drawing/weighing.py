@@ -35,12 +35,14 @@ class Weighing:
         sentences: what was taken, and why.
         titles: of the table's columns.
         rows: one for each plan, the first one first.
+        texts: the columns that hold words, and not figures.
         steps: of the best plans.
     """
 
     sentences: tuple[str, ...]
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    texts: frozenset[str] = frozenset()
     steps: tuple[Weighed, ...] = ()
 
 
@@ -60,7 +62,7 @@ def write_weighing(title: str, subject: str, figures: Sequence[Figure], weighing
 def draw_weighing(weighing: Weighing) -> Iterator[str]:
     """Yield the sections of a page that say how a plan was chosen."""
     said = (tag("p", escape(sentence)) for sentence in weighing.sentences)
-    table = write_table(weighing.titles, weighing.rows, "plans")
+    table = write_table(weighing.titles, weighing.rows, "plans", weighing.texts)
     yield tag("section", tag("h2", "Plans that were weighed"), *said, table)
     if weighing.steps:
         drawing = draw_plans([(step.name, step.simulated) for step in weighing.steps])

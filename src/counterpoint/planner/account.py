@@ -14,6 +14,8 @@ from counterpoint.planner.rank import Prediction, foresee, named
 
 TITLES = ("plan", "micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory", "why not")
 """What :func:`cells` has of a plan; times are in milliseconds, memory is that of the fullest rank or of all."""
+TEXTS = frozenset({"plan", "why not"})
+"""Those of them that are words, and not figures."""
 
 TRIAL_TITLES = ("plan", "predicted ms", "measured ms", "measured / predicted", "of the best")
 """What :func:`trial_cells` has of a plan that was tried."""
@@ -83,8 +85,8 @@ def account(choice: Choice, count: int = 3) -> Weighing:
     tried = {trial.plan: trial for trial in choice.trials}
     shown = [one for at, one in enumerate(found) if at < MOST_ROWS or one.plan in tried or one.plan == choice.plan]
     rows = [_with_trial(choice, cells(one, found[0]), one.plan) for one in shown]
-    titles = TITLES if not tried else (*TITLES[:3], "measured", *TITLES[3:])
-    return Weighing(tuple(explain(choice)), titles, tuple(rows), tuple(_steps(choice, count)))
+    titles = TITLES if not tried else (*TITLES[:3], "measured ms", *TITLES[3:])
+    return Weighing(tuple(explain(choice)), titles, tuple(rows), TEXTS, tuple(_steps(choice, count)))
 
 
 def _with_trial(choice: Choice, row: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
