@@ -53,7 +53,7 @@ def start(config: RunConfig, resume: Path | None, written: Written | None = None
     if run_folder is None or run_folder != run_of(resume):
         run_folder = run_folder or new_folder(config.job)
         require_free(run_folder)
-    strategy = text if is_open else str(plan)
+    strategy = f"auto({plan.num_ranks})" if is_open else str(plan)
     order = Order(config, strategy, run_folder, checkpoints_of(resume), config.output.progress, written)
     if environment is None and plan.num_ranks > 1 and not config.launch.local:
         start_ranks(order, plan.num_ranks)

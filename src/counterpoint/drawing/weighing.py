@@ -69,11 +69,13 @@ def draw_weighing(weighing: Weighing) -> Iterator[str]:
         yield tag(
             "section", tag("h2", "One step under the best plans, simulated"), timeline(drawing, "simulated plans")
         )
-    pairs = [(step.name, step.simulated, step.measured) for step in weighing.steps if step.measured is not None]
-    if pairs:
-        drawn = (
-            tag("h3", escape(name)) + timeline(draw_beside(simulated, measured), f"timeline of {name}")
-            for name, simulated, measured in pairs
-            if measured is not None
-        )
-        yield tag("section", tag("h2", "Predicted and measured"), *drawn)
+    tried = [step for step in weighing.steps if step.measured is not None]
+    if tried:
+        yield tag("section", tag("h2", "Predicted and measured"), *map(_pair, tried))
+
+
+def _pair(step: Weighed) -> str:
+    """Draw a plan that was tried: its step as it was predicted, and as it was."""
+    assert step.measured is not None, "it was tried"
+    drawing = draw_beside(step.simulated, step.measured)
+    return tag("h3", escape(step.name)) + timeline(drawing, f"timeline of {step.name}")

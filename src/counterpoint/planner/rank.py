@@ -196,15 +196,15 @@ def compiled_for(plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int
     plan.require_batch(batch_size)
     plan = balanced(plan, model, cluster)
     samples = batch_size // plan.num_micros
-    whole = model if plan.need != "none" else _whole(model)
+    whole = model if plan.need != "none" else in_one_block(model)
     return compile(plan, whole, samples_per_micro=samples, proves=False), samples
 
 
 def _rank_bytes(compiled: Compiled, samples: int) -> tuple[int, ...]:
-    return peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples))
+    return peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples))
 
 
-def _whole(model: ModelSpec) -> ModelSpec:
+def in_one_block(model: ModelSpec) -> ModelSpec:
     """Return the model as one block, as the runtime takes it where nothing has to be cut."""
     return replace(model, blocks=(Block(model.pieces, 0),))
 
@@ -214,7 +214,7 @@ def _with_free_links(cluster: Cluster) -> Cluster:
     return replace(cluster, link=FREE, levels=levels)
 
 
-def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
+def held_bytes(model: ModelSpec, samples: int) -> Sizes:
     """Return the bytes of values where they are kept: for its backward, a block keeps what each of its pieces gave."""
 
     @cache
