@@ -93,9 +93,9 @@ def test_an_unknown_job_is_refused_with_the_nearest_name():
 
 
 def test_it_says_which_plan_is_taken_and_why():
-    *_, last = plan("-n", "4", "--batch-size", "16", "--blocks", "4").output.splitlines()
-    assert last.startswith(
-        "pipeline(4, order=gpipe) with 16 microbatches is taken: of the plans that keep the numbers it"
+    *_, taken = plan("-n", "4", "--batch-size", "16", "--blocks", "4").output.splitlines()
+    assert taken.startswith(
+        "pipeline(4, order=gpipe) with 16 microbatches is taken: of the plans that keep the numbers"
     )
 
 

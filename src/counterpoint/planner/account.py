@@ -11,6 +11,7 @@ from counterpoint.drawing.weighing import Weighed, Weighing
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import NEARLY_AS_FAST, Choice
 from counterpoint.planner.rank import Prediction, foresee, named
+from counterpoint.program.text import format_group
 
 TITLES = ("plan", "micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory", "why not")
 """What :func:`cells` has of a plan; times are in milliseconds, memory is that of the fullest rank or of all."""
@@ -69,8 +70,25 @@ def explain(choice: Choice) -> list[str]:
         reason = _reason(choice.plan, best.plan, within, "measured")
     return [
         f"{named(choice.plan)} is taken: {reason}",
+        *_held(choice),
         *(f"{named(one.plan)} could not be tried: {one.reason}" for one in choice.untried),
     ]
+
+
+def _held(choice: Choice) -> list[str]:
+    """Return what each rank holds under the plan that is taken, where ranks hold different amounts."""
+    predicted = choice.predicted(choice.plan)
+    sizes = predicted.rank_bytes if predicted is not None else ()
+    if len(set(sizes)) < 2:
+        return []
+    alike: dict[int, list[int]] = {}
+    for rank, size in enumerate(sizes):
+        alike.setdefault(size, []).append(rank)
+    told = (
+        f"{format_bytes(size)} on rank{'s' if len(ranks) > 1 else ''} {format_group(tuple(ranks))}"
+        for size, ranks in alike.items()
+    )
+    return [f"its ranks hold {', '.join(told)}"]
 
 
 def _reason(taken: Plan, best: Plan, within: str, how: str) -> str:
