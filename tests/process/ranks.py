@@ -162,6 +162,7 @@ def measure_and_train():
         mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto", measure=2, progress="off", batch_norm="deferred"
     ) as one:
         history = one.fit(dataset(), batch_size=12)
+        assert one.choice is not None, "it was left open"
         trials = {str(trial.plan): trial.step_s for trial in one.choice.trials}
         return {
             "plan": str(one.choice.plan), "trials": trials, "params": params_of(one.model), "losses": history.losses
