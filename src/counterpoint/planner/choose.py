@@ -103,7 +103,7 @@ def weigh(plans: Iterable[Plan], question: Question) -> Choice:
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    candidates = tuple(dict.fromkeys(plan for plan in plans if not _is_late(plan)))
+    candidates = tuple(dict.fromkeys(plan for plan in plans if not is_late(plan)))
     ranking = rank_with_orders(candidates, question.model, question.cluster, batch_size=question.batch_size)
     return pick(ranking, candidates, question)
 
@@ -181,7 +181,7 @@ def _is_plain(plan: Plan) -> bool:
     return len(plan.strategies) == 1 and plan.strategies[0] == Data(plan.num_ranks)
 
 
-def _is_late(plan: Plan) -> bool:
+def is_late(plan: Plan) -> bool:
     """Tell whether gradients meet newer weights than they were computed with, so that it need not be ranked."""
     return any(
         (isinstance(strategy, Pipeline) and strategy.is_stream)
