@@ -37,8 +37,11 @@ class Ticks:
     def compute_s(self, word, part):
         return 1.0
 
-    def link_s(self, word, part):
+    def link_s(self, word, part, rank):
         return self.on_link_s
 
-    def serve_s(self, unit):
+    def crossing_s(self, word, part, rank):
+        return 0.0
+
+    def serve_s(self, unit, server, worker):
         return self.on_server_s

@@ -141,7 +141,8 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
     samples = batch_size // plan.num_micros
     whole = model if plan.need != "none" else _whole(model)
     compiled = compile(plan, whole, samples_per_micro=samples, proves=False)
-    spent, free = _play(compiled, (cluster, replace(cluster, link=FREE)), samples)
+    unbound = replace(cluster, link=FREE, levels=tuple(replace(level, link=FREE) for level in cluster.levels))
+    spent, free = _play(compiled, (cluster, unbound), samples)
     step_s, more_s = spent.step_s, spent.step_s - free.step_s
     communication_s = more_s if more_s > ROUNDING * step_s else 0.0
     idle_s = step_s - communication_s - spent.compute_s - spent.update_s
@@ -181,7 +182,7 @@ def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list
     """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
     sizes = sizes_in(compiled.model, samples)
     costs = [model_costs(compiled.model, one, sizes, samples_per_micro=samples) for one in clusters]
-    played = [(float(turn.share), spend(turn, costs, clusters[0].speeds)) for turn in compiled.turns if turn.share]
+    played = [(float(turn.share), spend(turn, costs, clusters[0])) for turn in compiled.turns if turn.share]
     return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
 
 

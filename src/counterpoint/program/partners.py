@@ -100,13 +100,3 @@ def _seat_workers(rows: Sequence[Words], found: Partners) -> None:
                 taken[*key, type(word)] += 1
                 found.source[rank, index] = (word.peer, serve)
                 found.seat[rank, index] = seat
-
-
-def edges(partners: Partners, num_ranks: int) -> list[list[tuple[int, Place | int, int]]]:
-    """Return for each rank its words that meet others: index, the place or the call's number, the seat."""
-    found: list[list[tuple[int, Place | int, int]]] = [[] for _ in range(num_ranks)]
-    for (rank, index), source in partners.source.items():
-        found[rank].append((index, source, partners.seat.get((rank, index), 0)))
-    for (rank, index), number in partners.call.items():
-        found[rank].append((index, number, 0))
-    return found

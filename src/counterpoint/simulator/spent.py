@@ -10,7 +10,8 @@ from counterpoint.program.program import Words
 from counterpoint.program.turn import Turn
 from counterpoint.simulator.clock import Clock
 from counterpoint.simulator.costs import Costs
-from counterpoint.simulator.simulate import BODIES_PLAYED, find_cast, play
+from counterpoint.simulator.simulate import ALIKE, BODIES_PLAYED, find_cast, play
+from counterpoint.world.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +23,23 @@ class Spent:
     update_s: float
 
 
-def spend(turn: Turn, costs: Sequence[Costs], speeds: Sequence[float] = ()) -> list[Spent]:
+def spend(turn: Turn, costs: Sequence[Costs], cluster: Cluster = ALIKE) -> list[Spent]:
     """Return what :func:`counterpoint.simulator.simulate.simulate_turn` would show of one kind of step, in sums.
 
     Args:
         turn: of a plan.
         costs: one or more, for each of which it is played.
-        speeds: how many times as fast each rank computes; empty where all are alike.
+        cluster: how fast each rank is, and which of them are in each other's way.
 
     Raises:
         ProgramError: the program comes to no end (law 2 or 3).
     """
     rows = turn.playable.unroll(1 if turn.stream is None else BODIES_PLAYED)
-    cast = find_cast(turn.playable, rows, speeds)
+    cast = find_cast(turn.playable, rows, cluster)
     bodies = [_body(turn, rank) for rank in range(len(rows))]
     found = []
     for each in costs:
-        speaker, clock = play(rows, cast, each, speeds)
+        speaker, clock = play(rows, cast, each, cluster)
         own = {rank: _spent(rows[rank], clock, rank, bodies[rank]) for rank in dict.fromkeys(speaker)}
         found.append(
             Spent(
