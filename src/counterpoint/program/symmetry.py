@@ -165,21 +165,21 @@ def _numbered(things: Sequence[Hashable]) -> list[int]:
 def _outline(row: Row, words: Words) -> Hashable:
     """Return a row without its ranks, and with microbatches counted from its first one."""
     first = next((word.micro for word in words if type(word) is Forward), 0)
-    return row.num_slices, tuple(_plain(word, first) for word in words)
+    return row.num_slices, tuple([_plain(word, first) for word in words])
 
 
 def _plain(word: Instruction, first: int) -> Hashable:  # noqa: PLR0911 - one case each
     match word:
-        case Forward(block, micro, version):
-            return "F", block, micro - first, version
-        case Backward(block, micro, version, part):
-            return "B", block, micro - first, version, part
-        case Recompute(block, micro, version):
-            return "R", block, micro - first, version
-        case Send(value) | Recv(value) | Push(value) | Pull(value) | Release(value):
-            return type(word), _value(value, first)
-        case Collective(_, value, group, phase):
-            return word.name, _value(value, first), len(group), phase
+        case Forward():
+            return "F", word.block, word.micro - first, word.version
+        case Backward():
+            return "B", word.block, word.micro - first, word.version, word.part
+        case Collective():
+            return word.verb, word.code, _value(word.value, first), len(word.group), word.phase
+        case Send() | Recv() | Push() | Pull() | Release():
+            return type(word), _value(word.value, first)
+        case Recompute():
+            return "R", word.block, word.micro - first, word.version
         case Commit(group, own):
             return "commit", len(group), len(own)
         case Update(unit):

@@ -82,6 +82,7 @@ class Clock:
         self.queues: defaultdict[places.Lane, deque[Transfer]] = defaultdict(deque)
         self.left_s: dict[Key, float] = {}
         self.pool: Pool[Work | Transfer] = Pool()
+        self.shares = score.places.has_crowds or score.places.has_cards
 
     def run(self) -> None:
         """Play the rows to their end, as far as they go.
@@ -92,9 +93,9 @@ class Clock:
         while True:
             ready_s = self.ready[0][0] if self.ready else math.inf
             wished_s = self.wishes[0][0] if self.wishes else math.inf
-            ended_s = self.pool.next_s
+            ended_s = self.pool.next_s if self.shares else math.inf
             soonest = min(ended_s, ready_s, wished_s)
-            if soonest > self.now and not self.pool.is_settled:
+            if self.shares and soonest > self.now and not self.pool.is_settled:
                 self.pool.settle(self.now)
             elif soonest == math.inf:
                 return
@@ -197,7 +198,7 @@ class Clock:
 
     def compute(self, place: Place, seconds: float, now: float, seat: int | None = None) -> float | None:
         """Let a rank compute; return until when, or None where others of its host may slow it down."""
-        uses = self.score.places.cores(place[0]) if seconds else ()
+        uses = self.score.places.cores(place[0]) if seconds and self.shares else ()
         if uses:
             self.pool.begin(Work(place, now, seat), now, seconds, uses)
             return None
@@ -284,9 +285,11 @@ class Clock:
                 self.queues[lane].append(transfer)
             self.leave(transfer, now)
         else:
-            start = max(now, *(self.free_s[lane] for lane in transfer.lanes))
+            lanes = transfer.lanes
+            start = max([now, *[self.free_s[lane] for lane in lanes]])
             stop = start + transfer.seconds
-            self.free_s.update(dict.fromkeys(transfer.lanes, stop))
+            for lane in lanes:
+                self.free_s[lane] = stop
             self.arrive(transfer, start, stop)
 
     def leave(self, transfer: Transfer, now: float) -> None:

@@ -43,6 +43,8 @@ def _curve(held: Sequence[int], times: defaultdict[int, list[Event]]) -> Curve:
         for event in times.get(index, ()):
             now = max(now, event.start_s if event.lane == "compute" else event.stop_s)
         if num_bytes != found[-1][1]:
-            found = [*found[:-1], (now, num_bytes)] if found[-1][0] == now else [*found, (now, num_bytes)]
+            if found[-1] == (now, min(found[-1][1], num_bytes)):
+                found.pop()  # it rises further in the same moment; what falls in no time has been a peak all the same
+            found.append((now, num_bytes))
         now = max([now, *(event.stop_s for event in times.get(index, ()))])
     return tuple(found)

@@ -68,10 +68,12 @@ class Score:
 
     def message(self, rank: int, index: int) -> Transfer:
         """Return what a send or a push of a speaker puts on the link."""
+        place, seconds = (rank, index), self.seconds[rank][index]
+        if not self.places.cluster.levels:
+            return Transfer(place, (place,), seconds)
         word = self.rows[rank][index]
         assert isinstance(word, Send | Push), "nothing else is a message"
-        place = (rank, index)
-        return self._between(place, place, (rank, word.peer), (self.seconds[rank][index], self._crossing(place)))
+        return self._between(place, place, (rank, word.peer), (seconds, self._crossing(place)))
 
     def call(self, number: int, places: tuple[Place, ...]) -> Transfer:
         """Return what a collective puts on the links of its members; ``places`` are those of their speakers."""

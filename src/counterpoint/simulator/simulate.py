@@ -95,7 +95,7 @@ def _last_body(trace: Trace, turn: Turn, rank: int) -> list[Event]:
 
 def _simulate(program: Program, rows: Sequence[Words], costs: Costs, cluster: Cluster) -> Trace:
     speaker, clock = play(rows, find_cast(program, rows, cluster), costs, cluster)
-    return Trace.of(_events(rows, speaker, clock), len(rows), "simulated")
+    return _trace(rows, speaker, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def simulate_every_rank(program: Program, costs: Costs, cluster: Cluster = ALIKE
     """Return what :func:`simulate` returns, without use of symmetry: the reference that it must equal."""
     rows = program.unroll(1)
     clock = _play(rows, Cast(find_partners(rows), range(len(rows))), costs, cluster)
-    return Trace.of(_events(rows, range(len(rows)), clock), len(rows), "simulated")
+    return _trace(rows, range(len(rows)), clock)
 
 
 def _play(rows: Sequence[Words], cast: Cast, costs: Costs, cluster: Cluster) -> Clock:
@@ -168,13 +168,16 @@ def _reason(rows: Sequence[Words]) -> ProgramError:
     return ProgramError(f"the messages of the rows do not pair up\n{show_places(rows, places, 'row')}", law=1)
 
 
-def _events(rows: Sequence[Words], speaker: Sequence[int], clock: Clock) -> list[Event]:
+def _trace(rows: Sequence[Words], speaker: Sequence[int], clock: Clock) -> Trace:
+    """Return the events of all ranks; those of a class are put in order once."""
     write = _Writer()
-    return [
-        Event(rank, index, write.text(rows[rank][index]), start, stop, lane)
-        for rank in range(len(rows))
-        for index, start, stop, lane in clock.spans[speaker[rank]]
+    spans = {rank: sorted(own, key=lambda span: (span[1], span[2], span[0])) for rank, own in clock.spans.items()}
+    events = [
+        Event(rank, index, write.text(row[index]), start, stop, lane)
+        for rank, row in enumerate(rows)
+        for index, start, stop, lane in spans[speaker[rank]]
     ]
+    return Trace(tuple(events), len(rows), "simulated")
 
 
 class _Writer:
