@@ -42,14 +42,14 @@ def test_stages_balanced_by_their_speed_have_the_bubble_of_equal_ones(n, m, spee
     plan = Plan.parse(f"pipeline({n})", num_microbatches=m)
     blocks = int(2 * sum(speeds))
     program = compile_plan(balanced(plan, chain(blocks), Cluster(speeds=speeds)), chain(blocks)).program
-    trace = simulate(program, unit_costs(), speeds)
+    trace = simulate(program, unit_costs(), Cluster(speeds=speeds))
     assert trace.step_s == pytest.approx(2 * 2 * (m + n - 1))
     assert trace.bubble == pytest.approx((n - 1) / (m + n - 1))
 
 
 def test_a_rank_computes_at_its_own_speed():
     program = compile_plan(Plan.parse("data(2)"), chain(4)).program
-    trace = simulate(program, unit_costs(), (4.0, 1.0))
+    trace = simulate(program, unit_costs(), Cluster(speeds=(4.0, 1.0)))
     words = program.unroll(1)
     spent = [Fraction(0)] * 2
     for event in trace.events:

@@ -8,9 +8,10 @@ from counterpoint.simulator.costs import model_costs
 from counterpoint.world.cluster import Cluster, Device, Link
 
 
-def compiled(text, *, m=1, blocks=4, tied=False, passes=()):
+def compiled(text, *, m=1, blocks=4, tied=False, passes=(), proves=True):
     plan = Plan.parse(text, num_microbatches=m)
-    return compile_plan(Plan(plan.strategies, m, passes), chain(blocks, tied=tied), samples_per_micro=2)
+    plan = Plan(plan.strategies, m, passes)
+    return compile_plan(plan, chain(blocks, tied=tied), samples_per_micro=2, proves=proves)
 
 
 def program(*rows):
@@ -37,8 +38,11 @@ class Ticks:
     def compute_s(self, word, part):
         return 1.0
 
-    def link_s(self, word, part):
+    def link_s(self, word, part, rank):
         return self.on_link_s
 
-    def serve_s(self, unit):
+    def crossing_s(self, word, part, rank):
+        return 0.0
+
+    def serve_s(self, unit, server, worker):
         return self.on_server_s

@@ -127,7 +127,7 @@ def test_a_sum_in_a_code_takes_the_link_for_its_bytes(code, link_bytes, rounds):
     plan = f"data(4, {'reduce' if code == 'adasum' else 'compress'}={code})"
     made = compiled(plan, blocks=1)
     word = made.program.rows[0].body[2]
-    assert costs_of(made).link_s(word, Fraction(1)) == pytest.approx(link_bytes / 1e8 + rounds * 1e-4)
+    assert costs_of(made).link_s(word, Fraction(1), 0) == pytest.approx(link_bytes / 1e8 + rounds * 1e-4)
 
 
 @pytest.mark.parametrize(

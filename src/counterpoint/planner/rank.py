@@ -175,7 +175,7 @@ def foresee(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
     """
     compiled, samples = compiled_for(plan, model, cluster, batch_size)
     (costs,) = _costs(compiled, (cluster,), samples)
-    return simulate_turn(compiled.turns[-1], costs, cluster.speeds)
+    return simulate_turn(compiled.turns[-1], costs, cluster)
 
 
 def hold(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ def _costs(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> lis
 def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list[Spent]:
     """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
     costs = _costs(compiled, clusters, samples)
-    played = [(float(turn.share), spend(turn, costs, clusters[0].speeds)) for turn in compiled.turns if turn.share]
+    played = [(float(turn.share), spend(turn, costs, clusters[0])) for turn in compiled.turns if turn.share]
     return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
 
 

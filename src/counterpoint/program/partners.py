@@ -17,6 +17,8 @@ from counterpoint.program.walk import Groups
 
 Place: TypeAlias = tuple[int, int]
 """A rank, and the index of a word in its row."""
+Kinds: TypeAlias = defaultdict[type[Instruction], list[int]]
+"""The indices of the words of each kind in one row."""
 
 
 @dataclass(slots=True)
@@ -37,76 +39,81 @@ class Partners:
     members: list[list[Place]] = field(default_factory=list)
 
 
-def find_partners(rows: Sequence[Words]) -> Partners:
-    """Return who meets whom in rows that keep the laws 1 to 3."""
+def find_partners(rows: Sequence[Words], kinds: Sequence[Kinds] | None = None) -> Partners:
+    """Return who meets whom in rows that keep the laws 1 to 3; ``kinds`` are those of the rows, if they are at hand."""
     found = Partners()
-    _pair_messages(rows, found)
-    _join_calls(rows, found)
-    _seat_workers(rows, found)
+    kinds = kinds or [by_kind(row) for row in rows]
+    _pair_messages(rows, kinds, found)
+    _join_calls(rows, kinds, found)
+    _seat_workers(rows, kinds, found)
     return found
 
 
-def _pair_messages(rows: Sequence[Words], found: Partners) -> None:
+def by_kind(row: Words) -> Kinds:
+    """Return at which indices a row has words of each kind: most words meet nobody, and are looked at only once."""
+    places: Kinds = defaultdict(list)
+    for index, word in enumerate(row):
+        places[type(word)].append(index)
+    return places
+
+
+def _pair_messages(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partners) -> None:
     sent: defaultdict[tuple[Value, int, int], deque[int]] = defaultdict(deque)
     for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
-            if type(word) is Send:
-                sent[word.value, rank, word.peer].append(index)
+        for index in kinds[rank][Send]:
+            word = row[index]
+            assert isinstance(word, Send), "found by its kind"
+            sent[word.value, rank, word.peer].append(index)
     for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
-            if type(word) is Recv:
-                found.source[rank, index] = (word.peer, sent[word.value, word.peer, rank].popleft())
+        for index in kinds[rank][Recv]:
+            word = row[index]
+            assert isinstance(word, Recv), "found by its kind"
+            found.source[rank, index] = (word.peer, sent[word.value, word.peer, rank].popleft())
 
 
-def _join_calls(rows: Sequence[Words], found: Partners) -> None:
+def _join_calls(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partners) -> None:
     groups = Groups()
-    calls: dict[tuple[int, int], int] = {}
+    calls: defaultdict[int, list[int]] = defaultdict(list)
     for rank, row in enumerate(rows):
         made: defaultdict[int, int] = defaultdict(int)
         started: dict[tuple[int, str, Value], int] = {}
-        for index, word in enumerate(row):
-            if type(word) is not Collective and type(word) is not Commit:
-                continue
+        for index in sorted(kinds[rank][Collective] + kinds[rank][Commit]):
+            word = row[index]
+            assert isinstance(word, Collective | Commit), "found by its kind"
             group = groups.number(word.group)
-            if isinstance(word, Collective) and word.phase == "-":
-                found.source[rank, index] = (rank, started[group, word.verb, word.value])
-                continue
-            if isinstance(word, Collective) and word.phase == "+":
+            if isinstance(word, Collective) and word.phase:
+                if word.phase == "-":
+                    found.source[rank, index] = (rank, started[group, word.verb, word.value])
+                    continue
                 started[group, word.verb, word.value] = index
-            number = calls.setdefault((group, made[group]), len(found.members))
-            made[group] += 1
-            if number == len(found.members):
+            if made[group] == len(calls[group]):
+                calls[group].append(len(found.members))
                 found.members.append([])
-            found.members[number].append((rank, index))
-            found.call[rank, index] = number
+            number = calls[group][made[group]]
+            made[group] += 1
+            place = (rank, index)
+            found.members[number].append(place)
+            found.call[place] = number
 
 
-def _seat_workers(rows: Sequence[Words], found: Partners) -> None:
+def _seat_workers(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partners) -> None:
     seats: defaultdict[tuple[int, int, tuple[int, ...]], deque[tuple[int, int]]] = defaultdict(deque)
     for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
-            if isinstance(word, Serve):
-                pairs = [(worker, unit) for worker in word.workers for unit in word.units]
-                for seat, (worker, unit) in enumerate(pairs):
-                    seats[rank, worker, unit].append((index, seat))
+        for index in kinds[rank][Serve]:
+            word = row[index]
+            assert isinstance(word, Serve), "found by its kind"
+            pairs = [(worker, unit) for worker in word.workers for unit in word.units]
+            for seat, (worker, unit) in enumerate(pairs):
+                seats[rank, worker, unit].append((index, seat))
     if not seats:
         return
     taken: defaultdict[tuple[int, int, tuple[int, ...], type[Instruction]], int] = defaultdict(int)
     for rank, row in enumerate(rows):
-        for index, word in enumerate(row):
-            if isinstance(word, Push | Pull):
-                key = (word.peer, rank, word.value.blocks)
-                serve, seat = seats[key][taken[*key, type(word)]]
-                taken[*key, type(word)] += 1
-                found.source[rank, index] = (word.peer, serve)
-                found.seat[rank, index] = seat
-
-
-def edges(partners: Partners, num_ranks: int) -> list[list[tuple[int, Place | int, int]]]:
-    """Return for each rank its words that meet others: index, the place or the call's number, the seat."""
-    found: list[list[tuple[int, Place | int, int]]] = [[] for _ in range(num_ranks)]
-    for (rank, index), source in partners.source.items():
-        found[rank].append((index, source, partners.seat.get((rank, index), 0)))
-    for (rank, index), number in partners.call.items():
-        found[rank].append((index, number, 0))
-    return found
+        for index in sorted(kinds[rank][Push] + kinds[rank][Pull]):
+            word = row[index]
+            assert isinstance(word, Push | Pull), "found by its kind"
+            key = (word.peer, rank, word.value.blocks)
+            serve, seat = seats[key][taken[*key, type(word)]]
+            taken[*key, type(word)] += 1
+            found.source[rank, index] = (word.peer, serve)
+            found.seat[rank, index] = seat

@@ -7,7 +7,10 @@ both rows, so that by induction along any order in which the program can run, bo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from counterpoint.program.instruction import (
     Backward,
@@ -26,8 +29,25 @@ from counterpoint.program.instruction import (
     Update,
     Value,
 )
-from counterpoint.program.partners import Partners, edges, find_partners
+from counterpoint.program.partners import Partners, find_partners
 from counterpoint.program.program import Program, Row, Words
+
+
+@dataclass(frozen=True, slots=True)
+class Nearness:
+    """What tells ranks apart besides their words: what they are, and whom they are near.
+
+    Args:
+        kinds: for each rank what is its own, such as how fast it computes; empty where all are alike.
+        groups: for each level of a network the group that each rank is in. Groups of one level are alike when they hold
+            as many ranks of each class, and words only when they meet as many from the own group.
+    """
+
+    kinds: Sequence[Hashable] = ()
+    groups: Sequence[Sequence[int]] = ()
+
+
+ANYWHERE = Nearness()
 
 
 def classes(program: Program, rows: Sequence[Words] | None = None) -> tuple[tuple[int, ...], ...]:
@@ -47,13 +67,20 @@ def classes(program: Program, rows: Sequence[Words] | None = None) -> tuple[tupl
     return refine(program, flat, find_partners(flat))
 
 
-def refine(program: Program, rows: Sequence[Words], partners: Partners) -> tuple[tuple[int, ...], ...]:
-    """Return the classes of rows whose partners are known; see :func:`classes`."""
-    colours = _numbered([_outline(row, words) for row, words in zip(program.rows, rows, strict=True)])
-    meetings = edges(partners, len(rows))
+def refine(
+    program: Program, rows: Sequence[Words], partners: Partners, near: Nearness = ANYWHERE
+) -> tuple[tuple[int, ...], ...]:
+    """Return the classes of rows whose partners are known, on ranks that may differ; see :func:`classes`."""
+    return refined([outline_of(row, words) for row, words in zip(program.rows, rows, strict=True)], partners, near)
+
+
+def refined(outlines: Sequence[Hashable], partners: Partners, near: Nearness = ANYWHERE) -> tuple[tuple[int, ...], ...]:
+    """Return the classes of rows whose partners and outlines are known; see :func:`classes`."""
+    kinds = near.kinds or [()] * len(outlines)
+    colours = _numbered(list(zip(outlines, kinds, strict=True)))
+    meetings = _Meetings(partners, near.groups)
     while True:
-        calls = _numbered([frozenset((colours[rank], index) for rank, index in call) for call in partners.members])
-        finer = _numbered([(colours[rank], _surroundings(own, colours, calls)) for rank, own in enumerate(meetings)])
+        finer = meetings.refined(colours)
         if max(finer, default=0) == max(colours, default=0):
             break
         colours = finer
@@ -63,39 +90,100 @@ def refine(program: Program, rows: Sequence[Words], partners: Partners) -> tuple
     return tuple(map(tuple, together.values()))
 
 
+class _Meetings:
+    """Whom each rank meets at which words; all words that it shares with one rank, or one group, are one pattern."""
+
+    def __init__(self, partners: Partners, near: Sequence[Sequence[int]]) -> None:
+        self.near = near
+        self.patterns: dict[Hashable, int] = {}
+        self.others: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.calls: list[dict[int, int]] = []
+        self._add_messages(partners)
+        self._add_calls(partners)
+
+    def _pattern(self, *what: Hashable) -> int:
+        return self.patterns.setdefault(what, len(self.patterns))
+
+    def _add_messages(self, partners: Partners) -> None:
+        """A rank sees whom it hears; where places count, also who hears it."""
+        met: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        for place, (other, at) in partners.source.items():
+            rank, index = place
+            met[rank, other].append((index, at, partners.seat.get(place, 0)))
+        for (rank, other), places in met.items():
+            apart = tuple(groups[rank] != groups[other] for groups in self.near)
+            self.others[rank].append((other, self._pattern("from", apart, tuple(places))))
+            if self.near:
+                self.others[other].append((rank, self._pattern("to", apart, tuple(places))))
+
+    def _add_calls(self, partners: Partners) -> None:
+        indices: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        for members in partners.members:
+            group = tuple([rank for rank, _ in members])
+            found = indices.setdefault(group, {})
+            for rank, index in members:
+                found.setdefault(rank, []).append(index)
+        for places in indices.values():
+            self.calls.append({rank: self._pattern("call", tuple(at)) for rank, at in places.items()})
+
+    def refined(self, colours: Sequence[int]) -> list[int]:
+        """Return finer colours: by those of the own groups, of whom each rank meets, and of whom calls join."""
+        homes = [_together(dict(enumerate(colours)), groups) for groups in self.near]
+        joined: list[Hashable] = []
+        calls: defaultdict[int, list[tuple[int, Hashable]]] = defaultdict(list)
+        for number, patterns in enumerate(self.calls):
+            seats = {rank: (colours[rank], pattern) for rank, pattern in patterns.items()}
+            inside = [_together(seats, groups) for groups in self.near]
+            joined.append(tuple(tuple(sorted(found.values())) for found in inside) or frozenset(seats.values()))
+            for rank, pattern in patterns.items():
+                calls[rank].append((number, (pattern, *self._own(inside, rank))))
+        joins = _numbered(joined)
+        return _numbered([
+            (
+                colour,
+                self._own(homes, rank),
+                frozenset(Counter((colours[other], pattern) for other, pattern in self.others[rank]).items()),
+                frozenset(Counter((joins[number], seat) for number, seat in calls[rank]).items()),
+            )
+            for rank, colour in enumerate(colours)
+        ])  # fmt: skip
+
+    def _own(self, found: Sequence[Mapping[int, Hashable]], rank: int) -> tuple[Hashable, ...]:
+        """Return what is found in a rank's own group of each level."""
+        return tuple(here[groups[rank]] for here, groups in zip(found, self.near, strict=True))
+
+
+def _together(things: Mapping[int, Any], groups: Sequence[int]) -> dict[int, tuple[Any, ...]]:
+    """Return for each group what its ranks have, in order."""
+    found: defaultdict[int, list[Any]] = defaultdict(list)
+    for rank, thing in things.items():
+        found[groups[rank]].append(thing)
+    return {group: tuple(sorted(here)) for group, here in found.items()}
+
+
 def _numbered(things: Sequence[Hashable]) -> list[int]:
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(thing, len(numbers)) for thing in things]
 
 
-def _surroundings(
-    own: Sequence[tuple[int, tuple[int, int] | int, int]], colours: Sequence[int], calls: Sequence[int]
-) -> tuple[tuple[int, int, int, int], ...]:
-    """Say whom each word meets, and where: the class instead of the rank."""
-    return tuple(
-        (index, calls[other], -1, seat) if isinstance(other, int) else (index, colours[other[0]], other[1], seat)
-        for index, other, seat in own
-    )
-
-
-def _outline(row: Row, words: Words) -> Hashable:
+def outline_of(row: Row, words: Words) -> Hashable:
     """Return a row without its ranks, and with microbatches counted from its first one."""
     first = next((word.micro for word in words if type(word) is Forward), 0)
-    return row.num_slices, tuple(_plain(word, first) for word in words)
+    return row.num_slices, tuple([_plain(word, first) for word in words])
 
 
 def _plain(word: Instruction, first: int) -> Hashable:  # noqa: PLR0911 - one case each
     match word:
-        case Forward(block, micro, version):
-            return "F", block, micro - first, version
-        case Backward(block, micro, version, part):
-            return "B", block, micro - first, version, part
-        case Recompute(block, micro, version):
-            return "R", block, micro - first, version
-        case Send(value) | Recv(value) | Push(value) | Pull(value) | Release(value):
-            return type(word), _value(value, first)
-        case Collective(_, value, group, phase):
-            return word.name, _value(value, first), len(group), phase
+        case Forward():
+            return "F", word.block, word.micro - first, word.version
+        case Backward():
+            return "B", word.block, word.micro - first, word.version, word.part
+        case Collective():
+            return word.verb, word.code, _value(word.value, first), len(word.group), word.phase
+        case Send() | Recv() | Push() | Pull() | Release():
+            return type(word), _value(word.value, first)
+        case Recompute():
+            return "R", word.block, word.micro - first, word.version
         case Commit(group, own):
             return "commit", len(group), len(own)
         case Update(unit):

@@ -13,6 +13,8 @@ from counterpoint.errors import DataError
 Lane: TypeAlias = Literal["compute", "link", "wait"]
 """Where the time went: the rank's processor, its outgoing link, or waiting for another rank."""
 LANES: tuple[Lane, ...] = ("compute", "link", "wait")
+Curve: TypeAlias = tuple[tuple[float, int], ...]
+"""From which second on how many bytes are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,13 @@ class Trace:
         events: by rank, then by time.
         num_ranks: how many ranks the program has.
         source: ``simulated`` or ``measured``.
+        memory: what each rank holds over time; empty where it is not known.
     """
 
     events: tuple[Event, ...]
     num_ranks: int
     source: Literal["simulated", "measured"]
+    memory: tuple[Curve, ...] = ()
 
     @staticmethod
     def of(events: Iterable[Event], num_ranks: int, source: Literal["simulated", "measured"]) -> Trace:
@@ -80,9 +84,8 @@ class Trace:
 
     def to_json(self) -> str:
         """Write the trace as JSON."""
-        return json.dumps(
-            {"source": self.source, "num_ranks": self.num_ranks, "events": [asdict(event) for event in self.events]}
-        )
+        found = {"source": self.source, "num_ranks": self.num_ranks, "events": [asdict(event) for event in self.events]}
+        return json.dumps(found | ({"memory": self.memory} if self.memory else {}))
 
     @staticmethod
     def from_json(text: str) -> Trace:
@@ -94,6 +97,7 @@ class Trace:
         try:
             loaded: Any = json.loads(text)
             events = tuple(Event(**event) for event in loaded["events"])
-            return Trace(events, int(loaded["num_ranks"]), loaded["source"])
+            memory = tuple(tuple((float(at), int(size)) for at, size in curve) for curve in loaded.get("memory", ()))
+            return Trace(events, int(loaded["num_ranks"]), loaded["source"], memory)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"this is not a trace: {error}; give a file that Trace.to_json wrote") from error

@@ -1,9 +1,13 @@
 """The virtual clock: rows go forward in time, links carry one thing at a time, first ready first served.
 
 Every rank has one processor, which does its words in order, and one link out, which a send or a collective
-occupies while the processor goes on. All that happens at one moment on processors happens before any link is given
-away at that moment, and links are given to the word that stands first in its row; so nothing depends on the
-numbers of ranks, which is what lets one rank of a class speak for all (:mod:`counterpoint.program.symmetry`).
+occupies while the processor goes on; on several hosts it has two, to its own host and out of it. All that happens at
+one moment on processors happens before any link is given away at that moment, and links are given to the word that
+stands first in its row; so nothing depends on the numbers of ranks, which is what lets one rank of a class speak for
+all (:mod:`counterpoint.program.symmetry`).
+
+What ranks share slows down those that use it at one time (:mod:`counterpoint.simulator.sharing`): the cores of a host,
+the card that leads out of it, in each direction. Where nothing is shared, it is known at once when a word ends.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,46 +34,26 @@ from counterpoint.program.instruction import (
     Swap,
     Update,
 )
-from counterpoint.program.partners import Partners, Place
-from counterpoint.program.program import Words
+from counterpoint.program.partners import Place
 from counterpoint.program.trace import Lane
-from counterpoint.simulator.costs import Costs
+from counterpoint.simulator import places
+from counterpoint.simulator.score import Key, Score, Transfer
+from counterpoint.simulator.sharing import Pool
 
 Span: TypeAlias = tuple[int, float, float, Lane]
 """Index of a word, start, stop, lane."""
-Key: TypeAlias = tuple[object, ...]
-"""What a word may wait for: the place of a send, the places of a call, or an answer."""
 
 _GO = 1 << 60
 """Stands where a push has its seat in a server's order, for a rank that goes on; deliveries come first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """What is played: rows, who meets whom, which rank speaks for which, and what each word costs.
+class Work:
+    """A word that is being computed since a moment; with the seat of a push where a server applies it."""
 
-    Args:
-        rows: the flat rows of all ranks.
-        partners: who meets whom in them.
-        speaker: for each rank the one that speaks for its class.
-        seconds: for each speaker the seconds of each of its words, on the processor or on the link.
-        costs: for what a server does with each push.
-    """
-
-    rows: Sequence[Words]
-    partners: Partners
-    speaker: Sequence[int]
-    seconds: Mapping[int, Sequence[float]]
-    costs: Costs
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Something that wants the links of its members for a while."""
-
-    key: Key
-    members: tuple[Place, ...]
-    seconds: float
+    place: Place
+    began_s: float
+    seat: int | None
 
 
 class Clash(Exception):  # noqa: N818 - not an error: all ranks are simulated instead
@@ -82,9 +65,9 @@ class Clock:
 
     def __init__(self, score: Score) -> None:
         self.score = score
+        self.now = 0.0
         self.cursor = dict.fromkeys(score.seconds, 0)
         self.came_s = dict.fromkeys(score.seconds, 0.0)
-        self.link_free_s = dict.fromkeys(score.seconds, 0.0)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in score.seconds}
         self.done: dict[Key, float] = {}
         self.present: defaultdict[Key, set[Place]] = defaultdict(set)
@@ -95,6 +78,11 @@ class Clock:
         self.ready: list[tuple[float, int, Place]] = [(0.0, _GO, (rank, 0)) for rank in score.seconds]
         self.wishes: list[tuple[float, int, tuple[Place, ...], int, Transfer]] = []
         self.num_wishes = 0
+        self.free_s: defaultdict[places.Lane, float] = defaultdict(float)
+        self.queues: defaultdict[places.Lane, deque[Transfer]] = defaultdict(deque)
+        self.left_s: dict[Key, float] = {}
+        self.pool: Pool[Work | Transfer] = Pool()
+        self.shares = score.places.has_crowds or score.places.has_cards
 
     def run(self) -> None:
         """Play the rows to their end, as far as they go.
@@ -102,26 +90,66 @@ class Clock:
         Raises:
             Clash: ranks of one class would differ, see there.
         """
-        while self.ready or self.wishes:
-            if self.wishes and (not self.ready or self.wishes[0][0] < self.ready[0][0]):
-                self.grant()
-                continue
-            now, seat, (rank, index) = heapq.heappop(self.ready)
-            if seat == _GO:
-                self.advance(rank, now)
+        while True:
+            ready_s = self.ready[0][0] if self.ready else math.inf
+            wished_s = self.wishes[0][0] if self.wishes else math.inf
+            ended_s = self.pool.next_s if self.shares else math.inf
+            soonest = min(ended_s, ready_s, wished_s)
+            if self.shares and soonest > self.now and not self.pool.is_settled:
+                self.pool.settle(self.now)
+            elif soonest == math.inf:
+                return
             else:
-                self.pushed[rank, index].append(seat)
-                self.wake(("pushed", rank, index), now)
+                self.now = soonest
+                if ended_s == soonest:
+                    self.end(soonest)
+                elif ready_s == soonest:
+                    self.go_on()
+                else:
+                    self.grant()
 
     @property
     def stuck(self) -> list[int]:
         """The speakers that never came to the end of their rows."""
         return [rank for rank, at in self.cursor.items() if at < len(self.score.rows[rank])]
 
+    def end(self, now: float) -> None:
+        """Let what is computed or crosses shared links end, where its time has come."""
+        for owner in self.pool.ended(now):
+            match owner:
+                case Work(place, began_s, seat):
+                    self.note(*place, (began_s, now), "compute")
+                    if seat is None:
+                        self.cursor[place[0]] += 1
+                        self.pause(place[0], now)
+                    else:
+                        self.answer(place, seat, now)
+                case Transfer():
+                    for lane in owner.lanes:
+                        self.queues[lane].popleft()
+                    self.arrive(owner, self.left_s[owner.key], now)
+                    for lane in owner.lanes:
+                        if self.queues[lane]:
+                            self.leave(self.queues[lane][0], now)
+
+    def go_on(self) -> None:
+        """Let the rank that is ready first do its words, or a server get its push."""
+        now, seat, (rank, index) = heapq.heappop(self.ready)
+        if seat == _GO:
+            self.advance(rank, now)
+        else:
+            self.pushed[rank, index].append(seat)
+            self.wake(("pushed", rank, index), now)
+
     def wake(self, key: Key, now: float) -> None:
         """Let all that wait for something look again at a moment."""
         for rank in self.asleep.pop(key, ()):
             heapq.heappush(self.ready, (now, _GO, (rank, 0)))
+
+    def pause(self, rank: int, until: float) -> None:
+        """Let a rank go on at a moment."""
+        self.came_s[rank] = until
+        heapq.heappush(self.ready, (until, _GO, (rank, 0)))
 
     def advance(self, rank: int, now: float) -> None:
         """Let a rank do words until one takes time or has to wait."""
@@ -132,21 +160,18 @@ class Clock:
             self.cursor[rank] += 1
             self.came_s[rank] = until
             if until > now:
-                heapq.heappush(self.ready, (until, _GO, (rank, 0)))
+                self.pause(rank, until)
                 return
 
     def perform(self, rank: int, now: float) -> float | None:  # noqa: C901, PLR0911 - one case for each instruction
-        """Begin the next word; return when the rank goes on, or None when it waits for something else."""
+        """Begin the next word; return when the rank goes on, or None when that depends on something else."""
         index = self.cursor[rank]
         word = self.score.rows[rank][index]
         match word:
             case Forward() | Recompute() | Backward() | Update():
-                until = now + self.score.seconds[rank][index]
-                self.note(rank, index, (now, until), "compute")
-                return until
+                return self.compute((rank, index), self.score.seconds[rank][index], now)
             case Send() | Push():
-                place = (rank, index)
-                self.wish(now, Transfer(place, (place,), self.score.seconds[rank][index]))
+                self.wish(now, self.score.message(rank, index))
                 return now
             case Recv():
                 source, at = self.score.partners.source[rank, index]
@@ -171,24 +196,37 @@ class Clock:
                 self.note(rank, index, (now, now), "link")
                 return now
 
+    def compute(self, place: Place, seconds: float, now: float, seat: int | None = None) -> float | None:
+        """Let a rank compute; return until when, or None where others of its host may slow it down."""
+        uses = self.score.places.cores(place[0]) if seconds and self.shares else ()
+        if uses:
+            self.pool.begin(Work(place, now, seat), now, seconds, uses)
+            return None
+        self.note(*place, (now, now + seconds), "compute")
+        return now + seconds
+
     def serve(self, rank: int, word: Serve, now: float) -> float | None:
         """Apply the push that came first and answer it; go on when all workers have been served."""
         place = (rank, self.cursor[rank])
         if self.pushed[place]:
             seat = self.pushed[place].popleft()
-            update_s, answer_s = self.score.costs.serve_s(word.units[seat % len(word.units)])
+            update_s, _ = self.score.answer(place, seat)
             if self.came_s[rank] < now:
                 self.note(*place, (self.came_s[rank], now), "wait")
-            self.note(*place, (now, now + update_s), "compute")
-            self.wish(now + update_s, Transfer(("answer", *place, seat), (place,), answer_s))
-            self.served[place] += 1
-            self.came_s[rank] = now + update_s
-            heapq.heappush(self.ready, (now + update_s, _GO, (rank, 0)))
+            until = self.compute(place, update_s, now, seat)
+            if until is not None:
+                self.answer(place, seat, until)
             return None
         if self.served[place] == len(word.workers) * len(word.units):
             return now
         self.asleep["pushed", *place].append(rank)
         return None
+
+    def answer(self, place: Place, seat: int, now: float) -> None:
+        """Send the weights back to whom a server has served, and let it go on."""
+        self.wish(now, self.score.answer(place, seat)[1])
+        self.served[place] += 1
+        self.pause(place[0], now)
 
     def note(self, rank: int, index: int, times: tuple[float, float], lane: Lane) -> None:
         """Keep what a rank did from when to when."""
@@ -217,8 +255,7 @@ class Clock:
         call = self.call_of((rank, index))
         self.present[call].add((rank, index))
         if len(self.present[call]) == len(call):
-            seconds = max(self.score.seconds[member][at] for member, at in call)
-            self.wish(now, Transfer(call, call, seconds))
+            self.wish(now, self.score.call(self.score.partners.call[rank, index], call))
 
     def wish(self, now: float, transfer: Transfer) -> None:
         """Queue a transfer that is ready at a moment."""
@@ -233,21 +270,42 @@ class Clock:
         while self.wishes and self.wishes[0][:2] == (now, first):
             batch.append(heapq.heappop(self.wishes)[-1])
         if len(self.score.seconds) < len(self.score.rows):
-            wanted = [rank for each in batch if each.seconds for rank, _ in each.members]
+            wanted = [lane for each in batch if each.seconds for lane in each.lanes]
             if len(wanted) > len(set(wanted)):
                 raise Clash
         for each in batch:
             self.carry(each, now)
 
     def carry(self, transfer: Transfer, now: float) -> None:
-        """Give a transfer the links of its members as soon as all are free."""
-        start = stop = now
-        if transfer.seconds:
-            start = max(now, *(self.link_free_s[rank] for rank, _ in transfer.members))
+        """Give a transfer the links of its members as soon as all are free; those who share none know until when."""
+        if not transfer.seconds:
+            self.arrive(transfer, now, now)
+        elif self.score.places.has_cards:
+            for lane in transfer.lanes:
+                self.queues[lane].append(transfer)
+            self.leave(transfer, now)
+        else:
+            lanes = transfer.lanes
+            start = max([now, *[self.free_s[lane] for lane in lanes]])
             stop = start + transfer.seconds
+            for lane in lanes:
+                self.free_s[lane] = stop
+            self.arrive(transfer, start, stop)
+
+    def leave(self, transfer: Transfer, now: float) -> None:
+        """Put a transfer under way if it is first in line for all of its links."""
+        if transfer.key in self.left_s or any(self.queues[lane][0] is not transfer for lane in transfer.lanes):
+            return
+        self.left_s[transfer.key] = now
+        if transfer.uses:
+            apart_s = transfer.seconds - transfer.crossing_s
+            self.pool.begin(transfer, now, transfer.crossing_s, transfer.uses, apart_s)
+        else:
+            self.pool.begin(transfer, now, transfer.seconds, ())
+
+    def arrive(self, transfer: Transfer, start: float, stop: float) -> None:
+        """Let a transfer be done at a moment; all that wait for it look again then."""
         for rank, index in transfer.members:
-            if transfer.seconds:
-                self.link_free_s[rank] = stop
             if transfer.seconds or _goes_on(self.score.rows[rank][index]):
                 self.note(rank, index, (start, stop), "link")
         self.done[transfer.key] = stop

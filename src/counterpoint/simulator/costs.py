@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -22,7 +21,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.traffic import Sizes
-from counterpoint.simulator.rings import collective_s
+from counterpoint.simulator.network import Network
 from counterpoint.world.cluster import Cluster
 
 ADAM_PASSES = 7
@@ -30,17 +29,21 @@ ADAM_PASSES = 7
 
 
 class Costs(Protocol):
-    """Seconds of an instruction; the same for all ranks and microbatches."""
+    """Seconds of an instruction, where nothing else is in its way; the same for all microbatches."""
 
     def compute_s(self, word: Compute | Update, part: Fraction) -> float:
-        """Return how long a rank computes; an update applies to ``part`` of its unit."""
+        """Return how long a rank as fast as the device computes; an update applies to ``part`` of its unit."""
         ...
 
-    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
-        """Return how long a word occupies the links of those who send; ``part`` of the value is at hand."""
+    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return how long a word of a rank occupies the links of those who send; ``part`` of the value is at hand."""
         ...
 
-    def serve_s(self, unit: Unit) -> tuple[float, float]:
+    def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return how many of these seconds it is on links that ranks of a host share."""
+        ...
+
+    def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return how long a server takes to apply one push, and how long its answer occupies the link."""
         ...
 
@@ -64,11 +67,15 @@ class UnitCosts:
             case Update():
                 return 0.0
 
-    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
+    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return nothing."""
         return 0.0
 
-    def serve_s(self, unit: Unit) -> tuple[float, float]:
+    def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return nothing."""
+        return 0.0
+
+    def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return nothing."""
         return 0.0, 0.0
 
@@ -99,22 +106,23 @@ class ModelCosts:
             case Update(unit):
                 return self._update_s(unit) * float(part)
 
-    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
-        """Return bytes by the link's speed; a commit goes up and down a tree of its members."""
-        link = self.cluster.link
-        match word:
-            case Send(value) | Push(value):
-                return link.seconds(self.size_of(value))
-            case Collective(value=value, code=code) if code:
-                return collective_s(word, self.size_of(value, code), link)
-            case Collective(value=value):
-                return collective_s(word, self.size_of(value) * part, link)
-            case Commit(group):
-                return 2 * math.ceil(math.log2(len(group))) * link.latency_s
+    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return what :class:`counterpoint.simulator.network.Network` says."""
+        return self.network.load(word, part, rank).seconds
 
-    def serve_s(self, unit: Unit) -> tuple[float, float]:
-        """Return an update by the memory's speed, and the weights by the link's."""
-        return self._update_s(unit), self.cluster.link.seconds(self.size_of(weight(unit)))
+    def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return what :class:`counterpoint.simulator.network.Network` says."""
+        return self.network.load(word, part, rank).crossing_s
+
+    def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
+        """Return an update by the memory's speed, and the weights by that of the link to the worker."""
+        answer = Send(weight(unit), worker)
+        return self._update_s(unit), self.network.load(answer, Fraction(1), server).seconds
+
+    @property
+    def network(self) -> Network:
+        """How long words are on the cluster's links."""
+        return Network(self.cluster, self.size_of)
 
     def _block_s(self, block: int) -> float:
         return self.model.blocks[block].cost * self.samples_per_micro / self.cluster.device.cost_per_s

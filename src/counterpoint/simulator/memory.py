@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -33,6 +34,9 @@ from counterpoint.program.units import units_named
 
 _Unit = tuple[int, ...]
 
+ADAM_STATES = 2
+"""How many values per parameter Adam keeps."""
+
 
 @dataclass(slots=True)
 class _Held:
@@ -61,7 +65,7 @@ class _Held:
         return sum((Fraction(total, denominator) for denominator, total in sums.items()), wires)
 
 
-def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tuple[int, ...]:
+def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = ADAM_STATES) -> tuple[int, ...]:
     """Return the bytes that each rank holds at most in one step.
 
     A forward keeps what leaves its block until its backward, one that is computed again only what it reads until then;
@@ -77,16 +81,27 @@ def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = 2) -> tupl
         size_of: bytes of a whole value on one rank.
         num_states: how many values per parameter the optimizer keeps.
     """
+    return tuple(max(row) for row in held_bytes(program, size_of, num_states=num_states))
+
+
+def held_bytes(program: Program, size_of: Sizes, *, num_states: int = ADAM_STATES) -> list[list[int]]:
+    """Return for each rank the bytes that it holds before its first word, and then during each word of one step.
+
+    Args:
+        program: as for :func:`peak_bytes`; of a stream with one body.
+        size_of: bytes of a whole value on one rank.
+        num_states: how many values per parameter the optimizer keeps.
+    """
     named = sorted({unit for _, word in program.words() for unit in units_named(word)})
     units = {unit: size_of(weight(unit)) for unit in named}
-    known: dict[tuple[object, ...], int] = {}
-    peaks = []
+    known: dict[tuple[object, ...], list[int]] = {}
+    found = []
     for row in program.unroll(1):
         outline = tuple(_outline(word) for word in row)
         if outline not in known:  # equal but for ranks and microbatches, so equal in bytes
-            known[outline] = _row_peak(row, units, size_of, num_states)
-        peaks.append(known[outline])
-    return tuple(peaks)
+            known[outline] = _row_bytes(row, units, size_of, num_states)
+        found.append(known[outline])
+    return found
 
 
 def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one case each
@@ -111,10 +126,12 @@ def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one ca
             return ()
 
 
-def _row_peak(row: Words, units: dict[_Unit, int], size_of: Sizes, num_states: int) -> int:
+def _row_bytes(row: Words, units: dict[_Unit, int], size_of: Sizes, num_states: int) -> list[int]:
+    """Return the bytes that are held before a row, and then during each of its words."""
     held = _begin(row, units, size_of)
     again = computed_again(row)
-    peak = fixed = held.fixed_bytes(num_states)
+    fixed = held.fixed_bytes(num_states)
+    found = [math.ceil(fixed)]
     for word in row:
         num_grads = len(held.grads)
         if isinstance(word, Forward | Recompute):
@@ -123,10 +140,10 @@ def _row_peak(row: Words, units: dict[_Unit, int], size_of: Sizes, num_states: i
         if len(held.grads) != num_grads or _is_of_units(word):
             fixed = held.fixed_bytes(num_states)
         in_hand = max(units[unit] for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
-        peak = max(peak, fixed + sum(held.alive.values()) + in_hand)
+        found.append(math.ceil(fixed) + sum(held.alive.values()) + in_hand)
         if isinstance(word, Backward) and word.has_weight:  # it holds what it reads and what it writes at once
             held.alive.pop((word.block, word.micro), None)
-    return -(-peak.numerator // peak.denominator)
+    return found
 
 
 def _kept_by(word: Forward | Recompute, again: Again, size_of: Sizes) -> int:

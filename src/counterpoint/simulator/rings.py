@@ -55,8 +55,41 @@ def star_copy_s(value_bytes: Fraction | float, num_ranks: int, link: Link) -> fl
     return (num_ranks - 1) * link.seconds(float(value_bytes))
 
 
+def memory_half_s(value_bytes: Fraction | float, num_ranks: int, link: Link) -> float:
+    """Predict how long the ranks of a host take to add up one part each in memory, or to gather all parts.
+
+    Args:
+        value_bytes: size of the whole value.
+        num_ranks: how many they are; 1 means nothing to do and costs 0.
+        link: what one rank moves of what others have.
+
+    Returns:
+        Seconds: ``latency + (n-1)/n value_bytes / bandwidth``.
+    """
+    return link.seconds(float(value_bytes) * (num_ranks - 1) / num_ranks) if num_ranks > 1 else 0.0
+
+
+def halves(word: Collective, value_bytes: Fraction | float) -> tuple[int, Fraction | float]:
+    """Return how many reduce-scatters or all-gathers a collective is, and of a value of how many bytes.
+
+    Args:
+        word: what is called, but for a copy.
+        value_bytes: as for :func:`collective_s`.
+    """
+    way = find_code(word.code).kind.way if word.code else "reduce"
+    match word.verb:
+        case "sum" if way == "gather":
+            return 1, len(word.group) * value_bytes
+        case "sum" if way == "reduce twice":
+            return 4, value_bytes / 2
+        case "sum" | "mean":
+            return 2, value_bytes
+        case "share" | "join" | "copy":
+            return 1, value_bytes
+
+
 def collective_s(word: Collective, value_bytes: Fraction | float, link: Link) -> float:
-    """Predict how long a collective occupies the links of its members.
+    """Predict how long a collective in a ring of its members occupies their links.
 
     Args:
         word: what is called.
@@ -64,16 +97,7 @@ def collective_s(word: Collective, value_bytes: Fraction | float, link: Link) ->
             sum with a code.
         link: the link of each member.
     """
-    num_ranks = len(word.group)
-    way = find_code(word.code).kind.way if word.code else "reduce"
-    match word.verb:
-        case "sum" if way == "gather":
-            return ring_half_s(num_ranks * value_bytes, num_ranks, link)
-        case "sum" if way == "reduce twice":
-            return 2 * ring_all_reduce_s(value_bytes / 2, num_ranks, link)
-        case "sum" | "mean":
-            return ring_all_reduce_s(value_bytes, num_ranks, link)
-        case "share" | "join":
-            return ring_half_s(value_bytes, num_ranks, link)
-        case "copy":
-            return star_copy_s(value_bytes, num_ranks, link)
+    if word.verb == "copy":
+        return star_copy_s(value_bytes, len(word.group), link)
+    times, half_bytes = halves(word, value_bytes)
+    return times * ring_half_s(half_bytes, len(word.group), link)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -30,29 +30,35 @@ from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Event, Trace
 from counterpoint.program.turn import Turn
 from counterpoint.program.walk import Groups, show_places, walk
-from counterpoint.simulator.clock import Clash, Clock, Score
+from counterpoint.simulator.clock import Clash, Clock
 from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.places import Places, nearness
+from counterpoint.simulator.score import Score
+from counterpoint.world.cluster import Cluster
+
+ALIKE = Cluster()
+"""Ranks that are alike, none in the way of another."""
 
 
-def simulate(program: Program, costs: Costs, speeds: Sequence[float] = ()) -> Trace:
+def simulate(program: Program, costs: Costs, cluster: Cluster = ALIKE) -> Trace:
     """Return what one step would be like: one rank of each symmetry class is played, all ranks are in the trace.
 
     Args:
         program: a program that keeps the laws; a stream is played with one body.
         costs: seconds of its instructions.
-        speeds: how many times as fast each rank computes; empty where all are alike.
+        cluster: how fast each rank is, and which of them are in each other's way.
 
     Raises:
         ProgramError: the program comes to no end (law 2 or 3).
     """
-    return _simulate(program, program.unroll(1), costs, speeds)
+    return _simulate(program, program.unroll(1), costs, cluster)
 
 
 BODIES_PLAYED = 4
 """So many bodies of a stream are played to see the last one, which is then like all later ones."""
 
 
-def simulate_turn(turn: Turn, costs: Costs, speeds: Sequence[float] = ()) -> Trace:
+def simulate_turn(turn: Turn, costs: Costs, cluster: Cluster = ALIKE) -> Trace:
     """Return what one kind of step would be like; in a stream, one body in the long run.
 
     Every rank's body begins at 0 then, as it does where it is measured.
@@ -60,11 +66,11 @@ def simulate_turn(turn: Turn, costs: Costs, speeds: Sequence[float] = ()) -> Tra
     Args:
         turn: of a plan.
         costs: seconds of its instructions.
-        speeds: how many times as fast each rank computes; empty where all are alike.
+        cluster: how fast each rank is, and which of them are in each other's way.
     """
     if turn.stream is None:
-        return simulate(turn.program, costs, speeds)
-    trace = _simulate(turn.stream, turn.stream.unroll(BODIES_PLAYED), costs, speeds)
+        return simulate(turn.program, costs, cluster)
+    trace = _simulate(turn.stream, turn.stream.unroll(BODIES_PLAYED), costs, cluster)
     events = [event for rank in range(trace.num_ranks) for event in _last_body(trace, turn, rank)]
     return Trace.of(events, trace.num_ranks, "simulated")
 
@@ -87,9 +93,9 @@ def _last_body(trace: Trace, turn: Turn, rank: int) -> list[Event]:
     ]
 
 
-def _simulate(program: Program, rows: Sequence[Words], costs: Costs, speeds: Sequence[float]) -> Trace:
-    speaker, clock = play(rows, find_cast(program, rows, speeds), costs, speeds)
-    return Trace.of(_events(rows, speaker, clock), len(rows), "simulated")
+def _simulate(program: Program, rows: Sequence[Words], costs: Costs, cluster: Cluster) -> Trace:
+    speaker, clock = play(rows, find_cast(program, rows, cluster), costs, cluster)
+    return _trace(rows, speaker, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ class Cast:
     speaker: Sequence[int]
 
 
-def find_cast(program: Program, rows: Sequence[Words], speeds: Sequence[float] = ()) -> Cast:
+def find_cast(program: Program, rows: Sequence[Words], cluster: Cluster = ALIKE) -> Cast:
     """Return the cast of a program's flat rows.
 
     Raises:
@@ -110,16 +116,14 @@ def find_cast(program: Program, rows: Sequence[Words], speeds: Sequence[float] =
         partners = find_partners(rows)
     except (IndexError, KeyError):
         raise _reason(rows) from None
-    unlike = len(set(speeds)) > 1  # no rank can speak for another then
-    groups = tuple((rank,) for rank in range(len(rows))) if unlike else refine(program, rows, partners)
     speaker = [0] * len(rows)
-    for group in groups:
+    for group in refine(program, rows, partners, nearness(cluster, len(rows))):
         for rank in group:
             speaker[rank] = group[0]
     return Cast(partners, speaker)
 
 
-def play(rows: Sequence[Words], cast: Cast, costs: Costs, speeds: Sequence[float] = ()) -> tuple[Sequence[int], Clock]:
+def play(rows: Sequence[Words], cast: Cast, costs: Costs, cluster: Cluster = ALIKE) -> tuple[Sequence[int], Clock]:
     """Return who has spoken for each rank in the end, and the clock with what the speakers did.
 
     Raises:
@@ -127,30 +131,28 @@ def play(rows: Sequence[Words], cast: Cast, costs: Costs, speeds: Sequence[float
     """
     speaker = cast.speaker
     try:
-        clock = _play(rows, cast.partners, speaker, costs, speeds)
+        clock = _play(rows, cast, costs, cluster)
     except Clash:
         speaker = range(len(rows))
-        clock = _play(rows, cast.partners, speaker, costs, speeds)
+        clock = _play(rows, Cast(cast.partners, speaker), costs, cluster)
     if clock.stuck:
         raise _reason(rows)
     return speaker, clock
 
 
-def simulate_every_rank(program: Program, costs: Costs) -> Trace:
+def simulate_every_rank(program: Program, costs: Costs, cluster: Cluster = ALIKE) -> Trace:
     """Return what :func:`simulate` returns, without use of symmetry: the reference that it must equal."""
     rows = program.unroll(1)
-    clock = _play(rows, find_partners(rows), range(len(rows)), costs)
-    return Trace.of(_events(rows, range(len(rows)), clock), len(rows), "simulated")
+    clock = _play(rows, Cast(find_partners(rows), range(len(rows))), costs, cluster)
+    return _trace(rows, range(len(rows)), clock)
 
 
-def _play(
-    rows: Sequence[Words], partners: Partners, speaker: Sequence[int], costs: Costs, speeds: Sequence[float] = ()
-) -> Clock:
-    seconds = {
-        rank: row_seconds(rows[rank], costs, speeds[rank] if rank < len(speeds) else 1.0)
-        for rank in dict.fromkeys(speaker)
-    }
-    clock = Clock(Score(rows, partners, speaker, seconds, costs))
+def _play(rows: Sequence[Words], cast: Cast, costs: Costs, cluster: Cluster) -> Clock:
+    speakers = list(dict.fromkeys(cast.speaker))
+    places = Places(cluster, cast.speaker)
+    seconds = {rank: row_seconds(rows[rank], costs, rank=rank, speed=cluster.speed(rank)) for rank in speakers}
+    crossings = {rank: row_crossings(rows[rank], costs, rank) for rank in speakers} if places.has_cards else {}
+    clock = Clock(Score(rows, cast.partners, cast.speaker, seconds, crossings, costs, places))
     clock.run()
     return clock
 
@@ -166,13 +168,16 @@ def _reason(rows: Sequence[Words]) -> ProgramError:
     return ProgramError(f"the messages of the rows do not pair up\n{show_places(rows, places, 'row')}", law=1)
 
 
-def _events(rows: Sequence[Words], speaker: Sequence[int], clock: Clock) -> list[Event]:
+def _trace(rows: Sequence[Words], speaker: Sequence[int], clock: Clock) -> Trace:
+    """Return the events of all ranks; those of a class are put in order once."""
     write = _Writer()
-    return [
-        Event(rank, index, write.text(rows[rank][index]), start, stop, lane)
-        for rank in range(len(rows))
-        for index, start, stop, lane in clock.spans[speaker[rank]]
+    spans = {rank: sorted(own, key=lambda span: (span[1], span[2], span[0])) for rank, own in clock.spans.items()}
+    events = [
+        Event(rank, index, write.text(row[index]), start, stop, lane)
+        for rank, row in enumerate(rows)
+        for index, start, stop, lane in spans[speaker[rank]]
     ]
+    return Trace(tuple(events), len(rows), "simulated")
 
 
 class _Writer:
@@ -193,31 +198,53 @@ class _Writer:
         return self.texts[key]
 
 
-def row_seconds(row: Words, costs: Costs, speed: float = 1.0) -> list[float]:
-    """Return the seconds of every word of a row, on its processor, so many times as fast as any, or on its link.
+def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) -> list[float]:
+    """Return the seconds of every word of a row, on its processor or on its link, while nothing else is in its way.
 
     A gradient that was shared out is summed and applied in part.
+
+    Args:
+        row: whose words.
+        costs: of words.
+        rank: whose row it is.
+        speed: how many times as fast as the device it computes.
     """
+    found = []
+    for word, part in _parted(row):
+        match word:
+            case Forward() | Recompute() | Backward() | Update():
+                found.append(costs.compute_s(word, part) / speed)
+            case Collective(phase="-"):
+                found.append(0.0)
+            case Send() | Push() | Commit() | Collective():
+                found.append(costs.link_s(word, part, rank))
+            case Recv() | Pull() | Serve() | Release() | Swap():
+                found.append(0.0)
+    return found
+
+
+def row_crossings(row: Words, costs: Costs, rank: int) -> list[float]:
+    """Return of these seconds those on links that ranks share."""
+    found = []
+    for word, part in _parted(row):
+        if isinstance(word, Send | Push | Commit) or (isinstance(word, Collective) and word.phase != "-"):
+            found.append(costs.crossing_s(word, part, rank))
+        else:
+            found.append(0.0)
+    return found
+
+
+def _parted(row: Words) -> Iterator[tuple[Instruction, Fraction]]:
+    """Yield every word with the part of its value that is at hand."""
     parts: dict[tuple[int, ...], Fraction] = {}
-    found = [_word_s(word, parts, costs) for word in row]
-    computed = (isinstance(word, Forward | Backward | Update) for word in row)
-    return [seconds / speed if own else seconds for seconds, own in zip(found, computed, strict=True)]
-
-
-def _word_s(word: Instruction, parts: dict[tuple[int, ...], Fraction], costs: Costs) -> float:
-    match word:
-        case Forward() | Recompute() | Backward():
-            return costs.compute_s(word, Fraction(1))
-        case Update(unit):
-            return costs.compute_s(word, parts.get(unit, Fraction(1)))
-        case Collective(phase="-"):
-            return 0.0
-        case Collective(verb, value, group):
-            part = parts.get(value.blocks, Fraction(1)) if (verb, value.name) == ("sum", "grad") else Fraction(1)
-            if verb == "share":
-                parts[value.blocks] = Fraction(1, len(group))
-            return costs.link_s(word, part)
-        case Send() | Push() | Commit():
-            return costs.link_s(word, Fraction(1))
-        case Recv() | Pull() | Serve() | Release() | Swap():
-            return 0.0
+    whole = Fraction(1)
+    for word in row:
+        if isinstance(word, Update):
+            yield word, parts.get(word.unit, whole)
+        elif isinstance(word, Collective) and word.phase != "-":
+            sums_gradients = (word.verb, word.value.name) == ("sum", "grad")
+            yield word, parts.get(word.value.blocks, whole) if sums_gradients else whole
+            if word.verb == "share":
+                parts[word.value.blocks] = Fraction(1, len(word.group))
+        else:
+            yield word, whole

@@ -10,7 +10,8 @@ from counterpoint.program.program import Words
 from counterpoint.program.turn import Turn
 from counterpoint.simulator.clock import Clock
 from counterpoint.simulator.costs import Costs
-from counterpoint.simulator.simulate import BODIES_PLAYED, find_cast, play
+from counterpoint.simulator.simulate import ALIKE, BODIES_PLAYED, find_cast, play
+from counterpoint.world.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,32 +23,42 @@ class Spent:
     update_s: float
 
 
-def spend(turn: Turn, costs: Sequence[Costs], speeds: Sequence[float] = ()) -> list[Spent]:
+def spend(turn: Turn, costs: Sequence[Costs], cluster: Cluster = ALIKE) -> list[Spent]:
     """Return what :func:`counterpoint.simulator.simulate.simulate_turn` would show of one kind of step, in sums.
 
     Args:
         turn: of a plan.
         costs: one or more, for each of which it is played.
-        speeds: how many times as fast each rank computes; empty where all are alike.
+        cluster: how fast each rank is, and which of them are in each other's way.
 
     Raises:
         ProgramError: the program comes to no end (law 2 or 3).
     """
     rows = turn.playable.unroll(1 if turn.stream is None else BODIES_PLAYED)
-    cast = find_cast(turn.playable, rows, speeds)
+    cast = find_cast(turn.playable, rows, cluster)
     bodies = [_body(turn, rank) for rank in range(len(rows))]
     found = []
     for each in costs:
-        speaker, clock = play(rows, cast, each, speeds)
-        own = {rank: _spent(rows[rank], clock, rank, bodies[rank]) for rank in dict.fromkeys(speaker)}
-        found.append(
-            Spent(
-                max((spent.step_s for spent in own.values()), default=0.0),
-                sum(own[rank].compute_s for rank in speaker) / len(rows),
-                sum(own[rank].update_s for rank in speaker) / len(rows),
-            )
-        )
+        speaker, clock = play(rows, cast, each, cluster)
+        found.append(spent_in(rows, speaker, clock, bodies))
     return found
+
+
+def spent_in(rows: Sequence[Words], speaker: Sequence[int], clock: Clock, bodies: Sequence[range]) -> Spent:
+    """Return what a clock has shown that has played rows.
+
+    Args:
+        rows: of all ranks.
+        speaker: for each rank the one that has played for it.
+        clock: with what the speakers did.
+        bodies: for each speaker the places of the words in its row that count.
+    """
+    own = {rank: _spent(rows[rank], clock, rank, bodies[rank]) for rank in dict.fromkeys(speaker)}
+    return Spent(
+        max((spent.step_s for spent in own.values()), default=0.0),
+        sum(own[rank].compute_s for rank in speaker) / len(rows),
+        sum(own[rank].update_s for rank in speaker) / len(rows),
+    )
 
 
 def _body(turn: Turn, rank: int) -> range:

@@ -60,11 +60,15 @@ class FittedCosts:
             return self.like(key_of(replace(word, part=""))) / 2
         return self.like(key)
 
-    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
+    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return the least that was measured: what took longer was waiting."""
         return self.like(key_of(word))
 
-    def serve_s(self, unit: Unit) -> tuple[float, float]:
+    def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return nothing: what ranks shared is in what was measured."""
+        return 0.0
+
+    def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return an answer's time; a server's own work cannot be told from its waiting, and counts as none."""
         return 0.0, self.like(("pull", weight(unit).blocks))
 

@@ -66,6 +66,8 @@ class Cluster:
         levels: the innermost first, whose groups are hosts; rank r is in group r // count, and so on outwards.
         crowding: how fast each of 1, 2, ... ranks of one host computes while so many do, as a part of the speed of one
             alone; while more do, they share what as many as are listed have. Empty where nobody is in anybody's way.
+        slow_links: ``(level, group, part)`` for each group of the level below, a rank at level 0 and a host at level 1,
+            whose link of that level, out and in, has only that part of its speed. Without levels there is only 0.
 
     Example:
         >>> hosts = (Level("host", 2, Link(5e-6, 10e9)), Level("network", 2, Link(50e-6, 125e6), is_shared=True))
@@ -78,6 +80,7 @@ class Cluster:
     speeds: tuple[float, ...] = ()
     levels: tuple[Level, ...] = ()
     crowding: tuple[float, ...] = ()
+    slow_links: tuple[tuple[int, int, float], ...] = ()
 
     def speed(self, rank: int) -> float:
         """Return how many times as fast as the device a rank computes; ranks that nothing is said of are as fast."""
@@ -97,8 +100,27 @@ class Cluster:
         return len(self.levels) - 1
 
     def link_among(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link that a message between these ranks may have to take."""
-        return self.levels[self.level_among(ranks)].link if self.levels else self.link
+        """Return what a message between any of these ranks finds: the way of their level, as slow as its worst part."""
+        level = self.level_among(ranks)
+        if level < 1:
+            return self.link_at(0, ranks)
+        links = [self.link_at(at, ranks) for at in range(1, level + 1)]
+        return Link(links[-1].latency_s, min(link.bytes_per_s for link in links))
+
+    def link_at(self, level: int, ranks: Sequence[int]) -> Link:
+        """Return a level's link as it is for these ranks: as slow as that of the slowest of their groups."""
+        link = self.levels[level].link if self.levels else self.link
+        groups = {self.group(rank, level) for rank in ranks} if self.slow_links else set()
+        slow = [part for at, group, part in self.slow_links if at == level and group in groups]
+        return Link(link.latency_s, link.bytes_per_s * min(slow)) if slow else link
+
+    def group(self, rank: int, level: int) -> int:
+        """Return which group of the level below a rank is in: itself at level 0, its host at level 1."""
+        return rank // math.prod(below.count for below in self.levels[:level])
+
+    def shared_levels(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the levels on the way between any of these ranks at which all ranks of a group share its link."""
+        return tuple(at for at in range(1, self.level_among(ranks) + 1) if self.levels[at].is_shared)
 
     def crowded(self, num_computing: int) -> float:
         """Return how fast each rank of a host computes while so many do, as a part of the speed of one alone."""

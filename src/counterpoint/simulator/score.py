@@ -1,0 +1,109 @@
+"""What the clock plays: the words of those who speak, what each costs, and what it crosses on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
+
+from counterpoint.program.instruction import Push, Send, Serve, weight
+from counterpoint.program.partners import Partners, Place
+from counterpoint.program.program import Words
+from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.places import Lane, Places
+from counterpoint.simulator.sharing import Use
+
+Key: TypeAlias = tuple[object, ...]
+"""What a word may wait for: the place of a send, the places of a call, or an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Something that wants links of its members for a while.
+
+    Args:
+        key: what it is.
+        members: whose links, and for which words.
+        seconds: how long it takes if nobody is in its way.
+        way: which of a rank's ways out it takes, see :data:`counterpoint.simulator.places.Lane`.
+        crossing_s: of the seconds, how many it takes on links that others may cross at the same time.
+        uses: these links.
+    """
+
+    key: Key
+    members: tuple[Place, ...]
+    seconds: float
+    way: int = 0
+    crossing_s: float = 0.0
+    uses: tuple[Use, ...] = ()
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The ways that are its own while it is under way."""
+        return [(rank, self.way) for rank, _ in self.members]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What is played: rows, who meets whom, which rank speaks for which, and what each word costs.
+
+    Args:
+        rows: the flat rows of all ranks.
+        partners: who meets whom in them.
+        speaker: for each rank the one that speaks for its class.
+        seconds: for each speaker the seconds of each of its words, on the processor or on the link.
+        crossings: likewise, of these the seconds on links that ranks share; empty where they share none.
+        costs: for what a server does with each push.
+        places: where the ranks are.
+    """
+
+    rows: Sequence[Words]
+    partners: Partners
+    speaker: Sequence[int]
+    seconds: Mapping[int, Sequence[float]]
+    crossings: Mapping[int, Sequence[float]]
+    costs: Costs
+    places: Places
+
+    def message(self, rank: int, index: int) -> Transfer:
+        """Return what a send or a push of a speaker puts on the link."""
+        place, seconds = (rank, index), self.seconds[rank][index]
+        if not self.places.cluster.levels:
+            return Transfer(place, (place,), seconds)
+        word = self.rows[rank][index]
+        assert isinstance(word, Send | Push), "nothing else is a message"
+        return self._between(place, place, (rank, word.peer), (seconds, self._crossing(place)))
+
+    def call(self, number: int, places: tuple[Place, ...]) -> Transfer:
+        """Return what a collective puts on the links of its members; ``places`` are those of their speakers."""
+        rank, index = max(places, key=lambda place: self.seconds[place[0]][place[1]])
+        seconds, crossing_s = self.seconds[rank][index], self._crossing((rank, index))
+        if not self.places.cluster.levels:
+            return Transfer(places, places, seconds)
+        members = self.partners.members[number]
+        uses = self.places.call(members) if crossing_s else ()
+        return Transfer(places, places, seconds, self.places.outwards([one for one, _ in members]), crossing_s, uses)
+
+    def answer(self, server: Place, seat: int) -> tuple[float, Transfer]:
+        """Return how long a server takes to apply the push with a seat in its order, and its answer."""
+        rank, index = server
+        word = self.rows[rank][index]
+        assert isinstance(word, Serve), "nothing else answers"
+        unit, worker = word.units[seat % len(word.units)], word.workers[seat // len(word.units)]
+        update_s, answer_s = self.costs.serve_s(unit, rank, worker)
+        crossing_s = 0.0
+        if self.places.has_cards:
+            crossing_s = self.costs.crossing_s(Send(weight(unit), worker), Fraction(1), rank)
+        transfer = self._between(("answer", *server, seat), server, (rank, worker), (answer_s, crossing_s))
+        return update_s / self.places.cluster.speed(rank), transfer
+
+    def _crossing(self, place: Place) -> float:
+        return self.crossings[place[0]][place[1]] if self.crossings else 0.0
+
+    def _between(self, key: Key, place: Place, ends: tuple[int, int], times: tuple[float, float]) -> Transfer:
+        seconds, crossing_s = times
+        if not self.places.cluster.levels:
+            return Transfer(key, (place,), seconds)
+        uses = self.places.message(*ends) if crossing_s else ()
+        return Transfer(key, (place,), seconds, self.places.outwards(ends), crossing_s, uses)

@@ -1,0 +1,132 @@
+"""What several activities use at one time: each goes on at the rate that is left to it, until others begin or end.
+
+An activity has work left, in the seconds it would take alone, and a rate. Ends and beginnings of one moment are all
+counted before rates are set anew, and a rate that stays as it was touches nothing; so what happens depends on who
+is active when, not on the order in which activities of one moment were named.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+Owner = TypeVar("Owner")
+Resource: TypeAlias = Hashable
+"""What is shared: the cores of a host, a network card in one direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """That an activity uses something.
+
+    Args:
+        resource: what.
+        count: how many activities like this one use it at the same times; more than one where a rank speaks for others.
+        rate: from how many use it to how fast each of them is there, 1 for as fast as alone.
+    """
+
+    resource: Resource
+    count: int
+    rate: Callable[[int], float]
+
+
+@dataclass(slots=True)
+class Activity(Generic[Owner]):
+    """One activity that goes on.
+
+    Args:
+        owner: whose it is.
+        uses: what it uses.
+        left_s: work left at ``since_s``, in seconds of its own.
+        since_s: since when it has had its rate.
+        rate: how fast it goes on; 0 before it has begun.
+        version: of its end, so that ends that did not come to be are known; 0 where there is none.
+    """
+
+    owner: Owner
+    uses: Sequence[Use]
+    left_s: float
+    since_s: float
+    rate: float = 0.0
+    version: int = 0
+
+
+class Pool(Generic[Owner]):
+    """All activities that go on, and when the next one ends."""
+
+    def __init__(self) -> None:
+        self.loads: Counter[Resource] = Counter()
+        self.settled: Counter[Resource] = Counter()
+        self.users: defaultdict[Resource, dict[int, Activity[Owner]]] = defaultdict(dict)
+        self.touched: set[Resource] = set()
+        self.begun: list[Activity[Owner]] = []
+        self.ends: list[tuple[float, int, Activity[Owner]]] = []
+        self.waiting: list[tuple[float, int, Activity[Owner]]] = []
+        self.number = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every activity has the rate that it should have."""
+        return not self.begun and not self.touched
+
+    @property
+    def next_s(self) -> float:
+        """When the next activity goes over to what it shares, or ends, as things are; infinity if none does."""
+        while self.ends and self.ends[0][1] != self.ends[0][2].version:
+            heapq.heappop(self.ends)
+        ending = self.ends[0][0] if self.ends else math.inf
+        return min(ending, self.waiting[0][0]) if self.waiting else ending
+
+    def begin(self, owner: Owner, now: float, work_s: float, uses: Sequence[Use], apart_s: float = 0.0) -> None:
+        """Let an activity begin: first some seconds that nobody can make longer, then its work on what it uses."""
+        activity = Activity(owner, uses, work_s, now + apart_s)
+        if apart_s:
+            self.number += 1
+            heapq.heappush(self.waiting, (now + apart_s, self.number, activity))
+        else:
+            self._enter(activity)
+
+    def settle(self, now: float) -> None:
+        """Give every activity its rate from a moment on: to those that began, and where loads have changed."""
+        due = {id(activity): activity for activity in self.begun}
+        for resource in self.touched:
+            if self.loads[resource] != self.settled[resource]:
+                self.settled[resource] = self.loads[resource]
+                due |= self.users[resource]
+        self.begun.clear()
+        self.touched.clear()
+        for activity in due.values():
+            rate = min((use.rate(self.loads[use.resource]) for use in activity.uses), default=1.0)
+            if rate == activity.rate:
+                continue
+            activity.left_s = max(0.0, activity.left_s - activity.rate * (now - activity.since_s))
+            activity.since_s, activity.rate = now, rate
+            self.number += 1
+            activity.version = self.number
+            heapq.heappush(self.ends, (now + activity.left_s / rate, activity.version, activity))
+
+    def ended(self, now: float) -> list[Owner]:
+        """Return whose activities end at a moment; what they used is free for others from then on."""
+        while self.waiting and self.waiting[0][0] == now:
+            self._enter(heapq.heappop(self.waiting)[-1])
+        found = []
+        while self.next_s == now:
+            activity = heapq.heappop(self.ends)[-1]
+            activity.version = 0
+            for use in activity.uses:
+                self.loads[use.resource] -= use.count
+                self.touched.add(use.resource)
+                del self.users[use.resource][id(activity)]
+            found.append(activity.owner)
+        return found
+
+    def _enter(self, activity: Activity[Owner]) -> None:
+        self.begun.append(activity)
+        for use in activity.uses:
+            self.loads[use.resource] += use.count
+            self.touched.add(use.resource)
+            self.users[use.resource][id(activity)] = activity
