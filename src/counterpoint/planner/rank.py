@@ -128,9 +128,10 @@ def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, bat
 
 
 def merged(one: Ranking, other: Ranking) -> Ranking:
-    """Return two rankings for one model as one."""
-    predictions = sorted((*one.predictions, *other.predictions), key=_place)
-    return Ranking(tuple(predictions), one.refusals + other.refusals)
+    """Return two rankings for one model as one, in which a plan that both have stands once."""
+    predictions = {found.plan: found for found in (*one.predictions, *other.predictions)}
+    refusals = {refused.plan: refused for refused in (*one.refusals, *other.refusals)}
+    return Ranking(tuple(sorted(predictions.values(), key=_place)), tuple(refusals.values()))
 
 
 def _place(found: Prediction) -> tuple[bool, float, int, int]:
