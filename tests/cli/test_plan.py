@@ -156,3 +156,17 @@ def test_the_best_plans_and_data_parallelism_are_measured_on_ranks_of_this_host(
     page = (tmp_path / "report.html").read_text()
     assert "Predicted and measured" in page
     assert breaches(page) == []
+
+
+def test_a_search_finds_nothing_slower_and_the_same_for_a_seed():
+    listed = json.loads(plan("-n", "4", "--blocks", "4", "--json").stdout)
+    found = [json.loads(plan("-n", "4", "--blocks", "4", "--json", "--search", "--seed", "3").stdout) for _ in range(2)]
+    assert found[0] == found[1]
+    assert len(found[0]["plans"]) >= len(listed["plans"])
+    names = [(one["plan"], one["num_microbatches"], *one["passes"]) for one in found[0]["plans"]]
+    assert len(names) == len(set(names)), "every plan stands once"
+
+
+def test_a_budget_that_is_no_time_is_refused():
+    result = plan("-n", "2", "--blocks", "2", "--search", "--time-budget", "soon")
+    assert result.output == "PlanError: --time-budget soon is no time; give seconds, as 10s\n"

@@ -16,8 +16,14 @@ from counterpoint.plan import PASSES
 from counterpoint.planner.choose import Choice, pick
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
+from counterpoint.planner.rank import Ranking, merged
 from counterpoint.planner.remedies import Question
+from counterpoint.planner.search.moves import Space
+from counterpoint.planner.search.search import Budget, search as search_plans
 from counterpoint.world.cluster import Cluster
+
+PROPOSALS = 2000
+"""A search without a budget of time makes so many, and finds the same wherever it is made."""
 
 
 def plan(
@@ -37,6 +43,13 @@ def plan(
     measure: Annotated[
         int | None, typer.Option(min=1, metavar="K", help="Try the best K and data parallelism on this host's ranks.")
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Look for plans that are on no list, by random walks.")
+    ] = False,
+    time_budget: Annotated[
+        str | None, typer.Option(metavar="SECONDS", help="How long to search, as 10s; 2000 proposals if left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan that is taken.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with timelines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
@@ -54,6 +67,8 @@ def plan(
     asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
     plans = tuple(replace(one, passes=asked) for one in enumerate_plans(ranks, model, batch_size=size))
     ranking = rank_with_orders(plans, model, question.cluster, batch_size=size)
+    if search or time_budget is not None:
+        ranking = merged(ranking, searched(ranks, question, asked, budget_of(time_budget, seed)))
     verdict: Choice | PlanError
     try:
         verdict = pick(ranking, plans, question)
@@ -72,6 +87,30 @@ def plan(
         show(subject, ranking, verdict, top)
     if isinstance(verdict, Choice):
         keep(verdict, subject, out, report)
+
+
+def searched(num_ranks: int, question: Question, passes: tuple[str, ...], budget: Budget) -> Ranking:
+    """Return what random walks have found."""
+    space = Space.of(question.model, num_ranks, question.batch_size, passes)
+    return search_plans(space, question.cluster, budget=budget)
+
+
+def budget_of(time_budget: str | None, seed: int) -> Budget:
+    """Return how long to search.
+
+    Raises:
+        PlanError: the time is no number of seconds.
+
+    Example:
+        >>> budget_of("1.5s", 0).time_s
+        1.5
+    """
+    if time_budget is None:
+        return Budget(steps=PROPOSALS, seed=seed)
+    try:
+        return Budget(time_s=float(time_budget.strip().removesuffix("s")), seed=seed)
+    except ValueError:
+        raise PlanError(f"--time-budget {time_budget} is no time; give seconds, as 10s") from None
 
 
 def keep(choice: Choice, subject: Asked, out: Path | None, report: Path | None) -> None:
