@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from counterpoint.cli.main import build
 from counterpoint.plan import Plan
+from counterpoint.world.cluster import Cluster, Level, Link
+from counterpoint.world.cluster_file import write_cluster
 from tests.drawing.validity import breaches
 
 HEAVY = """
@@ -170,3 +173,21 @@ def test_a_search_finds_nothing_slower_and_the_same_for_a_seed():
 def test_a_budget_that_is_no_time_is_refused():
     result = plan("-n", "2", "--blocks", "2", "--search", "--time-budget", "soon")
     assert result.output == "PlanError: --time-budget soon is no time; give seconds, as 10s\n"
+
+
+def test_a_cluster_file_says_where_the_plans_would_run(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    slow, fast = (replace(Cluster(), link=Link(1e-3, rate)) for rate in (1e6, 1e12))
+    file.write_text(write_cluster(slow), encoding="utf-8")
+    words = ("-n", "2", "--blocks", "2", "--json", "--cluster", str(file))
+    before = json.loads(plan(*words).output)["plans"][0]["communication_s"]
+    file.write_text(write_cluster(fast), encoding="utf-8")
+    assert 0 <= json.loads(plan(*words).output)["plans"][0]["communication_s"] < before
+
+
+def test_ranks_that_a_cluster_has_not_are_refused(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(write_cluster(Cluster(levels=(Level("host", 2, Link()),))), encoding="utf-8")
+    assert plan("-n", "2", "--blocks", "2", "--cluster", str(file)).exit_code == 0
+    result = plan("-n", "3", "--blocks", "2", "--cluster", str(file))
+    assert result.output.startswith("PlanError: 3 ranks do not fit into a cluster of 2 (host=2); take as many ranks")

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from counterpoint.launchers.machine import read_topology, this_host
+from counterpoint.launchers.machine import memory_here, read_memory, read_topology, this_host
 from counterpoint.world.topology import Core
 from tests.launchers.trees import four_nodes, host, two_sockets, write
 
@@ -65,3 +65,23 @@ def test_a_quota_of_half_a_core_still_lets_one_thread_compute(tmp_path):
 def test_this_host_has_the_hyperthreads_that_this_process_may_use():
     found = [cpu for core in this_host().cores for cpu in core.cpus]
     assert sorted(found) == sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("files", "size"),
+    [
+        ({}, 0),
+        ({"proc/meminfo": "MemTotal:  2048 kB\nMemFree: 1 kB"}, 2048 * 1024),
+        ({"proc/meminfo": "MemTotal:  2048 kB", "sys/fs/cgroup/job/memory.max": "1000"}, 1000),
+        ({"proc/meminfo": "MemTotal:  2048 kB", "sys/fs/cgroup/job/memory.max": "max"}, 2048 * 1024),
+        ({"proc/meminfo": "MemTotal:  2048 kB", "sys/fs/cgroup/memory.max": "9000000000"}, 2048 * 1024),
+    ],
+)
+def test_memory_is_what_the_host_has_or_its_control_group_allows(tmp_path, files, size):
+    for name, text in ({"proc/self/cgroup": "0::/job"} | files).items():
+        write(tmp_path / name, text)
+    assert read_memory(tmp_path) == size
+
+
+def test_this_host_has_memory():
+    assert memory_here() > 2**20

@@ -11,6 +11,8 @@ import counterpoint as cp
 from counterpoint.runtime.optimizers import Face
 from counterpoint.training.choice import Auto, trace_spec
 from counterpoint.training.options import Options
+from counterpoint.world.cluster import Cluster, Level, Link
+from counterpoint.world.cluster_file import write_cluster
 from tests.training.fits import ADAMW, dataset, distance, fit, mlp, params_of, seeded
 
 
@@ -91,6 +93,33 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_never_given_slices():
     }
     assert "tensor" in str(plans[optim.SGD]), "small batches, large weights"
     assert "tensor" not in str(plans[optim.Adafactor])
+
+
+def test_the_choice_is_for_the_cluster_that_is_given():
+    sliced = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
+    far = Cluster(link=Link(latency_s=1.0, bytes_per_s=1e12))
+    plans = [
+        str(Auto(2, None, ()).choose(sliced, face_of(sliced, partial(optim.SGD, lr=0.1)), torch.randn(4, 64), given, 4))
+        for given in (Options(), Options(cluster=far))
+    ]
+    assert "tensor" in plans[0]
+    assert "tensor" not in plans[1], "every message takes a second, and slices need more of them"
+
+
+def test_a_cluster_file_is_read_before_anything_starts(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(write_cluster(Cluster(levels=(Level("host", 2, Link()),))), encoding="utf-8")
+    trainer = cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(4)", cluster=file)
+    with pytest.raises(cp.PlanError, match="4 ranks do not fit into a cluster of 2"):
+        trainer.fit(dataset(), batch_size=12)
+    file.write_text("device: fast", encoding="utf-8")
+    with pytest.raises(cp.PlanError, match=r"cluster.yaml:1: device is fast; it must have keys"):
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(4)", cluster=str(file))
+
+
+def test_what_is_no_cluster_is_refused():
+    with pytest.raises(cp.PlanError, match="cluster=4 is a int; give a Cluster, or the path of its file"):
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(4)", cluster=4)
 
 
 def test_a_model_that_cannot_be_traced_still_gets_a_plan():

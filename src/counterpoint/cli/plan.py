@@ -21,6 +21,7 @@ from counterpoint.planner.remedies import Question
 from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.search import Budget, search as search_plans
 from counterpoint.world.cluster import Cluster
+from counterpoint.world.cluster_file import load_cluster
 
 PROPOSALS = 2000
 """A search without a budget of time makes so many, and finds the same wherever it is made."""
@@ -35,6 +36,9 @@ def plan(
     ] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if left out.")] = None,
     width: Annotated[int, typer.Option(min=1, help="Without a job: a block is one linear layer of this width.")] = 1024,
+    cluster: Annotated[
+        Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
+    ] = None,
     memory: Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")] = None,
     passes: Annotated[
         list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
@@ -63,7 +67,9 @@ def plan(
     if measure is not None and job is None:
         raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
-    question = Question(model, with_memory(Cluster(), memory), size)
+    place = Cluster() if cluster is None else load_cluster(cluster)
+    place.require_ranks(ranks)
+    question = Question(model, with_memory(place, memory), size)
     asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
     plans = tuple(replace(one, passes=asked) for one in enumerate_plans(ranks, model, batch_size=size))
     ranking = rank_with_orders(plans, model, question.cluster, batch_size=size)

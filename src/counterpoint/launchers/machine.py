@@ -1,4 +1,4 @@
-"""What the kernel says of this host's processors: the only reader of its files."""
+"""What the kernel says of this host's processors and memory: the only reader of its files."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ def place_here(ranks: int, threads: int | None = None, bind: Binding = DEFAULT_B
         bind: see :func:`counterpoint.world.placement.place`.
     """
     return place(this_host(), ranks, threads=threads_wanted() if threads is None else threads, bind=bind)
+
+
+def memory_here() -> int:
+    """Return the bytes that processes of this host may use together: all it has, or what their control group allows."""
+    return read_memory(Path("/")) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def read_memory(root: Path) -> int:
+    """Return the bytes that the kernel's files below ``root`` allow; 0 where they say nothing.
+
+    Args:
+        root: where ``sys`` and ``proc`` are, ``/`` or a folder with copies.
+    """
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    found = [1024 * int(words[1]) for words in lines if words[0] == "MemTotal:"]
+    for folder in _groups(root, "memory"):
+        limits = (_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))
+        found += [int(limit) for limit in limits if limit.isdigit()]
+    return min(found, default=0)
 
 
 def read_topology(root: Path, allowed: Collection[int] | None = None) -> Topology:
@@ -79,14 +98,20 @@ def _allowed(root: Path) -> list[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limits of this process's control group and of those around it, in both versions of the interface."""
+    """Yield the limits of this process's control group and of those around it."""
+    for folder in _groups(root, "cpu"):
+        yield from _quota(_text(folder / "cpu.max"))
+        yield from _quota(f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}")
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of those around it, in both versions of the interface."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from (quota for folder in _around(root / GROUPS, path) for quota in _quota(_text(folder / "cpu.max")))
-        elif "cpu" in controllers.split(","):
-            for folder in (found for name in {"cpu", controllers} for found in _around(root / GROUPS / name, path)):
-                yield from _quota(f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}")
+            yield from _around(root / GROUPS, path)
+        elif controller in controllers.split(","):
+            yield from (found for name in {controller, controllers} for found in _around(root / GROUPS / name, path))
 
 
 def _around(top: Path, path: str) -> Iterator[Path]:

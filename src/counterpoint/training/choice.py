@@ -26,6 +26,7 @@ from counterpoint.strategies.terms import chunks_in
 from counterpoint.training.options import Options
 from counterpoint.training.trained import trainable, with_unused
 from counterpoint.world.cluster import Cluster
+from counterpoint.world.cluster_file import cluster_of
 
 FEW_SAMPLES = 8
 """A model is traced on so many samples at most, to see what it costs."""
@@ -37,7 +38,7 @@ def make_options(options: dict[str, Any]) -> Options:
     """Return the options.
 
     Raises:
-        PlanError: a name is none; the message suggests the nearest one.
+        PlanError: a name is none, and the message suggests the nearest one; or the file of a cluster is wrong.
     """
     known = list(Options.__dataclass_fields__)
     for name in options:
@@ -45,7 +46,8 @@ def make_options(options: dict[str, Any]) -> Options:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise PlanError(f"there is no option {name!r}; {hint}the options are {', '.join(known)}")
-    return Options(**options)
+    given = options.get("cluster")
+    return Options(**(options if given is None else {**options, "cluster": cluster_of(given)}))
 
 
 def make_plan(
@@ -135,7 +137,9 @@ class Auto:
             for plan in enumerate_plans(self.num_ranks, spec)
             if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
         )
-        return weigh(plans, Question(spec, Cluster(), batch_size))
+        cluster = options.cluster or Cluster()
+        cluster.require_ranks(self.num_ranks)
+        return weigh(plans, Question(spec, cluster, batch_size))
 
 
 def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None, options: Options) -> Auto | None:

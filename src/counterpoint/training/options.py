@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from counterpoint.errors import PlanError
 from counterpoint.runtime.norm_rules import NormRule
 from counterpoint.runtime.vote import Guard
+from counterpoint.world.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Options:
         measure: under ``auto``, how many of the plans that are predicted to be fastest are measured for some steps
             before the first one, beside data parallelism; the one that measures best is taken. They train copies of the
             model, on the first batch, and leave nothing behind. 0 measures none.
+        cluster: where ``auto`` predicts that plans run, itself or the path of its file; None for a core of a laptop for
+            each rank.
     """
 
     seed: int = 0
@@ -58,6 +61,7 @@ class Options:
     keep_freed: bool = True
     batch_norm: NormRule | None = None
     measure: int = 0
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         self._require_kinds()

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from counterpoint.errors import PlanError
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -134,3 +136,16 @@ class Cluster:
     def num_ranks(self) -> int:
         """How many ranks the levels have; 0 without levels, where there may be any number."""
         return math.prod(level.count for level in self.levels) if self.levels else 0
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """Check that there is a place for so many ranks; fewer than there are places have the first ones.
+
+        Raises:
+            PlanError: there is not; the message says how many there are at which level.
+        """
+        if self.levels and num_ranks > self.num_ranks:
+            counts = ", ".join(f"{level.name}={level.count}" for level in self.levels)
+            raise PlanError(
+                f"{num_ranks} ranks do not fit into a cluster of {self.num_ranks} ({counts}); take as many ranks or "
+                "fewer, or give a level a larger count"
+            )

@@ -45,13 +45,20 @@ def measure_network(fabric: Fabric) -> Network:
 def _measured(fabric: Fabric, pair: Sequence[int]) -> list[float]:
     """Return latency in seconds and bytes per second between this rank and the other one of a pair."""
     peer = pair[0] if fabric.rank == pair[1] else pair[1]
-    small = _half_trips(fabric, peer, torch.zeros(1, dtype=torch.int64), SMALL_TURNS)
-    large = _half_trips(fabric, peer, torch.zeros(LARGE_BYTES, dtype=torch.uint8), LARGE_TURNS)
+    small = half_trips_s(fabric, peer, torch.zeros(1, dtype=torch.int64), SMALL_TURNS)
+    large = half_trips_s(fabric, peer, torch.zeros(LARGE_BYTES, dtype=torch.uint8), LARGE_TURNS)
     return [small, LARGE_BYTES / max(large - small, 1e-9)]
 
 
-def _half_trips(fabric: Fabric, peer: int, message: Tensor, turns: int) -> float:
-    """Return the median of half the seconds of a round trip."""
+def half_trips_s(fabric: Fabric, peer: int, message: Tensor, turns: int) -> float:
+    """Return the median of half the seconds of a round trip; both ranks call it together.
+
+    Args:
+        fabric: of one of the two.
+        peer: the other one.
+        message: what the lower rank sends and the other one sends back.
+        turns: how often.
+    """
 
     def round_trip() -> None:
         if fabric.rank < peer:

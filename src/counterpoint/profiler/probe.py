@@ -1,0 +1,273 @@
+"""What the ranks of a job, their memory and their links are like, measured by the ranks themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from counterpoint.errors import PlanError
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.meeting import host_key
+from counterpoint.profiler.effort import Effort
+from counterpoint.profiler.probe_compute import (
+    flops_by_size,
+    flops_by_threads,
+    flops_for,
+    memory_bytes_per_s,
+    thread_counts,
+)
+from counterpoint.profiler.probe_links import fitted, stream_s, trips_by_size
+from counterpoint.world.cluster import Cluster, Device, Level, Link
+from counterpoint.world.cluster_file import write_cluster
+from counterpoint.world.topology import counted
+
+DIGITS = 3
+"""So many digits of a measured figure count."""
+UNLIKE = 0.15
+"""Ranks whose speeds differ by no more than this part are alike."""
+SHARED = 1.5
+"""A link that two pairs of ranks use at once, each so many times slower than alone, is shared."""
+STREAM_S, STREAM_TURNS = 0.1, 8
+"""To find that out, so many messages that take about so long each are sent in a row."""
+LARGE_BYTES = 1 << 20
+"""The slowest of several links is the one by which so many bytes take longest."""
+USUAL = Effort()
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """How fast matrices of one size were multiplied with so many threads."""
+
+    threads: int
+    size: int
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trips:
+    """How long messages took between two ranks.
+
+    Args:
+        ranks: between which.
+        level: of the cluster, whose link this is.
+        messages: bytes and seconds of each size.
+    """
+
+    ranks: tuple[int, int]
+    level: str
+    messages: tuple[tuple[int, float], ...]
+
+    @property
+    def link(self) -> Link:
+        """Two figures for all of them."""
+        link = fitted(self.messages)
+        return Link(rounded(link.latency_s), rounded(link.bytes_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was measured.
+
+    Args:
+        cluster: what predictions need of it.
+        num_ranks: how many ranks there were.
+        threads: with how many each of them computes.
+        products: of matrices, by threads and size.
+        trips: of messages, by pairs of ranks.
+    """
+
+    cluster: Cluster
+    num_ranks: int
+    threads: int
+    products: tuple[Products, ...]
+    trips: tuple[Trips, ...]
+
+    def to_values(self) -> dict[str, Any]:
+        """Return all figures as JSON values, the cluster as the text of its file."""
+        return {
+            "cluster": f"{self._comment()}{write_cluster(self.cluster)}",
+            "num_ranks": self.num_ranks,
+            "threads": self.threads,
+            "products": [asdict(one) for one in self.products],
+            "links": [{**asdict(one), **asdict(one.link)} for one in self.trips],
+        }
+
+    def _comment(self) -> str:
+        ranks, threads = counted(self.num_ranks, "rank"), counted(self.threads, "thread")
+        lines = [f"measured by `counterpoint probe` on {ranks} with {threads} each"]
+        if not self.trips:
+            lines.append("one rank has no link: what stands for it was not measured")
+        return "".join(f"# {line}\n" for line in lines)
+
+
+def rounded(figure: float) -> float:
+    """Return a measured figure with the digits that count."""
+    return float(f"{figure:.{DIGITS}g}")
+
+
+def probe(
+    fabric: Fabric, *, host_memory_bytes: int, most_threads: int, host: str | None = None, effort: Effort = USUAL
+) -> Probe:
+    """Return what was measured, the same on all ranks; all call it together, and nothing else should run meanwhile.
+
+    Each rank multiplies matrices while the others wait; then 1, 2, ... ranks of each host do so at once. The first two
+    ranks of each host send each other messages, and so do the first ranks of the first host and of each other one; the
+    slowest of a level is its link.
+
+    Args:
+        fabric: the way to the other ranks.
+        host_memory_bytes: what the ranks of this host may use together.
+        most_threads: with how many one rank may compute at most when it is alone.
+        host: what tells this rank's host from others; found out where it is left out.
+        effort: how much is measured, the same on all ranks.
+
+    Raises:
+        PlanError: the hosts have not equally many ranks, or these do not stand one behind the other.
+
+    Cost:
+        some seconds for each rank of a host, half a second to ten for each pair of ranks.
+    """
+    hosts = _hosts(fabric, host_key() if host is None else host)
+    per_host, num_hosts = hosts.count(0), len(set(hosts))
+    own = _in_turn(fabric, per_host, lambda: flops_by_size(effort))
+    crowding = _crowding(fabric, per_host, effort)
+    mine = {
+        "threads": torch.get_num_threads(),
+        "flops": list(own.items()),
+        "crowding": crowding,
+        "memory_bytes": host_memory_bytes // per_host // MIB * MIB,
+        "memory_bytes_per_s": memory_bytes_per_s(effort) if hosts[fabric.rank] == fabric.rank else 0.0,
+    }
+    told = _everyone(fabric, "figures", mine)
+    products = _products(fabric, told[0]["threads"], told[0]["flops"], most_threads, effort)
+    trips = _trips(fabric, hosts, per_host, effort)
+    is_shared = _is_shared(fabric, trips, per_host)
+    firsts, speeds = told[::per_host], [median(rate for _, rate in row["flops"]) for row in told]
+    device = Device(
+        rounded(median(speeds)),
+        min(row["memory_bytes"] for row in told),
+        rounded(median(row["memory_bytes_per_s"] for row in firsts)),
+    )
+    cluster = Cluster(
+        device,
+        speeds=_unlike(speeds, median(speeds)),
+        levels=_levels(trips, per_host, num_hosts, is_shared=is_shared),
+        crowding=_falling([median(parts) for parts in zip(*(row["crowding"] for row in firsts), strict=True)]),
+    )
+    return Probe(cluster, fabric.num_ranks, told[0]["threads"], products, trips)
+
+
+def _products(
+    fabric: Fabric, threads: int, own: Sequence[tuple[int, float]], most_threads: int, effort: Effort
+) -> tuple[Products, ...]:
+    """Return what rank 0 has computed with its own threads, and computes with others while all wait."""
+    counts = [count for count in thread_counts(most_threads) if count != threads]
+    mine = flops_by_threads(counts, effort) if fabric.rank == 0 else {}
+    (others, *_) = _everyone(fabric, "threads", [[count, list(row.items())] for count, row in mine.items()])
+    rows = sorted([(threads, own), *((count, row) for count, row in others)], key=lambda found: found[0])
+    return tuple(Products(count, size, rounded(rate)) for count, row in rows for size, rate in row)
+
+
+def _everyone(fabric: Fabric, label: str, value: Any) -> list[Any]:  # noqa: ANN401 - JSON, whose parts are known here
+    """Return what every rank says."""
+    return list(fabric.gather_values(label, value, tuple(range(fabric.num_ranks))))
+
+
+def _hosts(fabric: Fabric, host: str) -> list[int]:
+    """Return the host of every rank, by its first one."""
+    names = _everyone(fabric, "host", host)
+    hosts = [names.index(name) for name in names]
+    per_host = hosts.count(0)
+    if len(hosts) % per_host or hosts != [rank - rank % per_host for rank in range(len(hosts))]:
+        counts = ", ".join(str(hosts.count(first)) for first in dict.fromkeys(hosts))
+        raise PlanError(
+            f"the hosts have {counts} ranks, and those of rank 0, 1, ... are {hosts}; a cluster file describes hosts "
+            "with equally many ranks that are numbered host by host: start them like that"
+        )
+    return hosts
+
+
+def _in_turn(fabric: Fabric, per_host: int, work: Callable[[], dict[int, float]]) -> dict[int, float]:
+    """Return what the work returns here; of each host, one rank works at a time."""
+    found: dict[int, float] = {}
+    for turn in range(per_host):
+        fabric.barrier(tuple(range(fabric.num_ranks)))
+        if fabric.rank % per_host == turn:
+            found = work()
+    return found
+
+
+def _crowding(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
+    """Return how fast each of 1, 2, ... ranks of this host computes at once, on average; known to its first rank."""
+    rates: list[list[float]] = [[] for _ in range(per_host)]
+    here = tuple(range(fabric.rank - fabric.rank % per_host, fabric.rank - fabric.rank % per_host + per_host))
+    for _ in range(effort.rounds):
+        for count, found in enumerate(rates, 1):
+            fabric.barrier(here)
+            mine = flops_for(effort) if fabric.rank - here[0] < count else 0.0
+            heard = fabric.gather_values("rate", mine, here)
+            found.append(mean(rate for rate in heard[:count] if isinstance(rate, float)))
+    alone = median(rates[0])
+    return [median(found) / alone for found in rates]
+
+
+def _trips(fabric: Fabric, hosts: Sequence[int], per_host: int, effort: Effort) -> tuple[Trips, ...]:
+    """Return how long messages take inside each host, and between the first one and each other."""
+    firsts = range(0, len(hosts), per_host)
+    pairs = [((first, first + 1), "host") for first in firsts if per_host > 1]
+    pairs += [((0, first), "network") for first in firsts[1:]]
+    found = []
+    for pair, level in pairs:
+        fabric.barrier(tuple(range(fabric.num_ranks)))
+        mine = trips_by_size(fabric, _other(pair, fabric.rank), effort) if fabric.rank in pair else []
+        told = _everyone(fabric, "trips", mine)[pair[0]]
+        found.append(Trips(pair, level, tuple((int(size), float(seconds)) for size, seconds in told)))
+    return tuple(found)
+
+
+def _is_shared(fabric: Fabric, trips: Sequence[Trips], per_host: int) -> bool:
+    """Return whether two ranks of the first host slow each other down when both send to the second one."""
+    between = next((one.messages for one in trips if one.level == "network"), None)
+    if per_host < 2 or between is None:
+        return False
+    pairs, took = ((0, per_host), (1, per_host + 1)), []
+    message = torch.zeros(max((size for size, s in between if s <= STREAM_S), default=8), dtype=torch.uint8)
+    for busy in (pairs, pairs[:1], pairs):  # the first time connects them
+        fabric.barrier(tuple(range(fabric.num_ranks)))
+        mine = [pair for pair in busy if fabric.rank in pair]
+        seconds = stream_s(fabric, _other(mine[0], fabric.rank), message, STREAM_TURNS) if mine else 0.0
+        took.append(max(_everyone(fabric, "seconds", seconds)))
+    return bool(took[2] > SHARED * took[1])
+
+
+def _other(pair: tuple[int, int], rank: int) -> int:
+    """Return the other rank of a pair."""
+    return pair[1] if rank == pair[0] else pair[0]
+
+
+def _levels(trips: Sequence[Trips], per_host: int, num_hosts: int, *, is_shared: bool) -> tuple[Level, ...]:
+    """Return the levels with the slowest link of each; a host of one rank has that of the network."""
+    slowest = {
+        name: max((one.link for one in trips if one.level == name), key=lambda link: link.seconds(LARGE_BYTES))
+        for name in dict.fromkeys(one.level for one in trips)
+    }
+    if not slowest:
+        return ()
+    inner = Level("host", per_host, slowest.get("host", slowest[trips[-1].level]))
+    return (inner, Level("network", num_hosts, slowest["network"], is_shared)) if num_hosts > 1 else (inner,)
+
+
+def _unlike(speeds: Sequence[float], usual: float) -> tuple[float, ...]:
+    """Return how many times as fast as usual each rank is; nothing where they are alike."""
+    parts = [rounded(speed / usual) for speed in speeds]
+    return tuple(parts) if max(abs(part - 1) for part in parts) > UNLIKE else ()
+
+
+def _falling(parts: Sequence[float]) -> tuple[float, ...]:
+    """Return parts of which none is above 1 or above one before it, as no rank is faster in a larger crowd."""
+    return tuple(rounded(min(1.0, *parts[: at + 1])) for at in range(len(parts)))

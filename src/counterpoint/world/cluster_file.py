@@ -1,0 +1,281 @@
+"""Clusters as YAML: every quantity with its unit, every mistake of a file told at once, with its line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from counterpoint.errors import PlanError
+from counterpoint.world.cluster import Cluster, Device, Level, Link
+from counterpoint.world.quantities import (
+    BANDWIDTH,
+    FLOPS,
+    LATENCY,
+    MEMORY,
+    NUMBER,
+    Kind,
+    format_quantity,
+    parse_quantity,
+)
+
+DEVICE = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
+LINK = {"latency": LATENCY, "bandwidth": BANDWIDTH}
+
+_KEYS = ("device", "link", "levels", "speeds", "crowding")
+_LEVEL_KEYS = ("name", "count", *LINK, "shared")
+_SWITCHES = {"true": True, "false": False}
+_EXAMPLES = {
+    "device": "device: {flops: 30 GFLOP/s, memory: 16 GiB, memory_bandwidth: 10 GB/s}",
+    "name": "name: host",
+    "count": "count: 2",
+    **{key: f"{key}: {kind.example}" for key, kind in (DEVICE | LINK).items()},
+    "memory_bandwidth": "memory_bandwidth: 10 GB/s",
+}
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Return the cluster that a file describes.
+
+    Raises:
+        PlanError: there is no such file, or it says something that cannot be; every mistake with its line.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"the cluster file {path} cannot be read: {error.strerror}; give an existing one, or have "
+            f"`counterpoint probe --out {path}` write it"
+        ) from None
+    except UnicodeDecodeError:
+        raise PlanError(f"the cluster file {path} is not text in UTF-8; give a YAML file") from None
+    return read_cluster(text, name=str(path))
+
+
+def cluster_of(given: str | Path | Cluster) -> Cluster:
+    """Return a cluster that is given as it is, or as the path of its file.
+
+    Raises:
+        PlanError: it is neither, or the file cannot be read as one.
+    """
+    if isinstance(given, Cluster):
+        return given
+    if not isinstance(given, str | Path):
+        raise PlanError(f"cluster={given!r} is a {type(given).__name__}; give a Cluster, or the path of its file")
+    return load_cluster(given)
+
+
+def read_cluster(text: str, *, name: str = "cluster file") -> Cluster:
+    r"""Return the cluster that a text describes; see ``docs/clusters.md``.
+
+    Args:
+        text: YAML, as :func:`write_cluster` writes it.
+        name: what the text is called in messages, its path for instance.
+
+    Raises:
+        PlanError: a key is unknown, missing or given twice, a quantity has no unit or a wrong one, or cannot be; the
+            message has a line for each mistake.
+
+    Example:
+        >>> text = "device: {flops: 30 GFLOP/s, memory: 8 GiB, memory_bandwidth: 10 GB/s}\n"
+        >>> read_cluster(text + "link: {latency: 50 us, bandwidth: 1 Gbit/s}").link.bytes_per_s
+        125000000.0
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise PlanError(f"{name} is not YAML: {error}") from None
+    if root is None:
+        raise PlanError(f"{name} is empty; a cluster has a device and a link or levels, as `counterpoint probe` writes")
+    reader = _Reader()
+    cluster = reader.cluster(root)
+    if reader.mistakes:
+        raise PlanError("\n".join(f"{name}:{line}: {mistake}" for line, mistake in sorted(reader.mistakes)))
+    return cluster
+
+
+def write_cluster(cluster: Cluster) -> str:
+    """Return the text that :func:`read_cluster` reads as the same cluster.
+
+    The link of a cluster with levels says nothing, and is left out.
+    """
+    device, link = cluster.device, cluster.link
+    fields: dict[str, Any] = {
+        "device": {
+            "flops": format_quantity(device.cost_per_s, FLOPS),
+            "memory": format_quantity(device.memory_bytes, MEMORY),
+            "memory_bandwidth": format_quantity(device.memory_bytes_per_s, BANDWIDTH),
+        }
+    }
+    if cluster.levels:
+        fields["levels"] = [
+            {"name": level.name, "count": level.count, **_link_fields(level.link), "shared": level.is_shared}
+            for level in cluster.levels
+        ]
+    else:
+        fields["link"] = _link_fields(link)
+    text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    for key, numbers in (("speeds", cluster.speeds), ("crowding", cluster.crowding)):
+        text += f"{key}: [{', '.join(map(repr, numbers))}]\n" if numbers else ""
+    return text
+
+
+def _link_fields(link: Link) -> dict[str, str]:
+    return {
+        "latency": format_quantity(link.latency_s, LATENCY),
+        "bandwidth": format_quantity(link.bytes_per_s, BANDWIDTH),
+    }
+
+
+class _Reader:
+    """Reads the nodes of one file; where one cannot be read, it notes why, and goes on with something that can.
+
+    Attributes:
+        mistakes: their lines and what they are.
+    """
+
+    def __init__(self) -> None:
+        self.mistakes: list[tuple[int, str]] = []
+
+    def cluster(self, root: yaml.Node) -> Cluster:
+        nodes = self.keys(root, "", _KEYS, required=("device",))
+        both = [nodes[key] for key in ("link", "levels") if key in nodes]
+        if not both:
+            self.note(root, "the file has neither link nor levels; say by what ranks are joined, with one of them")
+        if len(both) > 1:
+            self.note(both[0], "link stands beside levels, each of which has a link of its own; leave one of them out")
+        levels = tuple(
+            self.level(node, f"levels[{at}]") for at, node in enumerate(self.items(nodes.get("levels"), "levels"))
+        )
+        return Cluster(
+            self.device(nodes["device"]) if "device" in nodes else Device(),
+            self.link(nodes["link"]) if "link" in nodes else Link(),
+            self.speeds(nodes.get("speeds"), levels),
+            levels,
+            self.crowding(nodes.get("crowding")),
+        )
+
+    def device(self, node: yaml.Node) -> Device:
+        nodes = self.keys(node, "device", DEVICE, required=DEVICE)
+        flops, memory, bandwidth = (self.quantity(nodes.get(key), f"device.{key}", DEVICE[key]) for key in DEVICE)
+        return Device(flops, int(memory), bandwidth)
+
+    def link(self, node: yaml.Node) -> Link:
+        nodes = self.keys(node, "link", LINK, required=LINK)
+        return Link(*(self.quantity(nodes.get(key), f"link.{key}", kind) for key, kind in LINK.items()))
+
+    def level(self, node: yaml.Node, path: str) -> Level:
+        nodes = self.keys(node, path, _LEVEL_KEYS, required=_LEVEL_KEYS[:-1])
+        link = Link(*(self.quantity(nodes.get(key), f"{path}.{key}", kind) for key, kind in LINK.items()))
+        name = self.name(nodes.get("name"), f"{path}.name")
+        return Level(
+            name, self.count(nodes.get("count"), f"{path}.count"), link, self.switch(nodes.get("shared"), path)
+        )
+
+    def speeds(self, node: yaml.Node | None, levels: tuple[Level, ...]) -> tuple[float, ...]:
+        speeds, places = self.numbers(node, "speeds"), math.prod(level.count for level in levels)
+        if node is not None and levels and len(speeds) > places:
+            self.note(node, f"speeds has {len(speeds)} numbers, and the levels have {places} ranks; give one for each")
+        return speeds
+
+    def crowding(self, node: yaml.Node | None) -> tuple[float, ...]:
+        parts = self.numbers(node, "crowding")
+        if node is not None and max(parts, default=0) > 1:
+            self.note(node, f"crowding has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
+        return parts
+
+    def keys(
+        self, node: yaml.Node, path: str, known: Collection[str], *, required: Collection[str]
+    ) -> dict[str, yaml.Node]:
+        """Return the values below a node by their keys."""
+        place = path or "the file"
+        if not isinstance(node, yaml.MappingNode):
+            self.note(node, f"{place} is {_shown(node)}; it must have keys with values, {', '.join(known)}")
+            return {}
+        found: dict[str, yaml.Node] = {}
+        meant: list[str] = []
+        for key_node, value in node.value:
+            key = _shown(key_node)
+            if key in found:
+                self.note(key_node, f"{place} has {key} twice; give it once")
+            elif key not in known:
+                near = get_close_matches(key, known, n=1)
+                meant += near
+                remedy = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(known)}"
+                self.note(key_node, f"{place} has a key {key}, which there is not; {remedy}")
+            found[key] = value
+        for key in required:
+            if key not in found and key not in meant:
+                self.note(node, f"{place} has no {key}; give it, as in {_EXAMPLES[key]}")
+        return {key: value for key, value in found.items() if key in known}
+
+    def items(self, node: yaml.Node | None, path: str) -> list[yaml.Node]:
+        """Return the members of a list."""
+        if node is None:
+            return []
+        if isinstance(node, yaml.SequenceNode) and node.value:
+            return list(node.value)
+        self.note(node, f"{path} must be a list with at least one member; give one, or leave {path} out")
+        return []
+
+    def quantity(self, node: yaml.Node | None, path: str, kind: Kind) -> float:
+        """Return a quantity."""
+        if node is not None:
+            try:
+                return parse_quantity(_shown(node), kind)
+            except PlanError as wrong:
+                self.note(node, f"{path} is {_shown(node)}; {wrong}")
+        return 1.0
+
+    def numbers(self, node: yaml.Node | None, path: str) -> tuple[float, ...]:
+        """Return numbers above 0."""
+        found = []
+        for at, item in enumerate(self.items(node, path)):
+            text = _shown(item)
+            number = float(text) if re.fullmatch(NUMBER, text) else 0.0
+            found.append(number)
+            if not 0 < number < math.inf:
+                self.note(item, f"{path}[{at}] is {text}; it must be a number above 0; write it as in 0.5")
+        return tuple(found)
+
+    def count(self, node: yaml.Node | None, path: str) -> int:
+        """Return a whole number above 0."""
+        text = "1" if node is None else _shown(node)
+        if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
+            return int(text)
+        self.note(node, f"{path} is {text}; it must be a whole number from 1 on, of how many things the level joins")
+        return 1
+
+    def switch(self, node: yaml.Node | None, path: str) -> bool:
+        """Return whether a level is shared."""
+        text = "false" if node is None else _shown(node)
+        if text not in _SWITCHES:
+            self.note(node, f"{path}.shared is {text}; it must be {' or '.join(_SWITCHES)}")
+        return _SWITCHES.get(text, False)
+
+    def name(self, node: yaml.Node | None, path: str) -> str:
+        """Return a name."""
+        if node is not None and (not isinstance(node, yaml.ScalarNode) or not node.value):
+            self.note(node, f"{path} is {_shown(node)}; it must be a word, as in {_EXAMPLES['name']}")
+        return "" if node is None else _shown(node)
+
+    def note(self, node: yaml.Node | None, mistake: str) -> None:
+        """Note what is wrong at a node."""
+        self.mistakes.append((1 if node is None else node.start_mark.line + 1, mistake))
+
+
+def _shown(node: yaml.Node) -> str:
+    """Return a value as it stands in the file; where it is none, what it is."""
+    match node:
+        case yaml.ScalarNode(value=value):
+            return str(value) or "empty"
+        case yaml.SequenceNode():
+            return "a list"
+        case _:
+            return "a group of keys"

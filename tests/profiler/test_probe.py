@@ -1,0 +1,106 @@
+"""Ranks measure themselves and their links, and what they find is a cluster that a plan can be predicted on."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from counterpoint.errors import PlanError
+from counterpoint.fabric import LocalWorld
+from counterpoint.profiler.effort import Effort
+from counterpoint.profiler.probe import probe
+from counterpoint.profiler.probe_compute import flops_by_threads, flops_for, thread_counts
+from counterpoint.profiler.probe_links import fitted, trips_by_size
+from counterpoint.world.cluster import Link
+from counterpoint.world.cluster_file import read_cluster
+from tests.fabric.players import on_hosts
+
+GIB = 2**30
+LITTLE = Effort((32,), 32, 1 << 16, (8, 1 << 10, 1 << 17), span_s=1e-3, rounds=1)
+
+
+def probed(fabric, hosts=None, effort=LITTLE):
+    """What one rank has measured; the host of each rank is found out, or said."""
+    host = None if hosts is None else hosts[fabric.rank]
+    return probe(fabric, host_memory_bytes=4 * GIB, most_threads=2, host=host, effort=effort)
+
+
+def probed_values(hosts, fabric):
+    return probed(fabric, hosts, Effort(span_s=0.05)).to_values()
+
+
+def on_ranks(num_ranks, hosts=None):
+    with LocalWorld(num_ranks) as world:
+        return world.run(partial(probed, hosts=hosts))
+
+
+def test_one_rank_has_a_device_and_no_link():
+    (found,) = on_ranks(1)
+    assert found.cluster.device.cost_per_s > 1e6
+    assert found.cluster.device.memory_bytes == 4 * GIB
+    assert (found.trips, found.cluster.levels, found.cluster.link, found.cluster.crowding) == ((), (), Link(), (1.0,))
+    assert "# one rank has no link" in found.to_values()["cluster"]
+
+
+def test_what_was_found_is_the_same_on_all_ranks_and_reads_as_the_same_cluster():
+    first, *others = on_ranks(2)
+    assert all(other == first for other in others)
+    assert read_cluster(first.to_values()["cluster"]) == first.cluster
+    (level,) = first.cluster.levels
+    assert (level.name, level.count, first.cluster.device.memory_bytes) == ("host", 2, 2 * GIB)
+    assert [size for size, _ in first.trips[0].messages] == [8, 1 << 10, 1 << 17]
+
+
+def test_ranks_of_two_hosts_have_two_levels():
+    first, *_ = on_ranks(4, hosts="aabb")
+    assert [(level.name, level.count) for level in first.cluster.levels] == [("host", 2), ("network", 2)]
+    assert [(one.ranks, one.level) for one in first.trips] == [
+        ((0, 1), "host"), ((2, 3), "host"), ((0, 2), "network"),
+    ]  # fmt: skip
+    assert len(first.cluster.crowding) == 2
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abab"])
+def test_hosts_that_no_file_can_describe_are_refused(hosts):
+    with pytest.raises(PlanError, match="equally many ranks that are numbered host by host"):
+        on_ranks(len(hosts), hosts=hosts)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_processes_that_meet_as_two_hosts_measure_memory_and_sockets():
+    values, *_ = on_hosts((0, 0, 1, 1), partial(probed_values, "aabb"), 4, deadline_s=60)
+    cluster = read_cluster(values["cluster"])
+    inside, outside = (level.link for level in cluster.levels)
+    assert inside.latency_s < outside.latency_s
+    assert cluster.crowding[0] == 1.0 >= cluster.crowding[1]
+
+
+def test_threads_are_as_before_when_others_were_tried():
+    before = torch.get_num_threads()
+    assert list(flops_by_threads([1], LITTLE)) == [1]
+    assert torch.get_num_threads() == before
+
+
+def test_a_rank_computes_for_as_long_as_it_is_told():
+    assert flops_for(LITTLE) > 1e6
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 3, 4, 6]), (64, [1, 2, 3, 4, 8, 16, 32, 64])]
+)
+def test_few_numbers_of_threads_are_tried(most, counts):
+    assert thread_counts(most) == counts
+
+
+def test_latency_is_that_of_the_smallest_and_bandwidth_that_of_the_large():
+    link = Link(1e-4, 1e8)
+    assert fitted([(size, link.seconds(size)) for size in (0, 1 << 10, 1 << 20, 1 << 22)]) == link
+    assert fitted([(0, 1e-4), (1 << 10, link.seconds(1 << 10))]).bytes_per_s == pytest.approx(1e8)
+
+
+def test_the_lower_rank_of_a_pair_has_the_figures():
+    with LocalWorld(2) as world:
+        lower, upper = world.run(lambda fabric: trips_by_size(fabric, 1 - fabric.rank, LITTLE))
+    assert len(lower) == 3
+    assert upper == []

@@ -1,0 +1,173 @@
+"""A cluster is read as it was written, and a file says all that is wrong with it at once."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from counterpoint.errors import PlanError
+from counterpoint.world.cluster import Cluster, Device, Level, Link
+from counterpoint.world.cluster_file import load_cluster, read_cluster, write_cluster
+from counterpoint.world.quantities import (
+    BANDWIDTH,
+    FLOPS,
+    LATENCY,
+    MEMORY,
+    format_quantity,
+    parse_quantity,
+)
+
+HOSTS = """\
+device:
+  flops: 30 GFLOP/s
+  memory: 16 GiB
+  memory_bandwidth: 10 GB/s
+levels:
+  - name: host
+    count: 2
+    latency: 5 us
+    bandwidth: 10 GB/s
+  - name: network
+    count: 4
+    latency: 50 us
+    bandwidth: 1 Gbit/s
+    shared: true
+speeds: [1.0, 0.5]
+crowding: [1.0, 0.6]
+"""
+
+rates = st.floats(min_value=0, max_value=1e300, exclude_min=True) | st.just(float("inf"))
+links = st.builds(Link, st.floats(min_value=0, max_value=1e6), rates)
+names = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Z"]), min_size=1)
+parts = st.floats(min_value=0, max_value=1, exclude_min=True)
+levels = st.lists(
+    st.builds(Level, names, st.integers(1, 10**6), links, is_shared=st.booleans()), min_size=1, max_size=3
+)
+devices = st.builds(Device, rates, st.integers(1, 2**60), rates)
+crowds = st.lists(parts).map(tuple)
+flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), crowding=crowds)
+nested = st.builds(Cluster, devices, levels=levels.map(tuple), crowding=crowds)
+
+
+def mistakes(text):
+    with pytest.raises(PlanError) as caught:
+        read_cluster(text, name="c.yaml")
+    return str(caught.value).splitlines()
+
+
+def changed(old, new):
+    assert HOSTS.count(old) == 1
+    return HOSTS.replace(old, new)
+
+
+def test_a_file_is_read_as_it_says():
+    inside, outside = Level("host", 2, Link(5e-6, 10e9)), Level("network", 4, Link(50e-6, 125e6), is_shared=True)
+    device = Device(30e9, 16 * 2**30, 10e9)
+    assert read_cluster(HOSTS) == Cluster(device, Link(), (1.0, 0.5), (inside, outside), (1.0, 0.6))
+
+
+@given(flat | nested)
+def test_every_cluster_is_read_as_it_was_written(cluster):
+    assert read_cluster(write_cluster(cluster)) == cluster
+
+
+def test_a_written_cluster_reads_well():
+    lines = write_cluster(read_cluster(HOSTS)).splitlines()
+    assert lines[:4] == HOSTS.splitlines()[:4]
+    assert lines[4:7] == ["levels:", "- name: host", "  count: 2"]
+    assert lines[-5:] == [
+        "  latency: 50 us", "  bandwidth: 125 MB/s", "  shared: true", "speeds: [1.0, 0.5]", "crowding: [1.0, 0.6]",
+    ]  # fmt: skip
+
+
+@given(rates, st.sampled_from([FLOPS, BANDWIDTH]))
+def test_every_rate_is_read_as_it_was_written(rate, kind):
+    assert parse_quantity(format_quantity(rate, kind), kind) == rate
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "amount"),
+    [
+        ("1 Gbit/s", BANDWIDTH, 125e6),
+        ("10GB/s", BANDWIDTH, 10e9),
+        ("1.5 KiB", MEMORY, 1536),
+        (".1 GB", MEMORY, 10**8),
+        ("2e3 GFLOP/s", FLOPS, 2e12),
+        ("0 s", LATENCY, 0.0),
+        ("0.3 ms", LATENCY, 3e-4),
+        ("inf B/s", BANDWIDTH, float("inf")),
+    ],
+)
+def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
+    assert parse_quantity(text, kind) == amount
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("30 GFLOP/s", "30", "c.yaml:2: device.flops is 30; it has no unit; say what these floating point operations"),
+        ("16 GiB", "16 gb", "c.yaml:3: device.memory is 16 gb; gb is no unit of bytes; did you mean GB"),
+        ("1 Gbit/s", "1 Gb/s", "c.yaml:13: levels[1].bandwidth is 1 Gb/s; Gb/s is no unit of bits or bytes per second"),
+        ("1 Gbit/s", "-1 Gbit/s", "c.yaml:13: levels[1].bandwidth is -1 Gbit/s; it must be more than 0"),
+        ("1 Gbit/s", "0 Gbit/s", "c.yaml:13: levels[1].bandwidth is 0 Gbit/s; it must be more than 0"),
+        ("50 us", "-50 us", "c.yaml:12: levels[1].latency is -50 us; it must be 0 or more"),
+        ("50 us", "50 m", "c.yaml:12: levels[1].latency is 50 m; m is no unit of seconds; did you mean ms"),
+        ("16 GiB", "1e400 GiB", "c.yaml:3: device.memory is 1e400 GiB; that is more than there can be"),
+        ("16 GiB", "[16 GiB]", "c.yaml:3: device.memory is a list; it must be a number of bytes with its unit"),
+        ("count: 4", "count: 0", "c.yaml:11: levels[1].count is 0; it must be a whole number from 1 on"),
+        ("count: 4", "count: 2.5", "c.yaml:11: levels[1].count is 2.5; it must be a whole number"),
+        ("  memory: 16", "  memry: 16", "c.yaml:3: device has a key memry, which there is not; did you mean memory?"),
+        ("shared: true", "shared: 1", "c.yaml:14: levels[1].shared is 1; it must be true or false"),
+        ("name: network", "name:", "c.yaml:10: levels[1].name is empty; it must be a word, as in name: host"),
+        ("[1.0, 0.5]", "[1.0, -1]", "c.yaml:15: speeds[1] is -1; it must be a number above 0"),
+        ("[1.0, 0.5]", str([1.0] * 9), "c.yaml:15: speeds has 9 numbers, and the levels have 8 ranks"),
+        ("[1.0, 0.6]", "[1, 60]", "c.yaml:16: crowding has 60; no rank is faster in a crowd than alone"),
+        ("speeds: [", "link: {latency: 0 s, bandwidth: 1 B/s}\nspeeds: [", "c.yaml:15: link stands beside levels"),
+        ("speeds:", "crowding:", "c.yaml:16: the file has crowding twice; give it once"),
+        ("device:", "? [device]\n:", "c.yaml:1: the file has a key a list, which there is not; its keys are device"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_line_the_rule_and_the_remedy(old, new, said):
+    assert any(line.startswith(said) for line in mistakes(changed(old, new)))
+
+
+def test_all_mistakes_are_told_at_once_from_the_first_line_on():
+    text = changed("30 GFLOP/s", "30").replace("count: 2", "count: 0").replace("speeds", "speed")
+    assert [line.split(":")[1] for line in mistakes(text)] == ["2", "7", "15"]
+    assert mistakes(text)[-1] == "c.yaml:15: the file has a key speed, which there is not; did you mean speeds?"
+
+
+def test_a_missing_key_is_given_by_example():
+    text = changed("    bandwidth: 10 GB/s\n", "")
+    assert mistakes(text) == ["c.yaml:6: levels[0] has no bandwidth; give it, as in bandwidth: 1 Gbit/s"]
+
+
+def test_a_unit_that_may_be_bits_or_bytes_is_asked_about():
+    assert mistakes(changed("1 Gbit/s", "1 Gb/s"))[0].endswith("did you mean GB/s or Gbit/s?")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "c.yaml is empty; a cluster has a device and a link or levels"),
+        ("a: [b", "c.yaml is not YAML: while parsing a flow sequence"),
+        ("words", "c.yaml:1: the file is words; it must have keys with values, device, link, levels, speeds, crowding"),
+        ("[1, 2]", "c.yaml:1: the file is a list; it must have keys"),
+        ("device:\nlink:", "c.yaml:1: device is empty; it must have keys with values, flops, memory, memory_bandwidth"),
+        ("levels: []", "c.yaml:1: levels must be a list with at least one member"),
+        ("device: {}", "c.yaml:1: the file has neither link nor levels; say by what ranks are joined"),
+        ("levels: [x]", "c.yaml:1: the file has no device; give it, as in device: {flops: 30 GFLOP/s, memory: 16 GiB"),
+    ],
+)  # fmt: skip
+def test_what_is_no_cluster_at_all_is_refused(text, said):
+    assert any(line.startswith(said) for line in mistakes(text))
+
+
+def test_a_file_that_is_not_there_is_named_with_the_command_that_writes_it(tmp_path):
+    with pytest.raises(PlanError, match=r"cluster file .*none\.yaml cannot be read: No such file .* probe --out"):
+        load_cluster(tmp_path / "none.yaml")
+
+
+def test_more_ranks_than_the_levels_have_are_refused_and_fewer_are_not():
+    cluster = read_cluster(HOSTS)
+    cluster.require_ranks(3)
+    with pytest.raises(PlanError, match=r"9 ranks do not fit into a cluster of 8 \(host=2, network=4\); take as many"):
+        cluster.require_ranks(9)
