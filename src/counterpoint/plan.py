@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
-from typing import Any
+from pathlib import Path
 
 import yaml
 
@@ -18,11 +18,14 @@ from counterpoint.strategies.recomputation import PASS, Recomputation
 from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Need, Strategy
 from counterpoint.strategies.tensor import Tensor
-from counterpoint.strategies.terms import chunks_in, fold_terms, parse_term
+from counterpoint.strategies.terms import fold_terms, microbatches_in, parse_term
+from counterpoint.strategies.written import Written, blamed, read_fields
 from counterpoint.strategies.zero import Zero
 from counterpoint.world.mesh import Axis, Mesh
 
 _PASSES = ("overlap", PASS)
+PASSES = ("overlap",)
+"""What is done to a program where nobody says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Plan:
         num_microbatches: microbatches of the innermost program; replicas multiply them.
         passes: what is done to the program afterwards, from ``overlap`` and ``recompute``; the latter recomputes all
             blocks, ``recompute:*.attn`` those of these module paths, ``recompute:50%`` half of them.
+        written: the file it was read from, which errors about it name; no part of what it is.
 
     Example:
         >>> print(Plan.parse("pipeline(4) * data(2)", num_microbatches=8))
@@ -43,6 +47,7 @@ class Plan:
     strategies: tuple[Strategy, ...] = ()
     num_microbatches: int = 1
     passes: tuple[str, ...] = ()
+    written: Written | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -122,11 +127,12 @@ class Plan:
         if batch_size % self.num_micros:
             lower = batch_size - batch_size % self.num_micros
             sizes = f"{lower} or {lower + self.num_micros}" if lower else f"{self.num_micros}"
-            raise PlanError(
-                f"a batch of {batch_size} samples does not divide into the {self.num_micros} microbatches of {self} "
-                f"with num_microbatches={self.num_microbatches}; all microbatches of a full batch have one size: give "
-                f"batch_size={sizes}, or another number of microbatches"
-            )
+            with blamed(self.written, "num_microbatches"):
+                raise PlanError(
+                    f"a batch of {batch_size} samples does not divide into the {self.num_micros} microbatches of "
+                    f"{self} with num_microbatches={self.num_microbatches}; all microbatches of a full batch have one "
+                    f"size: give batch_size={sizes}, or another number of microbatches"
+                )
 
     def _require_one_recomputation(self) -> None:
         asked = [name for name in self.passes if name.partition(":")[0] == PASS]
@@ -187,10 +193,11 @@ class Plan:
         """
         if self.num_ranks != num_ranks:
             axes = self.mesh.describe()
-            raise PlanError(
-                f"{self} needs {self.num_ranks} ranks ({axes}), but there {'is' if num_ranks == 1 else 'are'} "
-                f"{num_ranks}; start {self.num_ranks} ranks, or change the numbers in the plan"
-            )
+            with blamed(self.written, "strategy"):
+                raise PlanError(
+                    f"{self} needs {self.num_ranks} ranks ({axes}), but there {'is' if num_ranks == 1 else 'are'} "
+                    f"{num_ranks}; start {self.num_ranks} ranks, or change the numbers in the plan"
+                )
 
     @staticmethod
     def parse(
@@ -208,7 +215,7 @@ class Plan:
             PlanError: the text is no plan, or names a strategy or option that does not exist, or says another number of
                 microbatches.
         """
-        count = _microbatches(text, num_microbatches)
+        count = microbatches_in(text, num_microbatches)
         pieces = text.split("*")
         starts = accumulate((len(piece) + 1 for piece in pieces), initial=0)
         terms = [parse_term(piece, start, text) for piece, start in zip(pieces, starts, strict=False)]
@@ -254,36 +261,56 @@ class Plan:
         return yaml.safe_dump({"plan": fields, "num_ranks": self.num_ranks}, sort_keys=False)
 
     @staticmethod
-    def from_yaml(text: str) -> Plan:
-        """Read what :meth:`to_yaml` wrote.
+    def from_yaml(text: str, file: str = "") -> Plan:
+        """Read what :meth:`to_yaml` wrote, edited or not; the plan remembers at which line its fields stand.
+
+        Args:
+            text: YAML with ``plan:``, and in it ``strategy:``; the rest may be left out.
+            file: its name, for errors about the plan now and later.
 
         Raises:
-            PlanError: a key is unknown or missing, or a value is of the wrong kind.
+            PlanError: a key is unknown or missing, or a value is of the wrong kind, or ``num_ranks`` is not what the
+                strategy needs.
+        """
+        fields, written = read_fields(text, file)
+        given, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
+        wrong = "num_microbatches" if type(given) is not int else "passes"
+        with written.blamed(wrong):
+            if type(given) is not int or not isinstance(passes, list):
+                raise PlanError(
+                    f"num_microbatches must be a whole number and passes a list, not {given!r} and {passes!r}"
+                )
+        with written.blamed("num_microbatches"):
+            Plan((), given)
+        with written.blamed("passes"):
+            Plan((), 1, tuple(map(str, passes)))
+        with written.blamed("strategy"):
+            said = given if "num_microbatches" in fields else None
+            found = Plan.parse(str(fields["strategy"]), num_microbatches=said)
+            plan = replace(found, passes=tuple(map(str, passes)), written=written)
+        ranks = fields.get("num_ranks", plan.num_ranks)
+        if ranks != plan.num_ranks:
+            with written.blamed("num_ranks"):
+                raise PlanError(
+                    f"num_ranks is {ranks}, but {plan} in {written.place('strategy')} needs {plan.num_ranks}; change "
+                    "the numbers of the strategy, or leave num_ranks out"
+                )
+        return plan
+
+    @staticmethod
+    def from_file(path: str | Path) -> Plan:
+        """Read a plan file; see :meth:`from_yaml`.
+
+        Raises:
+            PlanError: it cannot be read, or :meth:`from_yaml` refuses it.
         """
         try:
-            loaded: Any = yaml.safe_load(text)
-        except yaml.YAMLError as wrong:
-            raise PlanError(f"the plan file is not YAML: {wrong}") from None
-        fields = loaded.get("plan") if isinstance(loaded, dict) else None
-        if not isinstance(fields, dict) or "strategy" not in fields:
-            raise PlanError("a plan file holds 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'")
-        unknown = sorted(fields.keys() - {"strategy", "num_microbatches", "passes"})
-        if unknown:
-            raise PlanError(f"a plan has no field {unknown[0]!r}; its fields are strategy, num_microbatches, passes")
-        given, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
-        if type(given) is not int or not isinstance(passes, list):
-            raise PlanError(f"num_microbatches must be a whole number and passes a list, not {given!r} and {passes!r}")
-        said = given if "num_microbatches" in fields else None
-        plan = Plan.parse(str(fields["strategy"]), num_microbatches=said)
-        return replace(plan, passes=tuple(passes))
-
-
-def _microbatches(text: str, given: int | None) -> int:
-    """Return how many microbatches the text of a plan says, or else how many are given, or 1."""
-    said = chunks_in(text)
-    if said is not None and given not in {None, said}:
-        raise PlanError(f"{text!r} says chunks={said}, but num_microbatches={given}; give one of the two")
-    return next((count for count in (said, given) if count is not None), 1)
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"the plan file {path} cannot be read: {error.strerror}; give an existing file") from None
+        except UnicodeDecodeError:
+            raise PlanError(f"the plan file {path} is not text in UTF-8; give a YAML file") from None
+        return Plan.from_yaml(text, str(path))
 
 
 def _ranks_with(terms: list[tuple[str, str | None]], free: int, text: str, hosts: Sequence[int]) -> int:

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 from typer.testing import CliRunner
 
 from counterpoint.cli.main import build
+from counterpoint.plan import Plan
 from counterpoint.world.cluster import Cluster, Level, Link
 from counterpoint.world.cluster_file import write_cluster
+from tests.drawing.validity import breaches
 
 HEAVY = """
 import sys
@@ -22,7 +25,7 @@ except SystemExit as end:
 
 
 def plan(*words):
-    return CliRunner().invoke(build(["plan"]), ["plan", *words])
+    return CliRunner().invoke(build(["plan"]), ["plan", *map(str, words)])
 
 
 def rows_of(result):
@@ -90,6 +93,86 @@ def test_an_unknown_job_is_refused_with_the_nearest_name():
     result = plan("digit", "-n", "2")
     assert result.exit_code == 1
     assert "did you mean digits?" in result.output
+
+
+def test_it_says_which_plan_is_taken_and_why():
+    *_, taken = plan("-n", "4", "--batch-size", "16", "--blocks", "4").output.splitlines()
+    assert taken.startswith(
+        "pipeline(4, order=gpipe) with 16 microbatches is taken: of the plans that keep the numbers"
+    )
+
+
+def test_the_plan_that_is_taken_is_written_to_a_file_that_reads_back(tmp_path):
+    result = plan("-n", "2", "--blocks", "2", "--json", "--out", tmp_path / "plan.yaml")
+    taken = Plan.from_file(tmp_path / "plan.yaml")
+    assert json.loads(result.stdout)["taken"] == {
+        "plan": str(taken), "num_microbatches": taken.num_microbatches, "passes": ["overlap"]
+    }  # fmt: skip
+
+
+def test_memory_of_ranks_that_hold_different_amounts_is_told_from_the_least_to_the_most():
+    found = json.loads(plan("-n", "2", "--blocks", "2", "--json").stdout)["plans"]
+    uneven = [one for one in found if len(set(one["rank_bytes"])) > 1]
+    assert uneven
+    assert all(one["memory_bytes"] == max(one["rank_bytes"]) for one in found)
+    assert " - " in next(row for row in rows_of(plan("-n", "2", "--blocks", "2")) if uneven[0]["plan"] in row)
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_what_would():
+    result = plan("-n", "2", "--blocks", "4", "--memory", "0.02")
+    assert result.exit_code == 0
+    last = result.output.splitlines()[-1]
+    assert last.startswith("no plan fits: pipeline(2) holds least, 33")
+    assert "bytes too many; the smallest change that fits: " in last
+    refused = plan("-n", "2", "--blocks", "4", "--memory", "0.02", "--out", "plan.yaml")
+    assert (refused.exit_code, refused.output.startswith("PlanError: no plan fits")) == (1, True)
+
+
+def test_a_page_has_the_plans_and_their_timelines(tmp_path):
+    result = plan("-n", "2", "--blocks", "2", "--report", tmp_path / "report.html")
+    assert result.exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert breaches(page) == []
+    assert "One step under the best plans, simulated" in page
+
+
+def test_measuring_needs_a_job():
+    result = plan("-n", "2", "--measure", "2")
+    assert (result.exit_code, result.output) == (
+        1, "PlanError: --measure 2 trains for some steps, and needs a model and data; give a job as well\n"
+    )  # fmt: skip
+
+
+def test_passes_are_those_that_training_has_unless_others_are_asked_for():
+    ways = {words: json.loads(plan("-n", "2", "--blocks", "2", "--json", *words).stdout) for words in (
+        (), ("--pass", "none"), ("--pass", "recompute"))}  # fmt: skip
+    assert [found["plans"][0]["passes"] for found in ways.values()] == [["overlap"], [], ["recompute"]]
+
+
+@pytest.mark.process
+def test_the_best_plans_and_data_parallelism_are_measured_on_ranks_of_this_host(tmp_path):
+    result = plan("digits", "-n", "2", "--measure", "1", "--json", "--report", tmp_path / "report.html")
+    found = json.loads(result.stdout)
+    times = {one["plan"]: one["step_s"] for one in found["measured"]}
+    assert len(times) == 2
+    assert times[found["taken"]["plan"]] <= times["data(2)"]
+    page = (tmp_path / "report.html").read_text()
+    assert "Predicted and measured" in page
+    assert breaches(page) == []
+
+
+def test_a_search_finds_nothing_slower_and_the_same_for_a_seed():
+    listed = json.loads(plan("-n", "4", "--blocks", "4", "--json").stdout)
+    found = [json.loads(plan("-n", "4", "--blocks", "4", "--json", "--search", "--seed", "3").stdout) for _ in range(2)]
+    assert found[0] == found[1]
+    assert len(found[0]["plans"]) >= len(listed["plans"])
+    names = [(one["plan"], one["num_microbatches"], *one["passes"]) for one in found[0]["plans"]]
+    assert len(names) == len(set(names)), "every plan stands once"
+
+
+def test_a_budget_that_is_no_time_is_refused():
+    result = plan("-n", "2", "--blocks", "2", "--search", "--time-budget", "soon")
+    assert result.output == "PlanError: --time-budget soon is no time; give seconds, as 10s\n"
 
 
 def test_a_cluster_file_says_where_the_plans_would_run(tmp_path):

@@ -154,3 +154,16 @@ def pass_own_batches():
 def shard_the_dataset():
     """Train on half of a dataset on each rank, as a sampler would have chosen it."""
     trainer("data(2)").fit(Subset(dataset(), range(rank(), 46, 2)), batch_size=12)
+
+
+def measure_and_train():
+    """Return which plan ``auto`` has taken after trials, what these took, and what was trained under it."""
+    with cp.Trainer(
+        mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto", measure=2, progress="off", batch_norm="deferred"
+    ) as one:
+        history = one.fit(dataset(), batch_size=12)
+        assert one.choice is not None, "it was left open"
+        trials = {str(trial.plan): trial.step_s for trial in one.choice.trials}
+        return {
+            "plan": str(one.choice.plan), "trials": trials, "params": params_of(one.model), "losses": history.losses
+        }  # fmt: skip

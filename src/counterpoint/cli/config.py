@@ -31,6 +31,8 @@ class PlanSection(Section):
     """Microbatches of the innermost program; 1, or what a pipeline can use, when left out."""
     passes: tuple[str, ...] | None = Field(default=None, strict=False)
     """What is done to the program afterwards: `overlap` when left out, `[]` for nothing."""
+    measure: int | None = Field(default=None, ge=1)
+    """Under the strategy `auto`: how many of the best plans are measured for some steps before the first one."""
 
 
 class TrainingSection(Section):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from counterpoint.cli.config import RunConfig
+from counterpoint.plan import Plan
+from counterpoint.strategies.written import Written
 from counterpoint.training.progress import Mode
 
 
@@ -20,6 +22,7 @@ class Order:
         folder: of the run.
         resume: a checkpoint, or a folder of them, to go on from.
         progress: how the first rank shows it.
+        written: the file that the plan was read from, if it was; with its own microbatches and passes.
     """
 
     config: RunConfig
@@ -27,6 +30,7 @@ class Order:
     folder: Path
     resume: Path | None
     progress: Mode
+    written: Written | None = None
 
     def to_json(self) -> str:
         """Write the order for another process."""
@@ -38,6 +42,7 @@ class Order:
                 "folder": str(self.folder),
                 "resume": resume,
                 "progress": self.progress,
+                "written": None if self.written is None else [self.written.file, self.written.lines],
             }
         )
 
@@ -47,4 +52,15 @@ class Order:
         found = json.loads(text)
         resume = None if found["resume"] is None else Path(found["resume"])
         config = RunConfig.model_validate(found["config"])
-        return Order(config, found["strategy"], Path(found["folder"]), resume, found["progress"])
+        file, lines = found["written"] or ("", ())
+        written = Written(file, tuple((field, line) for field, line in lines)) if file else None
+        return Order(config, found["strategy"], Path(found["folder"]), resume, found["progress"], written)
+
+    @property
+    def plan(self) -> str | Plan:
+        """What the trainer is given: a plan that was read from a file as a value, any other as its text."""
+        if self.written is None:
+            return self.strategy
+        plan = Plan.parse(self.strategy)
+        micros, passes = self.config.plan.num_microbatches, self.config.plan.passes
+        return replace(plan, num_microbatches=micros or 1, passes=tuple(passes or ()), written=self.written)

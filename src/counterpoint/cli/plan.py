@@ -1,31 +1,30 @@
-"""``counterpoint plan``: the plans that fit so many ranks, with what the simulator predicts for each."""
+"""``counterpoint plan``: the plans that fit so many ranks, what is predicted and measured of them, which to take."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from counterpoint.cli.tables import Column, format_bytes, show_table
-from counterpoint.drawing.scale import format_number
+from counterpoint.cli.verdict import Asked, show, to_json, write_report
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, chain
-from counterpoint.plan import Plan
+from counterpoint.plan import PASSES
+from counterpoint.planner.choose import Choice, pick
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
-from counterpoint.planner.rank import Prediction, Ranking
+from counterpoint.planner.rank import Ranking, merged
+from counterpoint.planner.remedies import Question
+from counterpoint.planner.search.moves import Space
+from counterpoint.planner.search.search import Budget, search as search_plans
 from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import load_cluster
 
-COLUMNS = (
-    Column("plan", wraps=True),
-    *(Column(title, "right") for title in ("micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory")),
-    Column("why not", wraps=True),
-)
+PROPOSALS = 2000
+"""A search without a budget of time makes so many, and finds the same wherever it is made."""
 
 
 def plan(
@@ -40,8 +39,23 @@ def plan(
     cluster: Annotated[
         Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
     ] = None,
-    passes: Annotated[list[str] | None, typer.Option("--pass", help="Run on every program, overlap for one.")] = None,
+    memory: Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")] = None,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
+    ] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show only the first so many.")] = None,
+    measure: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Try the best K and data parallelism on this host's ranks.")
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Look for plans that are on no list, by random walks.")
+    ] = False,
+    time_budget: Annotated[
+        str | None, typer.Option(metavar="SECONDS", help="How long to search, as 10s; 2000 proposals if left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan that is taken.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with timelines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
 ) -> None:
     """List the plans that fit so many ranks, the fastest first, for a JOB's model or one of equal blocks.
@@ -50,80 +64,77 @@ def plan(
     """
     if job is not None and blocks is not None:
         raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
+    if measure is not None and job is None:
+        raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
     place = Cluster() if cluster is None else load_cluster(cluster)
     place.require_ranks(ranks)
-    plans = [replace(one, passes=tuple(passes or ())) for one in enumerate_plans(ranks, model, batch_size=size)]
-    ranking = rank_with_orders(plans, model, place, batch_size=size)
+    question = Question(model, with_memory(place, memory), size)
+    asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
+    plans = tuple(replace(one, passes=asked) for one in enumerate_plans(ranks, model, batch_size=size))
+    ranking = rank_with_orders(plans, model, question.cluster, batch_size=size)
+    if search or time_budget is not None:
+        ranking = merged(ranking, searched(ranks, question, asked, budget_of(time_budget, seed)))
+    verdict: Choice | PlanError
+    try:
+        verdict = pick(ranking, plans, question)
+    except PlanError as obstacle:
+        if out is not None or report is not None or measure is not None:
+            raise
+        verdict = obstacle
+    if measure is not None and job is not None and isinstance(verdict, Choice):
+        from counterpoint.cli.trials import measured_here
+
+        verdict = measured_here(job, verdict, measure)
+    subject = Asked(job or f"{model.num_blocks} blocks", ranks, size, len(plans))
     if as_json:
-        typer.echo(json.dumps(to_json(ranking, top), indent=2))
-        return
-    typer.echo(f"{counted(plans)} for -n {ranks} that can take {size} samples in a step; predicted, not measured\n")
-    show(ranking, top)
+        typer.echo(json.dumps(to_json(ranking, verdict, top), indent=2))
+    else:
+        show(subject, ranking, verdict, top)
+    if isinstance(verdict, Choice):
+        keep(verdict, subject, out, report)
 
 
-def show(ranking: Ranking, top: int | None) -> None:
-    """The plans are on standard output, then why the second loses, then those that cannot be carried out."""
-    found, shown = ranking.predictions, ranking.predictions[:top]
-    if shown:
-        show_table(COLUMNS, [cells(one, found[0]) for one in shown])
-    notes = []
-    if not all(one.is_synchronous for one in shown):
-        notes.append(
-            "* asynchronous: changes the numbers; `counterpoint strategies NAME` says how, for asp or pipedream"
-        )
-    if len(shown) < len(found):
-        notes.append(f"{counted(found[len(shown) :])} more after these")
-    if len(found) > 1:
-        notes.append(why_second(found))
-    if ranking.refusals:
-        notes.append(f"{counted(ranking.refusals)} cannot be carried out:")
-        notes += [f"  {name(one.plan)}: {one.reason}" for one in ranking.refusals[:top]]
-    typer.echo("\n".join(["", *notes] if notes else []), nl=bool(notes))
+def searched(num_ranks: int, question: Question, passes: tuple[str, ...], budget: Budget) -> Ranking:
+    """Return what random walks have found."""
+    space = Space.of(question.model, num_ranks, question.batch_size, passes)
+    return search_plans(space, question.cluster, budget=budget)
 
 
-def counted(plans: Sequence[object]) -> str:
-    """Return how many plans there are, in words."""
-    return "1 plan" if len(plans) == 1 else f"{len(plans)} plans"
+def budget_of(time_budget: str | None, seed: int) -> Budget:
+    """Return how long to search.
+
+    Raises:
+        PlanError: the time is no number of seconds.
+
+    Example:
+        >>> budget_of("1.5s", 0).time_s
+        1.5
+    """
+    if time_budget is None:
+        return Budget(steps=PROPOSALS, seed=seed)
+    try:
+        return Budget(time_s=float(time_budget.strip().removesuffix("s")), seed=seed)
+    except ValueError:
+        raise PlanError(f"--time-budget {time_budget} is no time; give seconds, as 10s") from None
 
 
-def name(one: Plan) -> str:
-    """Return a plan with its microbatches, if it has more than one."""
-    return f"{one}" + (f" with {one.num_microbatches} microbatches" if one.num_microbatches > 1 else "")
+def keep(choice: Choice, subject: Asked, out: Path | None, report: Path | None) -> None:
+    """The plan that is taken and the page about it are in their files, where these were asked for."""
+    for path, text in ((out, choice.plan.to_yaml), (report, lambda: write_report(subject, choice))):
+        if path is not None:
+            try:
+                path.write_text(text(), encoding="utf-8")
+            except OSError as error:
+                raise PlanError(f"{path} cannot be written: {error.strerror}; give another file") from None
+            typer.echo(f"wrote {path}", err=True)
 
 
-def why_second(found: Sequence[Prediction]) -> str:
-    """Return the sentence about the second best."""
-    first, second = found[:2]
-    return f"{name(second.plan)} comes second to {name(first.plan)}: {second.why_not(first)}"
-
-
-def cells(found: Prediction, first: Prediction) -> tuple[str, ...]:
-    """Return the row of a plan."""
-    times = (found.step_s, found.compute_s, found.communication_s, found.idle_s, found.update_s)
-    return (
-        f"{found.plan}{'' if found.is_synchronous else ' *'}",
-        str(found.plan.num_microbatches),
-        *(format_number(float(f"{1e3 * seconds:.3g}")) for seconds in times),
-        format_bytes(found.sent_bytes),
-        format_bytes(found.memory_bytes),
-        found.why_not(first),
-    )
-
-
-def to_json(ranking: Ranking, top: int | None) -> dict[str, list[dict[str, Any]]]:
-    """Return all figures as JSON values."""
-    plans = []
-    for found in ranking.predictions[:top]:
-        figures = {key: value for key, value in asdict(found).items() if key != "plan"}
-        why_not = found.why_not(ranking.predictions[0])
-        plans.append({**named(found.plan), **figures, "fits": found.fits, "why_not": why_not})
-    return {"plans": plans, "refused": [{**named(one.plan), "reason": one.reason} for one in ranking.refusals]}
-
-
-def named(one: Plan) -> dict[str, Any]:
-    """Return a plan as JSON values."""
-    return {"plan": str(one), "num_microbatches": one.num_microbatches, "passes": list(one.passes)}
+def with_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
+    """Return the cluster with devices of so much memory."""
+    if memory_gib is None:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, memory_bytes=int(memory_gib * 2**30)))
 
 
 def equal_blocks(num_blocks: int, width: int) -> ModelSpec:

@@ -40,7 +40,7 @@ def carry_out(order: Order) -> None:
         loss=job.loss,
         optimizer=with_lr(optimizer_of(job, training.optimizer), training.lr),
         schedule=schedule_of(job, config, len(data)),
-        strategy=order.strategy,
+        strategy=order.plan,
         num_microbatches=config.plan.num_microbatches,
         passes=config.plan.passes,
         callbacks=[ShowProgress(order.progress, name=config.job, interval_s=output.interval_s), folder],
@@ -50,6 +50,7 @@ def carry_out(order: Order) -> None:
         nonfinite=training.nonfinite,
         deadline_s=config.launch.deadline_s,
         batch_norm="deferred",
+        measure=config.plan.measure or 0,
     )
     with trainer:
         history = trainer.fit(

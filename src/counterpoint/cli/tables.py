@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 import typer
+
+from counterpoint.drawing.scale import format_bytes as format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +54,6 @@ def plain_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str
         for line in lines
     )
     return "\n".join(line.rstrip() for line in drawn)
-
-
-def format_bytes(size: float | Fraction) -> str:
-    """Write a size in the unit that suits it.
-
-    Example:
-        >>> format_bytes(512), format_bytes(3 * 2**19)
-        ('512 B', '1.5 MiB')
-    """
-    number = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:g} B" if unit == "B" else f"{number:.4g} {unit}"
 
 
 def _show_rich(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:

@@ -10,12 +10,15 @@ import typer
 from counterpoint.cli.config import schema
 from counterpoint.cli.layers import Given, Layer, default_layer, file_layer, filled, merged, set_layer, shown, validated
 from counterpoint.cli.start import config_of, start
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
 
 FLAGS = {
     "job": "NAME",
     "launch.ranks": "--ranks",
     "plan.strategy": "--strategy",
     "plan.num_microbatches": "--microbatches",
+    "plan.measure": "--measure",
     "training.epochs": "--epochs",
     "training.max_steps": "--steps",
     "training.batch_size": "--batch-size",
@@ -38,7 +41,11 @@ def train(
         int | None, typer.Option("--ranks", "-n", help="How many; what the plan needs if left out.")
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="The plan, as 'zero3' or 'pipeline(2) * data(2)'.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="The plan, as `counterpoint plan --out` writes it.")
+    ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of the innermost program.")] = None,
+    measure: Annotated[int | None, typer.Option(help="Under auto: measure so many of the best plans first.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps at most.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of one global batch, over all ranks.")] = None,
@@ -65,22 +72,33 @@ def train(
         typer.echo(schema())
         return
     given = (
-        *(name, ranks, strategy, microbatches, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
+        *(name, ranks, strategy, microbatches, measure, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
         *(None if folder is None else str(folder), save_every, progress, local or None, bind),
     )
+    if plan is not None and strategy is not None:
+        raise PlanError(f"--plan {plan} has a strategy, and --strategy is {strategy}; give one of the two")
+    read = Plan.from_file(plan) if plan is not None else None
     flags = {path: Given(value, flag) for (path, flag), value in zip(FLAGS.items(), given, strict=True)}
     layer = merged(
         [
             default_layer(),
             file_layer(config) if config is not None else kept_layer(resume),
             set_layer(assignments or []),
+            plan_layer(read) if read is not None else {},
             {path: value for path, value in flags.items() if value.value is not None},
         ]
     )
     if show_config:
         typer.echo(explained_config(layer))
     else:
-        start(validated(layer), resume)
+        start(validated(layer), resume, read.written if read is not None else None)
+
+
+def plan_layer(plan: Plan) -> Layer:
+    """Return the values of a plan that was read from a file, each with its line."""
+    assert plan.written is not None, "read from a file"
+    values = {"strategy": str(plan), "num_microbatches": plan.num_microbatches, "passes": list(plan.passes)}
+    return {f"plan.{key}": Given(value, plan.written.place(key)) for key, value in values.items()}
 
 
 def kept_layer(resume: Path | None) -> Layer:

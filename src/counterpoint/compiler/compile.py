@@ -19,6 +19,7 @@ from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.program.turn import Turn, beginning, steady
 from counterpoint.strategies.solo import solo, solo_forecast
 from counterpoint.strategies.strategy import Forecast
+from counterpoint.strategies.written import blamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,11 @@ def _turn(name: str, made: Compiled, share: Fraction) -> Turn:
 
 def _compile_one(plan: Plan, asked: _Asked) -> Compiled:
     """Return the program of one kind of step, or a stream, proved if that is asked for."""
+    with blamed(plan.written, "strategy"):
+        return _fold(plan, asked)
+
+
+def _fold(plan: Plan, asked: _Asked) -> Compiled:
     samples = asked.samples_per_micro
     refined = reduce(lambda spec, strategy: strategy.refine(spec), plan.strategies, asked.model)
     program = solo(refined, plan.num_microbatches)
@@ -115,7 +121,8 @@ def _compile_one(plan: Plan, asked: _Asked) -> Compiled:
         program = overlap(program)
     again = plan.recomputation
     if again is not None:
-        blocks = again.blocks(refined)
+        with blamed(plan.written, "passes"):
+            blocks = again.blocks(refined)
         program, forecast = recompute(program, again, blocks), again.forecast(forecast, blocks)
     ledger = Ledger()
     if asked.proves:

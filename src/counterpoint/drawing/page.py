@@ -1,5 +1,11 @@
 """How a report looks: on a light and a dark screen, on a telephone and on paper."""
 
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+from counterpoint.drawing.markup import escape, tag
+
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2630; --quiet: #5c6773; --line: #e1e5ea;
   --card: #f6f8fa; --good: #1a7f4b; --bad: #b42318;
@@ -43,6 +49,7 @@ div.wide { width: fit-content; max-width: 100%; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem 1.5rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--quiet); font-weight: 500; font-size: .9rem; }
+th.text, td.text { text-align: left; white-space: normal; min-width: 12rem; }
 th:last-child, td:last-child { padding-right: 0; }
 tbody tr:last-child td { border-bottom: 0; }
 details { margin-top: .75rem; } summary { cursor: pointer; color: var(--quiet); margin-bottom: .5rem; }
@@ -58,3 +65,43 @@ details { margin-top: .75rem; } summary { cursor: pointer; color: var(--quiet); 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """What a report may load: nothing."""
+
+
+def write_page(title: str, *parts: str) -> str:
+    """Return a self-contained HTML page of parts that are markup already; it loads nothing and runs nothing."""
+    head = tag(
+        "head",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        tag("title", escape(title)),
+        tag("style", f"\n{STYLE}\n"),
+    )
+    return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', *parts)), lang='en')}\n"
+
+
+def scrolling(name: str, content: str, title: str, class_: str = "") -> str:
+    """Return an element that scrolls sideways on a narrow screen, with the keyboard too."""
+    return tag(name, content, class_=f"{class_} wide".strip(), tabindex="0", role="group", aria_label=title)
+
+
+def timeline(drawing: str, title: str = "timeline") -> str:
+    """Return a drawing of a trace as a figure."""
+    return scrolling("figure", drawing, title, "timeline")
+
+
+def write_table(titles: Sequence[str], rows: Iterable[Sequence[str]], name: str, texts: Container[str] = ()) -> str:
+    """Return a table.
+
+    Args:
+        titles: of its columns.
+        rows: the texts of its cells.
+        name: of the table.
+        texts: the columns that hold words, and not figures.
+    """
+    looks = [{"class_": "text"} if title in texts else {} for title in titles]
+    head = (tag("th", escape(title), scope="col", **look) for title, look in zip(titles, looks, strict=True))
+    lines = (
+        tag("tr", *(tag("td", escape(cell), **look) for cell, look in zip(row, looks, strict=True))) for row in rows
+    )
+    return scrolling("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *lines)), name)

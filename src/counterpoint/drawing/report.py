@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from counterpoint.drawing.chart import Points, Series, draw_chart, smoothed
+from counterpoint.drawing.figures import Figure as Figure, draw_figures
 from counterpoint.drawing.grid import draw_rows
 from counterpoint.drawing.kinds import kind_of_word
 from counterpoint.drawing.markup import escape, tag
-from counterpoint.drawing.page import POLICY, STYLE
+from counterpoint.drawing.page import scrolling, timeline, write_page, write_table
 from counterpoint.drawing.scale import format_number
 from counterpoint.drawing.svg import draw_beside, draw_timeline
+from counterpoint.drawing.weighing import Weighing, draw_weighing
 from counterpoint.program.program import Program
 from counterpoint.program.text import format_program
 from counterpoint.program.trace import Trace
@@ -35,15 +37,6 @@ class Heading:
     plan: str
     ended_early: str = ""
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number of a run, such as ``Figure("throughput", 812.4, "samples/s")``."""
-
-    name: str
-    value: float | str
-    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +82,7 @@ class ReportData:
         program: what every rank did.
         timelines: one step.
         configuration: the text from which the run can be repeated.
+        weighing: how the plan was chosen, where it was.
     """
 
     heading: Heading
@@ -97,29 +91,22 @@ class ReportData:
     program: Program
     timelines: Timelines
     configuration: str
+    weighing: Weighing | None = None
 
 
 def write_report(data: ReportData) -> str:
     """Return a self-contained HTML page: it loads nothing, runs nothing, and shows text from outside as text."""
-    head = tag(
-        "head",
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        tag("title", escape(data.heading.title)),
-        tag("style", f"\n{STYLE}\n"),
-    )
-    main = tag(
-        "main",
+    return write_page(
+        data.heading.title,
         _heading(data.heading),
-        _figures(data.figures),
+        draw_figures(data.figures),
         _training(data.curves),
         _held_out(data.curves.held_out),
         _program(data.program, data.timelines.simulated),
         _step(data.timelines),
+        *(draw_weighing(data.weighing) if data.weighing is not None else ()),
         _configuration(data.configuration),
     )
-    return f"<!doctype html>\n{tag('html', head, tag('body', main), lang='en')}\n"
 
 
 def _heading(heading: Heading) -> str:
@@ -131,24 +118,6 @@ def _heading(heading: Heading) -> str:
     plan = tag("p", tag("code", escape(heading.plan)))
     note = tag("p", escape(heading.note), class_="quiet") if heading.note else ""
     return tag("header", tag("h1", escape(heading.title)), plan, status, note)
-
-
-def _figures(figures: Sequence[Figure]) -> str:
-    if not figures:
-        return ""
-    cards = [
-        tag(
-            "div",
-            tag("dt", escape(figure.name)),
-            tag(
-                "dd",
-                escape(format_number(figure.value)),
-                f" {tag('small', escape(figure.unit))}" if figure.unit else "",
-            ),
-        )
-        for figure in figures
-    ]
-    return tag("dl", *cards, class_="figures")
 
 
 def _training(curves: Curves) -> str:
@@ -188,19 +157,10 @@ def _held_out(evaluations: Sequence[HeldOut]) -> str:
         return ""
     names = list(dict.fromkeys(name for one in evaluations for name, _ in one.metrics))
     shown = evaluations[-MOST_EVALUATIONS:]
-    head = tag("tr", *(tag("th", escape(name), scope="col") for name in ["step", *names]))
-    rows = [
-        tag(
-            "tr",
-            tag("td", format_number(one.step)),
-            *(tag("td", escape(_metric(dict(one.metrics).get(name)))) for name in names),
-        )
-        for one in shown
-    ]
-    table = tag("table", tag("thead", head), tag("tbody", *rows))
+    rows = [(format_number(one.step), *(_metric(dict(one.metrics).get(name)) for name in names)) for one in shown]
     earlier = len(evaluations) - len(shown)
     note = tag("p", f"{earlier} earlier evaluations are not shown.", class_="quiet") if earlier else ""
-    return tag("section", tag("h2", "Held-out data"), _scrolling("div", table, "held-out metrics", ""), note)
+    return tag("section", tag("h2", "Held-out data"), write_table(["step", *names], rows, "held-out metrics"), note)
 
 
 def _metric(value: float | None) -> str:
@@ -214,12 +174,12 @@ def _program(program: Program, simulated: Trace | None) -> str:
         summary = tag("summary", f"all words of {program.num_ranks} rows")
         parts.append(tag("details", summary, _rows(whole, "all rows of the program")))
     if simulated is not None:
-        parts += [tag("h3", "Its step on the simulator's clock"), _timeline(draw_timeline(simulated))]
+        parts += [tag("h3", "Its step on the simulator's clock"), timeline(draw_timeline(simulated))]
     return tag("section", *parts)
 
 
 def _rows(text: str, name: str) -> str:
-    return _scrolling("pre", "\n".join(map(_coloured, text.splitlines())) or " ", name, "")
+    return scrolling("pre", "\n".join(map(_coloured, text.splitlines())) or " ", name)
 
 
 def _coloured(line: str) -> str:
@@ -240,19 +200,10 @@ def _step(timelines: Timelines) -> str:
     drawing = draw_timeline(measured) if simulated is None else draw_beside(simulated, measured)
     title = "One step, measured" if simulated is None else "One step, simulated and measured"
     note = tag("p", escape(timelines.note), class_="quiet") if timelines.note else ""
-    return tag("section", tag("h2", title), note, _timeline(drawing))
-
-
-def _timeline(drawing: str) -> str:
-    return _scrolling("figure", drawing, "timeline", "timeline")
-
-
-def _scrolling(name: str, content: str, title: str, class_: str) -> str:
-    """Return an element that scrolls sideways on a narrow screen, with the keyboard too."""
-    return tag(name, content, class_=f"{class_} wide".strip(), tabindex="0", role="group", aria_label=title)
+    return tag("section", tag("h2", title), note, timeline(drawing))
 
 
 def _configuration(text: str) -> str:
     if not text:
         return ""
-    return tag("section", tag("h2", "Configuration"), _scrolling("pre", escape(text), "configuration", ""))
+    return tag("section", tag("h2", "Configuration"), scrolling("pre", escape(text), "configuration"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 
 def round_step(span: float, most: int) -> float:
@@ -55,3 +56,18 @@ def format_seconds(seconds: float) -> str:
     """Write a duration in the unit that suits it: ``12.5 ms``."""
     times, unit = time_unit(seconds)
     return f"{format_number(seconds * times)} {unit}"
+
+
+def format_bytes(size: float | Fraction) -> str:
+    """Write a size in the unit that suits it.
+
+    Example:
+        >>> format_bytes(512), format_bytes(3 * 2**19)
+        ('512 B', '1.5 MiB')
+    """
+    number = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:g} B" if unit == "B" else f"{number:.4g} {unit}"

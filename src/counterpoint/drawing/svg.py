@@ -48,7 +48,7 @@ def draw_timeline(trace: Trace, *, most_ranks: int = 32) -> str:
         trace: what to draw.
         most_ranks: rows; further ranks are counted below.
     """
-    panel = _panel(trace, _Scale(trace.step_s, Naming.of(trace)), LEGEND, most_ranks)
+    panel = _panel(trace, _Scale(trace.step_s, Naming.of(trace)), LEGEND, most_ranks, _summary(trace))
     return picture(
         WIDTH, panel.bottom, f"{trace.source} timeline of one step", _describe(trace), _legend([trace]), panel.content
     )
@@ -59,22 +59,34 @@ def draw_beside(simulated: Trace, measured: Trace, *, most_ranks: int = 16) -> s
 
     Where one takes more than twenty times as long as the other, each has its own scale, and the picture says so.
     """
-    spans = [trace.step_s for trace in (simulated, measured)]
+    return _stacked([("", simulated), ("", measured)], "one step, simulated and measured", most_ranks)
+
+
+def draw_plans(traces: Sequence[tuple[str, Trace]], *, most_ranks: int = 8) -> str:
+    """Return one step under each of several plans on one time scale, the first one above.
+
+    Where one takes more than twenty times as long as another, each has its own scale, and the picture says so.
+
+    Args:
+        traces: what the plans are called, and their steps.
+        most_ranks: rows of each; further ranks are counted below.
+    """
+    named = [(f"{name}: ", trace) for name, trace in traces]
+    return _stacked(named, f"one step under {len(traces)} plans", most_ranks)
+
+
+def _stacked(traces: Sequence[tuple[str, Trace]], title: str, most_ranks: int) -> str:
+    spans = [trace.step_s for _, trace in traces]
     alike = max(spans) <= 20 * min(spans)
     content, bottom = [], LEGEND
-    for trace in (simulated, measured):
+    for name, trace in traces:
         scale = _Scale(max(spans) if alike else trace.step_s, Naming.of(trace))
-        panel = _panel(trace, scale, bottom, most_ranks, note="" if alike else ", on a scale of its own")
+        heading = f"{name}{_summary(trace)}{'' if alike else ', on a scale of its own'}"
+        panel = _panel(trace, scale, bottom, most_ranks, heading)
         content.append(panel.content)
         bottom = panel.bottom + GAP
-    return picture(
-        WIDTH,
-        bottom,
-        "one step, simulated and measured",
-        f"{_describe(simulated)} {_describe(measured)}",
-        _legend([simulated, measured]),
-        *content,
-    )
+    said = " ".join(f"{name}{_describe(trace)}" for name, trace in traces)
+    return picture(WIDTH, bottom, title, said, _legend([trace for _, trace in traces]), *content)
 
 
 def _describe(trace: Trace) -> str:
@@ -127,7 +139,7 @@ def _height(kind: Kind) -> float:
     return 12.0 if kind in COMPUTING else LINK
 
 
-def _panel(trace: Trace, scale: _Scale, top: float, most_ranks: int, note: str = "") -> _Panel:
+def _panel(trace: Trace, scale: _Scale, top: float, most_ranks: int, title: str) -> _Panel:
     ranks: defaultdict[int, list[Event]] = defaultdict(list)
     for event in trace.events:
         ranks[event.rank].append(event)
@@ -138,7 +150,7 @@ def _panel(trace: Trace, scale: _Scale, top: float, most_ranks: int, note: str =
     last = first + shown * pitch
     busy = _busy(trace)
     rows = [_row(rank, ranks[rank], scale, first + rank * pitch, busy[rank]) for rank in range(shown)]
-    heading = label(f"{_summary(trace)}{note}", x=LEFT, y=top + 16, font_weight=600)
+    heading = label(title, x=LEFT, y=top + 16, font_weight=600)
     more = label(f"and {trace.num_ranks - shown} more ranks", x=LEFT, y=last + 12) if shown < trace.num_ranks else ""
     end = last + (16 if more else 0)
     return _Panel(heading + _ruler(scale, first, end) + "".join(rows) + more, end + RULER)

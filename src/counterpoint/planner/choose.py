@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
-from counterpoint.planner.rank import Ranking
+from counterpoint.planner.rank import Prediction, Ranking, Refusal
+from counterpoint.planner.remedies import Question, explain_excess
+from counterpoint.program.trace import Trace
+from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.world.cluster import Cluster
 
 NEARLY_AS_FAST = 1.02
 """A simpler plan may take so many times as long as the fastest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a plan took on real ranks.
+
+    Args:
+        plan: which one.
+        step_s: seconds of a step: the median, on the slowest rank.
+        trace: one more step, word by word; None where nobody asked for it.
+    """
+
+    plan: Plan
+    step_s: float
+    trace: Trace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The plan that is taken, with all that it was weighed against.
+
+    Args:
+        plan: keeps solo's numbers and fits.
+        question: what it is for.
+        ranking: what was predicted.
+        simplest: the plans to choose from, the simplest first.
+        trials: what was measured, in the order of ``simplest``; empty where nothing was.
+        untried: plans that could not be measured, and why.
+    """
+
+    plan: Plan
+    question: Question
+    ranking: Ranking
+    simplest: tuple[Plan, ...]
+    trials: tuple[Trial, ...] = ()
+    untried: tuple[Refusal, ...] = ()
+
+    def predicted(self, plan: Plan) -> Prediction | None:
+        """Return what was predicted of a plan, if it could be carried out."""
+        return next((found for found in self.ranking.predictions if found.plan == plan), None)
+
+    def tried(self, plan: Plan) -> Trial | None:
+        """Return what was measured of a plan, if it was."""
+        return next((found for found in self.trials if found.plan == plan), None)
 
 
 def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) -> Plan:
@@ -46,16 +94,94 @@ def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, ba
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    candidates = {plan: at for at, plan in enumerate(dict.fromkeys(plan for plan in plans if not _is_late(plan)))}
-    ranking = rank_with_orders(candidates, model, cluster, batch_size=batch_size)
-    kept = [found for found in ranking.predictions if found.is_synchronous and found.fits]
+    return weigh(plans, Question(model, cluster, batch_size)).plan
+
+
+def weigh(plans: Iterable[Plan], question: Question) -> Choice:
+    """Return what :func:`choose_from` takes, with what it was weighed against.
+
+    Raises:
+        PlanError: there is none; the message says what stands in the way.
+    """
+    candidates = tuple(dict.fromkeys(plan for plan in plans if not is_late(plan)))
+    ranking = rank_with_orders(candidates, question.model, question.cluster, batch_size=question.batch_size)
+    return pick(ranking, candidates, question)
+
+
+def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choice:
+    """Return the choice among plans that were ranked.
+
+    Args:
+        ranking: what was predicted, also of plans that change the numbers, which are never taken.
+        simplest: the plans, the simplest first; those of the ranking that are not among them come last.
+        question: what the plan is for.
+
+    Raises:
+        PlanError: none keeps the numbers and fits; the message says what stands in the way.
+    """
+    kept = _kept(ranking)
     if not kept:
-        raise PlanError(_obstacle(ranking))
-    near = [found.plan for found in kept if found.step_s <= NEARLY_AS_FAST * kept[0].step_s]
-    return min(near, key=lambda plan: candidates.get(plan, len(candidates)))
+        raise PlanError(_obstacle(ranking, simplest, question))
+    times = {found.plan: found.step_s for found in kept}
+    return Choice(_simplest_of_fastest(times, simplest), question, ranking, tuple(simplest))
 
 
-def _is_late(plan: Plan) -> bool:
+def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
+    """Return the plans to measure: plain data parallelism, the choice, and those predicted to be fastest.
+
+    All of them are held by the ranks at one time; those are left out, the slowest first, for which there is no room.
+
+    Args:
+        choice: by what was predicted.
+        count: how many beside data parallelism.
+    """
+    kept = _kept(choice.ranking)
+    best = list(dict.fromkeys([choice.plan, *(found.plan for found in kept)]))
+    plain = [found.plan for found in kept if _is_plain(found.plan)]
+    wanted = list(dict.fromkeys([*plain, *[plan for plan in best if plan not in plain][:count]]))
+    memory = {found.plan: found.memory_bytes for found in kept}
+    room = choice.question.cluster.device.memory_bytes
+    while len(wanted) > 1 and sum(memory[plan] for plan in wanted) > room:
+        wanted.pop()
+    order = {plan: at for at, plan in enumerate(choice.simplest)}
+    return tuple(sorted(wanted, key=lambda plan: order.get(plan, len(order))))
+
+
+def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] = ()) -> Choice:
+    """Return the choice by what was measured: the simplest of the plans that are at most 2 % slower than the fastest.
+
+    Plain data parallelism is simpler than any other plan for several ranks, so that what is chosen has not measured
+    slower.
+
+    Args:
+        choice: by what was predicted; it stays where nothing was measured.
+        trials: what was measured.
+        untried: what could not be.
+    """
+    if not trials:
+        return replace(choice, untried=tuple(untried))
+    times = {found.plan: found.step_s for found in trials}
+    plan = _simplest_of_fastest(times, choice.simplest)
+    return replace(choice, plan=plan, trials=tuple(trials), untried=tuple(untried))
+
+
+def _simplest_of_fastest(times: dict[Plan, float], simplest: Sequence[Plan]) -> Plan:
+    least = min(times.values())
+    near = [plan for plan, seconds in times.items() if seconds <= NEARLY_AS_FAST * least]
+    order = {plan: at for at, plan in enumerate(simplest)}
+    return min(near, key=lambda plan: order.get(plan, len(order)))
+
+
+def _kept(ranking: Ranking) -> list[Prediction]:
+    return [found for found in ranking.predictions if found.is_synchronous and found.fits]
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Tell whether a plan is data parallelism and nothing else."""
+    return len(plan.strategies) == 1 and plan.strategies[0] == Data(plan.num_ranks)
+
+
+def is_late(plan: Plan) -> bool:
     """Tell whether gradients meet newer weights than they were computed with, so that it need not be ranked."""
     return any(
         (isinstance(strategy, Pipeline) and strategy.is_stream)
@@ -64,14 +190,10 @@ def _is_late(plan: Plan) -> bool:
     )
 
 
-def _obstacle(ranking: Ranking) -> str:
+def _obstacle(ranking: Ranking, plans: Sequence[Plan], question: Question) -> str:
     exact = [found for found in ranking.predictions if found.is_synchronous]
     if exact:
-        least = min(exact, key=lambda found: found.memory_bytes)
-        return (
-            f"no plan fits: {least.plan} holds least, {least.memory_bytes} of {least.room_bytes} bytes on its fullest "
-            "rank; take more ranks, or a smaller batch"
-        )
+        return explain_excess(exact, plans, question)
     if ranking.refusals:
         refused = ranking.refusals[0]
         return f"no plan can be carried out; {refused.plan}, for one: {refused.reason}"

@@ -13,9 +13,11 @@ from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.unlike import balanced
 from counterpoint.program.instruction import Value
+from counterpoint.program.trace import Trace
 from counterpoint.program.traffic import Sizes
-from counterpoint.simulator.costs import model_costs
+from counterpoint.simulator.costs import Costs, model_costs
 from counterpoint.simulator.memory import peak_bytes
+from counterpoint.simulator.simulate import simulate_turn
 from counterpoint.simulator.spent import Spent, spend
 from counterpoint.world.cluster import Cluster, Link
 
@@ -40,6 +42,7 @@ class Prediction:
         memory_bytes: what the fullest rank holds at most.
         room_bytes: what a rank can hold.
         is_synchronous: whether it keeps solo's numbers.
+        rank_bytes: what each rank holds at most.
     """
 
     plan: Plan
@@ -53,6 +56,7 @@ class Prediction:
     memory_bytes: int
     room_bytes: int
     is_synchronous: bool
+    rank_bytes: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -97,6 +101,11 @@ class Ranking:
     refusals: tuple[Refusal, ...]
 
 
+def named(plan: Plan) -> str:
+    """Return a plan with its microbatches, if it has more than one."""
+    return f"{plan}" + (f" with {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else "")
+
+
 def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Ranking:
     """Return plans by the predicted seconds for one and the same global batch.
 
@@ -119,9 +128,10 @@ def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, bat
 
 
 def merged(one: Ranking, other: Ranking) -> Ranking:
-    """Return two rankings for one model as one."""
-    predictions = sorted((*one.predictions, *other.predictions), key=_place)
-    return Ranking(tuple(predictions), one.refusals + other.refusals)
+    """Return two rankings for one model as one, in which a plan that both have stands once."""
+    predictions = {found.plan: found for found in (*one.predictions, *other.predictions)}
+    refusals = {refused.plan: refused for refused in (*one.refusals, *other.refusals)}
+    return Ranking(tuple(sorted(predictions.values(), key=_place)), tuple(refusals.values()))
 
 
 def _place(found: Prediction) -> tuple[bool, float, int, int]:
@@ -136,18 +146,14 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
     Raises:
         PlanError: it cannot be compiled for this model or this batch.
     """
-    plan.require_batch(batch_size)
-    plan = balanced(plan, model, cluster)
-    samples = batch_size // plan.num_micros
-    whole = model if plan.need != "none" else _whole(model)
-    compiled = compile(plan, whole, samples_per_micro=samples, proves=False)
-    unbound = replace(cluster, link=FREE, levels=tuple(replace(level, link=FREE) for level in cluster.levels))
-    spent, free = _play(compiled, (cluster, unbound), samples)
+    compiled, samples = compiled_for(plan, model, cluster, batch_size)
+    spent, free = _play(compiled, (cluster, _with_free_links(cluster)), samples)
     step_s, more_s = spent.step_s, spent.step_s - free.step_s
     communication_s = more_s if more_s > ROUNDING * step_s else 0.0
     idle_s = step_s - communication_s - spent.compute_s - spent.update_s
+    rank_bytes = _rank_bytes(compiled, samples)
     return Prediction(
-        plan=plan,
+        plan=compiled.plan,
         samples_per_micro=samples,
         step_s=step_s,
         compute_s=spent.compute_s,
@@ -155,18 +161,61 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=spent.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples))),
+        memory_bytes=max(rank_bytes),
         room_bytes=cluster.device.memory_bytes,
         is_synchronous=compiled.is_synchronous,
+        rank_bytes=rank_bytes,
     )
 
 
-def _whole(model: ModelSpec) -> ModelSpec:
+def foresee(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Trace:
+    """Return the step that :func:`predict` sums up, word by word; of steps that are not all alike the last kind.
+
+    Raises:
+        PlanError: it cannot be compiled for this model or this batch.
+    """
+    compiled, samples = compiled_for(plan, model, cluster, batch_size)
+    (costs,) = _costs(compiled, (cluster,), samples)
+    return simulate_turn(compiled.turns[-1], costs, cluster)
+
+
+def hold(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> tuple[int, ...]:
+    """Return what each rank would hold at most, without playing a step.
+
+    Raises:
+        PlanError: it cannot be compiled for this model or this batch.
+    """
+    return _rank_bytes(*compiled_for(plan, model, cluster, batch_size))
+
+
+def compiled_for(plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int) -> tuple[Compiled, int]:
+    """Return a plan's program, unproved, and the samples of its microbatches.
+
+    Raises:
+        PlanError: it cannot be compiled for this model or this batch.
+    """
+    plan.require_batch(batch_size)
+    plan = balanced(plan, model, cluster)
+    samples = batch_size // plan.num_micros
+    whole = model if plan.need != "none" else in_one_block(model)
+    return compile(plan, whole, samples_per_micro=samples, proves=False), samples
+
+
+def _rank_bytes(compiled: Compiled, samples: int) -> tuple[int, ...]:
+    return peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples))
+
+
+def in_one_block(model: ModelSpec) -> ModelSpec:
     """Return the model as one block, as the runtime takes it where nothing has to be cut."""
     return replace(model, blocks=(Block(model.pieces, 0),))
 
 
-def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
+def _with_free_links(cluster: Cluster) -> Cluster:
+    levels = tuple(replace(level, link=FREE) for level in cluster.levels)
+    return replace(cluster, link=FREE, levels=levels)
+
+
+def held_bytes(model: ModelSpec, samples: int) -> Sizes:
     """Return the bytes of values where they are kept: for its backward, a block keeps what each of its pieces gave."""
 
     @cache
@@ -178,10 +227,14 @@ def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
     return lambda value, code="": size_of(Value(value.name, value.blocks), code)  # the microbatch changes no size
 
 
+def _costs(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list[Costs]:
+    sizes = sizes_in(compiled.model, samples)
+    return [model_costs(compiled.model, one, sizes, samples_per_micro=samples) for one in clusters]
+
+
 def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list[Spent]:
     """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
-    sizes = sizes_in(compiled.model, samples)
-    costs = [model_costs(compiled.model, one, sizes, samples_per_micro=samples) for one in clusters]
+    costs = _costs(compiled, clusters, samples)
     played = [(float(turn.share), spend(turn, costs, clusters[0])) for turn in compiled.turns if turn.share]
     return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
 

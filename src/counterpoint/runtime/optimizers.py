@@ -142,6 +142,12 @@ class Face:
             self._rehearse()
         return self._make(parts)
 
+    def on(self, params: Mapping[str, nn.Parameter]) -> Face:
+        """Return a face like this one on the parameters of a copy of the model, with the options as they stand now."""
+        if self._factory is not None:
+            return Face(self._factory, params)
+        return Face(self._make([(group, params[name]) for name, group in self.group_of.items()]), params)
+
     def _make(self, parts: Sequence[tuple[int, Tensor]]) -> optim.Optimizer:
         groups: dict[int, list[Tensor]] = {}
         for group, tensor in parts:

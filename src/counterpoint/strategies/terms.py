@@ -29,6 +29,18 @@ def chunks_in(text: str) -> int | None:
     return said[0] if said else None
 
 
+def microbatches_in(text: str, given: int | None) -> int:
+    """Return how many microbatches the text of a plan says, or else how many are given, or 1.
+
+    Raises:
+        PlanError: both are there and differ.
+    """
+    said = chunks_in(text)
+    if said is not None and given not in {None, said}:
+        raise PlanError(f"{text!r} says chunks={said}, but num_microbatches={given}; give one of the two")
+    return next((count for count in (said, given) if count is not None), 1)
+
+
 def parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:
     """Return the name of a strategy and what stands in its brackets, or None where it has none.
 

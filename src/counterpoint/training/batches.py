@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from counterpoint.data.sampler import split
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.runtime.casting import casts_here
+from counterpoint.runtime.feed import BatchFeed
 from counterpoint.world.topology import counted
 
 
@@ -64,6 +67,11 @@ def digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
             found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
             found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def whole_batch(batch: tuple[Any, Any], count: int, num_micros: int) -> BatchFeed:
+    """Return inputs and targets of so many samples as a step is fed them, cut into microbatches."""
+    return BatchFeed(batch, tuple(split(count, num_micros)), casts_here())
 
 
 def warn_of_forks(known: set[int]) -> bool:

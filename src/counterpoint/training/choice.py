@@ -15,9 +15,10 @@ from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
-from counterpoint.planner.choose import choose_from
+from counterpoint.plan import PASSES as PASSES, Plan
+from counterpoint.planner.choose import Choice, weigh
 from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.remedies import Question
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
@@ -29,9 +30,6 @@ from counterpoint.world.cluster_file import cluster_of
 
 FEW_SAMPLES = 8
 """A model is traced on so many samples at most, to see what it costs."""
-
-PASSES = ("overlap",)
-"""What is done to a program where nobody says what."""
 
 _AUTO = re.compile(r"^\s*auto\s*(\(\s*\d+\s*\))?\s*$")
 
@@ -61,7 +59,7 @@ def make_plan(
     """Return the plan for the ranks that were started, or for this process alone; data where a choice is left open.
 
     Args:
-        strategy: a plan, or its text; a plan has its passes, a text gets :data:`PASSES`.
+        strategy: a plan, or its text; a plan has its passes, a text gets :data:`counterpoint.plan.PASSES`.
         environment: what a launcher told this process, if any did.
         num_microbatches: of the innermost program; None for those of the plan.
         passes: what is done to the program instead; None where nothing is asked for.
@@ -107,8 +105,21 @@ class Auto:
     num_microbatches: int | None
     passes: tuple[str, ...]
 
+    @property
+    def alone(self) -> Plan:
+        """What is taken where there is one rank."""
+        return Plan((), self.num_microbatches or 1, self.passes)
+
     def choose(self, model: nn.Module, face: Face, inputs: Inputs, options: Options, batch_size: int) -> Plan:
-        """Return the plan that the planner would take, the same on every rank.
+        """Return the plan that the planner would take, the same on every rank; see :meth:`weigh`.
+
+        Raises:
+            PlanError: the model does not take the inputs, or there is no plan for this batch.
+        """
+        return self.alone if self.num_ranks == 1 else self.weigh(model, face, inputs, options, batch_size).plan
+
+    def weigh(self, model: nn.Module, face: Face, inputs: Inputs, options: Options, batch_size: int) -> Choice:
+        """Return the plan that the planner would take, with those that it was weighed against.
 
         Args:
             model: it stays as it is.
@@ -120,8 +131,6 @@ class Auto:
         Raises:
             PlanError: the model does not take the inputs, or there is no plan for this batch.
         """
-        if self.num_ranks == 1:
-            return Plan((), self.num_microbatches or 1, self.passes)
         spec = trace_spec(model, face, inputs, options.dims)
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
@@ -130,12 +139,21 @@ class Auto:
         )
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
-        return choose_from(plans, spec, cluster, batch_size=batch_size)
+        return weigh(plans, Question(spec, cluster, batch_size))
 
 
-def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None) -> Auto | None:
-    """Return the choice that is left open for the ranks of a plan; None when there is none."""
+def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None, options: Options) -> Auto | None:
+    """Return the choice that is left open for the ranks of a plan; None when there is none.
+
+    Raises:
+        PlanError: there is none, and plans are to be measured.
+    """
     if isinstance(strategy, Plan) or _AUTO.fullmatch(strategy) is None:
+        if options.measure:
+            raise PlanError(
+                f"measure={options.measure} says how many plans are measured to choose one, but the plan is given, "
+                f"{strategy}; give strategy='auto', or leave measure out"
+            )
         return None
     return Auto(plan.num_ranks, num_microbatches, plan.passes)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from counterpoint.compiler.compile import Compiled
+from counterpoint.planner.choose import Choice
 from counterpoint.program.trace import Trace
 
 
@@ -19,12 +20,14 @@ class RunStart:
         first_step: the number of the first step; above 0 for a resumed run.
         num_steps: steps of the whole run.
         batch_size: samples of one global batch.
+        choice: what the plan was weighed against, where that was left open.
     """
 
     compiled: Compiled
     first_step: int
     num_steps: int
     batch_size: int
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,11 @@ class Callback:
     def on_end(self, event: RunEnd) -> None:
         """The run is over."""
         return
+
+
+def every_rank(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the callbacks that want to listen on every rank."""
+    return [callback for callback in callbacks if callback.on_every_rank]
 
 
 @dataclass(slots=True)

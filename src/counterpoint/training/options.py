@@ -39,6 +39,9 @@ class Options:
         mixing: what it means that a model's output for a sample depends on other samples of its microbatch, under a
             pipeline: ``error``, or ``accept`` for microbatches that are each a batch of their own.
         keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
+        measure: under ``auto``, how many of the plans that are predicted to be fastest are measured for some steps
+            before the first one, beside data parallelism; the one that measures best is taken. They train copies of the
+            model, on the first batch, and leave nothing behind. 0 measures none.
         cluster: where ``auto`` predicts that plans run, itself or the path of its file; None for a core of a laptop for
             each rank.
     """
@@ -57,14 +60,11 @@ class Options:
     mixing: Literal["error", "accept"] = "error"
     keep_freed: bool = True
     batch_norm: NormRule | None = None
+    measure: int = 0
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("one_copy", bool), ("keep_freed", bool), ("seed", int)):
-            found = getattr(self, name)
-            if type(found) is not kind:
-                wanted = "True or False" if kind is bool else "a whole number"
-                raise PlanError(f"{name}={found!r} is a {type(found).__name__}; give {wanted}")
+        self._require_kinds()
         for name in ("clip_norm", "clip_value", "deadline_s"):
             value = getattr(self, name)
             if isinstance(value, bool | str) or not isinstance(value, float | int | None):
@@ -86,6 +86,15 @@ class Options:
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(filter(None, allowed))}")
+
+    def _require_kinds(self) -> None:
+        for name, kind in (("one_copy", bool), ("keep_freed", bool), ("seed", int), ("measure", int)):
+            found = getattr(self, name)
+            if type(found) is not kind:
+                wanted = "True or False" if kind is bool else "a whole number"
+                raise PlanError(f"{name}={found!r} is a {type(found).__name__}; give {wanted}")
+        if self.measure < 0:
+            raise PlanError(f"measure={self.measure} is no number of plans; give how many to measure, or 0 for none")
 
 
 def guard_of(options: Options) -> Guard:

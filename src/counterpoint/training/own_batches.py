@@ -248,12 +248,21 @@ class OwnBatches:
             )
 
 
-def require_whole_steps(plan: Plan) -> None:
+def require_whole_steps(plan: Plan, measure: int = 0) -> None:
     """Check that a step ends what it begins, so that what each rank brings to it is used in it.
 
+    Args:
+        plan: who does what.
+        measure: how many plans are to be measured before the first step.
+
     Raises:
-        PlanError: batches are under way over several steps.
+        PlanError: batches are under way over several steps, or plans are measured, which takes one batch for all.
     """
+    if measure:
+        raise PlanError(
+            f"measure={measure} has plans train on the first batch, which all ranks must have, but batches='own' has "
+            "each rank bring samples of its own; pass batches='same', or leave measure out"
+        )
     for strategy in plan.strategies:
         if isinstance(strategy, Pipeline) and strategy.is_stream:
             raise PlanError(

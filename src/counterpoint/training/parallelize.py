@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,11 +15,10 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.plan import Plan
-from counterpoint.runtime.casting import casts_here
 from counterpoint.runtime.feed import BatchFeed, Feed, cut
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.runtime.vote import Verdict
-from counterpoint.training.batches import count_samples, digest, require_same_batches, warn_of_forks
+from counterpoint.training.batches import count_samples, digest, require_same_batches, warn_of_forks, whole_batch
 from counterpoint.training.checks import make_face
 from counterpoint.training.choice import FEW_SAMPLES, Auto, make_auto, make_options, make_plan, says_microbatches
 from counterpoint.training.failing import leave
@@ -26,7 +26,8 @@ from counterpoint.training.feeds import counted_micros
 from counterpoint.training.norms import least_samples
 from counterpoint.training.own_batches import OwnBatches, require_whole_steps
 from counterpoint.training.team import Team
-from counterpoint.training.world import JoinedWorld, World, open_world
+from counterpoint.training.trials import Subject, settle
+from counterpoint.training.world import JoinedWorld, another, is_one_of_many, open_world
 
 
 class Step:
@@ -88,7 +89,7 @@ class Step:
         count = count_samples(inputs, targets)
         if self.team.compiled is None:
             self.build(inputs, targets, count)
-        return self.enter(BatchFeed((inputs, targets), tuple(split(count, self.team.num_micros)), casts_here()))
+        return self.enter(whole_batch((inputs, targets), count, self.team.num_micros))
 
     def enter(self, feed: Feed) -> float:
         """Let a batch enter; return the loss of the one that has come through: of this one, unless batches overlap."""
@@ -201,20 +202,23 @@ class Step:
         self.is_shared = is_one_of_many(team.world)
         if self.is_shared:
             require_same_batches(fabric, count, digest(inputs, targets))
-        self.settle_plan(cut(inputs, 0, min(count, FEW_SAMPLES)), count)
+        self.settle_plan(cut(inputs, 0, min(count, FEW_SAMPLES)), count, (inputs, targets))
         start, stop = split(count, team.plan.num_micros)[0]
         compiled = team.build(cut(inputs, start, stop), stop - start)
         self.counted = counted_micros(compiled.turns[-1].program, fabric.rank)
 
-    def settle_plan(self, few: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
-        """The plan is chosen, where that was left open, and has microbatches for batches of so many samples.
+    def settle_plan(self, few: Any, count: int, batch: tuple[Any, Any] = ((), ())) -> None:  # noqa: ANN401
+        """The plan is chosen, where that was left open, and has microbatches for so many samples, such as this batch.
 
         Raises:
             PlanError: there are none.
         """
         team = self.team
         if self.auto is not None:
-            team.plan = self.auto.choose(team.model, team.face, few, team.options, count)
+            ranks = partial(another, team.world, team.options.deadline_s)
+            feed = partial(whole_batch, batch, count)
+            subject = Subject(team.model, team.loss, team.face, team.options, ranks, feed)
+            team.plan, team.choice = settle(self.auto, subject, few, count)
         elif not self.has_fixed_micros:
             team.plan = team.plan.with_microbatches_for(count, least=least_samples(team.model))
         team.plan.require_batch(count)
@@ -340,11 +344,6 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     fixed = says_microbatches(strategy, num_microbatches)
     own = None
     if batches == "own" and is_one_of_many(world):
-        require_whole_steps(plan)
+        require_whole_steps(plan, chosen.measure)
         own = OwnBatches(world.fabrics[0], face, uneven=uneven)
-    return Step(team, has_fixed_micros=fixed, auto=make_auto(strategy, plan, num_microbatches), own=own)
-
-
-def is_one_of_many(world: World) -> bool:
-    """Tell whether other processes have ranks, too."""
-    return len(world.fabrics) < world.fabrics[0].num_ranks
+    return Step(team, has_fixed_micros=fixed, auto=make_auto(strategy, plan, num_microbatches, chosen), own=own)

@@ -10,6 +10,7 @@ from typing import Any
 
 from counterpoint.compiler.compile import Compiled
 from counterpoint.drawing.report import Curves, Figure, Heading, HeldOut, ReportData, Timelines, write_report
+from counterpoint.drawing.weighing import Weighing
 from counterpoint.program.trace import Trace
 from counterpoint.training.curves import Curve
 from counterpoint.training.views import short_time
@@ -30,6 +31,7 @@ class Story:
         num_steps: steps of the whole run.
         batch_size: samples of one global batch.
         configuration: the text from which the run can be repeated.
+        weighing: how the plan was chosen, where that was left open.
         step: steps that are done.
         loss: by step.
         rate: samples per second, by step.
@@ -46,6 +48,7 @@ class Story:
     num_steps: int = 0
     batch_size: int = 0
     configuration: str = ""
+    weighing: Weighing | None = None
     step: int = 0
     loss: Curve = field(default_factory=Curve)
     rate: Curve = field(default_factory=Curve)
@@ -94,6 +97,7 @@ def write_story(story: Story) -> str:
             story.compiled.program,
             Timelines(story.simulated, story.measured, NOTE if story.measured else ""),
             story.configuration,
+            story.weighing,
         )
     )
 

@@ -108,8 +108,9 @@ class Run:
 
     def go(self) -> None:
         """Take all steps that are left."""
-        assert self.team.compiled is not None, "built"
-        start = RunStart(self.team.compiled, self.progress.step, self.num_steps, self.sampler.batch_size)
+        team, progress = self.team, self.progress
+        assert team.compiled is not None, "built"
+        start = RunStart(team.compiled, progress.step, self.num_steps, self.sampler.batch_size, team.choice)
         self.supply.require_same_data()
         self.require_no_lone_sample()
         require_apart(self.team, self.goals.save_by, self.goals.save_every)

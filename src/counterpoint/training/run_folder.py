@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from counterpoint.drawing.perfetto import write_perfetto
 from counterpoint.errors import PlanError
+from counterpoint.planner.account import account
 from counterpoint.program.text import format_program
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, StepEnd, Timed
 from counterpoint.training.fitted import simulated_beside
@@ -73,6 +74,7 @@ class RunFolder(Callback):
         make(self.folder)
         title = self.title or self.folder.name
         self.story = Story(title, event.compiled, event.num_steps, event.batch_size, self.config)
+        self.story.weighing = account(event.choice) if event.choice is not None else None
         kept = list(lines_until(self.folder / METRICS, event.first_step))
         replace(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in kept))
         for line in kept:

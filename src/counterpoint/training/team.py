@@ -20,6 +20,7 @@ from counterpoint.cutting.whole import WholeCut
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.plan import Plan
+from counterpoint.planner.choose import Choice
 from counterpoint.program.instruction import Release, Serve
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.build import (
@@ -103,6 +104,7 @@ class Team:
         self.evaluations: dict[int, Model] = {}
         self.watch: Watch | None = None
         self.elsewhere = Elsewhere({})
+        self.choice: Choice | None = None  # what the plan was weighed against, where that was left open
 
     def build(self, inputs: Any, num_samples: int) -> Compiled:  # noqa: ANN401 - whatever the model takes
         """Cut the model, compile the plan for it, and make the ranks; once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.options import require_counts
 from counterpoint.plan import Plan
+from counterpoint.planner.choose import Choice
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.training import saving
 from counterpoint.training.apart import SaveBy
@@ -30,7 +32,7 @@ from counterpoint.training.checks import (
 )
 from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan, says_microbatches
 from counterpoint.training.evaluation import Measure, evaluate, measuring
-from counterpoint.training.events import Callback, History
+from counterpoint.training.events import Callback, History, every_rank
 from counterpoint.training.failing import leave
 from counterpoint.training.feeds import DatasetFeed
 from counterpoint.training.memory import Memory, memory_of, remind
@@ -38,6 +40,7 @@ from counterpoint.training.norms import least_samples
 from counterpoint.training.progress import Mode, ShowProgress
 from counterpoint.training.run import Goals, Run
 from counterpoint.training.team import Team
+from counterpoint.training.trials import Subject, settle
 from counterpoint.training.world import open_world
 
 Schedule: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
@@ -98,7 +101,8 @@ class Trainer:
         self.options = make_options(options)
         self.environment = environment if environment is not None else detect()
         self.plan = make_plan(strategy, self.environment, num_microbatches, passes)
-        self.auto = make_auto(strategy, self.plan, num_microbatches)
+        self.auto = make_auto(strategy, self.plan, num_microbatches, self.options)
+        self.choice: Choice | None = None  # what the plan was weighed against, where that was left open
         self.has_fixed_micros = says_microbatches(strategy, num_microbatches)
         self.face = make_face(optimizer, model)
         self.schedule = schedule(self.face.optimizer) if schedule is not None else None
@@ -279,6 +283,7 @@ class Trainer:
             self.settle_plan(dataset, batch_size)
             world = open_world(self.environment, self.plan.num_ranks, self.options.deadline_s)
             self.team = Team(world, self.plan, self.model, self.loss, self.face, self.options)
+            self.team.choice = self.choice
         if self.team.compiled is None:
             self.build(self.team, dataset, batch_size)
         return self.team
@@ -286,11 +291,17 @@ class Trainer:
     def settle_plan(self, dataset: MapDataset, batch_size: int) -> None:
         """The plan is chosen, where that was left open, and has microbatches for this batch size."""
         if self.auto is not None:
-            feed = first_samples(dataset, min(batch_size, len(dataset), FEW_SAMPLES))
-            self.plan = self.auto.choose(self.model, self.face, feed.inputs(0), self.options, batch_size)
+            few = first_samples(dataset, min(batch_size, len(dataset), FEW_SAMPLES)).inputs(0)
+            self.plan, self.choice = settle(self.auto, self.subject(dataset, batch_size), few, batch_size)
             self.auto, self.has_fixed_micros = None, True
         elif self.team is None and self.memory is None and not self.has_fixed_micros:
             self.plan = self.plan.with_microbatches_for(batch_size, least=least_samples(self.model))
+
+    def subject(self, dataset: MapDataset, batch_size: int) -> Subject:
+        """Return what plans are tried on: this model, on the first batch of a dataset that is not shuffled."""
+        ranks = partial(open_world, self.environment, self.plan.num_ranks, self.options.deadline_s)
+        batch = partial(first_samples, dataset, min(batch_size, len(dataset)))
+        return Subject(self.model, self.loss, self.face, self.options, ranks, batch)
 
     def build(self, team: Team, dataset: MapDataset, batch_size: int) -> None:
         """Build the ranks for microbatches of this dataset; if that fails, nothing is left of them."""
@@ -332,11 +343,6 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def first_samples(dataset: MapDataset, count: int) -> DatasetFeed:
-    """Return at least one of a dataset's first samples as one microbatch."""
-    return DatasetFeed(dataset, Sampler(len(dataset), max(count, 1), shuffle="sequential").batch(0, 0), 1)
-
-
-def every_rank(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return the callbacks that want to listen on every rank."""
-    return [callback for callback in callbacks if callback.on_every_rank]
+def first_samples(dataset: MapDataset, count: int, num_micros: int = 1) -> DatasetFeed:
+    """Return at least one of a dataset's first samples as one batch."""
+    return DatasetFeed(dataset, Sampler(len(dataset), max(count, 1), shuffle="sequential").batch(0, 0), num_micros)

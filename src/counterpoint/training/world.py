@@ -130,3 +130,13 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
     known.append(fabric)
     settle_threads(fabric, is_placed=environment.is_placed)
     return JoinedWorld(fabric, failures)
+
+
+def another(world: World, deadline_s: float) -> World:
+    """Return a world of the same ranks for another team beside the one that has this world."""
+    return world if isinstance(world, JoinedWorld) else LocalWorld(world.fabrics[0].num_ranks, deadline_s)
+
+
+def is_one_of_many(world: World) -> bool:
+    """Tell whether other processes have ranks, too."""
+    return len(world.fabrics) < world.fabrics[0].num_ranks

@@ -1,0 +1,143 @@
+"""The choice of a plan in words and figures: why it was taken, what each of the others loses, what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from counterpoint.drawing.figures import Figure
+from counterpoint.drawing.scale import format_bytes, format_number, format_seconds
+from counterpoint.drawing.weighing import Weighed, Weighing
+from counterpoint.plan import Plan
+from counterpoint.planner.choose import NEARLY_AS_FAST, Choice
+from counterpoint.planner.rank import Prediction, foresee, named
+from counterpoint.program.text import format_group
+
+TITLES = ("plan", "micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory", "why not")
+"""What :func:`cells` has of a plan; times are in milliseconds, memory is that of the fullest rank or of all."""
+TEXTS = frozenset({"plan", "why not"})
+"""Those of them that are words, and not figures."""
+
+TRIAL_TITLES = ("plan", "predicted ms", "measured ms", "measured / predicted", "of the best")
+"""What :func:`trial_cells` has of a plan that was tried."""
+
+MOST_ROWS = 20
+"""A page has so many plans in its table, beside those that were tried."""
+
+
+def cells(found: Prediction, first: Prediction) -> tuple[str, ...]:
+    """Return the row of a plan, and why it loses to the first one."""
+    times = (found.step_s, found.compute_s, found.communication_s, found.idle_s, found.update_s)
+    return (
+        f"{found.plan}{'' if found.is_synchronous else ' *'}",
+        str(found.plan.num_microbatches),
+        *map(milliseconds, times),
+        format_bytes(found.sent_bytes),
+        memory(found),
+        found.why_not(first),
+    )
+
+
+def memory(found: Prediction) -> str:
+    """Return what ranks hold: one figure where all hold the same, else the least and the most."""
+    least, most = format_bytes(min(found.rank_bytes, default=found.memory_bytes)), format_bytes(found.memory_bytes)
+    return most if least == most else f"{least} - {most}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a time in milliseconds with three digits."""
+    return format_number(float(f"{1e3 * seconds:.3g}"))
+
+
+def trial_cells(choice: Choice) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the plans that were tried, the fastest first."""
+    trials = sorted(choice.trials, key=lambda trial: trial.step_s)
+    for trial in trials:
+        predicted = choice.predicted(trial.plan)
+        foretold = (milliseconds(predicted.step_s), f"{trial.step_s / predicted.step_s:.2f}") if predicted else ("", "")
+        times = (foretold[0], milliseconds(trial.step_s), foretold[1], f"{trial.step_s / trials[0].step_s:.2f}")
+        yield named(trial.plan), *times
+
+
+def explain(choice: Choice) -> list[str]:
+    """Return what is taken and why, and what could not be tried."""
+    within = f"{100 * (NEARLY_AS_FAST - 1):.0f} %"
+    if not choice.trials:
+        kept = [found for found in choice.ranking.predictions if found.is_synchronous and found.fits]
+        reason = _reason(choice.plan, kept[0].plan, within, "predicted")
+    else:
+        best = min(choice.trials, key=lambda trial: trial.step_s)
+        reason = _reason(choice.plan, best.plan, within, "measured")
+    return [
+        f"{named(choice.plan)} is taken: {reason}",
+        *_held(choice),
+        *(f"{named(one.plan)} could not be tried: {one.reason}" for one in choice.untried),
+    ]
+
+
+def _held(choice: Choice) -> list[str]:
+    """Return what each rank holds under the plan that is taken, where ranks hold different amounts."""
+    predicted = choice.predicted(choice.plan)
+    sizes = predicted.rank_bytes if predicted is not None else ()
+    if len(set(sizes)) < 2:
+        return []
+    alike: dict[int, list[int]] = {}
+    for rank, size in enumerate(sizes):
+        alike.setdefault(size, []).append(rank)
+    told = (
+        f"{format_bytes(size)} on rank{'s' if len(ranks) > 1 else ''} {format_group(tuple(ranks))}"
+        for size, ranks in alike.items()
+    )
+    return [f"its ranks hold {', '.join(told)}"]
+
+
+def _reason(taken: Plan, best: Plan, within: str, how: str) -> str:
+    if taken == best:
+        return f"of the plans that keep the numbers it is {how} fastest"
+    return f"it is {how} within {within} of {named(best)}, the fastest that keeps the numbers, and simpler"
+
+
+def account(choice: Choice, count: int = 3) -> Weighing:
+    """Return the choice as a page shows it, with the timelines of so many of the best plans."""
+    found = choice.ranking.predictions
+    tried = {trial.plan: trial for trial in choice.trials}
+    shown = [one for at, one in enumerate(found) if at < MOST_ROWS or one.plan in tried or one.plan == choice.plan]
+    rows = [_with_trial(choice, cells(one, found[0]), one.plan) for one in shown]
+    titles = TITLES if not tried else (*TITLES[:3], "measured ms", *TITLES[3:])
+    return Weighing(tuple(explain(choice)), titles, tuple(rows), TEXTS, tuple(_steps(choice, count)))
+
+
+def _with_trial(choice: Choice, row: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
+    if not choice.trials:
+        return row
+    trial = choice.tried(plan)
+    return (*row[:3], milliseconds(trial.step_s) if trial is not None else "", *row[3:])
+
+
+def _steps(choice: Choice, count: int) -> Iterator[Weighed]:
+    """Yield the plan that is taken, then those that were tried, or else those predicted to be fastest."""
+    question = choice.question
+    kept = [found.plan for found in choice.ranking.predictions if found.is_synchronous and found.fits]
+    tried = [trial.plan for trial in sorted(choice.trials, key=lambda trial: trial.step_s)]
+    wanted = dict.fromkeys([choice.plan, *(tried or kept)])
+    for plan in islice(wanted, count):
+        trial = choice.tried(plan)
+        simulated = foresee(plan, question.model, question.cluster, batch_size=question.batch_size)
+        yield Weighed(named(plan), simulated, trial.trace if trial is not None else None)
+
+
+def figures(choice: Choice) -> Sequence[Figure]:
+    """Return the numbers to see first of a choice."""
+    predicted, trial = choice.predicted(choice.plan), choice.tried(choice.plan)
+    found = [Figure("plan", named(choice.plan)), Figure("plans weighed", len(choice.ranking.predictions))]
+    times = [
+        ("predicted step", predicted.step_s if predicted is not None else None),
+        ("measured step", trial.step_s if trial is not None else None),
+    ]
+    for name, seconds in times:
+        if seconds is not None:
+            value, unit = format_seconds(seconds).split()
+            found.append(Figure(name, value, unit))
+    if predicted is not None:
+        found.append(Figure("memory of a rank", memory(predicted)))
+    return found

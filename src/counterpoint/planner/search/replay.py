@@ -1,0 +1,205 @@
+"""Simulate one plan after the other, and build and look at only those rows that none before has had.
+
+Rows are made by the strategies themselves, so that nothing is said here about what a strategy does. Three things
+save the work. A row of a stage depends on its own blocks and on the shape of the plan, not on how the other stages
+are cut: it is kept by these. Copies of all that differ in the numbers of their ranks alone: the first is written
+down. What a row says by itself (seconds, bytes, whom it meets) is worked out once. The clock then plays all of it, as
+it does for any program, because a change in one row may move every other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from counterpoint.compiler.overlap import overlap
+from counterpoint.compiler.recompute import recompute
+from counterpoint.model.spec import ModelSpec
+from counterpoint.plan import Plan
+from counterpoint.planner.figures import Figures, figures_of
+from counterpoint.planner.rank import in_one_block
+from counterpoint.planner.search.folded import Fold
+from counterpoint.planner.search.known import Cut, KnownRow
+from counterpoint.planner.unlike import balanced
+from counterpoint.program.program import Program, Row
+from counterpoint.program.symmetry import Nearness
+from counterpoint.simulator.clock import Clash, Clock
+from counterpoint.simulator.places import Places, nearness
+from counterpoint.simulator.score import Score
+from counterpoint.simulator.simulate import Cast
+from counterpoint.simulator.spent import spent_in
+from counterpoint.strategies.chunks import Chunks
+from counterpoint.strategies.data import Data
+from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.tensor import Tensor
+from counterpoint.strategies.zero import Zero
+from counterpoint.world.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The strategies of a plan whose rows can be kept.
+
+    Args:
+        slices: tensor, or nothing.
+        stages: the pipeline; None for none.
+        copies: data and zero, whose copies are alike.
+    """
+
+    slices: tuple[Strategy, ...]
+    stages: Pipeline | None
+    copies: tuple[Strategy, ...]
+
+    @property
+    def num_slices(self) -> int:
+        """How many ranks share each of the other ones' rows but for their slice."""
+        return self.slices[0].degree if self.slices else 1
+
+    @staticmethod
+    def of(plan: Plan) -> Parts | None:
+        """Return the parts of a plan; None where it has others, or steps that are not all alike."""
+        rest = [strategy for strategy in plan.strategies if strategy.degree > 1]
+        slices = (rest.pop(0),) if rest and isinstance(rest[0], Tensor) else ()
+        first = rest.pop(0) if rest and isinstance(rest[0], Pipeline) else None
+        stages = first if isinstance(first, Pipeline) else None
+        is_known = all(isinstance(strategy, Data | Zero) for strategy in rest) and len(plan.rhythm.turns) == 1
+        is_stream = stages is not None and stages.is_stream
+        return Parts(slices, stages, tuple(rest)) if is_known and not is_stream and not plan.rhythm.late else None
+
+
+class Replay:
+    """The figures of plans for one model, cluster and batch, each as :func:`figures_of` would give it.
+
+    Args:
+        model: in its finest blocks.
+        cluster: where it runs.
+        batch_size: samples of one global batch.
+    """
+
+    def __init__(self, model: ModelSpec, cluster: Cluster, batch_size: int) -> None:
+        self.model, self.cluster, self.batch_size = model, cluster, batch_size
+        self.whole = in_one_block(model)
+        self.models: dict[Hashable, ModelSpec] = {}
+        self.cuts: dict[tuple[int, int], Cut] = {}
+        self.near: dict[int, Nearness] = {}
+        self.chunks: dict[tuple[int, Pipeline], Chunks] = {}
+
+    def figures(self, plan: Plan) -> Figures:
+        """Return the figures of a plan with one kind of step.
+
+        Raises:
+            PlanError: it cannot be compiled for this model or this batch.
+        """
+        plan.require_batch(self.batch_size)
+        plan = balanced(plan, self.model, self.cluster)
+        parts = Parts.of(plan)
+        found = None if parts is None else self._replayed(plan, parts)
+        return found or figures_of(plan, self.model, self.cluster, batch_size=self.batch_size)
+
+    def _replayed(self, plan: Plan, parts: Parts) -> Figures | None:
+        """Return what rows that are known say; None where not all ranks are of the classes of those written down."""
+        cut = self._cut(plan, parts)
+        fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
+        if plan.num_ranks not in self.near:
+            self.near[plan.num_ranks] = nearness(self.cluster, plan.num_ranks)
+        cast = fold.cast(self.near[plan.num_ranks])
+        try:
+            return None if cast is None else _played(fold, cast, cut)
+        except Clash:
+            return None
+
+    def _cut(self, plan: Plan, parts: Parts) -> Cut:
+        """Return the model with the blocks of a plan; plans with equal blocks and microbatches get the same."""
+        key = (plan.need == "none", parts.slices, parts.stages)
+        if key not in self.models:
+            model = self.whole if plan.need == "none" else self.model
+            inner = (*parts.slices, parts.stages) if parts.stages is not None else parts.slices
+            for strategy in inner:
+                model = strategy.refine(model)
+            same = (known for known in self.models.values() if known == model)
+            self.models[key] = next(same, model)
+        model = self.models[key]
+        samples = self.batch_size // plan.num_micros
+        if (id(model), samples) not in self.cuts:
+            self.cuts[id(model), samples] = Cut(model, self.cluster, samples)
+        return self.cuts[id(model), samples]
+
+    def _rows(self, plan: Plan, parts: Parts, cut: Cut) -> list[KnownRow]:
+        """Return the rows of all seats, those of the first slice and copy; those that are not known yet are made."""
+        asked = plan.recomputation
+        again = cut.recomputed(asked) if asked is not None else frozenset[int]()
+        how = (asked.at_once, asked.keeps_next) if asked is not None else None
+        around = (parts.copies, "overlap" in plan.passes, how)
+        seats = self._seats(plan, parts, cut)
+        keys = [(key, around, again.intersection(blocks) if again else again) for key, blocks in seats]
+        missing = [seat for seat, key in enumerate(keys) if key not in cut.rows]
+        if missing:
+            self._write_stages(plan, parts, cut, {seat: seats[seat][0] for seat in missing})
+            written = [cut.stages[key] if seat in missing else Row(()) for seat, (key, _) in enumerate(seats)]
+            made = self._finished(written, plan, parts, cut)
+            cut.rows |= {keys[seat]: cut.know(made[seat], seat * parts.num_slices) for seat in missing}
+        return [cut.rows[key] for key in keys]
+
+    def _seats(self, plan: Plan, parts: Parts, cut: Cut) -> list[tuple[Hashable, Collection[int]]]:
+        """Return for each seat of the pipeline on what its row depends, and its blocks."""
+        if parts.stages is None:
+            return [((plan.num_microbatches, parts.slices), range(cut.model.num_blocks))]
+        chunks = self._chunks(parts.stages, cut)
+        shape = (plan.num_microbatches, parts.slices, replace(parts.stages, balance=(), cuts=(), recompute="never"))
+        rest = None if cut.is_chain else chunks.runs
+        seats: list[tuple[Hashable, Collection[int]]] = []
+        for stage, count in enumerate(parts.stages.stage_ranks):
+            seats += [
+                ((shape, len(seats) + twin, chunks.on(stage), rest), chunks.blocks_of(stage)) for twin in range(count)
+            ]
+        return seats
+
+    def _chunks(self, stages: Pipeline, cut: Cut) -> Chunks:
+        key = id(cut.model), stages
+        if key not in self.chunks:
+            self.chunks[key] = stages.chunks(cut.model)
+        return self.chunks[key]
+
+    def _write_stages(self, plan: Plan, parts: Parts, cut: Cut, keys: Mapping[int, Hashable]) -> None:
+        """Write the rows of some seats as slices and stages leave them, by their keys."""
+        new = [seat for seat, key in keys.items() if key not in cut.stages]
+        inner = cut.inner_program(plan.num_microbatches, parts.slices)
+        if parts.stages is None:
+            cut.stages |= {keys[seat]: inner.rows[0] for seat in new}
+        elif new:
+            rows = parts.stages.seat_rows(inner, cut.model, new)
+            cut.stages |= {keys[seat]: rows[seat][0] for seat in new}
+
+    def _finished(self, rows: Sequence[Row], plan: Plan, parts: Parts, cut: Cut) -> list[Row]:
+        """Return what copies and passes make of the rows of all seats, of which some may be empty."""
+        spread = [row if not at else Row(()) for row in rows for at in range(parts.num_slices)]
+        program = Program(tuple(spread), folded=1)
+        for strategy in parts.copies:
+            program = strategy.lower(program, cut.model)
+        if "overlap" in plan.passes:
+            program = overlap(program)
+        asked = plan.recomputation
+        if asked is not None:
+            program = recompute(program, asked, cut.recomputed(asked))
+        return list(program.rows[:: parts.num_slices])
+
+
+def _played(fold: Fold, cast: Cast, cut: Cut) -> Figures | None:
+    """Return what the clock says of rows that ranks have in common; None where they come to no end."""
+    every, places = fold.words(), Places(cut.cluster, cast.speaker)
+    times = {rank: fold.row(rank).times for rank in dict.fromkeys(cast.speaker)}
+    seconds = {rank: known.seconds for rank, known in times.items()}
+    crossings = {rank: known.crossings for rank, known in times.items()} if places.has_cards else {}
+    clock = Clock(Score(every, cast.partners, cast.speaker, seconds, crossings, cut.costs, places))
+    clock.run()
+    if clock.stuck:
+        return None
+    spent = spent_in(every, cast.speaker, clock, [range(len(words)) for words in every])
+    return Figures(
+        step_s=spent.step_s,
+        compute_s=spent.compute_s,
+        update_s=spent.update_s,
+        sent_bytes=int(max(row.bill.sent_bytes for row in fold.rows)),
+        memory_bytes=max(row.bill.memory_bytes for row in fold.rows),
+    )

@@ -1,0 +1,120 @@
+"""Where in a file a plan was written, so that whatever is wrong with it later is told with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+
+from counterpoint.errors import PlanError, ProgramError
+
+FIELDS = ("strategy", "num_microbatches", "passes")
+TOP = ("plan", "num_ranks")
+SHAPE = "a plan file holds 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The lines of a file at which the fields of a plan stand.
+
+    Args:
+        file: its name; empty for a text that came from elsewhere.
+        lines: ``(field, line)``, counted from 1.
+    """
+
+    file: str = ""
+    lines: tuple[tuple[str, int], ...] = ()
+
+    def place(self, field: str) -> str:
+        """Return where a field stands, or the strategy where it is left out: ``plan.yaml:2``.
+
+        Example:
+            >>> Written("plan.yaml", (("strategy", 2),)).place("passes")
+            'plan.yaml:2'
+        """
+        lines = dict(self.lines)
+        line = lines.get(field, lines.get("strategy", 1))
+        return f"{self.file}:{line}" if self.file else f"line {line} of the plan"
+
+    @contextmanager
+    def blamed(self, field: str) -> Iterator[None]:
+        """Put the place of a field before what is said of a plan that cannot be carried out, once."""
+        try:
+            yield
+        except (PlanError, ProgramError) as error:
+            if not any(str(error).startswith(f"{self.place(name)}: ") for name, _ in self.lines):
+                error.args = (f"{self.place(field)}: {error}",)
+            raise
+
+
+@contextmanager
+def blamed(written: Written | None, field: str) -> Iterator[None]:
+    """Put the place of a field before what is said inside of a plan, if it was read from a file."""
+    if written is None:
+        yield
+        return
+    with written.blamed(field):
+        yield
+
+
+def read_fields(text: str, file: str) -> tuple[dict[str, Any], Written]:
+    """Return the fields of a plan file with their lines; ``num_ranks`` among them, if it is there.
+
+    Args:
+        text: YAML, as a run's ``plan.yaml`` has it.
+        file: its name, for errors.
+
+    Raises:
+        PlanError: it is not YAML, or has no plan, or a key that is unknown or stands there twice.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        loaded: Any = yaml.safe_load(text)
+    except yaml.YAMLError as wrong:
+        mark = getattr(wrong, "problem_mark", None)
+        place = f"{file}:{mark.line + 1 if mark is not None else 1}: " if file else ""
+        raise PlanError(f"{place}the plan file is not YAML: {wrong}") from None
+    fields = loaded.get("plan") if isinstance(loaded, Mapping) else None
+    if root is None or not isinstance(fields, dict):
+        raise PlanError(f"{file}:1: {SHAPE}" if file else SHAPE)
+    top = _lines(root, file)
+    written = Written(file, tuple(top.items()))
+    _require_known(written, "a plan file", TOP)
+    inner = next(value for key, value in root.value if key.value == "plan")
+    written = Written(file, tuple(_lines(inner, file).items()))
+    _require_known(written, "a plan", FIELDS)
+    if "strategy" not in fields:
+        raise PlanError(f"{file}:{top['plan']}: {SHAPE}" if file else SHAPE)
+    if "num_ranks" in top:
+        fields["num_ranks"] = loaded["num_ranks"]
+    ranks = [("num_ranks", top["num_ranks"])] if "num_ranks" in top else []
+    return fields, Written(file, (*written.lines, *ranks))
+
+
+def _lines(node: yaml.Node, file: str) -> dict[str, int]:
+    """Return the line of every key of a mapping.
+
+    Raises:
+        PlanError: a key stands there twice.
+    """
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            first = Written(file, ((key.value, lines[key.value]),)).place(key.value)
+            raise PlanError(f"{first}: {key.value} stands there and in line {line}; give it once")
+        lines[str(key.value)] = line
+    return lines
+
+
+def _require_known(written: Written, whose: str, known: tuple[str, ...]) -> None:
+    for name, _ in written.lines:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            with written.blamed(name):
+                raise PlanError(f"{whose} has no field {name!r}; its fields are {', '.join(known)}{hint}")

@@ -1,0 +1,193 @@
+"""Plans measured for a few steps on the ranks that will train, before training begins; nothing of it stays.
+
+Each plan trains a copy of the model on one batch, again and again. The copies, their optimizers and what they draw are
+dropped, so that the run that follows has the numbers that it has without.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from counterpoint.errors import PlanError
+from counterpoint.fabric.fabric import Json
+from counterpoint.plan import Plan
+from counterpoint.planner.choose import Choice, Trial, decide, worth_measuring
+from counterpoint.planner.rank import Refusal
+from counterpoint.runtime.feed import Feed
+from counterpoint.runtime.optimizers import Face
+from counterpoint.training.choice import Auto
+from counterpoint.training.options import Options
+from counterpoint.training.team import Team
+from counterpoint.training.tracing import measured_step
+from counterpoint.training.world import World
+
+WARM_STEPS = 2
+"""Steps of each plan that nobody counts; the last one says how long the others will take."""
+ROUNDS = 3
+"""Plans take turns so often, there and back, so that what changes on the machine meanwhile meets all of them."""
+TURN_S = 0.2
+"""Seconds that a turn should take."""
+FEWEST, MOST = 2, 20
+"""Steps of a turn that count; the one before them finds what the plan before has left in the caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a plan is tried on.
+
+    Args:
+        model: the user's; it stays as it is.
+        loss: from the model's output and the targets to the mean loss.
+        face: the user's optimizer; it stays as it is.
+        options: how the run will train.
+        open_world: gives the ranks, to each trial anew.
+        feed: from a number of microbatches to one global batch that is cut into so many.
+    """
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
+    face: Face
+    options: Options
+    open_world: Callable[[], World]
+    feed: Callable[[int], Feed]
+
+
+@dataclass(slots=True)
+class Runner:
+    """The ranks of this process under one plan, with the times of their steps.
+
+    Args:
+        plan: as it was asked for.
+        team: built for it.
+        feed: the batch of every step.
+        number: of the next step.
+        seconds: of the steps that count.
+    """
+
+    plan: Plan
+    team: Team
+    feed: Feed
+    number: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self) -> float:
+        """Take a step and return its seconds."""
+        began = time.perf_counter()
+        self.team.step(self.number, self.feed)
+        self.number += 1
+        return time.perf_counter() - began
+
+    def take_turn(self, num_steps: int) -> None:
+        """Take a step that does not count, and so many that do."""
+        self.step()
+        self.seconds += [self.step() for _ in range(num_steps)]
+
+
+def settle(auto: Auto, subject: Subject, inputs: Any, batch_size: int) -> tuple[Plan, Choice | None]:  # noqa: ANN401
+    """Return the plan that is taken, the same on every rank, and what it was weighed against.
+
+    Args:
+        auto: what is left open.
+        subject: what will be trained.
+        inputs: of a few samples.
+        batch_size: samples of a global batch.
+
+    Raises:
+        PlanError: the model does not take the inputs, or there is no plan for this batch.
+    """
+    if auto.num_ranks == 1:
+        return auto.alone, None
+    choice = auto.weigh(subject.model, subject.face, inputs, subject.options, batch_size)
+    if subject.options.measure:
+        choice = measured(choice, subject, subject.options.measure)
+    return choice.plan, choice
+
+
+def measured(choice: Choice, subject: Subject, count: int, *, traced: bool = False) -> Choice:
+    """Return the choice by what so many of the best plans and plain data parallelism take on these ranks.
+
+    Args:
+        choice: by what was predicted.
+        subject: what is trained.
+        count: plans beside data parallelism.
+        traced: whether each plan's trial ends with a step that is measured word by word.
+    """
+    trials, untried = try_plans(worth_measuring(choice, count), subject, traced=traced)
+    return decide(choice, trials, untried)
+
+
+def try_plans(plans: Sequence[Plan], subject: Subject, *, traced: bool) -> tuple[list[Trial], list[Refusal]]:
+    """Return what each plan takes, the same on every rank, and those that the model does not go along with.
+
+    Args:
+        plans: all for the same ranks; every rank has copies of its parts of the model for all of them meanwhile.
+        subject: what is trained.
+        traced: whether each plan's trial ends with a step that is measured word by word.
+    """
+    runners: list[Runner] = []
+    untried: list[Refusal] = []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # a run gives the notices of its own plan
+        for plan in plans:
+            found = build(plan, subject, stack)
+            if isinstance(found, Refusal):
+                untried.append(found)
+            else:
+                runners.append(found)
+        lengths = [turn_length(runner) for runner in runners]
+        for turn in range(ROUNDS):
+            for runner, length in list(zip(runners, lengths, strict=True))[:: -1 if turn % 2 else 1]:
+                runner.take_turn(length)
+        return [trial_of(runner, traced=traced) for runner in runners], untried
+
+
+def build(plan: Plan, subject: Subject, stack: ExitStack) -> Runner | Refusal:
+    """Return the ranks under a plan, closed when the stack is; or why some rank cannot be built for it."""
+    model, feed = copy.deepcopy(subject.model), subject.feed(plan.num_micros)
+    face = subject.face.on(dict(model.named_parameters()))
+    team = Team(subject.open_world(), plan, model, subject.loss, face, subject.options)
+    stack.callback(team.close)
+    reason = ""
+    try:
+        team.build(feed.inputs(0), feed.sizes[0])
+    except PlanError as error:
+        reason = str(error).splitlines()[0]
+    reasons = cast("list[str]", told(team, reason))
+    return Refusal(plan, next(filter(None, reasons))) if any(reasons) else Runner(plan, team, feed)
+
+
+def turn_length(runner: Runner) -> int:
+    """Return how many steps of a turn count, the same on every rank, after steps that warm the ranks up."""
+    seconds = [runner.step() for _ in range(WARM_STEPS)][-1]
+    slowest = max(cast("list[float]", told(runner.team, seconds)))
+    return min(MOST, max(FEWEST, math.ceil(TURN_S / max(slowest, 1e-6))))
+
+
+def trial_of(runner: Runner, *, traced: bool) -> Trial:
+    """Return the median step of the slowest rank."""
+    step_s = max(cast("list[float]", told(runner.team, median(runner.seconds))))
+    if not traced:
+        return Trial(runner.plan, step_s)
+    _, trace = measured_step(runner.team, runner.number, runner.feed)
+    return Trial(runner.plan, step_s, trace)
+
+
+def told(team: Team, value: Json) -> Sequence[Json]:
+    """Return what every process tells the others."""
+    fabric = team.world.fabrics[0]
+    if len(team.world.fabrics) == fabric.num_ranks:
+        return [value]
+    return fabric.gather_values("trial", value, tuple(range(fabric.num_ranks)))

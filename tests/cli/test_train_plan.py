@@ -1,0 +1,68 @@
+"""``counterpoint train --plan FILE``: an edited plan trains, and one that cannot be is refused with its line."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from counterpoint.cli.main import build
+
+PLAN = "plan:\n  strategy: {strategy}\n  num_microbatches: {micros}\n  passes: []\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(strategy, micros, *words):
+    Path("plan.yaml").write_text(PLAN.format(strategy=strategy, micros=micros), encoding="utf-8")
+    short = ("--plan", "plan.yaml", "--steps", "2", "--batch-size", "16", "--progress", "plain", "--folder", "run")
+    return CliRunner().invoke(build(["train"]), ["train", "digits", "--local", *short, *words])
+
+
+def test_a_plan_file_says_strategy_microbatches_and_passes(tmp_path):
+    result = train("zero(2, level=2)", 2)
+    assert result.output.startswith("digits: zero(2, level=2) on 2 ranks, batch 16 = 4 microbatches of 4")
+    kept = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())["plan"]
+    assert kept == {"strategy": "zero(2, level=2)", "num_microbatches": 2, "passes": []}
+
+
+def test_the_run_can_be_repeated_without_the_plan_file(tmp_path):
+    train("zero(2, level=2)", 2)
+    (tmp_path / "plan.yaml").unlink()
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["plan"]
+    assert kept == {"strategy": "zero(2, level=2)", "num_microbatches": 2, "passes": [], "measure": None}
+
+
+def test_values_of_a_plan_file_are_shown_with_their_lines():
+    lines = train("data(2)", 4, "--show-config").output.splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("plan.")] == [
+        "plan.yaml:2", "plan.yaml:3", "plan.yaml:4", "default"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micros", "said"),
+    [
+        ("datta(2)", 1, "plan.yaml:2: there is no strategy 'datta'; did you mean data?"),
+        ("pipeline(40)", 1, "plan.yaml:2: the pipeline has 40 stages, but the model has only"),
+        ("data(2)", 3, "plan.yaml:3: a batch of 16 samples does not divide into the 6 microbatches of data(2)"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_with_its_line(strategy, micros, said):
+    result = train(strategy, micros)
+    assert result.exit_code == 1
+    assert f"PlanError: {said}" in result.output
+
+
+def test_a_plan_file_and_a_strategy_exclude_each_other():
+    result = train("data(2)", 1, "--strategy", "zero(2)")
+    said = "PlanError: --plan plan.yaml has a strategy, and --strategy is zero(2); give one of the two"
+    assert (result.exit_code, result.output.strip()) == (1, said)
+
+
+def test_measuring_needs_a_plan_that_is_left_open():
+    result = train("data(2)", 1, "--measure", "2")
+    assert "measure=2 says how many plans are measured to choose one, but the plan is given" in result.output

@@ -1,0 +1,81 @@
+"""A choice in words and figures."""
+
+import pytest
+
+from counterpoint.plan import Plan
+from counterpoint.planner.account import account, explain, figures, trial_cells
+from counterpoint.planner.choose import Trial, decide, pick
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.rank import Refusal, foresee, predict, rank_plans
+from counterpoint.planner.remedies import Question
+from counterpoint.world.cluster import Cluster
+from tests.planner.models import layers
+
+QUESTION = Question(layers(4, cost=1e9), Cluster(), 16)
+
+
+def chosen(plans=None):
+    plans = plans or enumerate_plans(2, QUESTION.model, batch_size=16)
+    return pick(rank_plans(plans, QUESTION.model, QUESTION.cluster, batch_size=16), plans, QUESTION)
+
+
+def tried(*times):
+    choice = chosen()
+    trials = [Trial(plan, seconds) for plan, seconds in zip(choice.simplest, times, strict=False)]
+    return decide(choice, trials, [Refusal(choice.simplest[len(times)], "the model has hooks")])
+
+
+def test_it_says_what_is_taken_and_why():
+    assert explain(chosen()) == [
+        "data(2) is taken: it is predicted within 2 % of zero(2, level=1), the fastest that keeps the numbers, and "
+        "simpler"
+    ]
+    assert explain(tried(2.0, 1.0)) == [
+        "zero(2, level=1) is taken: of the plans that keep the numbers it is measured fastest",
+        "zero(2, level=2) could not be tried: the model has hooks",
+    ]
+
+
+def test_ranks_that_hold_different_amounts_are_named():
+    (said, held) = explain(chosen([Plan.parse("pipeline(2)", num_microbatches=2)]))
+    assert said.startswith("pipeline(2) with 2 microbatches is taken")
+    first, second = predict(
+        Plan.parse("pipeline(2)", num_microbatches=2), layers(4), Cluster(), batch_size=16
+    ).rank_bytes
+    assert first != second
+    assert held.startswith("its ranks hold ")
+    assert held.endswith(" on rank 1")
+
+
+def test_trials_are_told_beside_predictions_the_fastest_first():
+    choice = tried(0.5, 0.25)
+    rows = list(trial_cells(choice))
+    predicted = choice.predicted(choice.simplest[1])
+    assert [row[0] for row in rows] == ["zero(2, level=1)", "data(2)"]
+    assert rows[0][2:] == ("250", f"{0.25 / predicted.step_s:.2f}", "1.00")
+    assert rows[1][4] == "2.00"
+
+
+def test_a_page_has_a_row_for_each_plan_and_steps_of_what_is_taken_and_of_the_best():
+    weighing = account(chosen())
+    assert len(weighing.rows) == len(chosen().ranking.predictions)
+    assert [step.name for step in weighing.steps] == ["data(2)", "zero(2, level=1)", "zero(2, level=2)"]
+    assert all(len(row) == len(weighing.titles) for row in weighing.rows)
+    measured = account(tried(2.0, 1.0))
+    assert measured.titles[3] == "measured ms"
+    assert all(len(row) == len(measured.titles) for row in measured.rows)
+    assert [step.name for step in measured.steps] == ["zero(2, level=1)", "data(2)"]
+
+
+def test_the_first_figures_are_the_plan_and_its_step():
+    assert [one.name for one in figures(tried(2.0, 1.0))] == [
+        "plan", "plans weighed", "predicted step", "measured step", "memory of a rank"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["data(2)", "pipeline(2)", "pipeline(2, order=pipedream)", "zero3(2)"])
+def test_the_step_that_is_foreseen_takes_as_long_as_predicted(text):
+    plan = Plan.parse(text, num_microbatches=2 if text == "pipeline(2)" else 1)
+    foreseen = foresee(plan, QUESTION.model, QUESTION.cluster, batch_size=16)
+    predicted = predict(plan, QUESTION.model, QUESTION.cluster, batch_size=16)
+    assert foreseen.step_s == pytest.approx(predicted.step_s)

@@ -1,0 +1,100 @@
+"""Another plan when ranks come or go: nearly the fastest, and of those the one that state moves to cheaply."""
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
+from counterpoint.planner.choose import NEARLY_AS_FAST, weigh
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.holdings import holdings, missing_bytes
+from counterpoint.planner.rank import compiled_for
+from counterpoint.planner.remedies import Question
+from counterpoint.planner.replan import replan
+from counterpoint.world.cluster import Cluster, Level, Link
+from tests.planner.models import layers
+
+MODEL = layers(4, width=64, cost=1e9)
+WEIGHT_BYTES = 4 * 4 * 64 * 64
+
+
+def ranks(count):
+    return Cluster(levels=(Level("host", count, Link()),))
+
+
+def held(text, num_micros=1):
+    plan = Plan.parse(text, num_microbatches=num_micros)
+    return holdings(compiled_for(plan, MODEL, Cluster(), 48)[0])
+
+
+def kept_bytes(text, num_micros=1):
+    """What each rank keeps under a plan: a weight and two states per parameter, where it has all of them."""
+    return [missing_bytes(one, None) for one in held(text, num_micros)]
+
+
+@pytest.mark.parametrize(
+    ("text", "micros", "weights", "states"),
+    [
+        ("data(4)", 1, 1, 1),
+        ("zero(4, level=1)", 1, 1, 1 / 4),
+        ("zero(4, level=3)", 1, 1 / 4, 1 / 4),
+        ("pipeline(4)", 4, 1 / 4, 1 / 4),
+        ("tensor(4)", 1, 1 / 4, 1 / 4),
+        ("pipeline(2) * zero(2, level=1)", 4, 1 / 2, 1 / 4),
+    ],
+)
+def test_a_rank_keeps_what_its_plan_leaves_to_it(text, micros, weights, states):
+    assert kept_bytes(text, micros) == [WEIGHT_BYTES * (weights + 2 * states)] * 4
+
+
+def test_a_server_keeps_all_and_its_workers_only_weights():
+    assert kept_bytes("server(3, servers=1)") == [WEIGHT_BYTES] * 3 + [3 * WEIGHT_BYTES]
+
+
+def test_nothing_moves_to_a_rank_that_has_what_it_needs():
+    assert [missing_bytes(one, other) for one, other in zip(held("zero3(4)"), held("data(4)"), strict=True)] == [0] * 4
+    assert missing_bytes(held("pipeline(2)", 2)[1], held("pipeline(2)", 2)[0]) == 3 * WEIGHT_BYTES / 2
+
+
+def test_shares_of_other_sizes_move_only_where_they_do_not_overlap():
+    quarters, halves = held("zero3(4)"), held("zero3(2)")
+    assert [missing_bytes(halves[rank], quarters[rank]) for rank in (0, 1)] == [
+        3 * WEIGHT_BYTES / 4,
+        3 * WEIGHT_BYTES / 2,
+    ]
+
+
+def test_the_plan_stays_where_the_ranks_stay_and_nothing_is_faster():
+    plan = weigh(enumerate_plans(4, MODEL), Question(MODEL, ranks(4), 48)).plan
+    found = replan(plan, MODEL, ranks(4), ranks(4), 48)
+    assert (found.plan, found.moved_bytes) == (plan, 0)
+
+
+@pytest.mark.parametrize(("before", "count"), [("zero(4, level=1)", 3), ("zero(4, level=3)", 2)])
+def test_what_is_taken_is_nearly_the_fastest_and_no_other_such_plan_is_cheaper_to_move_to(before, count):
+    plan = Plan.parse(before)
+    found = replan(plan, MODEL, ranks(4), ranks(count), 48)
+    choice = weigh(enumerate_plans(count, MODEL), Question(MODEL, ranks(count), 48))
+    kept = [one for one in choice.ranking.predictions if one.is_synchronous and one.fits]
+    assert found.plan.num_ranks == count
+    assert found.step_s <= NEARLY_AS_FAST * kept[0].step_s
+    old = holdings(compiled_for(plan, MODEL, ranks(4), 48)[0])
+    for other in (one.plan for one in kept if one.step_s <= NEARLY_AS_FAST * kept[0].step_s):
+        new = holdings(compiled_for(other, MODEL, ranks(count), 48)[0])
+        moved = sum(missing_bytes(needs, old[at] if at < 4 else None) for at, needs in enumerate(new))
+        assert found.moved_bytes <= moved
+
+
+def test_a_rank_that_is_new_gets_all_that_it_needs():
+    alone = replan(Plan.parse("data(4)"), MODEL, ranks(4), ranks(4), 48, survivors={1: 0, 2: 2})
+    assert alone.moved_bytes > replan(Plan.parse("data(4)"), MODEL, ranks(4), ranks(4), 48).moved_bytes == 0
+
+
+def test_it_says_what_the_plan_was_preferred_to():
+    found = replan(Plan.parse("zero(4, level=1)"), MODEL, ranks(4), ranks(3), 48)
+    assert f"{found.moved_bytes} bytes to move; " in found.why
+    assert "bytes would move" in found.why or "no other plan is within 2 %" in found.why
+
+
+def test_a_cluster_that_does_not_say_how_many_ranks_it_has_is_refused():
+    with pytest.raises(PlanError, match="does not say how many ranks it has; give it levels, or a speed for each"):
+        replan(Plan.parse("data(4)"), MODEL, ranks(4), Cluster(), 48)

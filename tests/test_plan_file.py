@@ -1,0 +1,93 @@
+"""Plan files, edited by hand: whatever is wrong with one is told with its line, when it is read and later."""
+
+import pytest
+
+from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
+from counterpoint.errors import PlanError, ProgramError
+from counterpoint.model.spec import chain
+from counterpoint.plan import Plan
+from counterpoint.strategies.written import Written
+
+EDITED = "plan:\n  strategy: {strategy}\n  num_microbatches: {micros}\n  passes:\n  - {passed}\nnum_ranks: {ranks}\n"
+
+
+def edited(strategy="pipeline(2) * data(2)", micros=4, passed="overlap", ranks=4):
+    return EDITED.format(strategy=strategy, micros=micros, passed=passed, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("plan: [\n", "plan.yaml:2: the plan file is not YAML"),
+        ("plans:\n  strategy: solo\n", "plan.yaml:1: a plan file holds 'plan:'"),
+        ("plan:\n  passes: []\n", "plan.yaml:1: a plan file holds 'plan:' with 'strategy:'"),
+        (
+            "plan:\n  strategy: solo\nranks: 2\n",
+            "plan.yaml:3: a plan file has no field 'ranks'; its fields are plan, num",
+        ),
+        ("plan:\n  strategy: solo\n  stratgy: solo\n", "plan.yaml:3: a plan has no field 'stratgy'; its fields are"),
+        ("plan:\n  strategy: solo\n  strategy: data(2)\n", "plan.yaml:2: strategy stands there and in line 3; give it"),
+        (edited(strategy="datta(4)"), "plan.yaml:2: there is no strategy 'datta'; did you mean data?"),
+        (edited(strategy="pipeline(2) * pipeline(2)"), "plan.yaml:2: pipeline(2) * pipeline(2) cuts a model into"),
+        (edited(micros="many"), "plan.yaml:3: num_microbatches must be a whole number"),
+        (edited(micros=0), "plan.yaml:3: a plan needs at least 1 microbatch, not 0"),
+        (edited(passed="fast"), "plan.yaml:4: there is no pass 'fast'; the passes are overlap, recompute"),
+        (edited(ranks=8), "plan.yaml:6: num_ranks is 8, but pipeline(2) * data(2) in plan.yaml:2 needs 4; change the"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_with_the_line(text, said):
+    with pytest.raises(PlanError) as caught:
+        Plan.from_yaml(text, "plan.yaml")
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"strategy": "pipeline(8)", "ranks": 8}, "plan.yaml:2: the pipeline has 8 stages, but the model has only 4"),
+        ({"strategy": "tensor(3)", "ranks": 3}, "plan.yaml:2: tensor(3) cannot slice hidden of block0: 256 does not"),
+        ({"passed": "recompute:*.attn"}, "plan.yaml:4: no block of the model matches recompute:*.attn"),
+    ],
+)
+def test_a_plan_that_a_model_does_not_go_along_with_is_refused_with_the_line(changes, said):
+    plan = Plan.from_yaml(edited(**changes), "plan.yaml")
+    with pytest.raises(PlanError) as caught:
+        compile(plan, chain(4))
+    assert str(caught.value).startswith(said)
+
+
+def test_ranks_and_batches_that_a_plan_does_not_go_along_with_are_told_with_its_lines():
+    plan = Plan.from_yaml(edited(), "plan.yaml")
+    with pytest.raises(PlanError, match=r"^plan\.yaml:2: pipeline\(2\) \* data\(2\) needs 4 ranks"):
+        plan.require_ranks(3)
+    with pytest.raises(PlanError, match=r"^plan\.yaml:3: a batch of 9 samples does not divide"):
+        plan.require_batch(9)
+
+
+def test_a_broken_law_is_told_with_its_number_and_the_line():
+    with pytest.raises(ProgramError) as caught, Written("plan.yaml", (("strategy", 2),)).blamed("strategy"):
+        raise ProgramError("a gradient is missing", law=6)
+    assert str(caught.value) == "plan.yaml:2: law 6 is broken: a gradient is missing"
+    assert caught.value.law == 6
+
+
+def test_a_place_is_told_once():
+    written = Written("plan.yaml", (("strategy", 2), ("passes", 4)))
+    with pytest.raises(PlanError) as caught, written.blamed("strategy"), written.blamed("passes"):
+        raise PlanError("no such block")
+    assert str(caught.value) == "plan.yaml:4: no such block"
+
+
+def test_where_a_plan_was_written_is_no_part_of_what_it_is():
+    assert Plan.from_yaml(edited(), "plan.yaml") == Plan.from_yaml(edited())
+    assert Plan.from_yaml(edited()).to_yaml() == edited()
+
+
+def test_a_file_is_read_from_its_path_or_refused_with_it(tmp_path):
+    (tmp_path / "plan.yaml").write_text(edited())
+    assert str(Plan.from_file(tmp_path / "plan.yaml")) == "pipeline(2) * data(2)"
+    with pytest.raises(PlanError, match=r"none\.yaml cannot be read: No such file or directory; give an existing file"):
+        Plan.from_file(tmp_path / "none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match=r"bytes\.yaml is not text in UTF-8"):
+        Plan.from_file(tmp_path / "bytes.yaml")

@@ -1,0 +1,138 @@
+"""``auto`` with ``measure``: the best few plans are tried for some steps, and the run has the numbers of any other."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import counterpoint as cp
+from counterpoint.planner.choose import Trial, decide, weigh, worth_measuring
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.remedies import Question
+from counterpoint.world.cluster import Cluster, Device
+from tests.planner.models import layers
+from tests.training.fits import ADAMW, dataset, distance, mlp, noisy, params_of, seeded
+
+QUESTION = Question(layers(4, cost=1e9), Cluster(), 16)
+
+
+def chosen(num_ranks=2, question=QUESTION):
+    return weigh(enumerate_plans(num_ranks, question.model), question)
+
+
+def trained(strategy, build=mlp, **options):
+    model, factory = build(), options.pop("optimizer", ADAMW)
+    with cp.Trainer(
+        model, loss=F.cross_entropy, optimizer=factory, strategy=strategy, batch_norm="deferred", progress="off",
+        **options,
+    ) as trainer:  # fmt: skip
+        history = trainer.fit(dataset(48), batch_size=12)
+    return trainer, params_of(model), history.losses
+
+
+def test_a_run_whose_plan_was_measured_equals_solo():
+    trainer, weights, losses = trained("auto(2)", measure=2)
+    _, expected, solo_losses = trained("solo")
+    assert len(trainer.choice.trials) == 3, "two, and data parallelism"
+    assert distance(weights, expected) < 1e-12
+    assert losses == pytest.approx(solo_losses, rel=1e-12)
+
+
+def test_measuring_draws_nothing_and_changes_no_statistics_of_the_model():
+    torch.manual_seed(5)
+    trainer, weights, losses = trained("auto(2)", noisy, measure=1)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    _, expected, plain = trained(trainer.plan, noisy)
+    assert losses == plain
+    assert distance(weights, expected) == 0
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_what_is_taken_has_not_measured_slower_than_data_parallelism():
+    trainer, _, _ = trained("auto(2)", measure=2)
+    times = {str(trial.plan): trial.step_s for trial in trainer.choice.trials}
+    assert str(trainer.choice.plan) == "data(2)" or times[str(trainer.choice.plan)] < times["data(2)"]
+
+
+def test_an_optimizer_that_was_made_for_the_model_stays_as_it_is():
+    model = mlp()
+    optimizer = ADAMW(model.parameters())
+    with cp.Trainer(model, loss=F.cross_entropy, optimizer=optimizer, strategy="auto(2)", measure=1) as trainer:
+        trainer.settle_plan(dataset(48), 12)
+        assert not optimizer.state
+        assert len(trainer.fit(dataset(48), batch_size=12).losses) == 4
+
+
+def test_a_loop_of_ones_own_measures_on_its_first_batch_and_trains_on_it_as_ever():
+    inputs, targets = dataset(24)[:]
+    losses = {}
+    for strategy, measure in (("auto(2)", 1), ("solo", 0)):
+        model = mlp()
+        with cp.parallelize(
+            model, ADAMW(model.parameters()), F.cross_entropy, strategy=strategy, measure=measure
+        ) as step:
+            losses[strategy] = [step(inputs, targets) for _ in range(3)]
+            assert (step.team.choice is not None) == (measure > 0)
+    assert losses["auto(2)"] == pytest.approx(losses["solo"], rel=1e-12)
+
+
+def test_a_plan_that_the_model_does_not_go_along_with_is_left_out_with_the_reason():
+    trainer, _, _ = trained("auto(2)", lambda: seeded(Centered), measure=8)
+    untried = {one.plan: one.reason for one in trainer.choice.untried}
+    assert any("depends on the samples beside it" in reason for reason in untried.values())
+    assert trainer.choice.plan not in untried
+
+
+class Centered(torch.nn.Sequential):
+    """What it gives for a sample depends on the others."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(6, 64), Minus(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
+
+
+class Minus(torch.nn.Module):
+    """Takes the mean of the batch away."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"strategy": "data(2)", "measure": 2},
+            r"measure=2 says how many plans are measured .* the plan is given, data",
+        ),
+        ({"strategy": "auto(2)", "measure": -1}, "measure=-1 is no number of plans"),
+        ({"strategy": "auto(2)", "measure": True}, "measure=True is a bool; give a whole number"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, said):
+    with pytest.raises(cp.PlanError, match=said):
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **options)
+
+
+def test_data_parallelism_the_choice_and_the_fastest_are_worth_measuring():
+    choice = chosen(4)
+    plans = [str(plan) for plan in worth_measuring(choice, 2)]
+    assert "data(4)" in plans
+    assert str(choice.plan) in plans
+    assert len(plans) == 3
+
+
+def test_plans_for_which_there_is_no_room_beside_the_others_are_not_measured():
+    whole = chosen(2)
+    data = next(found for found in whole.ranking.predictions if str(found.plan) == "data(2)")
+    tight = Question(QUESTION.model, Cluster(Device(memory_bytes=2 * data.memory_bytes)), 16)
+    few = worth_measuring(chosen(2, tight), 5)
+    assert str(few[0]) == "data(2)"
+    assert len(few) < len(worth_measuring(whole, 5))
+
+
+def test_the_fastest_is_taken_or_a_simpler_one_that_is_nearly_as_fast():
+    choice = chosen(2)
+    data, zero = choice.simplest[:2]
+    assert decide(choice, [Trial(data, 1.01), Trial(zero, 1.0)]).plan == data
+    assert decide(choice, [Trial(data, 1.03), Trial(zero, 1.0)]).plan == zero
+    assert decide(choice, []).plan == choice.plan
