@@ -18,7 +18,7 @@ def overlap(program: Program) -> Program:
     another order still call alike. The wait stays where the collective stood. Gradients that go through several
     collectives keep them as they are. Results cannot change, because nothing reads or writes the gradient in between.
     """
-    return Program(tuple(map_row(row, _overlap_words) for row in program.rows))
+    return replace(program, rows=tuple(map_row(row, _overlap_words) for row in program.rows))
 
 
 def _overlap_words(words: Words) -> list[Instruction]:

@@ -38,7 +38,8 @@ def recompute(program: Program, asked: Recomputation, blocks: Collection[int]) -
         asked: how much at once, and what is left out.
         blocks: which blocks.
     """
-    return Program(tuple(map_row(row, partial(_recompute_words, asked=asked, blocks=blocks)) for row in program.rows))
+    again = partial(_recompute_words, asked=asked, blocks=blocks)
+    return replace(program, rows=tuple(map_row(row, again) for row in program.rows))
 
 
 def _recompute_words(words: Words, asked: Recomputation, blocks: Collection[int]) -> list[Instruction]:

@@ -139,7 +139,7 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
     plan.require_batch(batch_size)
     plan = balanced(plan, model, cluster)
     samples = batch_size // plan.num_micros
-    whole = model if plan.need != "none" else _whole(model)
+    whole = model if plan.need != "none" else in_one_block(model)
     compiled = compile(plan, whole, samples_per_micro=samples, proves=False)
     unbound = replace(cluster, link=FREE, levels=tuple(replace(level, link=FREE) for level in cluster.levels))
     spent, free = _play(compiled, (cluster, unbound), samples)
@@ -155,18 +155,18 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=spent.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples))),
+        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples))),
         room_bytes=cluster.device.memory_bytes,
         is_synchronous=compiled.is_synchronous,
     )
 
 
-def _whole(model: ModelSpec) -> ModelSpec:
+def in_one_block(model: ModelSpec) -> ModelSpec:
     """Return the model as one block, as the runtime takes it where nothing has to be cut."""
     return replace(model, blocks=(Block(model.pieces, 0),))
 
 
-def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
+def held_bytes(model: ModelSpec, samples: int) -> Sizes:
     """Return the bytes of values where they are kept: for its backward, a block keeps what each of its pieces gave."""
 
     @cache

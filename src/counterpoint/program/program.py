@@ -47,14 +47,20 @@ class Program:
 
     Microbatches are numbered over the whole global batch, so that a row says by itself which samples it reads.
     In a body the numbers count from the first microbatch of that repetition.
+
+    Args:
+        rows: what each rank does.
+        folded: how many copies of these rows stand side by side, of which only the first is written down: enough to
+            see how long a step takes, and nothing that can run. 0 where all rows are written down.
     """
 
     rows: tuple[Row, ...]
+    folded: int = 0
 
     @property
     def num_ranks(self) -> int:
         """How many ranks the program needs."""
-        return len(self.rows)
+        return len(self.rows) * max(1, self.folded)
 
     @property
     def is_stream(self) -> bool:

@@ -46,11 +46,15 @@ def shifted(word: Instruction, by: int) -> Instruction:
 def replicate(program: Program, times: int, *, same_samples: bool = False) -> Program:
     """Set ``times`` copies side by side; copy ``c`` of rank ``r`` is rank ``c * num_ranks + r``.
 
+    Where rows are folded, copies are counted and not written down.
+
     Args:
         program: what is copied.
         times: how many copies stand there afterwards.
         same_samples: whether the copies read the same microbatches; else each copy reads its own.
     """
+    if program.folded:
+        return replace(program, folded=program.folded * times)
     stride = 0 if same_samples else len(program.micros)
     return Program(
         tuple(
@@ -111,7 +115,8 @@ def expand(program: Program, rule: Callable[[int, Instruction], Iterable[Instruc
     def spread(words: Words, rank: int) -> Iterable[Instruction]:
         return (new for old in words for new in rule(rank, old))
 
-    return Program(tuple(map_row(row, partial(spread, rank=rank)) for rank, row in enumerate(program.rows)))
+    rows = (map_row(row, partial(spread, rank=rank)) for rank, row in enumerate(program.rows))
+    return replace(program, rows=tuple(rows))
 
 
 def before_commit(program: Program, extra: Callable[[int, Row], Sequence[Instruction]]) -> Program:
@@ -124,7 +129,7 @@ def before_commit(program: Program, extra: Callable[[int, Row], Sequence[Instruc
             rows.append(row)
             continue
         rows.append(replace(row, body=row.body[:at] + tuple(new) + row.body[at:]))
-    return Program(tuple(rows))
+    return replace(program, rows=tuple(rows))
 
 
 def widen_commits(program: Program, times: int) -> Program:
@@ -145,7 +150,7 @@ def widen_commits(program: Program, times: int) -> Program:
             by_identity[id(word.group)] = (word.group, by_members[inner])
         return by_identity[id(word.group)][1]
 
-    return Program(tuple(map_row(row, partial(map, widened)) for row in program.rows))
+    return replace(program, rows=tuple(map_row(row, partial(map, widened)) for row in program.rows))
 
 
 def last_backward_first(row: Row, units: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -176,6 +181,8 @@ def blocks_of(row: Row) -> set[int]:
 def runs_of(row: Row) -> tuple[range, ...]:
     """Return the blocks of a row in runs that always go backward together, each right behind the one above it."""
     computes = [word for word in row.prologue + row.body + row.epilogue if isinstance(word, Forward | Backward)]
+    if not computes:
+        return ()
     apart: set[int] = set()
     for word, following in zip(computes, [*computes[1:], None], strict=True):
         if isinstance(word, Backward) and word.has_weight and replace(word, block=word.block - 1) != following:

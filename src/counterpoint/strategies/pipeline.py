@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -21,7 +21,7 @@ from counterpoint.strategies.orders.order import Order, Place, warmup
 from counterpoint.strategies.orders.pipedream import STREAMS
 from counterpoint.strategies.orders.table import find_order, require_order
 from counterpoint.strategies.recomputation import WHEN, When
-from counterpoint.strategies.stages import StageRow, Stages, sliced_part
+from counterpoint.strategies.stages import StageRow, Stages, sliced_part, work_of
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
 from counterpoint.strategies.stream import Stream
 
@@ -253,20 +253,33 @@ class Pipeline:
         Raises:
             PlanError: it does not come first, has more chunks than blocks, or microbatches that do not divide.
         """
-        for row in program.rows:
-            self._check_order(row)
         if self.is_stream:
+            self._check_order(program)
             return self._stream(model).lower(program)
+        seats = range(sum(self.stage_ranks))
+        rows = self.seat_rows(program, model, seats)
+        return Program(tuple(row for seat in seats for row in rows[seat]))
+
+    def seat_rows(self, program: Program, model: ModelSpec, seats: Collection[int]) -> dict[int, tuple[Row, ...]]:
+        """Return the rows of some seats, the replicas of all stages one after the other: those of their inner ranks.
+
+        Raises:
+            PlanError: as :meth:`lower`.
+        """
+        self._check_order(program)
         chunks = self.chunks(model)
         stages = Stages(chunks, chunks.strands(model), self.stage_ranks, self.how)
         micros = sorted({word.micro for row in program.rows for word in row.body if isinstance(word, Forward)})
-        seats = stages.items(micros)
-        rows = []
-        for seat, items in enumerate(seats):
-            for rank, row in enumerate(program.rows):
-                written = StageRow(stages, seat, rank, program.num_ranks)
-                rows.append(replace(row, body=tuple(written.words(row, items))))
-        return Program(tuple(rows))
+        items = stages.items(micros)
+        works = [work_of(row.body) for row in program.rows]
+        rows: dict[int, tuple[Row, ...]] = {}
+        for seat in seats:
+            written = [StageRow(stages, seat, rank, program.num_ranks) for rank in range(program.num_ranks)]
+            rows[seat] = tuple(
+                replace(row, body=tuple(one.words(row, work, items[seat])))
+                for one, row, work in zip(written, program.rows, works, strict=True)
+            )
+        return rows
 
     def chunks(self, model: ModelSpec) -> Chunks:
         """Return which blocks lie where."""
@@ -280,7 +293,11 @@ class Pipeline:
         chunks = self.chunks(model)
         return Stream(chunks.runs, chunks.strands(model), self.stage_ranks, rule, str(self))
 
-    def _check_order(self, row: Row) -> None:
+    def _check_order(self, program: Program) -> None:
+        for row in program.rows:
+            self._check_row(row)
+
+    def _check_row(self, row: Row) -> None:
         for word in row.body:
             if not isinstance(word, Forward | Backward | Commit | Update) and not (
                 isinstance(word, Collective) and word.value.name in {"y", "dx"}

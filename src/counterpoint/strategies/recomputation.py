@@ -20,6 +20,9 @@ WHEN: tuple[When, ...] = ("never", "except_last", "always")
 PASS = "recompute"
 """The name of the pass, which may go on as ``recompute:PATTERN`` or ``recompute:50%``."""
 
+ALTERNATIVE = "+"
+"""Stands between patterns of which a block has to match one."""
+
 _PER_CENT = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
@@ -28,8 +31,8 @@ class Recomputation:
     """What is recomputed, and how much of it at once.
 
     Args:
-        which: a pattern of module paths, as ``*.attn`` or ``layers.3``, or a part of the blocks, as ``50%``; empty for
-            all.
+        which: a pattern of module paths, as ``*.attn`` or ``layers.3``, several joined by ``+``, or a part of the
+            blocks, as ``50%``; empty for all.
         keeps_next: whether a forward keeps its tape whose backward is the next thing that its rank computes.
         at_once: whether adjacent blocks of a microbatch are recomputed together, so that only what enters the first of
             them is kept meanwhile; else each is recomputed when the one behind it is done with.
@@ -85,7 +88,7 @@ class Recomputation:
         return found
 
     def _names(self, block: Block) -> bool:
-        patterns = (self.which, f"{self.which}.*")
+        patterns = [form for one in self.which.split(ALTERNATIVE) for form in (one, f"{one}.*")]
         return not self.which or any(fnmatchcase(piece.name, one) for piece in block.pieces for one in patterns)
 
     def forecast(self, before: Forecast, blocks: frozenset[int]) -> Forecast:

@@ -117,9 +117,8 @@ class StageRow:
     inner: int
     num_inner: int
 
-    def words(self, row: Row, items: Sequence[Item]) -> Iterator[Instruction]:
-        """Yield what this seat does instead of the inner rank's whole row."""
-        work = work_of(row.body)
+    def words(self, row: Row, work: Work, items: Sequence[Item]) -> Iterator[Instruction]:
+        """Yield what this seat does instead of the inner rank's whole row, whose work is at hand."""
         for item in items:
             match item:
                 case Turn():

@@ -119,9 +119,8 @@ class Zero:
         if self.level == 1:
             copies = before_commit(copies, lambda rank, row: _share_once(row, self.twins(rank, stride)))
         units = tuple(model.units)
-        return Program(
-            tuple(self._spread(row, self.twins(rank, stride), units) for rank, row in enumerate(copies.rows))
-        )
+        spread = (self._spread(row, self.twins(rank, stride), units) for rank, row in enumerate(copies.rows))
+        return replace(copies, rows=tuple(spread))
 
     def twins(self, rank: int, stride: int) -> Group:
         """Return the ranks that hold the shares of the same parameters as ``rank``."""

@@ -1,0 +1,134 @@
+"""What is worked out once and kept: a model as slices and stages leave it, and all that one row says by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from counterpoint.compiler.compile import sizes_in
+from counterpoint.model.spec import ModelSpec
+from counterpoint.planner.rank import held_bytes
+from counterpoint.program.partners import Contacts, contacts_of
+from counterpoint.program.program import Program, Row, Words
+from counterpoint.program.symmetry import outline_of
+from counterpoint.program.traffic import Sizes, sent_bytes
+from counterpoint.simulator.costs import Costs, model_costs
+from counterpoint.simulator.memory import peak_bytes
+from counterpoint.simulator.simulate import row_seconds
+from counterpoint.strategies.recomputation import Recomputation
+from counterpoint.strategies.solo import solo
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.world.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What rows that are equal but for ranks and microbatches cost.
+
+    Args:
+        seconds: of each word, on its processor or its link.
+        sent_bytes: what the rank sends.
+        memory_bytes: what it holds at most.
+    """
+
+    seconds: tuple[float, ...]
+    sent_bytes: Fraction
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRow:
+    """A row of a program, with all that can be said about it without the other rows.
+
+    Args:
+        words: what the rank does.
+        contacts: which of them meet other ranks.
+        outline: a number that rows have in common which are equal but for ranks and microbatches.
+        bill: what it costs.
+    """
+
+    words: Words
+    contacts: Contacts
+    outline: int
+    bill: Bill
+
+
+@dataclass(slots=True)
+class Cut:
+    """A model with the blocks that a plan needs, for microbatches of so many samples, and what is known of its rows.
+
+    Args:
+        model: with these blocks.
+        cluster: where it runs.
+        samples: of one microbatch.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    samples: int
+    sizes: Sizes = field(init=False)
+    held: Sizes = field(init=False)
+    costs: Costs = field(init=False)
+    is_chain: bool = field(init=False)
+    outlines: dict[Hashable, int] = field(default_factory=dict)
+    bills: dict[int, Bill] = field(default_factory=dict)
+    rows: dict[Hashable, KnownRow] = field(default_factory=dict)
+    inner: dict[Hashable, Program] = field(default_factory=dict)
+    again: dict[Recomputation, frozenset[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes, self.held = sizes_in(self.model, self.samples), held_bytes(self.model, self.samples)
+        self.costs = model_costs(self.model, self.cluster, self.sizes, samples_per_micro=self.samples)
+        self.is_chain = _is_chain(self.model)
+
+    def inner_program(self, num_microbatches: int, slices: tuple[Strategy, ...]) -> Program:
+        """Return the program of one stage that runs everything: solo's, sliced if that is asked for."""
+        key = num_microbatches, slices
+        if key not in self.inner:
+            program = solo(self.model, num_microbatches)
+            for strategy in slices:
+                program = strategy.lower(program, self.model)
+            self.inner[key] = program
+        return self.inner[key]
+
+    def recomputed(self, asked: Recomputation) -> frozenset[int]:
+        """Return the blocks that are recomputed.
+
+        Raises:
+            PlanError: none is of that name.
+        """
+        if asked not in self.again:
+            self.again[asked] = asked.blocks(self.model)
+        return self.again[asked]
+
+    def know(self, row: Row) -> KnownRow:
+        """Return a row with all that it says by itself."""
+        outline = self.outlines.setdefault(outline_of(row, row.body), len(self.outlines))
+        if outline not in self.bills:
+            alone = Program((row,))
+            self.bills[outline] = Bill(
+                tuple(row_seconds(row.body, self.costs)),
+                sent_bytes(alone, self.sizes)[0],
+                peak_bytes(alone, self.held)[0],
+            )
+        return KnownRow(row.body, contacts_of(row.body), outline, self.bills[outline])
+
+
+def _is_chain(model: ModelSpec) -> bool:
+    """Tell whether each block hands on to the next one alone and no two share weights.
+
+    What a stage does then depends on where the others begin only in the names of what it sends and receives.
+    """
+    strands = model.strands
+    links = [strand.blocks for strand in strands if strand.gradient_bytes is not None]
+    return (
+        len(strands) == len(links)
+        and links == [(block, block + 1) for block in range(model.num_blocks - 1)]
+        and all(len(unit) == 1 for unit in model.units)
+    )
+
+
+def seconds_of(known: Mapping[int, KnownRow]) -> dict[int, tuple[float, ...]]:
+    """Return the seconds of the words of some ranks."""
+    return {rank: row.bill.seconds for rank, row in known.items()}

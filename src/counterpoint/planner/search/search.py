@@ -1,0 +1,155 @@
+"""Plans that nobody has listed: several random walks, from where other ways of planning have come to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
+from counterpoint.planner.figures import Figures
+from counterpoint.planner.rank import Ranking, rank_plans
+from counterpoint.planner.search.configuration import Configuration
+from counterpoint.planner.search.moves import Space
+from counterpoint.planner.search.replay import Replay
+from counterpoint.planner.search.walk import Walk, cost_s
+from counterpoint.strategies.data import Data
+from counterpoint.world.cluster import Cluster
+
+MOST_RANKED = 16
+"""So many of the best plans that a search has met are ranked in the end, with what their time goes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long a search goes on.
+
+    Args:
+        steps: proposals in all; None for no bound.
+        time_s: seconds in all; None for no bound. With steps alone the result is the same wherever it is computed.
+        seed: where chance begins.
+    """
+
+    steps: int | None = None
+    time_s: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bounds = [bound for bound in (self.steps, self.time_s) if bound is not None]
+        if not bounds or min(bounds) < 0:
+            raise PlanError(
+                f"a search of {self.steps} steps and {self.time_s} seconds has no end or none that can be; give 0 or "
+                "more steps, or seconds"
+            )
+
+
+def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[Plan] = ()) -> Ranking:
+    """Return the best plans that random walks have met, the fastest first, with what their time goes to.
+
+    One walk begins with data parallelism on all ranks, and one at each start. A walk ends when half of its part of the
+    budget has gone by without a better plan; what is left goes to the others. Starts are ranked with what was found,
+    so that the first is never slower than they are predicted to be.
+
+    Args:
+        space: what there is to choose from.
+        cluster: where it runs.
+        budget: how long it goes on.
+        starts: plans from elsewhere: the best one of an enumeration, those of a dynamic program.
+
+    Source:
+        Jia, Zaharia and Aiken, Beyond Data and Model Parallelism for Deep Neural Networks (FlexFlow), MLSys 2019,
+        section 6.2.
+
+    Example:
+        >>> from counterpoint.model.spec import chain
+        >>> space = Space(chain(4), num_ranks=2, batch_size=8)
+        >>> len(search(space, Cluster(), budget=Budget(steps=20)).predictions) > 1
+        True
+    """
+    met = _Met(space, cluster)
+    given = (Configuration.of(plan, space.model) for plan in starts)
+    begin = [Configuration(copies=Data(space.num_ranks)), *(one for one in given if one is not None)]
+    begin = list(dict.fromkeys(begin))
+    draw, spent = Random(budget.seed), _Spent(budget, len(begin))
+    for at in begin:
+        walk = Walk(space, met.figures, cluster.device.memory_bytes, Random(draw.random()))
+        walk.start(at)
+        spent.begin()
+        while spent.goes_on:
+            spent.count(is_best=walk.step())
+    return rank_plans(dict.fromkeys([*starts, *met.best()]), space.model, cluster, batch_size=space.batch_size)
+
+
+class _Met:
+    """The plans that walks have met, each simulated once."""
+
+    def __init__(self, space: Space, cluster: Cluster) -> None:
+        self.space, self.room_bytes = space, cluster.device.memory_bytes
+        self.replay = Replay(space.model, cluster, space.batch_size)
+        self.plans: dict[Configuration, Plan] = {}
+        self.found: dict[Plan, Figures | None] = {}
+
+    def figures(self, at: Configuration) -> Figures | None:
+        """Return what a configuration takes; None where it cannot be carried out."""
+        plan = self.plans.get(at)
+        if plan is None:
+            plan = self.plans[at] = at.plan(self.space.model, self.space.passes)
+        if plan not in self.found:
+            try:
+                self.found[plan] = self.replay.figures(plan)
+            except PlanError:
+                self.found[plan] = None
+        return self.found[plan]
+
+    def best(self) -> list[Plan]:
+        """Return the best of them, those that fit first."""
+        found = [(plan, figures) for plan, figures in self.found.items() if figures is not None]
+        found.sort(key=lambda one: (one[1].memory_bytes > self.room_bytes, cost_s(one[1], self.room_bytes)))
+        return [plan for plan, _ in found[:MOST_RANKED]]
+
+
+class _Spent:
+    """How much of a budget is spent, and whether a walk may go on.
+
+    Args:
+        budget: of all walks.
+        num_walks: how many there will be.
+    """
+
+    def __init__(self, budget: Budget, num_walks: int) -> None:
+        self.budget, self.walks_left = budget, num_walks
+        self.steps, self.began_s = 0, time.perf_counter()
+        self.parts: tuple[tuple[float, float], ...] = ()
+        self.best_at = 0.0
+
+    def begin(self) -> None:
+        """Give the next walk an equal part of what is left."""
+        bounds = zip((self.budget.steps, self.budget.time_s), self._used(), strict=True)
+        self.parts = tuple(
+            (used, (bound - used) / self.walks_left if bound is not None else math.inf) for bound, used in bounds
+        )
+        self.walks_left -= 1
+        self.best_at = 0.0
+
+    def count(self, *, is_best: bool) -> None:
+        """Take note of a step."""
+        self.steps += 1
+        if is_best:
+            self.best_at = self._part
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the walk has something left of its part, and has found something in the last half of it."""
+        return self._part < 1 and self._part - self.best_at < 1 / 2
+
+    @property
+    def _part(self) -> float:
+        """How much of its part a walk has used."""
+        used = zip(self._used(), self.parts, strict=True)
+        return max((now - before) / room if room > 0 else 1.0 for now, (before, room) in used)
+
+    def _used(self) -> tuple[float, float]:
+        return self.steps, time.perf_counter() - self.began_s
