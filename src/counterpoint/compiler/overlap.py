@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from counterpoint.program.instruction import Collective, Commit, Group, Instruction
+from counterpoint.program.instruction import Backward, Collective, Commit, Group, Instruction, Recv, Value
 from counterpoint.program.program import Program, Words
-from counterpoint.program.rewrite import completion, map_row
+from counterpoint.program.rewrite import map_row
 
 
 def overlap(program: Program) -> Program:
@@ -28,19 +28,33 @@ def _overlap_words(words: Words) -> list[Instruction]:
     starts: dict[int, list[Instruction]] = {}
     waits: dict[int, Instruction] = {}
     called: dict[Group, int] = {}
+    made: dict[int | Value, int] = {}
     for index, word in enumerate(words[:commit]):
-        if not isinstance(word, Collective):
-            continue
-        place = index
-        if word.value.name == "grad" and times[word.value] == 1:
-            producer = completion(words[:index], word.value.blocks)
-            if producer is not None:
-                place = max(producer, called.get(word.group, -1))
-                starts.setdefault(place, []).append(replace(word, phase="+"))
-                waits[index] = replace(word, phase="-")
-        called[word.group] = place
+        if isinstance(word, Collective):
+            place = index
+            if word.value.name == "grad" and times[word.value] == 1:
+                producer = max(
+                    (made[maker] for maker in (*word.value.blocks, word.value) if maker in made), default=None
+                )
+                if producer is not None:
+                    place = max(producer, called.get(word.group, -1))
+                    starts.setdefault(place, []).append(replace(word, phase="+"))
+                    waits[index] = replace(word, phase="-")
+            called[word.group] = place
+        made |= dict.fromkeys(_adds_to(word), index)
     moved: list[Instruction] = []
     for index, word in enumerate(words):
         moved.append(waits.get(index, word))
         moved += starts.get(index, [])
     return moved
+
+
+def _adds_to(word: Instruction) -> tuple[int | Value, ...]:
+    """Return the gradients that are not complete before a word: those of a block, or one that comes from elsewhere."""
+    match word:
+        case Backward(block):
+            return (block,)
+        case Recv(value) | Collective(_, value) if value.name == "grad":
+            return (value,)
+        case _:
+            return ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from counterpoint.model.values import INPUT, Made, blocks_of_pieces, strands_of
@@ -120,7 +121,7 @@ class Block:
         return self.pieces[0].split if self.num_slices > 1 else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSpec:
     """The blocks that a plan is compiled for, in the order in which they run.
 
@@ -151,7 +152,7 @@ class ModelSpec:
         """All pieces of all blocks, in order."""
         return tuple(piece for block in self.blocks for piece in block.pieces)
 
-    @property
+    @cached_property
     def units(self) -> dict[Unit, tuple[str, ...]]:
         """The parameters of each unit, in the model's order; parameters no block uses are left out."""
         users: dict[str, list[int]] = {}
@@ -169,7 +170,7 @@ class ModelSpec:
         """For each piece its block."""
         return blocks_of_pieces([len(block.pieces) for block in self.blocks])
 
-    @property
+    @cached_property
     def strands(self) -> tuple[Strand, ...]:
         """What blocks make for others, by maker and readers."""
         if self.values:

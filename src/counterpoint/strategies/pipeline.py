@@ -263,6 +263,8 @@ class Pipeline:
     def seat_rows(self, program: Program, model: ModelSpec, seats: Collection[int]) -> dict[int, tuple[Row, ...]]:
         """Return the rows of some seats, the replicas of all stages one after the other: those of their inner ranks.
 
+        An inner rank whose row is empty has one there, too.
+
         Raises:
             PlanError: as :meth:`lower`.
         """
@@ -276,7 +278,7 @@ class Pipeline:
         for seat in seats:
             written = [StageRow(stages, seat, rank, program.num_ranks) for rank in range(program.num_ranks)]
             rows[seat] = tuple(
-                replace(row, body=tuple(one.words(row, work, items[seat])))
+                replace(row, body=tuple(one.words(row, work, items[seat]))) if row.body else row
                 for one, row, work in zip(written, program.rows, works, strict=True)
             )
         return rows

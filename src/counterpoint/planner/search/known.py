@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -74,6 +74,7 @@ class Cut:
     outlines: dict[Hashable, int] = field(default_factory=dict)
     bills: dict[int, Bill] = field(default_factory=dict)
     rows: dict[Hashable, KnownRow] = field(default_factory=dict)
+    stages: dict[Hashable, Row] = field(default_factory=dict)
     inner: dict[Hashable, Program] = field(default_factory=dict)
     again: dict[Recomputation, frozenset[int]] = field(default_factory=dict)
 
@@ -83,12 +84,13 @@ class Cut:
         self.is_chain = _is_chain(self.model)
 
     def inner_program(self, num_microbatches: int, slices: tuple[Strategy, ...]) -> Program:
-        """Return the program of one stage that runs everything: solo's, sliced if that is asked for."""
+        """Return the program of one stage that runs everything: solo's, or the first slice beside empty rows."""
         key = num_microbatches, slices
         if key not in self.inner:
             program = solo(self.model, num_microbatches)
             for strategy in slices:
-                program = strategy.lower(program, self.model)
+                first, *others = strategy.lower(program, self.model).rows
+                program = Program((first, *(Row(()) for _ in others)))
             self.inner[key] = program
         return self.inner[key]
 
@@ -127,8 +129,3 @@ def _is_chain(model: ModelSpec) -> bool:
         and links == [(block, block + 1) for block in range(model.num_blocks - 1)]
         and all(len(unit) == 1 for unit in model.units)
     )
-
-
-def seconds_of(known: Mapping[int, KnownRow]) -> dict[int, tuple[float, ...]]:
-    """Return the seconds of the words of some ranks."""
-    return {rank: row.bill.seconds for rank, row in known.items()}

@@ -63,23 +63,24 @@ Move: TypeAlias = Callable[[Configuration, Space, Random], Configuration]
 """Returns the configuration with one thing changed, or as it is where that cannot be."""
 
 
-def propose(now: Configuration, space: Space, draw: Random, moves: Sequence[Move] | None = None) -> Configuration:
+def propose(now: Configuration, space: Space, draw: Random, *, saves_memory: bool = True) -> Configuration:
     """Return a configuration that differs in one thing, drawn at random, and in what that thing forces to change.
 
-    It takes all ranks, and its microbatches divide the batch. That a program can be made of it is not proved. Each
-    kind of change is as likely as any other one; a change and its opposite need not be equally likely.
+    It takes all ranks, and its microbatches divide the batch. That a program can be made of it is not proved. A change
+    and its opposite need not be equally likely.
 
     Args:
         now: where the search stands.
         space: what there is to choose from.
         draw: where chance comes from.
-        moves: the kinds of changes; all of them by default.
+        saves_memory: whether more may be computed again, which makes no step faster by itself.
     """
+    weights = MOVES | SAVING if saves_memory else MOVES
     for _ in range(MOST_TRIES):
+        (move,) = draw.choices([*weights], [*weights.values()])
         try:
-            found = _fitted(draw.choice(moves or MOVES + SAVING)(now, space, draw), space)
-            if found is not None and found != now:
-                found.plan(space.model, space.passes)
+            found = _fitted(move(now, space, draw), space)
+            if found is not None and found.plan(space.model, space.passes) != now.plan(space.model, space.passes):
                 return found
         except PlanError:
             continue
@@ -193,20 +194,21 @@ def change_code(now: Configuration, space: Space, draw: Random) -> Configuration
     return replace(now, copies=replace(now.copies, compress=_other(space.codes, now.copies.compress, draw)))
 
 
-MOVES: tuple[Move, ...] = (
-    move_a_cut,
-    cut_evenly,
-    change_stages,
-    move_a_replica,
-    keep_a_block,
-    change_slices,
-    change_shards,
-    change_microbatches,
-    change_order,
-    change_code,
-)
-SAVING: tuple[Move, ...] = (recompute_a_block, recompute_a_stage)
-"""What only saves memory, and is tried where there is not enough of it."""
+MOVES: dict[Move, int] = {
+    move_a_cut: 5,
+    keep_a_block: 2,
+    cut_evenly: 1,
+    change_stages: 1,
+    move_a_replica: 1,
+    change_slices: 1,
+    change_shards: 1,
+    change_microbatches: 1,
+    change_order: 1,
+    change_code: 1,
+}
+"""Each kind of change with how likely it is beside the others: about as likely to be of single blocks as of all."""
+SAVING: dict[Move, int] = {recompute_a_block: 4, recompute_a_stage: 1}
+"""What only saves memory."""
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -9,7 +9,7 @@ it does for any program, because a change in one row may move every other one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from counterpoint.compiler.overlap import overlap
@@ -19,10 +19,9 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.figures import Figures, figures_of
 from counterpoint.planner.rank import in_one_block
+from counterpoint.planner.search.folded import Fold
 from counterpoint.planner.search.known import Cut, KnownRow
-from counterpoint.program.partners import pair
 from counterpoint.program.program import Program, Row
-from counterpoint.program.symmetry import refined
 from counterpoint.simulator.clock import Clash, Clock, Score
 from counterpoint.simulator.spent import spent_in
 from counterpoint.strategies.chunks import Chunks
@@ -47,6 +46,11 @@ class Parts:
     slices: tuple[Strategy, ...]
     stages: Pipeline | None
     copies: tuple[Strategy, ...]
+
+    @property
+    def num_slices(self) -> int:
+        """How many ranks share each of the other ones' rows but for their slice."""
+        return self.slices[0].degree if self.slices else 1
 
     @staticmethod
     def of(plan: Plan) -> Parts | None:
@@ -87,34 +91,11 @@ class Replay:
             return figures_of(plan, self.model, self.cluster, batch_size=self.batch_size)
         plan.require_batch(self.batch_size)
         cut = self._cut(plan, parts)
-        rows = self._rows(plan, parts, cut)
+        fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
         try:
-            return self._played(rows, plan.num_ranks, cut)
+            return _played(fold, cut)
         except (Clash, ProgramError):
             return figures_of(plan, self.model, self.cluster, batch_size=self.batch_size)
-
-    def _played(self, rows: list[KnownRow], num_ranks: int, cut: Cut) -> Figures:
-        """Return what the clock says of rows that stand there as often as they fill the ranks."""
-        times = num_ranks // len(rows)
-        partners = pair([row.contacts for row in rows])
-        speaker = [0] * len(rows)
-        for group in refined([row.outline for row in rows], partners):
-            for rank in group:
-                speaker[rank] = group[0]
-        seconds = {rank: rows[rank].bill.seconds for rank in dict.fromkeys(speaker)}
-        every, speakers = [row.words for row in rows] * times, speaker * times
-        clock = Clock(Score(every, partners, speakers, seconds, cut.costs))
-        clock.run()
-        if clock.stuck:
-            raise ProgramError("it comes to no end")
-        spent = spent_in(every, speakers, clock, [range(len(row.words)) for row in rows])
-        return Figures(
-            step_s=spent.step_s,
-            compute_s=spent.compute_s,
-            update_s=spent.update_s,
-            sent_bytes=int(max(row.bill.sent_bytes for row in rows)),
-            memory_bytes=max(row.bill.memory_bytes for row in rows),
-        )
 
     def _cut(self, plan: Plan, parts: Parts) -> Cut:
         """Return the model with the blocks of a plan; plans with equal blocks and microbatches get the same."""
@@ -133,37 +114,34 @@ class Replay:
         return self.cuts[id(model), samples]
 
     def _rows(self, plan: Plan, parts: Parts, cut: Cut) -> list[KnownRow]:
-        """Return the rows of the first copy of a plan; those that are not known yet are made."""
-        keys = self._keys(plan, parts, cut)
-        missing = [seat for seat, own in enumerate(keys) if own[0] not in cut.rows]
-        if missing:
-            program = self._folded(plan, parts, cut, missing)
-            width = len(keys[0])
-            for seat in missing:
-                made = program.rows[seat * width : (seat + 1) * width]
-                cut.rows |= {key: cut.know(row) for key, row in zip(keys[seat], made, strict=True)}
-        return [cut.rows[key] for own in keys for key in own]
-
-    def _keys(self, plan: Plan, parts: Parts, cut: Cut) -> list[list[Hashable]]:
-        """Return for each seat of the pipeline, and each slice there, what its row depends on."""
+        """Return the rows of all seats, those of the first slice and copy; those that are not known yet are made."""
         asked = plan.recomputation
         again = cut.recomputed(asked) if asked is not None else frozenset[int]()
         how = (asked.at_once, asked.keeps_next) if asked is not None else None
-        shape: Hashable = (plan.num_microbatches, parts.slices, parts.copies, "overlap" in plan.passes, how)
-        slices = range(parts.slices[0].degree if parts.slices else 1)
+        around = (parts.copies, "overlap" in plan.passes, how)
+        seats = self._seats(plan, parts, cut)
+        keys = [(key, around, again.intersection(blocks) if again else again) for key, blocks in seats]
+        missing = [seat for seat, key in enumerate(keys) if key not in cut.rows]
+        if missing:
+            self._write_stages(plan, parts, cut, {seat: seats[seat][0] for seat in missing})
+            written = [cut.stages[key] if seat in missing else Row(()) for seat, (key, _) in enumerate(seats)]
+            made = self._finished(written, plan, parts, cut)
+            cut.rows |= {keys[seat]: cut.know(made[seat]) for seat in missing}
+        return [cut.rows[key] for key in keys]
+
+    def _seats(self, plan: Plan, parts: Parts, cut: Cut) -> list[tuple[Hashable, Collection[int]]]:
+        """Return for each seat of the pipeline on what its row depends, and its blocks."""
         if parts.stages is None:
-            return [[(shape, again, index) for index in slices]]
+            return [((plan.num_microbatches, parts.slices), range(cut.model.num_blocks))]
         chunks = self._chunks(parts.stages, cut)
-        stages = replace(parts.stages, balance=(), cuts=(), recompute="never")
+        shape = (plan.num_microbatches, parts.slices, replace(parts.stages, balance=(), cuts=(), recompute="never"))
         rest = None if cut.is_chain else chunks.runs
-        keys: list[list[Hashable]] = []
-        for stage, count in enumerate(stages.stage_ranks):
-            runs = chunks.on(stage)
-            own = again.intersection(block for run in runs for block in run) if again else again
-            keys += [
-                [(shape, stages, len(keys) + twin, runs, own, rest, index) for index in slices] for twin in range(count)
+        seats: list[tuple[Hashable, Collection[int]]] = []
+        for stage, count in enumerate(parts.stages.stage_ranks):
+            seats += [
+                ((shape, len(seats) + twin, chunks.on(stage), rest), chunks.blocks_of(stage)) for twin in range(count)
             ]
-        return keys
+        return seats
 
     def _chunks(self, stages: Pipeline, cut: Cut) -> Chunks:
         key = id(cut.model), stages
@@ -171,18 +149,43 @@ class Replay:
             self.chunks[key] = stages.chunks(cut.model)
         return self.chunks[key]
 
-    def _folded(self, plan: Plan, parts: Parts, cut: Cut, seats: list[int]) -> Program:
-        """Return the program with the rows of some seats alone, and one copy of what there are many of."""
-        program = cut.inner_program(plan.num_microbatches, parts.slices)
-        if parts.stages is not None:
-            nothing = (Row(()),) * program.num_ranks
-            made = parts.stages.seat_rows(program, cut.model, seats)
-            rows = [row for seat in range(sum(parts.stages.stage_ranks)) for row in made.get(seat, nothing)]
-            program = Program(tuple(rows))
-        program = replace(program, folded=1)
+    def _write_stages(self, plan: Plan, parts: Parts, cut: Cut, keys: Mapping[int, Hashable]) -> None:
+        """Write the rows of some seats as slices and stages leave them, by their keys."""
+        new = [seat for seat, key in keys.items() if key not in cut.stages]
+        inner = cut.inner_program(plan.num_microbatches, parts.slices)
+        if parts.stages is None:
+            cut.stages |= {keys[seat]: inner.rows[0] for seat in new}
+        elif new:
+            rows = parts.stages.seat_rows(inner, cut.model, new)
+            cut.stages |= {keys[seat]: rows[seat][0] for seat in new}
+
+    def _finished(self, rows: Sequence[Row], plan: Plan, parts: Parts, cut: Cut) -> list[Row]:
+        """Return what copies and passes make of the rows of all seats, of which some may be empty."""
+        spread = [row if not at else Row(()) for row in rows for at in range(parts.num_slices)]
+        program = Program(tuple(spread), folded=1)
         for strategy in parts.copies:
             program = strategy.lower(program, cut.model)
         if "overlap" in plan.passes:
             program = overlap(program)
         asked = plan.recomputation
-        return program if asked is None else recompute(program, asked, cut.recomputed(asked))
+        if asked is not None:
+            program = recompute(program, asked, cut.recomputed(asked))
+        return list(program.rows[:: parts.num_slices])
+
+
+def _played(fold: Fold, cut: Cut) -> Figures:
+    """Return what the clock says of rows that ranks have in common."""
+    cast, every = fold.cast(), fold.words
+    seconds = {rank: fold.row(rank).bill.seconds for rank in dict.fromkeys(cast.speaker)}
+    clock = Clock(Score(every, cast.partners, cast.speaker, seconds, cut.costs))
+    clock.run()
+    if clock.stuck:
+        raise ProgramError("it comes to no end")
+    spent = spent_in(every, cast.speaker, clock, [range(len(words)) for words in every])
+    return Figures(
+        step_s=spent.step_s,
+        compute_s=spent.compute_s,
+        update_s=spent.update_s,
+        sent_bytes=int(max(row.bill.sent_bytes for row in fold.rows)),
+        memory_bytes=max(row.bill.memory_bytes for row in fold.rows),
+    )

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from counterpoint.planner.figures import Figures
 from counterpoint.planner.search.configuration import Configuration
-from counterpoint.planner.search.moves import MOVES, SAVING, Space, propose
+from counterpoint.planner.search.moves import Space, propose
 
 Judge: TypeAlias = Callable[[Configuration], Figures | None]
 """Returns what a configuration takes; None where it cannot be carried out."""
@@ -75,7 +75,7 @@ class Walk:
 
     def step(self) -> bool:
         """Propose one change and take it or not; return whether it is the best so far."""
-        proposed = propose(self.now, self.space, self.draw, MOVES if self.fits else MOVES + SAVING)
+        proposed = propose(self.now, self.space, self.draw, saves_memory=not self.fits)
         cost, fits = self._cost_of(proposed)
         chance = self.draw.random()
         if math.isinf(cost) or (math.isfinite(self.cost) and chance >= acceptance(self.cost, cost, self.best)):

@@ -1,0 +1,50 @@
+"""Models and clusters for searches, and random changes of random configurations."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+from counterpoint.model.spec import Block, ModelSpec, chain
+from counterpoint.plan import Plan
+from counterpoint.planner.search.configuration import Configuration
+from counterpoint.planner.search.moves import Space, propose
+from counterpoint.strategies.data import Data
+from counterpoint.world.cluster import Cluster, Level, Link
+from tests.laws.compositions import ladder
+from tests.planner.models import layers
+
+WIRE = Link(latency_s=50e-6, bytes_per_s=125e6)
+FLAT = Cluster(link=WIRE)
+HOSTS = Cluster(levels=(Level("host", 2, Link(5e-6, 5e9)), Level("network", 8, WIRE, is_shared=True)))
+
+
+def transformer(num_layers: int, width: int = 64) -> ModelSpec:
+    """Layers of two regions that can be sliced, each along a dim of its own, between a table and a head that cannot."""
+    plain = chain(2 * num_layers + 2, width=width)
+    pieces = []
+    for at, piece in enumerate(plain.pieces):
+        assert piece.split is not None
+        dim, is_end = "heads" if at % 2 else "hidden", at in {0, 2 * num_layers + 1}
+        split = None if is_end else replace(piece.split, dim=dim, size=8)
+        name = f"layers.{(at - 1) // 2}.{dim}"
+        pieces.append(replace(piece, name=name, split=split, cost=1e6 * (1 + at % 3), may_begin=not is_end))
+    ends = [0, *range(1, len(pieces), 2), len(pieces)]
+    return replace(plain, blocks=tuple(Block(tuple(pieces[a:b]), a) for a, b in pairwise(ends)))
+
+
+MODELS: dict[str, ModelSpec] = {
+    "layers": layers(8, cost=2e6),
+    "transformer": transformer(3),
+    "tied": chain(6, tied=True),
+    "ladder": ladder(layers(6, cost=1e6)),
+}
+
+
+def changes(space: Space, seed: int) -> Iterator[Plan]:
+    """Random changes, each of what the one before has made, from data parallelism on."""
+    draw = Random(seed)
+    now = Configuration(copies=Data(space.num_ranks))
+    while True:
+        now = propose(now, space, draw)
+        yield now.plan(space.model, space.passes)

@@ -1,0 +1,69 @@
+"""A search from several starts: never worse than they are, the same for a seed, within its budget."""
+
+import time
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
+from counterpoint.planner.rank import predict
+from counterpoint.planner.search.moves import Space
+from counterpoint.planner.search.search import Budget, search
+from counterpoint.world.cluster import Cluster, Device
+from tests.planner.models import layers
+from tests.planner.search.spaces import FLAT, MODELS, WIRE
+
+SPACE = Space.of(MODELS["transformer"], 4, 48)
+
+
+def found(**given):
+    ranking = search(SPACE, given.pop("cluster", FLAT), starts=given.pop("starts", ()), budget=Budget(**given))
+    return [(str(one.plan), one.plan.passes, one.plan.num_microbatches, one.step_s) for one in ranking.predictions]
+
+
+def test_the_same_seed_finds_the_same_and_another_need_not():
+    assert found(steps=60, seed=1) == found(steps=60, seed=1)
+
+
+def test_the_first_is_never_slower_than_data_parallelism_or_a_start():
+    start = Plan.parse("pipeline(2) * data(2)", num_microbatches=4)
+    ranking = search(SPACE, FLAT, budget=Budget(steps=40), starts=[start])
+    for plan in (Plan.parse("data(4)"), start):
+        assert ranking.predictions[0].step_s <= predict(plan, SPACE.model, FLAT, batch_size=48).step_s
+
+
+def test_all_that_is_found_takes_all_ranks_and_keeps_the_numbers():
+    for one in search(SPACE, FLAT, budget=Budget(steps=80, seed=3)).predictions:
+        assert one.plan.num_ranks == 4
+        assert one.is_synchronous
+
+
+def test_a_start_of_another_kind_is_ranked_and_not_walked_from():
+    start = Plan.parse("server(3)")
+    ranking = search(SPACE, FLAT, budget=Budget(steps=5), starts=[start])
+    assert start in [one.plan for one in ranking.predictions]
+
+
+def test_no_step_still_ranks_the_starts():
+    assert [plan for plan, *_ in found(steps=0)] == ["data(4)"]
+
+
+def test_a_budget_of_time_is_kept():
+    began = time.perf_counter()
+    assert found(time_s=0.2)
+    assert time.perf_counter() - began < 20, "the starts and the ranking come on top"
+
+
+def test_what_does_not_fit_as_data_is_found_to_fit_otherwise():
+    """Copies of the whole model and its states are too much for a rank, a share of them is not."""
+    model = layers(8, width=256, cost=1e8)
+    small = Cluster(Device(memory_bytes=3 * 2**20), WIRE)
+    ranking = search(Space.of(model, 4, 32), small, budget=Budget(steps=250, seed=2))
+    assert not predict(Plan.parse("data(4)"), model, small, batch_size=32).fits
+    assert ranking.predictions[0].fits
+
+
+@pytest.mark.parametrize("bounds", [{}, {"steps": -1}, {"time_s": -0.5}])
+def test_a_search_without_an_end_is_refused(bounds):
+    with pytest.raises(PlanError, match="give 0 or more steps, or seconds"):
+        Budget(**bounds)
