@@ -46,7 +46,7 @@ def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, ba
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    candidates = {plan: at for at, plan in enumerate(dict.fromkeys(plan for plan in plans if not _is_late(plan)))}
+    candidates = {plan: at for at, plan in enumerate(dict.fromkeys(plan for plan in plans if not is_late(plan)))}
     ranking = rank_with_orders(candidates, model, cluster, batch_size=batch_size)
     kept = [found for found in ranking.predictions if found.is_synchronous and found.fits]
     if not kept:
@@ -55,7 +55,7 @@ def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, ba
     return min(near, key=lambda plan: candidates.get(plan, len(candidates)))
 
 
-def _is_late(plan: Plan) -> bool:
+def is_late(plan: Plan) -> bool:
     """Tell whether gradients meet newer weights than they were computed with, so that it need not be ranked."""
     return any(
         (isinstance(strategy, Pipeline) and strategy.is_stream)

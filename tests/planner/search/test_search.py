@@ -6,13 +6,16 @@ import pytest
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
-from counterpoint.planner.rank import predict
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.rank import predict, rank_plans
+from counterpoint.planner.search.bound import least_bytes
 from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.search import Budget, search
 from counterpoint.world.cluster import Cluster, Device
 from tests.planner.models import layers
 from tests.planner.search.spaces import FLAT, MODELS, WIRE
 
+LISTED = sorted({str(plan) for plan in enumerate_plans(4, MODELS["transformer"], batch_size=48)})[::3]
 SPACE = Space.of(MODELS["transformer"], 4, 48)
 
 
@@ -45,7 +48,20 @@ def test_a_start_of_another_kind_is_ranked_and_not_walked_from():
 
 
 def test_no_step_still_ranks_the_starts():
-    assert [plan for plan, *_ in found(steps=0)] == ["data(4)"]
+    start = Plan.parse("pipeline(4)", num_microbatches=4)
+    assert {plan for plan, *_ in found(steps=0, starts=[start])} == {"data(4)", "pipeline(4)"}
+
+
+def test_without_starts_the_best_of_the_enumeration_is_one():
+    best = rank_plans(enumerate_plans(4, SPACE.model, batch_size=48), SPACE.model, FLAT, batch_size=48)
+    fastest = next(one for one in best.predictions if one.is_synchronous)
+    assert found(steps=0, starts=None)[0][-1] == fastest.step_s
+
+
+@pytest.mark.parametrize("text", [*LISTED, "data(4, update=shared)", "server(3, consistency=asp)"])
+def test_no_rank_holds_less_on_the_fullest_than_the_bound(text):
+    plan = Plan.parse(text, num_microbatches=12)
+    assert 0 < least_bytes(plan, SPACE.model) <= predict(plan, SPACE.model, FLAT, batch_size=144).memory_bytes
 
 
 def test_a_budget_of_time_is_kept():
@@ -58,7 +74,7 @@ def test_what_does_not_fit_as_data_is_found_to_fit_otherwise():
     """Copies of the whole model and its states are too much for a rank, a share of them is not."""
     model = layers(8, width=256, cost=1e8)
     small = Cluster(Device(memory_bytes=3 * 2**20), WIRE)
-    ranking = search(Space.of(model, 4, 32), small, budget=Budget(steps=250, seed=2))
+    ranking = search(Space.of(model, 4, 32), small, budget=Budget(steps=60, seed=2), starts=[])
     assert not predict(Plan.parse("data(4)"), model, small, batch_size=32).fits
     assert ranking.predictions[0].fits
 

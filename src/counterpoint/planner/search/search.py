@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
+from counterpoint.planner.choose import is_late
+from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.figures import Figures
 from counterpoint.planner.rank import Ranking, rank_plans
+from counterpoint.planner.search.bound import least_bytes
 from counterpoint.planner.search.configuration import Configuration
 from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.replay import Replay
 from counterpoint.planner.search.walk import Walk, cost_s
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.tensor import Tensor
 from counterpoint.world.cluster import Cluster
 
+MOST_STARTS = 2
+"""So many of the best plans of an enumeration are walked from."""
 MOST_RANKED = 16
 """So many of the best plans that a search has met are ranked in the end, with what their time goes to."""
 
@@ -46,7 +52,7 @@ class Budget:
             )
 
 
-def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[Plan] = ()) -> Ranking:
+def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[Plan] | None = None) -> Ranking:
     """Return the best plans that random walks have met, the fastest first, with what their time goes to.
 
     One walk begins with data parallelism on all ranks, and one at each start. A walk ends when half of its part of the
@@ -57,7 +63,7 @@ def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[P
         space: what there is to choose from.
         cluster: where it runs.
         budget: how long it goes on.
-        starts: plans from elsewhere: the best one of an enumeration, those of a dynamic program.
+        starts: plans from elsewhere; by default the best of an enumeration, which is part of the time.
 
     Source:
         Jia, Zaharia and Aiken, Beyond Data and Model Parallelism for Deep Neural Networks (FlexFlow), MLSys 2019,
@@ -69,18 +75,30 @@ def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[P
         >>> len(search(space, Cluster(), budget=Budget(steps=20)).predictions) > 1
         True
     """
-    met = _Met(space, cluster)
+    met, spent = _Met(space, cluster), _Spent(budget)
+    if starts is None:
+        met.look_at(_listed(space, cluster), spent)
+        starts = met.best()[:MOST_STARTS]
     given = (Configuration.of(plan, space.model) for plan in starts)
     begin = [Configuration(copies=Data(space.num_ranks)), *(one for one in given if one is not None)]
     begin = list(dict.fromkeys(begin))
-    draw, spent = Random(budget.seed), _Spent(budget, len(begin))
-    for at in begin:
-        walk = Walk(space, met.figures, cluster.device.memory_bytes, Random(draw.random()))
+    draw = Random(budget.seed)
+    for number, at in enumerate(begin):
+        walk = Walk(space, met.figures_at, cluster.device.memory_bytes, Random(draw.random()))
         walk.start(at)
-        spent.begin()
+        spent.begin(walks_left=len(begin) - number)
         while spent.goes_on:
             spent.count(is_best=walk.step())
     return rank_plans(dict.fromkeys([*starts, *met.best()]), space.model, cluster, batch_size=space.batch_size)
+
+
+def _listed(space: Space, cluster: Cluster) -> Iterator[Plan]:
+    """Yield the plans of the enumeration that keep the numbers, can be sliced, and are not too large for certain."""
+    for plan in enumerate_plans(space.num_ranks, space.model, batch_size=space.batch_size):
+        is_sliced = any(isinstance(strategy, Tensor) for strategy in plan.strategies)
+        is_wanted = not is_late(plan) and (space.dims or not is_sliced)
+        if is_wanted and least_bytes(plan, space.model) <= cluster.device.memory_bytes:
+            yield replace(plan, passes=space.passes)
 
 
 class _Met:
@@ -92,11 +110,22 @@ class _Met:
         self.plans: dict[Configuration, Plan] = {}
         self.found: dict[Plan, Figures | None] = {}
 
-    def figures(self, at: Configuration) -> Figures | None:
+    def look_at(self, plans: Iterable[Plan], spent: _Spent) -> None:
+        """Simulate plans as long as there is time."""
+        for plan in plans:
+            if spent.is_over:
+                break
+            self.figures(plan)
+
+    def figures_at(self, at: Configuration) -> Figures | None:
         """Return what a configuration takes; None where it cannot be carried out."""
         plan = self.plans.get(at)
         if plan is None:
             plan = self.plans[at] = at.plan(self.space.model, self.space.passes)
+        return self.figures(plan)
+
+    def figures(self, plan: Plan) -> Figures | None:
+        """Return what a plan takes; None where it cannot be carried out."""
         if plan not in self.found:
             try:
                 self.found[plan] = self.replay.figures(plan)
@@ -116,22 +145,20 @@ class _Spent:
 
     Args:
         budget: of all walks.
-        num_walks: how many there will be.
     """
 
-    def __init__(self, budget: Budget, num_walks: int) -> None:
-        self.budget, self.walks_left = budget, num_walks
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
         self.steps, self.began_s = 0, time.perf_counter()
         self.parts: tuple[tuple[float, float], ...] = ()
         self.best_at = 0.0
 
-    def begin(self) -> None:
-        """Give the next walk an equal part of what is left."""
+    def begin(self, *, walks_left: int) -> None:
+        """Give the next walk an equal part of what is left for so many of them."""
         bounds = zip((self.budget.steps, self.budget.time_s), self._used(), strict=True)
         self.parts = tuple(
-            (used, (bound - used) / self.walks_left if bound is not None else math.inf) for bound, used in bounds
+            (used, (bound - used) / walks_left if bound is not None else math.inf) for bound, used in bounds
         )
-        self.walks_left -= 1
         self.best_at = 0.0
 
     def count(self, *, is_best: bool) -> None:
@@ -139,6 +166,11 @@ class _Spent:
         self.steps += 1
         if is_best:
             self.best_at = self._part
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return self.budget.time_s is not None and self._used()[1] >= self.budget.time_s
 
     @property
     def goes_on(self) -> bool:
