@@ -47,7 +47,7 @@ def figures_of(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: in
     compiled = compile(plan, whole, samples_per_micro=samples, proves=False)
     costs = model_costs(compiled.model, cluster, sizes_in(compiled.model, samples), samples_per_micro=samples)
     turn = compiled.turns[-1]
-    (spent,) = spend(turn, [costs], cluster.speeds)
+    (spent,) = spend(turn, [costs], cluster)
     return Figures(
         step_s=spent.step_s,
         compute_s=spent.compute_s,

@@ -39,17 +39,17 @@ class Partners:
     members: list[list[Place]] = field(default_factory=list)
 
 
-def find_partners(rows: Sequence[Words]) -> Partners:
-    """Return who meets whom in rows that keep the laws 1 to 3."""
+def find_partners(rows: Sequence[Words], kinds: Sequence[Kinds] | None = None) -> Partners:
+    """Return who meets whom in rows that keep the laws 1 to 3; ``kinds`` are those of the rows, if they are at hand."""
     found = Partners()
-    kinds = [_by_kind(row) for row in rows]
+    kinds = kinds or [by_kind(row) for row in rows]
     _pair_messages(rows, kinds, found)
     _join_calls(rows, kinds, found)
     _seat_workers(rows, kinds, found)
     return found
 
 
-def _by_kind(row: Words) -> Kinds:
+def by_kind(row: Words) -> Kinds:
     """Return at which indices a row has words of each kind: most words meet nobody, and are looked at only once."""
     places: Kinds = defaultdict(list)
     for index, word in enumerate(row):

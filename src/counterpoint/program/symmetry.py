@@ -71,8 +71,12 @@ def refine(
     program: Program, rows: Sequence[Words], partners: Partners, near: Nearness = ANYWHERE
 ) -> tuple[tuple[int, ...], ...]:
     """Return the classes of rows whose partners are known, on ranks that may differ; see :func:`classes`."""
-    kinds = near.kinds or [()] * len(rows)
-    outlines = [_outline(row, words) for row, words in zip(program.rows, rows, strict=True)]
+    return refined([outline_of(row, words) for row, words in zip(program.rows, rows, strict=True)], partners, near)
+
+
+def refined(outlines: Sequence[Hashable], partners: Partners, near: Nearness = ANYWHERE) -> tuple[tuple[int, ...], ...]:
+    """Return the classes of rows whose partners and outlines are known; see :func:`classes`."""
+    kinds = near.kinds or [()] * len(outlines)
     colours = _numbered(list(zip(outlines, kinds, strict=True)))
     meetings = _Meetings(partners, near.groups)
     while True:
@@ -162,7 +166,7 @@ def _numbered(things: Sequence[Hashable]) -> list[int]:
     return [numbers.setdefault(thing, len(numbers)) for thing in things]
 
 
-def _outline(row: Row, words: Words) -> Hashable:
+def outline_of(row: Row, words: Words) -> Hashable:
     """Return a row without its ranks, and with microbatches counted from its first one."""
     first = next((word.micro for word in words if type(word) is Forward), 0)
     return row.num_slices, tuple([_plain(word, first) for word in words])

@@ -40,15 +40,25 @@ def spend(turn: Turn, costs: Sequence[Costs], cluster: Cluster = ALIKE) -> list[
     found = []
     for each in costs:
         speaker, clock = play(rows, cast, each, cluster)
-        own = {rank: _spent(rows[rank], clock, rank, bodies[rank]) for rank in dict.fromkeys(speaker)}
-        found.append(
-            Spent(
-                max((spent.step_s for spent in own.values()), default=0.0),
-                sum(own[rank].compute_s for rank in speaker) / len(rows),
-                sum(own[rank].update_s for rank in speaker) / len(rows),
-            )
-        )
+        found.append(spent_in(rows, speaker, clock, bodies))
     return found
+
+
+def spent_in(rows: Sequence[Words], speaker: Sequence[int], clock: Clock, bodies: Sequence[range]) -> Spent:
+    """Return what a clock has shown that has played rows.
+
+    Args:
+        rows: of all ranks.
+        speaker: for each rank the one that has played for it.
+        clock: with what the speakers did.
+        bodies: for each speaker the places of the words in its row that count.
+    """
+    own = {rank: _spent(rows[rank], clock, rank, bodies[rank]) for rank in dict.fromkeys(speaker)}
+    return Spent(
+        max((spent.step_s for spent in own.values()), default=0.0),
+        sum(own[rank].compute_s for rank in speaker) / len(rows),
+        sum(own[rank].update_s for rank in speaker) / len(rows),
+    )
 
 
 def _body(turn: Turn, rank: int) -> range:

@@ -6,14 +6,12 @@ from math import prod
 
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
+from counterpoint.simulator.memory import ADAM_STATES
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
-
-NUM_STATES = 2
-"""Values that an optimizer keeps for each parameter, as :func:`counterpoint.simulator.memory.peak_bytes` counts."""
 
 
 def least_bytes(plan: Plan, model: ModelSpec) -> int:
@@ -38,7 +36,7 @@ def least_bytes(plan: Plan, model: ModelSpec) -> int:
     whole = sum(param.num_bytes for param in model.params if param.name in used)
     own = whole / prod(one.degree for one in plan.strategies if isinstance(one, Pipeline | Tensor))
     weights = gradients = 1.0
-    states = float(NUM_STATES)
+    states = float(ADAM_STATES)
     for strategy in plan.strategies:
         if isinstance(strategy, Server):
             states = 0.0

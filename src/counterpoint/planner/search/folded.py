@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from counterpoint.planner.search.known import KnownRow
-from counterpoint.program.partners import Contacts, pair
+from counterpoint.program.instruction import Collective, Commit, Group
+from counterpoint.program.partners import Kinds, Partners, Place, by_kind, find_partners
 from counterpoint.program.program import Words
-from counterpoint.program.symmetry import refined
+from counterpoint.program.symmetry import Nearness, refined
 from counterpoint.simulator.simulate import Cast
 
-_NOBODY = Contacts((), (), (), ())
 _UNWRITTEN = -1
 
 
@@ -29,26 +30,84 @@ class Fold:
     num_slices: int
     num_ranks: int
 
+    @property
+    def num_written(self) -> int:
+        """How many ranks a copy has, of which the first slices are written down."""
+        return len(self.rows) * self.num_slices
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies there are."""
+        return self.num_ranks // self.num_written
+
     def row(self, rank: int) -> KnownRow:
         """Return the row of a rank, but for the numbers of ranks and microbatches that it names."""
         return self.rows[rank // self.num_slices % len(self.rows)]
 
-    @property
     def words(self) -> list[Words]:
-        """The words of every rank, but for those numbers."""
+        """Return the words of every rank, but for those numbers."""
         return [self.row(rank).words for rank in range(self.num_ranks)]
 
-    def cast(self) -> Cast:
-        """Return who meets whom among the ranks that are written down, and who speaks for each of all.
+    def cast(self, near: Nearness) -> Cast | None:
+        """Return who meets whom, and who speaks for each rank; None where that is a rank that is not written down.
 
-        Copies and slices do the same things at the same times, on ranks that are alike wherever they stand: each meets
-        what is at the same place of its own copy and slice, or what is alike.
+        Copies and slices do the same things at the same times where all ranks are alike: each meets what is at the same
+        place of its own copy and slice, or is alike. Else it is looked at where every rank stands.
         """
-        contacts = [_NOBODY] * (len(self.rows) * self.num_slices)
-        outlines = [_UNWRITTEN] * len(contacts)
-        for seat, row in enumerate(self.rows):
-            contacts[seat * self.num_slices], outlines[seat * self.num_slices] = row.contacts, row.outline
-        partners = pair(contacts)
-        first = {rank: group[0] for group in refined(outlines, partners) for rank in group}
-        copy = [first[rank - rank % self.num_slices] for rank in range(len(contacts))]
-        return Cast(partners, copy * (self.num_ranks // len(copy)))
+        partners = self._partners()
+        if not near.groups and len(set(near.kinds)) < 2:
+            outlines = [_UNWRITTEN] * self.num_written
+            outlines[:: self.num_slices] = [row.outline for row in self.rows]
+            first = {rank: group[0] for group in refined(outlines, partners) for rank in group}
+            copy = [first[rank - rank % self.num_slices] for rank in range(self.num_written)]
+            return Cast(partners, copy * self.num_copies)
+        everywhere = self._spread(partners)
+        speaker = [0] * self.num_ranks
+        for group in refined([self.row(rank).outline for rank in range(self.num_ranks)], everywhere, near):
+            if group[0] >= self.num_written or group[0] % self.num_slices:
+                return None
+            for rank in group:
+                speaker[rank] = group[0]
+        return Cast(everywhere, speaker)
+
+    def _partners(self) -> Partners:
+        """Return who meets whom among those that are written down."""
+        words: list[Words] = [()] * self.num_written
+        kinds: list[Kinds] = [by_kind(())] * self.num_written
+        words[:: self.num_slices] = [row.words for row in self.rows]
+        kinds[:: self.num_slices] = [row.kinds for row in self.rows]
+        return find_partners(words, kinds)
+
+    def _spread(self, partners: Partners) -> Partners:
+        """Return who meets whom among all ranks, given who does among those that are written down."""
+        spread = Partners()
+        for copy, at in product(range(self.num_copies), range(self.num_slices)):
+            by = copy * self.num_written + at
+            for (rank, index), (other, there) in partners.source.items():
+                spread.source[rank + by, index] = (other + by, there)
+        for members in partners.members:
+            for places in self._calls(members):
+                spread.call.update(dict.fromkeys(places, len(spread.members)))
+                spread.members.append(places)
+        return spread
+
+    def _calls(self, members: Sequence[Place]) -> Iterator[list[Place]]:
+        """Yield a call as each set of copies and slices makes it that makes one together."""
+        group, index_of = self._group(members[0]), dict(members)
+        inside = {(rank // self.num_written, rank % self.num_slices) for rank in group}
+        made: set[tuple[int, int]] = set()
+        for copy, at in product(range(self.num_copies), range(self.num_slices)):
+            if (copy, at) not in made:
+                made |= {(one + copy, other + at) for one, other in inside}
+                by = copy * self.num_written + at
+                yield [(rank + by, index_of[self._written(rank)]) for rank in group]
+
+    def _group(self, place: Place) -> Group:
+        word = self.row(place[0]).words[place[1]]
+        assert isinstance(word, Collective | Commit), "it is a call"
+        return word.group
+
+    def _written(self, rank: int) -> int:
+        """Return the rank that is written down for one."""
+        inside = rank % self.num_written
+        return inside - inside % self.num_slices

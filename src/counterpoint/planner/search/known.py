@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from counterpoint.compiler.compile import sizes_in
 from counterpoint.model.spec import ModelSpec
 from counterpoint.planner.rank import held_bytes
-from counterpoint.program.partners import Contacts, contacts_of
+from counterpoint.program.partners import Kinds, by_kind
 from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.symmetry import outline_of
 from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.simulator.costs import Costs, model_costs
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.simulate import row_seconds
+from counterpoint.simulator.simulate import row_crossings, row_seconds
 from counterpoint.strategies.recomputation import Recomputation
 from counterpoint.strategies.solo import solo
 from counterpoint.strategies.strategy import Strategy
@@ -24,17 +24,18 @@ from counterpoint.world.cluster import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What rows that are equal but for ranks and microbatches cost.
+    """What rows hold and send that are equal but for ranks and microbatches."""
 
-    Args:
-        seconds: of each word, on its processor or its link.
-        sent_bytes: what the rank sends.
-        memory_bytes: what it holds at most.
-    """
-
-    seconds: tuple[float, ...]
     sent_bytes: Fraction
     memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What each word of a row takes, on its processor or its link, and of that on links that ranks share, if any do."""
+
+    seconds: Sequence[float]
+    crossings: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,17 @@ class KnownRow:
 
     Args:
         words: what the rank does.
-        contacts: which of them meet other ranks.
+        kinds: the places of words of each kind.
         outline: a number that rows have in common which are equal but for ranks and microbatches.
-        bill: what it costs.
+        bill: what it holds and sends.
+        times: what its words take.
     """
 
     words: Words
-    contacts: Contacts
+    kinds: Kinds
     outline: int
     bill: Bill
+    times: Times
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class Cut:
     is_chain: bool = field(init=False)
     outlines: dict[Hashable, int] = field(default_factory=dict)
     bills: dict[int, Bill] = field(default_factory=dict)
+    times: dict[tuple[int, int], Times] = field(default_factory=dict)
     rows: dict[Hashable, KnownRow] = field(default_factory=dict)
     stages: dict[Hashable, Row] = field(default_factory=dict)
     inner: dict[Hashable, Program] = field(default_factory=dict)
@@ -104,17 +108,20 @@ class Cut:
             self.again[asked] = asked.blocks(self.model)
         return self.again[asked]
 
-    def know(self, row: Row) -> KnownRow:
-        """Return a row with all that it says by itself."""
+    def know(self, row: Row, rank: int) -> KnownRow:
+        """Return the row of a rank with all that it says by itself."""
         outline = self.outlines.setdefault(outline_of(row, row.body), len(self.outlines))
         if outline not in self.bills:
             alone = Program((row,))
-            self.bills[outline] = Bill(
-                tuple(row_seconds(row.body, self.costs)),
-                sent_bytes(alone, self.sizes)[0],
-                peak_bytes(alone, self.held)[0],
-            )
-        return KnownRow(row.body, contacts_of(row.body), outline, self.bills[outline])
+            self.bills[outline] = Bill(sent_bytes(alone, self.sizes)[0], peak_bytes(alone, self.held)[0])
+        place = rank if self.cluster.levels or self.cluster.slow_links or self.cluster.speeds else 0
+        if (outline, place) not in self.times:
+            speed = self.cluster.speed(rank)
+            seconds = row_seconds(row.body, self.costs, rank=rank, speed=speed)
+            has_cards = any(level.is_shared for level in self.cluster.levels)
+            crossings = row_crossings(row.body, self.costs, rank) if has_cards else []
+            self.times[outline, place] = Times(seconds, crossings)
+        return KnownRow(row.body, by_kind(row.body), outline, self.bills[outline], self.times[outline, place])
 
 
 def _is_chain(model: ModelSpec) -> bool:

@@ -14,15 +14,19 @@ from dataclasses import dataclass, replace
 
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
-from counterpoint.errors import ProgramError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.figures import Figures, figures_of
 from counterpoint.planner.rank import in_one_block
 from counterpoint.planner.search.folded import Fold
 from counterpoint.planner.search.known import Cut, KnownRow
+from counterpoint.planner.unlike import balanced
 from counterpoint.program.program import Program, Row
-from counterpoint.simulator.clock import Clash, Clock, Score
+from counterpoint.program.symmetry import Nearness
+from counterpoint.simulator.clock import Clash, Clock
+from counterpoint.simulator.places import Places, nearness
+from counterpoint.simulator.score import Score
+from counterpoint.simulator.simulate import Cast
 from counterpoint.simulator.spent import spent_in
 from counterpoint.strategies.chunks import Chunks
 from counterpoint.strategies.data import Data
@@ -78,6 +82,7 @@ class Replay:
         self.whole = in_one_block(model)
         self.models: dict[Hashable, ModelSpec] = {}
         self.cuts: dict[tuple[int, int], Cut] = {}
+        self.near: dict[int, Nearness] = {}
         self.chunks: dict[tuple[int, Pipeline], Chunks] = {}
 
     def figures(self, plan: Plan) -> Figures:
@@ -86,16 +91,23 @@ class Replay:
         Raises:
             PlanError: it cannot be compiled for this model or this batch.
         """
-        parts = Parts.of(plan)
-        if parts is None or len(set(self.cluster.speeds)) > 1:
-            return figures_of(plan, self.model, self.cluster, batch_size=self.batch_size)
         plan.require_batch(self.batch_size)
+        plan = balanced(plan, self.model, self.cluster)
+        parts = Parts.of(plan)
+        found = None if parts is None else self._replayed(plan, parts)
+        return found or figures_of(plan, self.model, self.cluster, batch_size=self.batch_size)
+
+    def _replayed(self, plan: Plan, parts: Parts) -> Figures | None:
+        """Return what rows that are known say; None where not all ranks are of the classes of those written down."""
         cut = self._cut(plan, parts)
         fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
+        if plan.num_ranks not in self.near:
+            self.near[plan.num_ranks] = nearness(self.cluster, plan.num_ranks)
+        cast = fold.cast(self.near[plan.num_ranks])
         try:
-            return _played(fold, cut)
-        except (Clash, ProgramError):
-            return figures_of(plan, self.model, self.cluster, batch_size=self.batch_size)
+            return None if cast is None else _played(fold, cast, cut)
+        except Clash:
+            return None
 
     def _cut(self, plan: Plan, parts: Parts) -> Cut:
         """Return the model with the blocks of a plan; plans with equal blocks and microbatches get the same."""
@@ -126,7 +138,7 @@ class Replay:
             self._write_stages(plan, parts, cut, {seat: seats[seat][0] for seat in missing})
             written = [cut.stages[key] if seat in missing else Row(()) for seat, (key, _) in enumerate(seats)]
             made = self._finished(written, plan, parts, cut)
-            cut.rows |= {keys[seat]: cut.know(made[seat]) for seat in missing}
+            cut.rows |= {keys[seat]: cut.know(made[seat], seat * parts.num_slices) for seat in missing}
         return [cut.rows[key] for key in keys]
 
     def _seats(self, plan: Plan, parts: Parts, cut: Cut) -> list[tuple[Hashable, Collection[int]]]:
@@ -173,14 +185,16 @@ class Replay:
         return list(program.rows[:: parts.num_slices])
 
 
-def _played(fold: Fold, cut: Cut) -> Figures:
-    """Return what the clock says of rows that ranks have in common."""
-    cast, every = fold.cast(), fold.words
-    seconds = {rank: fold.row(rank).bill.seconds for rank in dict.fromkeys(cast.speaker)}
-    clock = Clock(Score(every, cast.partners, cast.speaker, seconds, cut.costs))
+def _played(fold: Fold, cast: Cast, cut: Cut) -> Figures | None:
+    """Return what the clock says of rows that ranks have in common; None where they come to no end."""
+    every, places = fold.words(), Places(cut.cluster, cast.speaker)
+    times = {rank: fold.row(rank).times for rank in dict.fromkeys(cast.speaker)}
+    seconds = {rank: known.seconds for rank, known in times.items()}
+    crossings = {rank: known.crossings for rank, known in times.items()} if places.has_cards else {}
+    clock = Clock(Score(every, cast.partners, cast.speaker, seconds, crossings, cut.costs, places))
     clock.run()
     if clock.stuck:
-        raise ProgramError("it comes to no end")
+        return None
     spent = spent_in(every, cast.speaker, clock, [range(len(words)) for words in every])
     return Figures(
         step_s=spent.step_s,
