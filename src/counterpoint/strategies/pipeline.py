@@ -21,7 +21,7 @@ from counterpoint.strategies.orders.order import Order, Place, warmup
 from counterpoint.strategies.orders.pipedream import STREAMS
 from counterpoint.strategies.orders.table import find_order, require_order
 from counterpoint.strategies.recomputation import WHEN, When
-from counterpoint.strategies.stages import StageRow, Stages, sliced_part, work_of
+from counterpoint.strategies.stages import Stages, sliced_part, write_rows
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
 from counterpoint.strategies.stream import Stream
 
@@ -270,18 +270,7 @@ class Pipeline:
         """
         self._check_order(program)
         chunks = self.chunks(model)
-        stages = Stages(chunks, chunks.strands(model), self.stage_ranks, self.how)
-        micros = sorted({word.micro for row in program.rows for word in row.body if isinstance(word, Forward)})
-        items = stages.items(micros)
-        works = [work_of(row.body) for row in program.rows]
-        rows: dict[int, tuple[Row, ...]] = {}
-        for seat in seats:
-            written = [StageRow(stages, seat, rank, program.num_ranks) for rank in range(program.num_ranks)]
-            rows[seat] = tuple(
-                replace(row, body=tuple(one.words(row, work, items[seat]))) if row.body else row
-                for one, row, work in zip(written, program.rows, works, strict=True)
-            )
-        return rows
+        return write_rows(Stages(chunks, chunks.strands(model), self.stage_ranks, self.how), program, seats)
 
     def chunks(self, model: ModelSpec) -> Chunks:
         """Return which blocks lie where."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, TypeAlias
@@ -20,7 +20,7 @@ from counterpoint.program.instruction import (
     Value,
     grad,
 )
-from counterpoint.program.program import Row, Words
+from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.rewrite import shifted
 from counterpoint.strategies.chunks import Chunks
 from counterpoint.strategies.orders.order import Order, Place, Turn
@@ -162,6 +162,21 @@ class StageRow:
                 yield Collective("sum", grad(unit), holders)
         yield Commit(tuple(range(self.num_inner * stages.num_seats)))
         yield from (Update(unit) for unit in units)
+
+
+def write_rows(stages: Stages, program: Program, seats: Iterable[int]) -> dict[int, tuple[Row, ...]]:
+    """Return the rows of some seats, each for all inner ranks; one whose row is empty has an empty one there."""
+    micros = sorted({word.micro for row in program.rows for word in row.body if isinstance(word, Forward)})
+    items = stages.items(micros)
+    works = [work_of(row.body) for row in program.rows]
+    rows: dict[int, tuple[Row, ...]] = {}
+    for seat in seats:
+        written = [StageRow(stages, seat, rank, program.num_ranks) for rank in range(program.num_ranks)]
+        rows[seat] = tuple(
+            replace(row, body=tuple(one.words(row, work, items[seat]))) if row.body else row
+            for one, row, work in zip(written, program.rows, works, strict=True)
+        )
+    return rows
 
 
 def work_of(body: Words) -> Work:

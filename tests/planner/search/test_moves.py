@@ -21,8 +21,8 @@ def walked(space, seed, count):
 def test_every_proposal_takes_all_ranks_and_divides_the_batch(name, num_ranks):
     space = Space.of(MODELS[name], num_ranks, 48)
     for plan in walked(space, 1, 150):
-        plan.require_ranks(num_ranks)
-        plan.require_batch(48)
+        assert plan.num_ranks == num_ranks
+        assert 48 % plan.num_micros == 0
 
 
 def test_every_proposal_differs_from_what_it_was_made_of():

@@ -15,7 +15,7 @@ from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.replay import Replay
 from tests.planner.search.spaces import FLAT, HOSTS, MODELS, changes
 
-BATCH = 96
+BATCH = 48
 
 
 def timed(count, plan):

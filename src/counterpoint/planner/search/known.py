@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from counterpoint.compiler.compile import sizes_in
-from counterpoint.model.spec import ModelSpec
+from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.planner.rank import held_bytes
+from counterpoint.program.instruction import Backward, Collective, Commit, Compute, Push, Send, Update
 from counterpoint.program.partners import Kinds, by_kind
 from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.symmetry import outline_of
@@ -57,6 +58,59 @@ class KnownRow:
     times: Times
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Costs that are worked out once for all microbatches.
+
+    Args:
+        costs: which.
+        found: what has been asked for.
+    """
+
+    costs: Costs
+    found: dict[Hashable, float] = field(default_factory=dict)
+
+    def compute_s(self, word: Compute | Update, part: Fraction) -> float:
+        """Return what the costs say."""
+        key = (type(word), word.unit, part) if isinstance(word, Update) else (type(word), word.block, _part_of(word))
+        if key not in self.found:
+            self.found[key] = self.costs.compute_s(word, part)
+        return self.found[key]
+
+    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return what the costs say."""
+        key = ("link", _without_micro(word), part, rank)
+        if key not in self.found:
+            self.found[key] = self.costs.link_s(word, part, rank)
+        return self.found[key]
+
+    def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return what the costs say."""
+        key = ("crossing", _without_micro(word), part, rank)
+        if key not in self.found:
+            self.found[key] = self.costs.crossing_s(word, part, rank)
+        return self.found[key]
+
+    def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
+        """Return what the costs say."""
+        return self.costs.serve_s(unit, server, worker)
+
+
+def _part_of(word: Compute) -> str:
+    return word.part if isinstance(word, Backward) else ""
+
+
+def _without_micro(word: Send | Push | Collective | Commit) -> Hashable:
+    """Return all that a word's cost depends on."""
+    match word:
+        case Send(value, peer) | Push(value, peer):
+            return type(word), value.name, value.blocks, peer
+        case Collective(_, value, group):
+            return word.name, value.name, value.blocks, group
+        case Commit(group):
+            return group
+
+
 @dataclass(slots=True)
 class Cut:
     """A model with the blocks that a plan needs, for microbatches of so many samples, and what is known of its rows.
@@ -84,7 +138,7 @@ class Cut:
 
     def __post_init__(self) -> None:
         self.sizes, self.held = sizes_in(self.model, self.samples), held_bytes(self.model, self.samples)
-        self.costs = model_costs(self.model, self.cluster, self.sizes, samples_per_micro=self.samples)
+        self.costs = Kept(model_costs(self.model, self.cluster, self.sizes, samples_per_micro=self.samples))
         self.is_chain = _is_chain(self.model)
 
     def inner_program(self, num_microbatches: int, slices: tuple[Strategy, ...]) -> Program:
