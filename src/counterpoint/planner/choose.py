@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
@@ -32,7 +33,9 @@ def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) 
     return choose_from(enumerate_plans(num_ranks, model), model, cluster, batch_size=batch_size)
 
 
-def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Plan:
+def choose_from(
+    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Plan:
     """Return the first of the plans that is at most 2 % slower than the fastest that keeps the numbers and fits.
 
     Other orders of their pipelines are tried where they could be faster, and come last.
@@ -42,12 +45,13 @@ def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, ba
         model: the model in its finest blocks.
         cluster: where it runs.
         batch_size: samples of one global batch.
+        timing: of the model's pieces; None where their work is only counted.
 
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
     candidates = {plan: at for at, plan in enumerate(dict.fromkeys(plan for plan in plans if not _is_late(plan)))}
-    ranking = rank_with_orders(candidates, model, cluster, batch_size=batch_size)
+    ranking = rank_with_orders(candidates, model, cluster, batch_size=batch_size, timing=timing)
     kept = [found for found in ranking.predictions if found.is_synchronous and found.fits]
     if not kept:
         raise PlanError(_obstacle(ranking))

@@ -10,6 +10,7 @@ from counterpoint.compiler.compile import Compiled, compile, sizes_in, value_byt
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.unlike import balanced
 from counterpoint.program.instruction import Value
@@ -17,6 +18,7 @@ from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.costs import model_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.spent import Spent, spend
+from counterpoint.simulator.timed import timed_costs
 from counterpoint.world.cluster import Cluster, Link
 
 FREE = Link(latency_s=0.0, bytes_per_s=float("inf"))
@@ -97,7 +99,9 @@ class Ranking:
     refusals: tuple[Refusal, ...]
 
 
-def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Ranking:
+def rank_plans(
+    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Ranking:
     """Return plans by the predicted seconds for one and the same global batch.
 
     Of plans that are equally fast the one that holds less comes first, then the one that sends less, then the one
@@ -108,11 +112,12 @@ def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, bat
         model: the model in its finest blocks; plans that need no cut get it in one.
         cluster: where they would run.
         batch_size: samples of one global batch.
+        timing: of the model's pieces; None where their work is only counted.
     """
     predictions, refusals = [], []
     for plan in plans:
         try:
-            predictions.append(predict(plan, model, cluster, batch_size=batch_size))
+            predictions.append(predict(plan, model, cluster, batch_size=batch_size, timing=timing))
         except PlanError as error:
             refusals.append(Refusal(plan, str(error).splitlines()[0]))
     return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals))
@@ -128,20 +133,26 @@ def _place(found: Prediction) -> tuple[bool, float, int, int]:
     return not found.fits, float(f"{found.step_s:.9g}"), found.memory_bytes, found.sent_bytes
 
 
-def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Prediction:
+def predict(
+    plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Prediction:
     """Return what the simulator says about a plan; where ranks differ in speed, of one cut by their speeds.
 
-    The laws are not proved for it; they are before it runs.
+    With a timing, pipelines are cut by its seconds, and memory is what was kept. The laws are not proved for it; they
+    are before it runs.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch.
+        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
     plan.require_batch(batch_size)
-    plan = balanced(plan, model, cluster)
     samples = batch_size // plan.num_micros
+    if timing is not None:
+        timing = timing.fitted(model)
+        model = timing.weigh(model, samples)
+    plan = balanced(plan, model, cluster)
     whole = model if plan.need != "none" else _whole(model)
     compiled = compile(plan, whole, samples_per_micro=samples, proves=False)
-    spent, free = _play(compiled, (cluster, replace(cluster, link=FREE)), samples)
+    spent, free = _play(compiled, (cluster, replace(cluster, link=FREE)), samples, timing)
     step_s, more_s = spent.step_s, spent.step_s - free.step_s
     communication_s = more_s if more_s > ROUNDING * step_s else 0.0
     idle_s = step_s - communication_s - spent.compute_s - spent.update_s
@@ -154,7 +165,7 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=spent.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples))),
+        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples, timing))),
         room_bytes=cluster.device.memory_bytes,
         is_synchronous=compiled.is_synchronous,
     )
@@ -165,22 +176,31 @@ def _whole(model: ModelSpec) -> ModelSpec:
     return replace(model, blocks=(Block(model.pieces, 0),))
 
 
-def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
-    """Return the bytes of values where they are kept: for its backward, a block keeps what each of its pieces gave."""
+def _held_bytes(model: ModelSpec, samples: int, timing: Timing | None) -> Sizes:
+    """Return the bytes of values where they are kept: for its backward, a block keeps what was seen to stay.
+
+    Where nothing was, it keeps what each of its pieces gave.
+    """
+    point = timing.at(samples) if timing is not None else None
 
     @cache
     def size_of(value: Value, code: str) -> int:
         if value.name == "g":
-            return samples * sum(piece.output_bytes for piece in model.blocks[value.blocks[0]].pieces)
+            block = model.blocks[value.blocks[0]]
+            if point is not None:
+                return int(point.over(block).kept_bytes)
+            return samples * sum(piece.output_bytes for piece in block.pieces)
         return value_bytes(value, model, samples, code)
 
     return lambda value, code="": size_of(Value(value.name, value.blocks), code)  # the microbatch changes no size
 
 
-def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list[Spent]:
+def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int, timing: Timing | None) -> list[Spent]:
     """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
     sizes = sizes_in(compiled.model, samples)
     costs = [model_costs(compiled.model, one, sizes, samples_per_micro=samples) for one in clusters]
+    if timing is not None:
+        costs = [timed_costs(compiled.model, timing, one, sizes, samples_per_micro=samples) for one in costs]
     played = [(float(turn.share), spend(turn, costs, clusters[0].speeds)) for turn in compiled.turns if turn.share]
     return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
 

@@ -14,6 +14,7 @@ from counterpoint.program.instruction import (
     Commit,
     Compute,
     Forward,
+    Instruction,
     Push,
     Recompute,
     Send,
@@ -34,6 +35,10 @@ class Costs(Protocol):
 
     def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return how long a rank computes; an update applies to ``part`` of its unit."""
+        ...
+
+    def call_s(self, word: Instruction) -> float:
+        """Return what it costs to begin a call with a word, once for all words that the call carries out."""
         ...
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
@@ -63,6 +68,10 @@ class UnitCosts:
                 return self.backward_ticks / (2 if word.part else 1)
             case Update():
                 return 0.0
+
+    def call_s(self, word: Instruction) -> float:
+        """Return nothing."""
+        return 0.0
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
         """Return nothing."""
@@ -98,6 +107,10 @@ class ModelCosts:
                 return (1 if word.part else 2) * self._block_s(block)
             case Update(unit):
                 return self._update_s(unit) * float(part)
+
+    def call_s(self, word: Instruction) -> float:
+        """Return nothing: counted operations say nothing of calls."""
+        return 0.0
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
         """Return bytes by the link's speed; a commit goes up and down a tree of its members."""

@@ -25,6 +25,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.partners import Partners, find_partners
 from counterpoint.program.program import Program, Words
+from counterpoint.program.runs import goes_on
 from counterpoint.program.symmetry import refine
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Event, Trace
@@ -196,12 +197,15 @@ class _Writer:
 def row_seconds(row: Words, costs: Costs, speed: float = 1.0) -> list[float]:
     """Return the seconds of every word of a row, on its processor, so many times as fast as any, or on its link.
 
-    A gradient that was shared out is summed and applied in part.
+    A gradient that was shared out is summed and applied in part. Adjacent words that are one call begin it once.
     """
     parts: dict[tuple[int, ...], Fraction] = {}
     found = [_word_s(word, parts, costs) for word in row]
-    computed = (isinstance(word, Forward | Backward | Update) for word in row)
-    return [seconds / speed if own else seconds for seconds, own in zip(found, computed, strict=True)]
+    for index, word in enumerate(row):
+        if isinstance(word, Forward | Recompute | Backward | Update):
+            is_first = index == 0 or not goes_on(row[index - 1], word)
+            found[index] = (found[index] + (costs.call_s(word) if is_first else 0.0)) / speed
+    return found
 
 
 def _word_s(word: Instruction, parts: dict[tuple[int, ...], Fraction], costs: Costs) -> float:
