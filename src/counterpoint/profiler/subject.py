@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
@@ -125,6 +126,6 @@ def _each_alone(num_blocks: int) -> Sequence[Instruction]:
 
 
 def storages(values: Any) -> dict[int, int]:  # noqa: ANN401 - any nest of tensors
-    """Return the memory that tensors lie in, by its address, with its bytes."""
+    """Return the memory that tensors lie in, by its identity, with its bytes; tensors may be without values."""
     found = (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_sparse)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return {StorageWeakRef(storage).cdata: storage.nbytes() for storage in found}  # type: ignore[no-untyped-call]

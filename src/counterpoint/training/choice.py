@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
@@ -22,6 +21,7 @@ from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.terms import chunks_in
+from counterpoint.training.cutting import finest_cut
 from counterpoint.training.options import Options
 from counterpoint.training.trained import trainable, with_unused
 from counterpoint.world.cluster import Cluster
@@ -142,11 +142,4 @@ def trace_spec(model: nn.Module, face: Face, inputs: Inputs, dims: Mapping[str, 
     Raises:
         PlanError: it cannot even be called with these inputs.
     """
-    needs: tuple[Need, ...] = ("regions", "chain")
-    for need in needs:
-        try:
-            spec = cut_model(model, call_form(inputs), need=need, dims=dims).spec
-        except PlanError:
-            continue
-        return with_unused(trainable(spec, face))
-    return with_unused(trainable(cut_model(model, call_form(inputs), need="none", dims=dims).spec, face))
+    return with_unused(trainable(finest_cut(model, call_form(inputs), ("regions", "chain"), dims).spec, face))

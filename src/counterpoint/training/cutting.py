@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from counterpoint.cutting.choose import cut_model
+from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.cutting.cut import Cut
+from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
 from counterpoint.runtime.build import call_form
@@ -33,3 +35,19 @@ def cut_for(plan: Plan, model: nn.Module, inputs: Any, options: Options) -> Cut:
         return cut_model(model, form, need="chain", dims=options.dims)
     except PlanError:
         return cut_model(model, form, need="none", dims=options.dims)
+
+
+def finest_cut(
+    model: nn.Module, inputs: Inputs, needs: Sequence[Need], dims: Mapping[str, tuple[str, str]] | None = None
+) -> Cut:
+    """Return the model cut in the first of these ways in which it can be, or as it is.
+
+    Raises:
+        PlanError: it cannot even be called with these inputs.
+    """
+    for need in needs:
+        try:
+            return cut_model(model, inputs, need=need, dims=dims)
+        except PlanError:
+            continue
+    return cut_model(model, inputs, need="none", dims=dims)
