@@ -32,9 +32,13 @@ def test_between_two_sizes_times_are_on_the_line_between_them():
 
 
 def test_beyond_all_sizes_times_are_in_proportion():
-    timing = with_point(8, 3.0, 2.0, 5.0)
-    assert [one.forward_s for one in timing.at(2).pieces] == [0.5, 1.0, 2.0]
-    assert timing.at(16).whole.forward_s == 20.0
+    assert with_point(8, 3.0, 2.0, 5.0).at(16).whole.forward_s == 20.0
+    assert [one.forward_s for one in TIMING.at(2).pieces] == [0.5, 1.0, 2.0]
+
+
+def test_below_all_sizes_times_are_on_the_line_of_the_two_smallest_and_never_less_than_in_proportion():
+    found = [one.forward_s for one in with_point(8, 1.5, 2.0, 9.0).at(2).pieces]
+    assert found == [0.75, 2.0, 2.0], "rising by half, not at all, and by more than in proportion"
 
 
 def test_a_size_that_was_measured_is_as_measured():

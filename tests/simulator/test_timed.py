@@ -5,9 +5,10 @@ from math import inf
 
 import pytest
 
-from counterpoint.model.spec import chain
+from counterpoint.model.spec import Block, chain
 from counterpoint.model.timing import Fixed
 from counterpoint.plan import Plan
+from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.rank import predict
 from counterpoint.world.cluster import Cluster, Link
 from tests.model.timings import timing_of, took
@@ -52,6 +53,14 @@ def test_what_is_computed_again_takes_another_forward_and_a_call():
     timing = timing_of(MODEL, [took(1.0, 2.0)] * 3, samples=2, fixed=Fixed(forward_s=0.5))
     plain, again = (predicted("pipeline(3)", timing, m=2, passes=passes) for passes in ((), ("recompute",)))
     assert again.compute_s - plain.compute_s == 2 * 1.5 * 2 / 3, "the last stage goes back at once"
+
+
+def test_a_plan_without_slices_is_predicted_for_the_cut_that_it_gets():
+    coarse = replace(MODEL, blocks=(Block(MODEL.pieces, 0),), chained=MODEL)
+    timing, plan = timing_of(MODEL, UNEVEN), Plan.parse("pipeline(3)", num_microbatches=2)
+    found = [predict(plan, model, FREE, batch_size=4, timing=timing) for model in (coarse, MODEL)]
+    assert found[0] == found[1]
+    assert plan.strategies in {one.strategies for one in enumerate_plans(3, coarse)}
 
 
 def test_memory_is_what_was_seen_to_stay():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
+from operator import add
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
@@ -42,11 +43,15 @@ class PieceTime:
 
     def times(self, factor: float) -> PieceTime:
         """Return all figures times a factor."""
-        return PieceTime(*(factor * getattr(self, field.name) for field in fields(self)))
+        return PieceTime(*(factor * figure for figure in astuple(self)))
 
     def plus(self, other: PieceTime) -> PieceTime:
         """Return the figures of one after the other."""
-        return PieceTime(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return PieceTime(*map(add, astuple(self), astuple(other)))
+
+    def at_least(self, other: PieceTime) -> PieceTime:
+        """Return the larger one of each two figures."""
+        return PieceTime(*map(max, astuple(self), astuple(other)))
 
 
 ROUNDING = 1e-9
@@ -90,8 +95,13 @@ class Point:
 
     def plus(self, other: Point) -> Point:
         """Return the sums of all figures."""
-        pieces = tuple(one.plus(another) for one, another in zip(self.pieces, other.pieces, strict=True))
+        pieces = tuple(map(PieceTime.plus, self.pieces, other.pieces))
         return replace(self, pieces=pieces, whole=self.whole.plus(other.whole))
+
+    def at_least(self, other: Point) -> Point:
+        """Return the larger one of each two figures."""
+        pieces = tuple(map(PieceTime.at_least, self.pieces, other.pieces))
+        return replace(self, pieces=pieces, whole=self.whole.at_least(other.whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +185,25 @@ class Timing:
     def at(self, samples: int) -> Point:
         """Return what microbatches of this size take: as measured, on the line between two sizes, else in proportion.
 
+        Below the smallest size it is on the line through the two smallest, if that is more: weights are read however
+        few samples there are.
+
         Args:
             samples: in a microbatch, at least 1.
         """
         below = [point for point in self.points if point.samples <= samples]
         above = [point for point in self.points if point.samples >= samples]
-        if not below or not above:
-            nearest = (below or above[:1])[-1]
+        if not above or (not below and len(above) == 1):
+            nearest = (below or above)[-1]
             return replace(nearest.times(samples / nearest.samples), samples=samples)
-        low, high = below[-1], above[0]
-        if low.samples == high.samples:
+        low, high = (below[-1], above[0]) if below else (above[0], above[1])
+        if low.samples == samples:
             return low
         share = (samples - low.samples) / (high.samples - low.samples)
-        return replace(low.times(1 - share).plus(high.times(share)), samples=samples)
+        line = low.times(1 - share).plus(high.times(share))
+        if not below:
+            line = line.at_least(low.times(samples / low.samples))
+        return replace(line, samples=samples)
 
     def fitted(self, model: ModelSpec) -> Timing:
         """Return the times of a model's own pieces.

@@ -41,7 +41,7 @@ def rank_with_orders(
         plan: hope
         for found in ranking.predictions
         if found.is_synchronous
-        for plan, hope in _variants(found, model.num_blocks)
+        for plan, hope in _variants(found, model.unsliced.num_blocks)
         if hope < fitting[0]
     }
     tried = sorted(hopes, key=hopes.__getitem__)[:MOST_TRIED]

@@ -145,6 +145,7 @@ def predict(
         PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
     plan.require_batch(batch_size)
+    model = model if plan.need == "regions" else model.unsliced
     samples = batch_size // plan.num_micros
     if timing is not None:
         timing = timing.fitted(model)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from counterpoint.cutting.eager import Inputs
+from counterpoint.cutting.seeds import is_plain_sequential
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
@@ -126,7 +127,7 @@ class Auto:
             for plan in enumerate_plans(self.num_ranks, spec)
             if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
         )
-        return choose_from(plans, spec, Cluster(), batch_size=batch_size)
+        return choose_from(plans, spec, Cluster(), batch_size=batch_size, timing=options.timing)
 
 
 def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None) -> Auto | None:
@@ -139,7 +140,13 @@ def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None) ->
 def trace_spec(model: nn.Module, face: Face, inputs: Inputs, dims: Mapping[str, tuple[str, str]] | None) -> ModelSpec:
     """Return a model as the planner sees it: cut as finely as it can be, without its frozen parameters.
 
+    A Sequential, which is cut in another way where nobody slices its layers, is described in both.
+
     Raises:
         PlanError: it cannot even be called with these inputs.
     """
-    return with_unused(trainable(finest_cut(model, call_form(inputs), ("regions", "chain"), dims).spec, face))
+    spec = with_unused(trainable(finest_cut(model, call_form(inputs), ("regions", "chain"), dims).spec, face))
+    if not is_plain_sequential(model):
+        return spec
+    chained = with_unused(trainable(finest_cut(model, call_form(inputs), ("chain",), dims).spec, face))
+    return spec if spec == chained else replace(spec, chained=chained)
