@@ -35,7 +35,7 @@ LAYERS, WIDTH = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of one step on one rank: forward, backward and update in one call each, and all else."""
+    """Seconds of a step on one rank: a microbatch forward and backward, the update, in one call each, and the rest."""
 
     forward_s: float
     backward_s: float
@@ -156,7 +156,8 @@ def take_step(interpreter: Interpreter, feed: Feed, clock: Clock) -> Step:
         kind = type(interpreter.script.words[note.start])
         if kind in taken:
             taken[kind] += note.stop_s - note.start_s
-    return Step(taken[Forward], taken[Backward], taken[Update], total - sum(taken.values()))
+    count = len(feed.sizes)
+    return Step(taken[Forward] / count, taken[Backward] / count, taken[Update], total - sum(taken.values()))
 
 
 def take_lap(bench: Bench, feed: Feed, clock: Clock) -> Lap:

@@ -22,6 +22,7 @@ from counterpoint.plan import Plan
 from counterpoint.program.instruction import Backward, Forward, Instruction
 from counterpoint.runtime.build import Parts, bind, build_rank, call_form
 from counterpoint.runtime.compute import Compute
+from counterpoint.runtime.deferred import kept_of
 from counterpoint.runtime.feed import BatchFeed
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.later import Desk
@@ -52,17 +53,22 @@ class Subject:
     face: Face
     batch: tuple[Any, Any]
 
+    @property
+    def num_micros(self) -> int:
+        """Microbatches of a step: one, or two where batch norm keeps statistics, which costs more than in one."""
+        return 2 if kept_of(self.model) else 1
+
     def feed(self, samples: int) -> BatchFeed:
-        """Return a microbatch of so many samples: those there are, again and again where they are too few."""
+        """Return microbatches of so many samples: those there are, again and again where they are too few."""
         count = num_samples(self.batch[0])
-        rows = torch.arange(samples) % count
+        rows = torch.arange(samples * self.num_micros) % count
 
         def resized(leaf: Any) -> Any:  # noqa: ANN401 - whatever is in a nest
             has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
             return leaf[rows.to(leaf.device)].contiguous() if has_samples else leaf
 
         inputs, targets = (tree_map(resized, part) for part in self.batch)
-        return BatchFeed((inputs, targets), ((0, samples),))
+        return BatchFeed((inputs, targets), tuple((at * samples, (at + 1) * samples) for at in range(self.num_micros)))
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +118,7 @@ def set_up(subject: Subject, samples: int) -> Bench:
 
 
 def _interpreter(subject: Subject, cut: Cut, spec: ModelSpec, model: nn.Module) -> tuple[Interpreter, Parts]:
-    compiled = compile(Plan(), spec)
+    compiled = compile(Plan((), subject.num_micros), spec)
     parts = Parts(compiled.turns, compiled.model, subject.loss, subject.face, Guard(), 0)
     rank = build_rank(parts, cut, model, LocalWorld(1).fabrics[0])
     rank.interpreter.compute.norms = norms_for(parts, model, rank.interpreter, None)
