@@ -76,8 +76,8 @@ def test_a_measured_model_is_as_before(model, targets):
 
 def test_what_stays_for_a_backward_is_what_the_layers_give_and_the_loss_reads():
     bench = set_up(subject(layers()), 6)
-    assert kept_bytes(bench.apart, subject(layers()).feed(6)) == [6 * 4 * 16, 6 * 4 * 4]
-    assert kept_bytes(bench.whole.compute, subject(layers()).feed(6)) == [6 * 4 * (16 + 4)]
+    assert kept_bytes(bench.apart, subject(layers()).feed(6, 1)) == [6 * 4 * 16, 6 * 4 * 4]
+    assert kept_bytes(bench.whole.compute, subject(layers()).feed(6, 1)) == [6 * 4 * (16 + 4)]
 
 
 def test_threads_and_random_numbers_are_as_before():

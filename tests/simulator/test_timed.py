@@ -68,6 +68,15 @@ def test_memory_is_what_was_seen_to_stay():
     assert predicted("solo", many).memory_bytes - predicted("solo", few).memory_bytes == 5000
 
 
+def test_a_step_of_one_microbatch_takes_what_it_was_measured_to_take():
+    timing = timing_of(MODEL, UNEVEN, samples=2, whole=took(10.0, 20.0), fixed=Fixed(step_s=2.0, alone_s=1.0))
+    timing = replace(timing, points=(replace(timing.points[0], alone=took(5.0, 10.0)),))
+    several, one = (predicted("solo", timing, m=m, batch_size=2 * m) for m in (2, 1))
+    assert (several.compute_s, several.update_s) == (60.0, 2.0)
+    assert (one.compute_s, one.update_s) == (15.0, 1.0)
+    assert predicted("pipeline(2)", timing, batch_size=2).compute_s == 27.0 / 2 / 2, "its pieces by the same part"
+
+
 def test_a_slow_rank_takes_longer_for_its_calls_too():
     timing = timing_of(MODEL, UNEVEN, samples=4, whole=took(7.0, 13.0), fixed=Fixed(1.0, 1.0))
     slow = predicted("solo", timing, cluster=replace(FREE, speeds=(0.5,)))

@@ -7,7 +7,7 @@ and the seconds of its pieces each.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
 from operator import add
@@ -45,6 +45,10 @@ class PieceTime:
         """Return all figures times a factor."""
         return PieceTime(*(factor * figure for figure in astuple(self)))
 
+    def with_seconds(self, factor: float) -> PieceTime:
+        """Return the piece with all its seconds times a factor."""
+        return replace(self.times(factor), output_bytes=self.output_bytes, kept_bytes=self.kept_bytes)
+
     def plus(self, other: PieceTime) -> PieceTime:
         """Return the figures of one after the other."""
         return PieceTime(*map(add, astuple(self), astuple(other)))
@@ -68,11 +72,20 @@ class Point:
         samples: in a microbatch.
         pieces: of each; the last one has the loss and its backward, too.
         whole: of the model that is not cut, which is called as it is, with the loss.
+        alone: of the same where the microbatch is all that a step has, so that batch norm has nothing to put together.
     """
 
     samples: int
     pieces: tuple[PieceTime, ...]
     whole: PieceTime
+    alone: PieceTime | None = None
+
+    def as_alone(self) -> Point:
+        """Return what microbatches take that are all that a step has."""
+        if self.alone is None:
+            return self
+        factor = self.alone.seconds / self.whole.seconds if self.whole.seconds else 1.0
+        return replace(self, pieces=tuple(one.with_seconds(factor) for one in self.pieces), whole=self.alone)
 
     def over(self, block: Block) -> PieceTime:
         """Return what a block takes on one rank; a block of all pieces is the model as it is."""
@@ -91,17 +104,20 @@ class Point:
 
     def times(self, factor: float) -> Point:
         """Return all figures times a factor."""
-        return replace(self, pieces=tuple(one.times(factor) for one in self.pieces), whole=self.whole.times(factor))
+        return self._made(lambda one, _: one.times(factor), self)
 
     def plus(self, other: Point) -> Point:
         """Return the sums of all figures."""
-        pieces = tuple(map(PieceTime.plus, self.pieces, other.pieces))
-        return replace(self, pieces=pieces, whole=self.whole.plus(other.whole))
+        return self._made(PieceTime.plus, other)
 
     def at_least(self, other: Point) -> Point:
         """Return the larger one of each two figures."""
-        pieces = tuple(map(PieceTime.at_least, self.pieces, other.pieces))
-        return replace(self, pieces=pieces, whole=self.whole.at_least(other.whole))
+        return self._made(PieceTime.at_least, other)
+
+    def _made(self, of: Callable[[PieceTime, PieceTime], PieceTime], other: Point) -> Point:
+        alone = None if self.alone is None or other.alone is None else of(self.alone, other.alone)
+        pieces = tuple(map(of, self.pieces, other.pieces))
+        return replace(self, pieces=pieces, whole=of(self.whole, other.whole), alone=alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +129,14 @@ class Fixed:
         backward_s: of one backward.
         update_s: of an optimizer step, beside the bytes that it goes over.
         step_s: of a step, for all that is in it beside calls and the update.
+        alone_s: of the same where a step has one microbatch.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
     step_s: float = 0.0
+    alone_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,13 @@ def _timing(loaded: dict[str, Any]) -> Timing:
 
 def _point(entry: dict[str, Any]) -> Point:
     pieces = tuple(_figures(PieceTime, one) for one in entry["pieces"])
-    return Point(int(entry["samples"]), pieces, _figures(PieceTime, entry["whole"]))
+    alone = entry["alone"]
+    return Point(
+        int(entry["samples"]),
+        pieces,
+        _figures(PieceTime, entry["whole"]),
+        None if alone is None else _figures(PieceTime, alone),
+    )
 
 
 def _figures(kind: type[T], entry: dict[str, Any]) -> T:

@@ -200,8 +200,12 @@ def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int, timing:
     """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
     sizes = sizes_in(compiled.model, samples)
     costs = [model_costs(compiled.model, one, sizes, samples_per_micro=samples) for one in clusters]
+    micros = compiled.plan.num_micros
     if timing is not None:
-        costs = [timed_costs(compiled.model, timing, one, sizes, samples_per_micro=samples) for one in costs]
+        costs = [
+            timed_costs(compiled.model, timing, one, sizes, samples_per_micro=samples, num_micros=micros)
+            for one in costs
+        ]
     played = [(float(turn.share), spend(turn, costs, clusters[0].speeds)) for turn in compiled.turns if turn.share]
     return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
 

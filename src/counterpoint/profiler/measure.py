@@ -71,8 +71,8 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
         bench, clock = set_up(subject, sizes[0]), clock_of(subject.device)
         calls = call_costs(subject.device, effort)
         found = [_at(bench, subject, size, calls, effort) for size in sizes]
-        split_s, whole_s = _updates(bench, subject.feed(sizes[0]), clock, effort)
-    update_s = median(step.update_s for _, step in found)
+        split_s, whole_s = _updates(bench, subject.feed(sizes[0], subject.num_micros), clock, effort)
+    update_s = median(step.update_s for _, step, _ in found)
     fixed_s = max(0.0, min(sum(split_s) - whole_s, *split_s, update_s)) if len(split_s) > 1 else 0.0
     weights = known_weights(subject.spec)
     return Timing(
@@ -80,9 +80,15 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
         pieces=known_pieces(subject.spec),
         weights=weights,
         machine=Machine(device, threads, subject.face.kind.__name__),
-        points=tuple(point for point, _ in found),
+        points=tuple(point for point, _, _ in found),
         update_s_per_byte=(update_s - fixed_s) / sum(size for _, size in weights),
-        fixed=Fixed(calls.forward_s, calls.backward_s, fixed_s, median(step.rest_s for _, step in found)),
+        fixed=Fixed(
+            calls.forward_s,
+            calls.backward_s,
+            fixed_s,
+            median(step.rest_s for _, step, _ in found),
+            median(alone.rest_s for _, _, alone in found),
+        ),
     )
 
 
@@ -93,25 +99,27 @@ def call_costs(device: torch.device, effort: Effort) -> Fixed:
     inputs, targets = torch.zeros(1, WIDTH, device=device), torch.zeros(1, WIDTH, device=device)
     cut = cut_model(model, (inputs,), need="chain")
     tiny = Subject(model, cut, cut.spec, F.mse_loss, face, (inputs, targets))
-    bench, feed, clock = set_up(tiny, 1), tiny.feed(1), clock_of(device)
+    bench, feed, clock = set_up(tiny, 1), tiny.feed(1, 1), clock_of(device)
     rows = effort.repeat(lambda: (take_step(bench.pieces, feed, clock), take_lap(bench, feed, clock)))
     forward_s = median(sum(lap.forward_s) - step.forward_s for step, lap in rows)
     backward_s = median(sum(lap.backward_s) - step.backward_s for step, lap in rows)
     return Fixed(max(forward_s, 0.0) / (LAYERS - 1), max(backward_s, 0.0) / (LAYERS - 1))
 
 
-def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Effort) -> tuple[Point, Step]:
-    """Return what microbatches of one size take, and whole steps of the model as it is."""
-    feed, clock = subject.feed(samples), clock_of(subject.device)
+def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Effort) -> tuple[Point, Step, Step]:
+    """Return what microbatches of one size take, and steps of the model as it is, of several and of one."""
+    feed, clock = subject.feed(samples, subject.num_micros), clock_of(subject.device)
+    one = subject.feed(samples, 1)
     rows = effort.repeat(
         lambda: (
             take_step(bench.whole, feed, clock),
+            take_step(bench.alone, one, clock),
             take_step(bench.pieces, feed, clock),
             take_lap(bench, feed, clock),
         )
     )
-    wholes, cuts, laps = zip(*rows, strict=True)
-    whole, cut = _median_step(wholes), _median_step(cuts)
+    wholes, singles, cuts, laps = zip(*rows, strict=True)
+    whole, alone, cut = _median_step(wholes), _median_step(singles), _median_step(cuts)
     forward_s, _ = brought_to([lap.forward_s for lap in laps], calls.forward_s, cut.forward_s)
     backward_s, factor = brought_to([lap.backward_s for lap in laps], calls.backward_s, cut.backward_s)
     input_s = [factor * max(each - calls.backward_s, 0.0) for each in medians([lap.input_s for lap in laps])]
@@ -119,13 +127,14 @@ def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Effo
     sizes = [float(samples * piece.output_bytes) for piece in subject.spec.pieces]
     kept = map(float, kept_bytes(bench.apart, feed))
     pieces = tuple(map(PieceTime, forward_s, backward_s, input_s, weight_s, sizes, kept))
-    own_s = max(whole.backward_s - calls.backward_s, 0.0)
     share = sum(input_s) / (sum(input_s) + sum(weight_s) or 1.0)
-    (whole_kept,) = kept_bytes(bench.whole.compute, feed)
-    total = PieceTime(
-        max(whole.forward_s - calls.forward_s, 0.0), own_s, share * own_s, (1 - share) * own_s, sizes[-1], whole_kept
-    )
-    return Point(samples, pieces, total), whole
+    (kept_whole,) = kept_bytes(bench.whole.compute, feed)
+
+    def total(step: Step) -> PieceTime:
+        forward, backward = max(step.forward_s - calls.forward_s, 0.0), max(step.backward_s - calls.backward_s, 0.0)
+        return PieceTime(forward, backward, share * backward, (1 - share) * backward, sizes[-1], float(kept_whole))
+
+    return Point(samples, pieces, total(whole), total(alone)), whole, alone
 
 
 def brought_to(laps: Sequence[Sequence[float]], call_s: float, whole_s: float) -> tuple[list[float], float]:

@@ -65,7 +65,7 @@ class Shadow:
 
     def __init__(self, subject: Subject, device: Device, samples: int) -> None:
         self.subject, self.device, self.samples = subject, device, samples
-        feed = subject.feed(samples)
+        feed = subject.feed(samples, 1)
         self.inputs = subject.cut.flatten_inputs(call_form(feed.inputs(0)))
         pieces = range(len(subject.spec.pieces))
         self.segments = [subject.cut.segment(at, at + 1, training=True) for at in pieces]

@@ -58,17 +58,17 @@ class Subject:
         """Microbatches of a step: one, or two where batch norm keeps statistics, which costs more than in one."""
         return 2 if kept_of(self.model) else 1
 
-    def feed(self, samples: int) -> BatchFeed:
+    def feed(self, samples: int, num_micros: int) -> BatchFeed:
         """Return microbatches of so many samples: those there are, again and again where they are too few."""
         count = num_samples(self.batch[0])
-        rows = torch.arange(samples * self.num_micros) % count
+        rows = torch.arange(samples * num_micros) % count
 
         def resized(leaf: Any) -> Any:  # noqa: ANN401 - whatever is in a nest
             has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
             return leaf[rows.to(leaf.device)].contiguous() if has_samples else leaf
 
         inputs, targets = (tree_map(resized, part) for part in self.batch)
-        return BatchFeed((inputs, targets), tuple((at * samples, (at + 1) * samples) for at in range(self.num_micros)))
+        return BatchFeed((inputs, targets), tuple((at * samples, (at + 1) * samples) for at in range(num_micros)))
 
     @property
     def device(self) -> torch.device:
@@ -82,12 +82,14 @@ class Bench:
 
     Args:
         whole: the rank that calls the model as it is.
+        alone: the same where a step has one microbatch; the same rank where that makes no difference.
         pieces: the rank that has it in pieces, all of which are one call.
         apart: what it computes with where every piece is a call of its own.
         parts: the same where backwards are done in two parts.
     """
 
     whole: Interpreter
+    alone: Interpreter
     pieces: Interpreter
     apart: Compute
     parts: Compute
@@ -105,20 +107,30 @@ def set_up(subject: Subject, samples: int) -> Bench:
         subject: what is timed.
         samples: in its microbatches.
     """
-    inputs = call_form(subject.feed(samples).inputs(0))
-    own = copy.deepcopy(subject.model)
-    whole_cut = cut_model(own, inputs, need="none")
-    whole, _ = _interpreter(subject, whole_cut, replace(whole_cut.spec, params=subject.spec.params), own)
+    whole = alone = _as_it_is(subject, samples, subject.num_micros)
+    if subject.num_micros > 1:
+        alone = _as_it_is(subject, samples, 1)
     blocks = tuple(Block((piece,), index) for index, piece in enumerate(subject.spec.pieces))
-    pieces, parts = _interpreter(subject, subject.cut, replace(subject.spec, blocks=blocks, heads=()), subject.model)
+    pieces, parts = _interpreter(
+        subject, subject.cut, replace(subject.spec, blocks=blocks, heads=()), subject.model, subject.num_micros
+    )
     model = bind(parts, subject.cut, _each_alone(len(blocks)), training=True)
     apart, in_parts = (Compute(model, pieces.store, pieces.dice, desk) for desk in (None, Desk()))
     apart.norms = in_parts.norms = pieces.compute.norms
-    return Bench(whole, pieces, apart, in_parts)
+    return Bench(whole, alone, pieces, apart, in_parts)
 
 
-def _interpreter(subject: Subject, cut: Cut, spec: ModelSpec, model: nn.Module) -> tuple[Interpreter, Parts]:
-    compiled = compile(Plan((), subject.num_micros), spec)
+def _as_it_is(subject: Subject, samples: int, num_micros: int) -> Interpreter:
+    """Return a rank that calls the model as it is, with a copy of its own."""
+    own = copy.deepcopy(subject.model)
+    cut = cut_model(own, call_form(subject.feed(samples, 1).inputs(0)), need="none")
+    return _interpreter(subject, cut, replace(cut.spec, params=subject.spec.params), own, num_micros)[0]
+
+
+def _interpreter(
+    subject: Subject, cut: Cut, spec: ModelSpec, model: nn.Module, num_micros: int
+) -> tuple[Interpreter, Parts]:
+    compiled = compile(Plan((), num_micros), spec)
     parts = Parts(compiled.turns, compiled.model, subject.loss, subject.face, Guard(), 0)
     rank = build_rank(parts, cut, model, LocalWorld(1).fabrics[0])
     rank.interpreter.compute.norms = norms_for(parts, model, rank.interpreter, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from counterpoint.model.spec import ModelSpec, Unit
@@ -85,7 +85,9 @@ class TimedCosts:
         return self.update_s_per_byte * self.size_of(weight(unit))
 
 
-def timed_costs(model: ModelSpec, timing: Timing, others: Costs, size_of: Sizes, *, samples_per_micro: int) -> Costs:
+def timed_costs(
+    model: ModelSpec, timing: Timing, others: Costs, size_of: Sizes, *, samples_per_micro: int, num_micros: int
+) -> Costs:
     """Return the costs of a model that was timed.
 
     Args:
@@ -94,7 +96,10 @@ def timed_costs(model: ModelSpec, timing: Timing, others: Costs, size_of: Sizes,
         others: costs of the same model on the same cluster, for links.
         size_of: bytes of a whole value on one rank.
         samples_per_micro: samples in one microbatch.
+        num_micros: microbatches of a step, of all ranks.
     """
-    point = timing.at(samples_per_micro)
+    point, fixed = timing.at(samples_per_micro), timing.fixed
+    if num_micros == 1 and point.alone is not None:
+        point, fixed = point.as_alone(), replace(fixed, step_s=fixed.alone_s)
     blocks = tuple(point.over(block) for block in model.blocks)
-    return TimedCosts(blocks, timing.fixed, timing.update_s_per_byte, size_of, others)
+    return TimedCosts(blocks, fixed, timing.update_s_per_byte, size_of, others)
