@@ -56,7 +56,7 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         samples: sizes of microbatches; by default as many as there are inputs, a quarter and a sixteenth of them.
         threads: to compute with; those of this process by default.
         roof: a device; operations are then counted and put under its roof, and nothing is run but one forward.
-        folder: where timings are kept, as :mod:`counterpoint.profiler.cache` says; None to measure without keeping.
+        folder: where timings are kept, as ``profiler/cache.py`` says; None to measure without keeping.
         anew: whether it is measured even where the folder has it.
 
     Raises:
