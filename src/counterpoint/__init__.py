@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from counterpoint.training.events import Callback, History
     from counterpoint.training.launch import launch
     from counterpoint.training.parallelize import parallelize
+    from counterpoint.training.profiling import profile
     from counterpoint.training.tally import Tally
     from counterpoint.training.trainer import Trainer
 
@@ -74,6 +75,7 @@ _HOMES = {
     "launch": "training.launch",
     "parallelize": "training.parallelize",
     "parse_program": "program.text",
+    "profile": "training.profiling",
     "simulate": "simulator.simulate",
 }
 
@@ -109,6 +111,7 @@ __all__ = [
     "launch",
     "parallelize",
     "parse_program",
+    "profile",
     "simulate",
 ]
 

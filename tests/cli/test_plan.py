@@ -9,10 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from counterpoint.cli.main import build
+from counterpoint.cli.plan import equal_blocks
+from counterpoint.model.timing_file import write_timing
 from counterpoint.plan import Plan
 from counterpoint.world.cluster import Cluster, Level, Link
 from counterpoint.world.cluster_file import write_cluster
 from tests.drawing.validity import breaches
+from tests.model.timings import timing_of, took
 
 HEAVY = """
 import sys
@@ -191,3 +194,24 @@ def test_ranks_that_a_cluster_has_not_are_refused(tmp_path):
     assert plan("-n", "2", "--blocks", "2", "--cluster", str(file)).exit_code == 0
     result = plan("-n", "3", "--blocks", "2", "--cluster", str(file))
     assert result.output.startswith("PlanError: 3 ranks do not fit into a cluster of 2 (host=2); take as many ranks")
+
+
+def timing_in(folder, width):
+    """The file of a timing of three blocks, of which the last one takes as long as both others."""
+    path = folder / "timing.json"
+    timing = timing_of(equal_blocks(3, width), [took(1.0, 2.0), took(1.0, 2.0), took(2.0, 4.0)], samples=4)
+    path.write_text(write_timing(timing))
+    return path
+
+
+def test_plans_are_predicted_by_the_seconds_of_a_timing(tmp_path):
+    words = ("-n", 1, "--blocks", 3, "--width", 8, "--batch-size", 4, "--json")
+    told = json.loads(plan(*words, "--timing", timing_in(tmp_path, 8)).output)
+    assert told["plans"][0]["compute_s"] == 12.0
+
+
+@pytest.mark.parametrize("words", [(), ("--search", "--time-budget", "0s")])
+def test_a_timing_of_another_model_is_refused_before_plans_are_ranked(tmp_path, words):
+    done = plan("-n", 2, "--blocks", 3, "--width", 16, "--timing", timing_in(tmp_path, 8), *words)
+    assert done.exit_code == 1
+    assert done.output.startswith("PlanError: the timing is of Chain, and this is another model")

@@ -38,6 +38,9 @@ class Ticks:
     def compute_s(self, word, part):
         return 1.0
 
+    def call_s(self, word):
+        return 0.0
+
     def link_s(self, word, part, rank):
         return self.on_link_s
 

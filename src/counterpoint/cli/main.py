@@ -30,6 +30,7 @@ COMMANDS = {
     "train": Entry("Train a built-in job on real data and write a report."),
     "run": Entry("Start a script on several ranks, as torchrun would.", {"allow_interspersed_args": False}),
     "plan": Entry("List the plans that fit so many ranks, with predicted figures."),
+    "profile": Entry("Time a job's model piece by piece, or count what it would take."),
     "probe": Entry("Measure what ranks compute and what messages take, as a cluster file."),
     "show": Entry("Show the program of a plan: its text, its drawing, its cost."),
     "strategies": Entry("List the strategies: what each does, what it costs, where it was published."),

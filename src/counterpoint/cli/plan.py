@@ -12,10 +12,11 @@ import typer
 from counterpoint.cli.verdict import Asked, show, to_json, write_report
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, chain
+from counterpoint.model.timing import Timing
+from counterpoint.model.timing_file import read_timing
 from counterpoint.plan import PASSES
-from counterpoint.planner.choose import Choice, pick
+from counterpoint.planner.choose import Choice, pick, rank_for
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.orders import rank_with_orders
 from counterpoint.planner.rank import Ranking, merged
 from counterpoint.planner.remedies import Question
 from counterpoint.planner.search.moves import Space
@@ -40,6 +41,9 @@ def plan(
         Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
     ] = None,
     memory: Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")] = None,
+    timing: Annotated[
+        Path | None, typer.Option(help="Seconds of the JOB's pieces, as `counterpoint profile --out` writes them.")
+    ] = None,
     passes: Annotated[
         list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
     ] = None,
@@ -67,12 +71,13 @@ def plan(
     if measure is not None and job is None:
         raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
+    took = None if timing is None else timing_of(model, timing)
     place = Cluster() if cluster is None else load_cluster(cluster)
     place.require_ranks(ranks)
-    question = Question(model, with_memory(place, memory), size)
+    question = Question(model, with_memory(place, memory), size, took)
     asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
     plans = tuple(replace(one, passes=asked) for one in enumerate_plans(ranks, model, batch_size=size))
-    ranking = rank_with_orders(plans, model, question.cluster, batch_size=size)
+    ranking = rank_for(plans, question)
     if search or time_budget is not None:
         ranking = merged(ranking, searched(ranks, question, asked, budget_of(time_budget, seed)))
     verdict: Choice | PlanError
@@ -98,7 +103,23 @@ def plan(
 def searched(num_ranks: int, question: Question, passes: tuple[str, ...], budget: Budget) -> Ranking:
     """Return what random walks have found."""
     space = Space.of(question.model, num_ranks, question.batch_size, passes)
-    return search_plans(space, question.cluster, budget=budget)
+    return search_plans(space, question.cluster, budget=budget, timing=question.timing)
+
+
+def timing_of(model: ModelSpec, path: Path) -> Timing:
+    """Return the timing that a file holds, which is of this model.
+
+    Raises:
+        PlanError: it cannot be read, is no timing, or is of another model.
+    """
+    try:
+        timing = read_timing(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be read: {error.strerror}; give what `counterpoint profile --out` wrote"
+        ) from None
+    timing.fitted(model.unsliced)
+    return timing
 
 
 def budget_of(time_budget: str | None, seed: int) -> Budget:

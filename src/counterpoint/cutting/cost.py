@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _RNN = "mkldnn_rnn_layer"
+_VIEWS = {"_unsafe_view", "alias"}
+
+
+class Kernel(NamedTuple):
+    """One operation that reached a kernel: its arithmetic, and the bytes of all that it read and wrote."""
+
+    flops: int
+    moved_bytes: int
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -20,12 +28,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         flops: operations so far; a multiply and an add are two.
         draws: whether one of them drew random numbers.
+        kernels: each of them that does more than look at memory in another way.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.draws = False
+        self.kernels: list[Kernel] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -48,7 +58,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parts is not NotImplemented:
                 return parts
         out = func(*args, **kwargs)
-        self.flops += _flops(func, args, kwargs, out)
+        flops = _flops(func, args, kwargs, out)
+        self.flops += flops
+        if not func.is_view and func.overloadpacket.__name__ not in _VIEWS and _bytes(out):
+            self.kernels.append(Kernel(flops, _bytes((args, kwargs, out))))
         return out
 
 
@@ -60,8 +73,16 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     if packet.__name__ == _ATTENTION:
         query, key, value = (tensor.shape for tensor in args[:3])
         return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    if packet.__name__ == f"{_ATTENTION}_backward":
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
     if packet.__name__ == _RNN:
         return int(2 * args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel()))
     if func.is_view:
         return 0
     return sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+
+
+def _bytes(values: Any) -> int:  # noqa: ANN401
+    """Count the bytes of tensors, each once."""
+    found = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+    return sum(leaf.numel() * leaf.element_size() for leaf in found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -76,6 +77,15 @@ def read_topology(root: Path, allowed: Collection[int] | None = None) -> Topolog
         package = _text(folder / "physical_package_id")
         cores.setdefault(cpus, Core(cpus, near.get(cpu, 0), int(package) if package.isdigit() else 0))
     return Topology(tuple(cores.values()) or (Core((0,)),), min(_quotas(root), default=None))
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """Return what the kernel calls this host's processors; the name of their kind where it does not say."""
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.machine() or "unknown"
 
 
 def cpus_of(text: str) -> list[int]:

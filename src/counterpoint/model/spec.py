@@ -130,6 +130,7 @@ class ModelSpec:
         params: all parameters.
         values: what pieces make for later ones; empty for a chain, where each makes one value for the next.
         heads: the pieces with which the chunks of a pipeline begin, where it has chosen them.
+        chained: the same model as plans get it that slice no layer, where it is cut otherwise for them.
 
     Example:
         >>> from counterpoint.model.spec import chain
@@ -141,6 +142,12 @@ class ModelSpec:
     params: tuple[Param, ...]
     values: tuple[Made, ...] = ()
     heads: tuple[int, ...] = ()
+    chained: ModelSpec | None = None
+
+    @property
+    def unsliced(self) -> ModelSpec:
+        """The model as plans get it that slice no layer."""
+        return self if self.chained is None else self.chained
 
     @property
     def num_blocks(self) -> int:

@@ -122,7 +122,9 @@ def _steps(choice: Choice, count: int) -> Iterator[Weighed]:
     wanted = dict.fromkeys([choice.plan, *(tried or kept)])
     for plan in islice(wanted, count):
         trial = choice.tried(plan)
-        simulated = foresee(plan, question.model, question.cluster, batch_size=question.batch_size)
+        simulated = foresee(
+            plan, question.model, question.cluster, batch_size=question.batch_size, timing=question.timing
+        )
         yield Weighed(named(plan), simulated, trial.trace if trial is not None else None)
 
 

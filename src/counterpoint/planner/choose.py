@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
@@ -80,7 +81,9 @@ def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) 
     return choose_from(enumerate_plans(num_ranks, model), model, cluster, batch_size=batch_size)
 
 
-def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Plan:
+def choose_from(
+    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Plan:
     """Return the first of the plans that is at most 2 % slower than the fastest that keeps the numbers and fits.
 
     Other orders of their pipelines are tried where they could be faster, and come last.
@@ -90,11 +93,12 @@ def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, ba
         model: the model in its finest blocks.
         cluster: where it runs.
         batch_size: samples of one global batch.
+        timing: of the model's pieces; None where their work is only counted.
 
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    return weigh(plans, Question(model, cluster, batch_size)).plan
+    return weigh(plans, Question(model, cluster, batch_size, timing)).plan
 
 
 def weigh(plans: Iterable[Plan], question: Question) -> Choice:
@@ -104,8 +108,14 @@ def weigh(plans: Iterable[Plan], question: Question) -> Choice:
         PlanError: there is none; the message says what stands in the way.
     """
     candidates = tuple(dict.fromkeys(plan for plan in plans if not is_late(plan)))
-    ranking = rank_with_orders(candidates, question.model, question.cluster, batch_size=question.batch_size)
-    return pick(ranking, candidates, question)
+    return pick(rank_for(candidates, question), candidates, question)
+
+
+def rank_for(plans: Iterable[Plan], question: Question) -> Ranking:
+    """Return the plans for a question by what is predicted of them; see :func:`rank_with_orders`."""
+    return rank_with_orders(
+        plans, question.model, question.cluster, batch_size=question.batch_size, timing=question.timing
+    )
 
 
 def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choice:

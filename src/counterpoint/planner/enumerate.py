@@ -47,7 +47,7 @@ def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None 
     """
     plans = dict.fromkeys(
         Plan(strategies, count)
-        for strategies in _compositions(num_ranks, model.num_blocks)
+        for strategies in _compositions(num_ranks, model.unsliced.num_blocks)
         if len(strategies) <= MOST_STRATEGIES
         for count in _microbatches(strategies)
     )

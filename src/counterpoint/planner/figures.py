@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from counterpoint.compiler.compile import compile, sizes_in  # noqa: A004 - read as cp.compile
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
-from counterpoint.planner.rank import held_bytes, in_one_block
-from counterpoint.planner.unlike import balanced
-from counterpoint.simulator.costs import model_costs
+from counterpoint.planner.rank import compiled_for, costs_on, fitted_to, held_bytes
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.spent import spend
 from counterpoint.world.cluster import Cluster
@@ -34,24 +32,23 @@ class Figures:
     memory_bytes: int
 
 
-def figures_of(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Figures:
+def figures_of(
+    plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Figures:
     """Return the figures of a plan that has one kind of step, compiled and played from nothing.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch.
+        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
-    plan.require_batch(batch_size)
-    plan = balanced(plan, model, cluster)
-    samples = batch_size // plan.num_micros
-    whole = model if plan.need != "none" else in_one_block(model)
-    compiled = compile(plan, whole, samples_per_micro=samples, proves=False)
-    costs = model_costs(compiled.model, cluster, sizes_in(compiled.model, samples), samples_per_micro=samples)
+    timing = fitted_to(plan, model, timing)
+    compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
+    costs = costs_on((cluster,), compiled.model, samples=samples, num_micros=plan.num_micros, timing=timing)
     turn = compiled.turns[-1]
-    (spent,) = spend(turn, [costs], cluster)
+    (spent,) = spend(turn, costs, cluster)
     return Figures(
         step_s=spent.step_s,
         compute_s=spent.compute_s,
         update_s=spent.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(peak_bytes(turn.playable, held_bytes(compiled.model, samples))),
+        memory_bytes=max(peak_bytes(turn.playable, held_bytes(compiled.model, samples, timing))),
     )

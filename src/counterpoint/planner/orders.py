@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.rank import Prediction, Ranking, merged, rank_plans
 from counterpoint.strategies.pipeline import Pipeline
@@ -17,7 +18,9 @@ MOST_TRIED = 4
 """Those that promise most are tried, so many of them."""
 
 
-def rank_with_orders(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Ranking:
+def rank_with_orders(
+    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Ranking:
     """Return plans as :func:`rank_plans` does, and among them their pipelines in other orders that may be fastest.
 
     An order is tried where the plan would be the fastest if it saved what its formula says; what it costs in messages
@@ -28,8 +31,9 @@ def rank_with_orders(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, 
         model: the model in its finest blocks.
         cluster: where they would run.
         batch_size: samples of one global batch.
+        timing: of the model's pieces; None where their work is only counted.
     """
-    ranking = rank_plans(plans, model, cluster, batch_size=batch_size)
+    ranking = rank_plans(plans, model, cluster, batch_size=batch_size, timing=timing)
     fitting = [found.step_s for found in ranking.predictions if found.is_synchronous and found.fits]
     if not fitting:
         return ranking
@@ -37,11 +41,13 @@ def rank_with_orders(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, 
         plan: hope
         for found in ranking.predictions
         if found.is_synchronous
-        for plan, hope in _variants(found, model.num_blocks)
+        for plan, hope in _variants(found, model.unsliced.num_blocks)
         if hope < fitting[0]
     }
     tried = sorted(hopes, key=hopes.__getitem__)[:MOST_TRIED]
-    return merged(ranking, rank_plans(tried, model, cluster, batch_size=batch_size)) if tried else ranking
+    if not tried:
+        return ranking
+    return merged(ranking, rank_plans(tried, model, cluster, batch_size=batch_size, timing=timing))
 
 
 def _variants(found: Prediction, num_blocks: int) -> Iterator[tuple[Plan, float]]:

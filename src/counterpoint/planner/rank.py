@@ -10,6 +10,7 @@ from counterpoint.compiler.compile import Compiled, compile, sizes_in, value_byt
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.unlike import balanced
 from counterpoint.program.instruction import Value
@@ -19,6 +20,7 @@ from counterpoint.simulator.costs import Costs, model_costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate_turn
 from counterpoint.simulator.spent import Spent, spend
+from counterpoint.simulator.timed import timed_costs
 from counterpoint.world.cluster import Cluster, Link
 
 FREE = Link(latency_s=0.0, bytes_per_s=float("inf"))
@@ -106,7 +108,9 @@ def named(plan: Plan) -> str:
     return f"{plan}" + (f" with {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else "")
 
 
-def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Ranking:
+def rank_plans(
+    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Ranking:
     """Return plans by the predicted seconds for one and the same global batch.
 
     Of plans that are equally fast the one that holds less comes first, then the one that sends less, then the one
@@ -117,11 +121,12 @@ def rank_plans(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, bat
         model: the model in its finest blocks; plans that need no cut get it in one.
         cluster: where they would run.
         batch_size: samples of one global batch.
+        timing: of the model's pieces; None where their work is only counted.
     """
     predictions, refusals = [], []
     for plan in plans:
         try:
-            predictions.append(predict(plan, model, cluster, batch_size=batch_size))
+            predictions.append(predict(plan, model, cluster, batch_size=batch_size, timing=timing))
         except PlanError as error:
             refusals.append(Refusal(plan, str(error).splitlines()[0]))
     return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals))
@@ -138,20 +143,24 @@ def _place(found: Prediction) -> tuple[bool, float, int, int]:
     return not found.fits, float(f"{found.step_s:.9g}"), found.memory_bytes, found.sent_bytes
 
 
-def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Prediction:
+def predict(
+    plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> Prediction:
     """Return what the simulator says about a plan; where ranks differ in speed, of one cut by their speeds.
 
-    The laws are not proved for it; they are before it runs.
+    With a timing, pipelines are cut by its seconds, and memory is what was kept. The laws are not proved for it; they
+    are before it runs.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch.
+        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
-    compiled, samples = compiled_for(plan, model, cluster, batch_size)
-    spent, free = _play(compiled, (cluster, _with_free_links(cluster)), samples)
+    timing = fitted_to(plan, model, timing)
+    compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
+    spent, free = _play(compiled, (cluster, _with_free_links(cluster)), samples, timing)
     step_s, more_s = spent.step_s, spent.step_s - free.step_s
     communication_s = more_s if more_s > ROUNDING * step_s else 0.0
     idle_s = step_s - communication_s - spent.compute_s - spent.update_s
-    rank_bytes = _rank_bytes(compiled, samples)
+    rank_bytes = _rank_bytes(compiled, samples, timing)
     return Prediction(
         plan=compiled.plan,
         samples_per_micro=samples,
@@ -168,41 +177,71 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
     )
 
 
-def foresee(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Trace:
+def foresee(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None) -> Trace:
     """Return the step that :func:`predict` sums up, word by word; of steps that are not all alike the last kind.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch.
+        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
-    compiled, samples = compiled_for(plan, model, cluster, batch_size)
-    (costs,) = _costs(compiled, (cluster,), samples)
+    timing = fitted_to(plan, model, timing)
+    compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
+    (costs,) = _costs(compiled, (cluster,), samples, timing)
     return simulate_turn(compiled.turns[-1], costs, cluster)
 
 
-def hold(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) -> tuple[int, ...]:
+def hold(
+    plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+) -> tuple[int, ...]:
     """Return what each rank would hold at most, without playing a step.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch.
+        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
-    return _rank_bytes(*compiled_for(plan, model, cluster, batch_size))
+    timing = fitted_to(plan, model, timing)
+    compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
+    return _rank_bytes(compiled, samples, timing)
 
 
-def compiled_for(plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int) -> tuple[Compiled, int]:
-    """Return a plan's program, unproved, and the samples of its microbatches.
+def compiled_for(
+    plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None = None
+) -> tuple[Compiled, int]:
+    """Return a plan's program, unproved, and the samples of its microbatches; with a timing, cut by its seconds.
 
     Raises:
-        PlanError: it cannot be compiled for this model or this batch.
+        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
     plan.require_batch(batch_size)
-    plan = balanced(plan, model, cluster)
     samples = batch_size // plan.num_micros
-    whole = model if plan.need != "none" else in_one_block(model)
-    return compile(plan, whole, samples_per_micro=samples, proves=False), samples
+    given = model_for(plan, model, samples, timing)
+    return compile(balanced(plan, given, cluster), given, samples_per_micro=samples, proves=False), samples
 
 
-def _rank_bytes(compiled: Compiled, samples: int) -> tuple[int, ...]:
-    return peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples))
+def fitted_to(plan: Plan, model: ModelSpec, timing: Timing | None) -> Timing | None:
+    """Return the times of the pieces of a model as a plan gets it, if there are any.
+
+    Raises:
+        PlanError: the timing is of another model.
+    """
+    return None if timing is None else timing.fitted(_cut_for(plan, model))
+
+
+def model_for(plan: Plan, model: ModelSpec, samples: int, timing: Timing | None = None) -> ModelSpec:
+    """Return a model as a plan gets it: in one block where nothing has to be cut, with seconds where it was timed.
+
+    Raises:
+        PlanError: the timing is of another model.
+    """
+    given = _cut_for(plan, model)
+    weighed = given if timing is None else timing.weigh(given, samples)
+    return weighed if plan.need != "none" else in_one_block(weighed)
+
+
+def _cut_for(plan: Plan, model: ModelSpec) -> ModelSpec:
+    return model if plan.need == "regions" else model.unsliced
+
+
+def _rank_bytes(compiled: Compiled, samples: int, timing: Timing | None) -> tuple[int, ...]:
+    return peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples, timing))
 
 
 def in_one_block(model: ModelSpec) -> ModelSpec:
@@ -215,26 +254,52 @@ def _with_free_links(cluster: Cluster) -> Cluster:
     return replace(cluster, link=FREE, levels=levels)
 
 
-def held_bytes(model: ModelSpec, samples: int) -> Sizes:
-    """Return the bytes of values where they are kept: for its backward, a block keeps what each of its pieces gave."""
+def held_bytes(model: ModelSpec, samples: int, timing: Timing | None = None) -> Sizes:
+    """Return the bytes of values where they are kept: for its backward, a block keeps what was seen to stay.
+
+    Where nothing was, it keeps what each of its pieces gave.
+    """
+    point = timing.at(samples) if timing is not None else None
 
     @cache
     def size_of(value: Value, code: str) -> int:
         if value.name == "g":
-            return samples * sum(piece.output_bytes for piece in model.blocks[value.blocks[0]].pieces)
+            block = model.blocks[value.blocks[0]]
+            if point is not None:
+                return int(point.over(block).kept_bytes)
+            return samples * sum(piece.output_bytes for piece in block.pieces)
         return value_bytes(value, model, samples, code)
 
     return lambda value, code="": size_of(Value(value.name, value.blocks), code)  # the microbatch changes no size
 
 
-def _costs(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list[Costs]:
-    sizes = sizes_in(compiled.model, samples)
-    return [model_costs(compiled.model, one, sizes, samples_per_micro=samples) for one in clusters]
+def costs_on(
+    clusters: Sequence[Cluster], model: ModelSpec, *, samples: int, num_micros: int, timing: Timing | None = None
+) -> list[Costs]:
+    """Return what the words of a program cost on each cluster.
+
+    Args:
+        clusters: where it runs.
+        model: with the blocks that the program names.
+        samples: of one microbatch.
+        num_micros: microbatches of a step, of all ranks.
+        timing: of the model's own pieces; None where their work is only counted.
+    """
+    sizes = sizes_in(model, samples)
+    counted = [model_costs(model, one, sizes, samples_per_micro=samples) for one in clusters]
+    if timing is None:
+        return counted
+    return [timed_costs(model, timing, one, sizes, samples_per_micro=samples, num_micros=num_micros) for one in counted]
 
 
-def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int) -> list[Spent]:
+def _costs(compiled: Compiled, clusters: Sequence[Cluster], samples: int, timing: Timing | None) -> list[Costs]:
+    micros = compiled.plan.num_micros
+    return costs_on(clusters, compiled.model, samples=samples, num_micros=micros, timing=timing)
+
+
+def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int, timing: Timing | None) -> list[Spent]:
     """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
-    costs = _costs(compiled, clusters, samples)
+    costs = _costs(compiled, clusters, samples, timing)
     played = [(float(turn.share), spend(turn, costs, clusters[0])) for turn in compiled.turns if turn.share]
     return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
 

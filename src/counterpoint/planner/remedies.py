@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import PASSES, Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.rank import Prediction, hold, named
@@ -34,11 +35,13 @@ class Question:
         model: in its finest blocks.
         cluster: where it would run.
         batch_size: samples of one global batch.
+        timing: of the model's pieces; None where their work is only counted.
     """
 
     model: ModelSpec
     cluster: Cluster
     batch_size: int
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,8 @@ def _more_ranks(lean: Plan, question: Question, *, slices: bool) -> Iterator[Rem
 def _size(plan: Plan, question: Question) -> int | None:
     """Return what the fullest rank holds; None where that is too much, or the plan cannot be carried out."""
     try:
-        size = max(hold(plan, question.model, question.cluster, batch_size=question.batch_size))
+        held = hold(plan, question.model, question.cluster, batch_size=question.batch_size, timing=question.timing)
+        size = max(held)
     except PlanError:
         return None
     return size if size <= question.cluster.device.memory_bytes else None

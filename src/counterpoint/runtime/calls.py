@@ -30,6 +30,7 @@ from counterpoint.program.instruction import (
     Update,
 )
 from counterpoint.program.program import moved
+from counterpoint.program.runs import goes_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def fuse(words: Sequence[Instruction], early: Early = MappingProxyType({})) -> t
     start = 0
     while start < len(words):
         stop = start + 1
-        while stop < len(words) and _goes_on(words[stop - 1], words[stop]):
+        while stop < len(words) and goes_on(words[stop - 1], words[stop]):
             stop += 1
         call = _call(words[start:stop])
         if isinstance(call, BackwardRun) and stop - 1 in early:
@@ -159,19 +160,6 @@ def fuse(words: Sequence[Instruction], early: Early = MappingProxyType({})) -> t
         calls.append((call, start, stop))
         start = stop
     return tuple(calls)
-
-
-def _goes_on(before: Instruction, word: Instruction) -> bool:
-    """Tell whether two adjacent words belong to the same call."""
-    if isinstance(before, Forward | Recompute) and type(word) is type(before):
-        return word.block == before.block + 1 and (word.micro, word.version) == (before.micro, before.version)
-    if isinstance(before, Backward) and isinstance(word, Backward):
-        same = (word.micro, word.version, word.part) == (before.micro, before.version, before.part)
-        return word.block == before.block - 1 and same
-    if isinstance(before, Collective) and isinstance(word, Collective):
-        same = (word.verb, word.group, word.value.name) == (before.verb, before.group, before.value.name)
-        return same and word.phase == before.phase == "" and word.value.micro is None
-    return isinstance(word, Update | Serve) and type(word) is type(before)
 
 
 def _call(words: Sequence[Instruction]) -> Call:

@@ -13,6 +13,7 @@ from counterpoint.program.instruction import (
     Commit,
     Compute,
     Forward,
+    Instruction,
     Push,
     Recompute,
     Send,
@@ -33,6 +34,10 @@ class Costs(Protocol):
 
     def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return how long a rank as fast as the device computes; an update applies to ``part`` of its unit."""
+        ...
+
+    def call_s(self, word: Instruction) -> float:
+        """Return what it costs to begin a call with a word, once for all words that the call carries out."""
         ...
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
@@ -66,6 +71,10 @@ class UnitCosts:
                 return self.backward_ticks / (2 if word.part else 1)
             case Update():
                 return 0.0
+
+    def call_s(self, word: Instruction) -> float:
+        """Return nothing."""
+        return 0.0
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return nothing."""
@@ -105,6 +114,10 @@ class ModelCosts:
                 return (1 if word.part else 2) * self._block_s(block)
             case Update(unit):
                 return self._update_s(unit) * float(part)
+
+    def call_s(self, word: Instruction) -> float:
+        """Return nothing: counted operations say nothing of calls."""
+        return 0.0
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what :class:`counterpoint.simulator.network.Network` says."""

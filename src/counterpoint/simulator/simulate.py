@@ -25,6 +25,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.partners import Partners, find_partners
 from counterpoint.program.program import Program, Words
+from counterpoint.program.runs import goes_on
 from counterpoint.program.symmetry import refine
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Event, Trace
@@ -201,7 +202,7 @@ class _Writer:
 def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) -> list[float]:
     """Return the seconds of every word of a row, on its processor or on its link, while nothing else is in its way.
 
-    A gradient that was shared out is summed and applied in part.
+    A gradient that was shared out is summed and applied in part. Adjacent words that are one call begin it once.
 
     Args:
         row: whose words.
@@ -209,11 +210,12 @@ def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) 
         rank: whose row it is.
         speed: how many times as fast as the device it computes.
     """
-    found = []
-    for word, part in _parted(row):
+    found: list[float] = []
+    for index, (word, part) in enumerate(_parted(row)):
         match word:
             case Forward() | Recompute() | Backward() | Update():
-                found.append(costs.compute_s(word, part) / speed)
+                is_first = index == 0 or not goes_on(row[index - 1], word)
+                found.append((costs.compute_s(word, part) + (costs.call_s(word) if is_first else 0.0)) / speed)
             case Collective(phase="-"):
                 found.append(0.0)
             case Send() | Push() | Commit() | Collective():

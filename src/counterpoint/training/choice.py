@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.cutting.eager import Inputs
+from counterpoint.cutting.seeds import is_plain_sequential
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
@@ -23,6 +23,7 @@ from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.terms import chunks_in
+from counterpoint.training.cutting import finest_cut
 from counterpoint.training.options import Options
 from counterpoint.training.trained import trainable, with_unused
 from counterpoint.world.cluster import Cluster
@@ -139,7 +140,7 @@ class Auto:
         )
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
-        return weigh(plans, Question(spec, cluster, batch_size))
+        return weigh(plans, Question(spec, cluster, batch_size, options.timing))
 
 
 def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None, options: Options) -> Auto | None:
@@ -161,14 +162,13 @@ def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None, op
 def trace_spec(model: nn.Module, face: Face, inputs: Inputs, dims: Mapping[str, tuple[str, str]] | None) -> ModelSpec:
     """Return a model as the planner sees it: cut as finely as it can be, without its frozen parameters.
 
+    A Sequential, which is cut in another way where nobody slices its layers, is described in both.
+
     Raises:
         PlanError: it cannot even be called with these inputs.
     """
-    needs: tuple[Need, ...] = ("regions", "chain")
-    for need in needs:
-        try:
-            spec = cut_model(model, call_form(inputs), need=need, dims=dims).spec
-        except PlanError:
-            continue
-        return with_unused(trainable(spec, face))
-    return with_unused(trainable(cut_model(model, call_form(inputs), need="none", dims=dims).spec, face))
+    spec = with_unused(trainable(finest_cut(model, call_form(inputs), ("regions", "chain"), dims).spec, face))
+    if not is_plain_sequential(model):
+        return spec
+    chained = with_unused(trainable(finest_cut(model, call_form(inputs), ("chain",), dims).spec, face))
+    return spec if spec == chained else replace(spec, chained=chained)

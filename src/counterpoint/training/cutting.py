@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 from torch import nn
 
-from counterpoint.cutting.choose import cut_model
+from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.cutting.cut import Cut
+from counterpoint.cutting.eager import Inputs
 from counterpoint.errors import PlanError
+from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
+from counterpoint.model.timing_file import write_timing
 from counterpoint.plan import Plan
 from counterpoint.runtime.build import call_form
+from counterpoint.runtime.optimizers import Face
 from counterpoint.training.options import Options
+from counterpoint.training.trained import trainable, with_unused
 
 
 def cut_for(plan: Plan, model: nn.Module, inputs: Any, options: Options) -> Cut:  # noqa: ANN401 - whatever it takes
@@ -33,3 +41,43 @@ def cut_for(plan: Plan, model: nn.Module, inputs: Any, options: Options) -> Cut:
         return cut_model(model, form, need="chain", dims=options.dims)
     except PlanError:
         return cut_model(model, form, need="none", dims=options.dims)
+
+
+def finest_cut(
+    model: nn.Module, inputs: Inputs, needs: Sequence[Need], dims: Mapping[str, tuple[str, str]] | None = None
+) -> Cut:
+    """Return the model cut in the first of these ways in which it can be, or as it is.
+
+    Raises:
+        PlanError: it cannot even be called with these inputs.
+    """
+    for need in needs:
+        try:
+            return cut_model(model, inputs, need=need, dims=dims)
+        except PlanError:
+            continue
+    return cut_model(model, inputs, need="none", dims=dims)
+
+
+def described(cut: Cut, face: Face, timing: Timing | None, samples: int) -> ModelSpec:
+    """Return what of a cut model is trained; with a timing, its pieces cost what they take in seconds.
+
+    Args:
+        cut: the model.
+        face: the user's optimizer.
+        timing: of the model; None where counted operations say what pieces cost.
+        samples: in a microbatch.
+
+    Raises:
+        PlanError: the timing is of another model.
+    """
+    spec = with_unused(trainable(cut.spec, face))
+    return spec if timing is None else timing.weigh(spec, samples)
+
+
+def plan_in_words(plan: Plan, timing: Timing | None) -> str:
+    """Return a plan with all that makes its program what it is, the same words for the same program."""
+    words = f"{plan} with {plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    if timing is None:
+        return words
+    return f"{words}, cut by the timing {sha256(write_timing(timing).encode()).hexdigest()[:12]}"

@@ -60,6 +60,10 @@ class FittedCosts:
             return self.like(key_of(replace(word, part=""))) / 2
         return self.like(key)
 
+    def call_s(self, word: Instruction) -> float:
+        """Return nothing: a call was measured with what it costs to begin it."""
+        return 0.0
+
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return the least that was measured: what took longer was waiting."""
         return self.like(key_of(word))

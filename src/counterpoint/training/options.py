@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from counterpoint.errors import PlanError
+from counterpoint.model.timing import Timing
 from counterpoint.runtime.norm_rules import NormRule
 from counterpoint.runtime.vote import Guard
 from counterpoint.world.cluster import Cluster
@@ -38,6 +39,8 @@ class Options:
             several microbatches.
         mixing: what it means that a model's output for a sample depends on other samples of its microbatch, under a
             pipeline: ``error``, or ``accept`` for microbatches that are each a batch of their own.
+        timing: how long the pieces of the model take, by which pipelines are cut and ``auto`` chooses; the same on all
+            ranks. Without it, counted operations say so.
         keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
         measure: under ``auto``, how many of the plans that are predicted to be fastest are measured for some steps
             before the first one, beside data parallelism; the one that measures best is taken. They train copies of the
@@ -62,6 +65,7 @@ class Options:
     batch_norm: NormRule | None = None
     measure: int = 0
     cluster: Cluster | None = None
+    timing: Timing | None = None
 
     def __post_init__(self) -> None:
         self._require_kinds()
@@ -69,6 +73,7 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, bool | str) or not isinstance(value, float | int | None):
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
+        require_timing(self.timing)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise PlanError(f"clip_norm={self.clip_norm} would leave no gradient; give a positive norm, or None")
         if self.clip_value is not None and not self.clip_value > 0:
@@ -95,6 +100,16 @@ class Options:
                 raise PlanError(f"{name}={found!r} is a {type(found).__name__}; give {wanted}")
         if self.measure < 0:
             raise PlanError(f"measure={self.measure} is no number of plans; give how many to measure, or 0 for none")
+
+
+def require_timing(timing: object) -> None:
+    """Check that what is given as a timing is one.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if timing is not None and not isinstance(timing, Timing):
+        raise PlanError(f"timing={timing!r} is a {type(timing).__name__}; give what counterpoint.profile(...) returns")
 
 
 def guard_of(options: Options) -> Guard:

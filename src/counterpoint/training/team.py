@@ -50,7 +50,7 @@ from counterpoint.runtime.state import (
 from counterpoint.runtime.vote import Verdict
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.training.checks import require_own_memory
-from counterpoint.training.cutting import cut_for
+from counterpoint.training.cutting import cut_for, described, plan_in_words
 from counterpoint.training.elsewhere import Elsewhere
 from counterpoint.training.failing import abandoning, noting
 from counterpoint.training.flight import Flight, require_clippable, require_memory
@@ -59,7 +59,6 @@ from counterpoint.training.norms import has_meetings, judge_norms
 from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.options import Options, guard_of
 from counterpoint.training.same_model import require_same_model, share_first_values
-from counterpoint.training.trained import trainable, with_unused
 from counterpoint.training.watch import Watch
 from counterpoint.training.world import World
 
@@ -127,7 +126,7 @@ class Team:
         if self.options.mixing == "error" and any(isinstance(strategy, Pipeline) for strategy in self.plan.strategies):
             require_apart(self.model, call_form(inputs), str(self.plan), self.plan.num_micros)
         self.draws = cut.draws
-        spec = with_unused(trainable(cut.spec, self.face))
+        spec = described(cut, self.face, self.options.timing, max(num_samples, 1))
         self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
         self.num_micros = len(self.compiled.program.micros)
         self.flight = Flight.of(self.compiled.turns[-1])
@@ -194,8 +193,7 @@ class Team:
         """
         fabric = self.world.fabrics[0]
         if len(self.world.fabrics) < fabric.num_ranks:
-            micros = self.plan.num_microbatches
-            plan = f"{self.plan} with {micros} microbatch{'es' if micros > 1 else ''}"
+            plan = plan_in_words(self.plan, self.options.timing)
             require_same_model(fabric, self.model, plan, self.face.optimizer)
             share_first_values(fabric, self.model, self.options.init)
 

@@ -8,11 +8,13 @@ from random import Random
 import pytest
 
 from counterpoint.errors import PlanError
+from counterpoint.model.timing import Fixed
 from counterpoint.plan import Plan
 from counterpoint.planner.figures import figures_of
 from counterpoint.planner.rank import predict
 from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.replay import Replay
+from tests.model.timings import timing_of, took
 from tests.planner.search.spaces import FLAT, HOSTS, MODELS, changes
 
 BATCH = 48
@@ -52,6 +54,17 @@ def test_random_changes_say_what_full_simulations_say(name, cluster, passes):
 def test_plans_of_other_kinds_are_simulated_in_full(text):
     plan, model = Plan.parse(text, num_microbatches=4), MODELS["layers"]
     assert Replay(model, FLAT, 48).figures(plan) == figures_of(plan, model, FLAT, batch_size=48)
+
+
+def test_plans_for_a_model_that_was_timed_are_cut_by_its_seconds_and_take_them():
+    model = MODELS["layers"]
+    pieces = [took(1e-3 * (1 + at), 2e-3) for at in range(len(model.pieces))]
+    timing = timing_of(model, pieces, fixed=Fixed(1e-4, 2e-4))
+    replay = Replay(model, FLAT, 48, timing)
+    for text in ("solo", "pipeline(2) * data(2)", "pipeline(4)", "zero(4, level=3)"):
+        for count in (1, 4):
+            plan = Plan.parse(text, num_microbatches=count)
+            assert replay.figures(plan) == figures_of(plan, model, FLAT, batch_size=48, timing=timing)
 
 
 def test_figures_are_those_of_a_prediction():

@@ -8,13 +8,23 @@ from fractions import Fraction
 
 from counterpoint.compiler.compile import sizes_in
 from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.planner.rank import held_bytes
-from counterpoint.program.instruction import Backward, Collective, Commit, Compute, Push, Send, Update
+from counterpoint.model.timing import Timing
+from counterpoint.planner.rank import costs_on, held_bytes
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Compute,
+    Instruction,
+    Push,
+    Send,
+    Update,
+)
 from counterpoint.program.partners import Kinds, by_kind
 from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.symmetry import outline_of
 from counterpoint.program.traffic import Sizes, sent_bytes
-from counterpoint.simulator.costs import Costs, model_costs
+from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import row_crossings, row_seconds
 from counterpoint.strategies.recomputation import Recomputation
@@ -77,6 +87,10 @@ class Kept:
             self.found[key] = self.costs.compute_s(word, part)
         return self.found[key]
 
+    def call_s(self, word: Instruction) -> float:
+        """Return what the costs say."""
+        return self.costs.call_s(word)
+
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what the costs say."""
         key = ("link", _without_micro(word), part, rank)
@@ -119,11 +133,15 @@ class Cut:
         model: with these blocks.
         cluster: where it runs.
         samples: of one microbatch.
+        num_micros: microbatches of a step, of all ranks.
+        timing: of the model's own pieces; None where their work is only counted.
     """
 
     model: ModelSpec
     cluster: Cluster
     samples: int
+    num_micros: int
+    timing: Timing | None = None
     sizes: Sizes = field(init=False)
     held: Sizes = field(init=False)
     costs: Costs = field(init=False)
@@ -137,8 +155,12 @@ class Cut:
     again: dict[Recomputation, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sizes, self.held = sizes_in(self.model, self.samples), held_bytes(self.model, self.samples)
-        self.costs = Kept(model_costs(self.model, self.cluster, self.sizes, samples_per_micro=self.samples))
+        self.sizes = sizes_in(self.model, self.samples)
+        self.held = held_bytes(self.model, self.samples, self.timing)
+        (costs,) = costs_on(
+            (self.cluster,), self.model, samples=self.samples, num_micros=self.num_micros, timing=self.timing
+        )
+        self.costs = Kept(costs)
         self.is_chain = _is_chain(self.model)
 
     def inner_program(self, num_microbatches: int, slices: tuple[Strategy, ...]) -> Program:

@@ -46,9 +46,13 @@ class Space:
 
     @staticmethod
     def of(model: ModelSpec, num_ranks: int, batch_size: int, passes: tuple[str, ...] = ()) -> Space:
-        """Return all there is to choose from that keeps the numbers: every dim of the model may be sliced."""
-        dims = sorted({piece.split.dim for piece in model.pieces if piece.split is not None})
-        return Space(model, num_ranks, batch_size, passes, tuple(dims))
+        """Return all there is to choose from that keeps the numbers: every dim of the model may be sliced.
+
+        Of a model that is cut otherwise where it is sliced, nothing is.
+        """
+        pieces = model.pieces if model.chained is None else ()
+        dims = sorted({piece.split.dim for piece in pieces if piece.split is not None})
+        return Space(model.unsliced, num_ranks, batch_size, passes, tuple(dims))
 
     @property
     def rules(self) -> tuple[tuple[str, ...], ...]:

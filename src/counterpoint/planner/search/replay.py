@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.figures import Figures, figures_of
-from counterpoint.planner.rank import in_one_block
+from counterpoint.planner.rank import fitted_to, model_for
 from counterpoint.planner.search.folded import Fold
 from counterpoint.planner.search.known import Cut, KnownRow
 from counterpoint.planner.unlike import balanced
@@ -75,11 +76,13 @@ class Replay:
         model: in its finest blocks.
         cluster: where it runs.
         batch_size: samples of one global batch.
+        timing: of the model's pieces; None where their work is only counted.
     """
 
-    def __init__(self, model: ModelSpec, cluster: Cluster, batch_size: int) -> None:
+    def __init__(self, model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None = None) -> None:
         self.model, self.cluster, self.batch_size = model, cluster, batch_size
-        self.whole = in_one_block(model)
+        self.timing = timing
+        self.given: dict[tuple[str, int], ModelSpec] = {}
         self.models: dict[Hashable, ModelSpec] = {}
         self.cuts: dict[tuple[int, int], Cut] = {}
         self.near: dict[int, Nearness] = {}
@@ -89,17 +92,26 @@ class Replay:
         """Return the figures of a plan with one kind of step.
 
         Raises:
-            PlanError: it cannot be compiled for this model or this batch.
+            PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
         """
         plan.require_batch(self.batch_size)
-        plan = balanced(plan, self.model, self.cluster)
+        given = self._model(plan)
+        plan = balanced(plan, given, self.cluster)
         parts = Parts.of(plan)
-        found = None if parts is None else self._replayed(plan, parts)
-        return found or figures_of(plan, self.model, self.cluster, batch_size=self.batch_size)
+        found = None if parts is None else self._replayed(plan, parts, given)
+        return found or figures_of(plan, self.model, self.cluster, batch_size=self.batch_size, timing=self.timing)
 
-    def _replayed(self, plan: Plan, parts: Parts) -> Figures | None:
+    def _model(self, plan: Plan) -> ModelSpec:
+        """Return the model as a plan gets it; plans that get the same get one and the same."""
+        samples = self.batch_size // plan.num_micros
+        key = plan.need, samples if self.timing is not None else 0
+        if key not in self.given:
+            self.given[key] = model_for(plan, self.model, samples, self.timing)
+        return self.given[key]
+
+    def _replayed(self, plan: Plan, parts: Parts, given: ModelSpec) -> Figures | None:
         """Return what rows that are known say; None where not all ranks are of the classes of those written down."""
-        cut = self._cut(plan, parts)
+        cut = self._cut(plan, parts, given)
         fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
         if plan.num_ranks not in self.near:
             self.near[plan.num_ranks] = nearness(self.cluster, plan.num_ranks)
@@ -109,11 +121,11 @@ class Replay:
         except Clash:
             return None
 
-    def _cut(self, plan: Plan, parts: Parts) -> Cut:
+    def _cut(self, plan: Plan, parts: Parts, given: ModelSpec) -> Cut:
         """Return the model with the blocks of a plan; plans with equal blocks and microbatches get the same."""
-        key = (plan.need == "none", parts.slices, parts.stages)
+        key = (id(given), parts.slices, parts.stages)
         if key not in self.models:
-            model = self.whole if plan.need == "none" else self.model
+            model = given
             inner = (*parts.slices, parts.stages) if parts.stages is not None else parts.slices
             for strategy in inner:
                 model = strategy.refine(model)
@@ -122,7 +134,8 @@ class Replay:
         model = self.models[key]
         samples = self.batch_size // plan.num_micros
         if (id(model), samples) not in self.cuts:
-            self.cuts[id(model), samples] = Cut(model, self.cluster, samples)
+            timing = fitted_to(plan, self.model, self.timing)
+            self.cuts[id(model), samples] = Cut(model, self.cluster, samples, plan.num_micros, timing)
         return self.cuts[id(model), samples]
 
     def _rows(self, plan: Plan, parts: Parts, cut: Cut) -> list[KnownRow]:

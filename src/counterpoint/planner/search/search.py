@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from counterpoint.errors import PlanError
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import is_late
 from counterpoint.planner.enumerate import enumerate_plans
@@ -52,7 +53,14 @@ class Budget:
             )
 
 
-def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[Plan] | None = None) -> Ranking:
+def search(
+    space: Space,
+    cluster: Cluster,
+    *,
+    budget: Budget,
+    starts: Sequence[Plan] | None = None,
+    timing: Timing | None = None,
+) -> Ranking:
     """Return the best plans that random walks have met, the fastest first, with what their time goes to.
 
     One walk begins with data parallelism on all ranks, and one at each start. A walk ends when half of its part of the
@@ -64,6 +72,7 @@ def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[P
         cluster: where it runs.
         budget: how long it goes on.
         starts: plans from elsewhere; by default the best of an enumeration, which takes at most half of the time.
+        timing: of the model's pieces; None where their work is only counted.
 
     Source:
         Jia, Zaharia and Aiken, Beyond Data and Model Parallelism for Deep Neural Networks (FlexFlow), MLSys 2019,
@@ -75,7 +84,7 @@ def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[P
         >>> len(search(space, Cluster(), budget=Budget(steps=20)).predictions) > 1
         True
     """
-    met, spent = _Met(space, cluster), _Spent(budget)
+    met, spent = _Met(space, cluster, timing), _Spent(budget)
     if starts is None:
         met.look_at(_listed(space, cluster), spent)
         starts = met.best()[:MOST_STARTS]
@@ -89,7 +98,8 @@ def search(space: Space, cluster: Cluster, *, budget: Budget, starts: Sequence[P
         spent.begin(walks_left=len(begin) - number)
         while spent.goes_on:
             spent.count(is_best=walk.step())
-    return rank_plans(dict.fromkeys([*starts, *met.best()]), space.model, cluster, batch_size=space.batch_size)
+    found = dict.fromkeys([*starts, *met.best()])
+    return rank_plans(found, space.model, cluster, batch_size=space.batch_size, timing=timing)
 
 
 def _listed(space: Space, cluster: Cluster) -> Iterator[Plan]:
@@ -104,9 +114,9 @@ def _listed(space: Space, cluster: Cluster) -> Iterator[Plan]:
 class _Met:
     """The plans that walks have met, each simulated once."""
 
-    def __init__(self, space: Space, cluster: Cluster) -> None:
+    def __init__(self, space: Space, cluster: Cluster, timing: Timing | None) -> None:
         self.space, self.room_bytes = space, cluster.device.memory_bytes
-        self.replay = Replay(space.model, cluster, space.batch_size)
+        self.replay = Replay(space.model, cluster, space.batch_size, timing)
         self.plans: dict[Configuration, Plan] = {}
         self.found: dict[Plan, Figures | None] = {}
 

@@ -1,0 +1,109 @@
+"""What instructions cost by the clock: seconds of computing that were measured, piece by piece, instead of counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.model.timing import Fixed, PieceTime, Timing
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Compute,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recompute,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Swap,
+    Update,
+    weight,
+)
+from counterpoint.program.traffic import Sizes
+from counterpoint.simulator.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCosts:
+    """Costs of a model that was timed; what goes over links costs what it does by other costs.
+
+    Args:
+        blocks: what each block takes for a microbatch, as the program names them.
+        fixed: what calls cost beside that.
+        update_s_per_byte: of parameters.
+        size_of: bytes of a whole value on one rank.
+        others: costs of the same model on the same cluster, for links.
+    """
+
+    blocks: tuple[PieceTime, ...]
+    fixed: Fixed
+    update_s_per_byte: float
+    size_of: Sizes
+    others: Costs
+
+    def compute_s(self, word: Compute | Update, part: Fraction) -> float:
+        """Return the seconds of a block's pieces, or of an update by its bytes."""
+        match word:
+            case Forward(block) | Recompute(block):
+                return self.blocks[block].forward_s
+            case Backward(block, part="input"):
+                return self.blocks[block].input_s
+            case Backward(block, part="weight"):
+                return self.blocks[block].weight_s
+            case Backward(block):
+                return self.blocks[block].backward_s
+            case Update(unit):
+                return self._update_s(unit) * float(part)
+
+    def call_s(self, word: Instruction) -> float:
+        """Return the fixed seconds of a call; that of an update has those of the whole step, which has one."""
+        match word:
+            case Forward() | Recompute():
+                return self.fixed.forward_s
+            case Backward():
+                return self.fixed.backward_s
+            case Update():
+                return self.fixed.update_s + self.fixed.step_s
+            case Collective() | Send() | Recv() | Push() | Pull() | Serve() | Release() | Swap() | Commit():
+                return 0.0
+
+    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return what it costs by the other costs."""
+        return self.others.link_s(word, part, rank)
+
+    def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return what it costs by the other costs."""
+        return self.others.crossing_s(word, part, rank)
+
+    def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
+        """Return an update by its bytes and its fixed cost, and the answer by the other costs."""
+        return self._update_s(unit) + self.fixed.update_s, self.others.serve_s(unit, server, worker)[1]
+
+    def _update_s(self, unit: Unit) -> float:
+        return self.update_s_per_byte * self.size_of(weight(unit))
+
+
+def timed_costs(
+    model: ModelSpec, timing: Timing, others: Costs, size_of: Sizes, *, samples_per_micro: int, num_micros: int
+) -> Costs:
+    """Return the costs of a model that was timed.
+
+    Args:
+        model: the model with the blocks that the program names.
+        timing: of its pieces.
+        others: costs of the same model on the same cluster, for links.
+        size_of: bytes of a whole value on one rank.
+        samples_per_micro: samples in one microbatch.
+        num_micros: microbatches of a step, of all ranks.
+    """
+    point, fixed = timing.at(samples_per_micro), timing.fixed
+    if num_micros == 1 and point.alone is not None:
+        point, fixed = point.as_alone(), replace(fixed, step_s=fixed.alone_s)
+    blocks = tuple(point.over(block) for block in model.blocks)
+    return TimedCosts(blocks, fixed, timing.update_s_per_byte, size_of, others)

@@ -1,0 +1,42 @@
+"""``counterpoint profile``: a table of pieces, and files that other commands read."""
+
+import pytest
+from typer.testing import CliRunner
+
+from counterpoint.cli.main import build
+from counterpoint.model.timing_file import read_timing
+from counterpoint.planner.profile import read_profile
+
+
+@pytest.fixture
+def profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return lambda *words: CliRunner().invoke(build(["profile"]), ["profile", "digits", *words])
+
+
+def test_the_table_has_a_row_for_every_piece(profile):
+    lines = profile("--samples", "2", "--roofline").output.splitlines()
+    assert lines[0] == "SmallCNN on counted, not run; microbatches of 2"
+    assert lines[2].split() == ["piece", "forward", "ms", "backward", "ms", "output", "kept", "parameters"]
+    assert [line.split()[0] for line in lines[3:9]] == ["0", "1", "3", "4", "8", "10"]
+
+
+def test_measured_times_are_kept_and_written_for_others(profile, tmp_path):
+    first = profile("--samples", "4", "--out", str(tmp_path / "timing.json"))
+    again = profile("--samples", "4", "--json")
+    assert first.output.splitlines()[0].endswith("measured with 1 thread; microbatches of 4")
+    assert read_timing(again.output) == read_timing((tmp_path / "timing.json").read_text())
+
+
+def test_a_profile_is_written_as_pipedream_reads_it(profile, tmp_path):
+    profile("--samples", "4", "--roofline", "--graph", str(tmp_path / "graph.txt"))
+    found = read_profile((tmp_path / "graph.txt").read_text())
+    assert [layer.text for layer in found.layers] == ["0", "1", "3", "4", "8", "10"]
+    assert found.edges[0] == ("node1", "node2")
+    assert found.layers[0].activation_bytes == 4 * 4 * 16 * 64
+
+
+def test_one_file_holds_one_timing(profile, tmp_path):
+    done = profile("--threads", "1", "--threads", "2", "--out", str(tmp_path / "timing.json"))
+    assert done.exit_code == 1
+    assert "--threads was given 2 times, but one file holds one timing" in done.output
