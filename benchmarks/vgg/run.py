@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 from counterpoint.compiler.compile import compile as compiled
+from counterpoint.cutting.choose import cut_model
 from counterpoint.errors import LaunchError
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import choose
 from counterpoint.planner.rank import predict
+from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.testing.claims import Options, Result
 from counterpoint.training.choice import PASSES, trace_spec
@@ -62,8 +64,9 @@ def planned(rounds, images):
     said = {}
     for name, side in workload.SIDES.items():
         plan = Plan.parse(side.strategy or REFERENCE, num_microbatches=side.micros)
-        made = predict(Plan(plan.strategies, plan.num_microbatches, PASSES), spec, cluster, batch_size=workload.BATCH)
-        sent = compiled(plan, spec, samples_per_micro=made.samples_per_micro).sent_bytes()
+        cut = cut_model(model, call_form(images), need=plan.need).spec
+        made = predict(Plan(plan.strategies, plan.num_microbatches, PASSES), cut, cluster, batch_size=workload.BATCH)
+        sent = compiled(plan, cut, samples_per_micro=made.samples_per_micro).sent_bytes()
         said[name] = {"step_s": made.step_s, "sent": float(sum(sent))}
     return said, str(choose(workload.HOSTS, spec, cluster, workload.BATCH)), device.cost_per_s
 
