@@ -13,12 +13,12 @@ from counterpoint.profiler.kept import kept_bytes
 from counterpoint.profiler.measure import brought_to, measure
 from counterpoint.profiler.roofline import count
 from counterpoint.profiler.subject import Subject, set_up
-from counterpoint.profiler.watch import Effort, as_in_training
+from counterpoint.profiler.watch import Repetition, as_in_training
 from counterpoint.runtime.optimizers import Face
 from counterpoint.training.profiling import subject_of
 from counterpoint.world.cluster import Device
 
-ONCE = Effort(warm_ups=1, least=1, most=1)
+ONCE = Repetition(warm_ups=1, least=1, most=1)
 WIDTHS = 8, 16, 4
 SLOW = Device(cost_per_s=1.0, memory_bytes_per_s=1e9)
 

@@ -21,7 +21,7 @@ from counterpoint.model.spec import Unit
 from counterpoint.model.timing import Fixed, Machine, PieceTime, Point, Timing, known_pieces, known_weights
 from counterpoint.profiler.kept import kept_bytes
 from counterpoint.profiler.subject import Bench, Subject, set_up
-from counterpoint.profiler.watch import Clock, Effort, as_in_training, clock_of, medians
+from counterpoint.profiler.watch import Clock, Repetition, as_in_training, clock_of, medians
 from counterpoint.program.instruction import Backward, Forward, Update
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.feed import Feed
@@ -53,7 +53,7 @@ class Lap:
     weight_s: Sequence[float]
 
 
-def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: int, effort: Effort) -> Timing:
+def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: int, effort: Repetition) -> Timing:
     """Return how long the pieces of a model take; the model stays as it is.
 
     Args:
@@ -92,7 +92,7 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
     )
 
 
-def call_costs(device: torch.device, effort: Effort) -> Fixed:
+def call_costs(device: torch.device, effort: Repetition) -> Fixed:
     """Return what a call costs beside its work: what many layers take in a call each more than in one."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device)
     face = Face(partial(optim.SGD, lr=0.0), dict(model.named_parameters()))
@@ -106,7 +106,7 @@ def call_costs(device: torch.device, effort: Effort) -> Fixed:
     return Fixed(max(forward_s, 0.0) / (LAYERS - 1), max(backward_s, 0.0) / (LAYERS - 1))
 
 
-def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Effort) -> tuple[Point, Step, Step]:
+def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Repetition) -> tuple[Point, Step, Step]:
     """Return what microbatches of one size take, and steps of the model as it is, of several and of one."""
     feed, clock = subject.feed(samples, subject.num_micros), clock_of(subject.device)
     one = subject.feed(samples, 1)
@@ -190,7 +190,7 @@ def _forwards(bench: Bench, compute: Compute, feed: Feed, clock: Clock) -> list[
     return [_took(clock, partial(compute.forward, block, block, 0)) for block in sorted(compute.by_first)]
 
 
-def _updates(bench: Bench, feed: Feed, clock: Clock, effort: Effort) -> tuple[list[float], float]:
+def _updates(bench: Bench, feed: Feed, clock: Clock, effort: Repetition) -> tuple[list[float], float]:
     """Return the seconds of updates in two calls, if there is something for each, and of all in one."""
     interpreter = bench.pieces
     units = tuple(interpreter.store.units)

@@ -19,7 +19,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class Repetition:
     """How long something is measured.
 
     Args:

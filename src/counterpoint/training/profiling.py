@@ -20,7 +20,7 @@ from counterpoint.profiler.cache import remembered
 from counterpoint.profiler.measure import measure
 from counterpoint.profiler.roofline import count
 from counterpoint.profiler.subject import Loss, Subject
-from counterpoint.profiler.watch import Effort
+from counterpoint.profiler.watch import Repetition
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.feed import cut as first_of
 from counterpoint.runtime.optimizers import Face, Factory
@@ -81,7 +81,7 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     if roof is not None:
         return count(subject, "counted", roof, samples=sizes)
     device, used = name_of(subject.device), threads or torch.get_num_threads()
-    take = partial(measure, subject, device, samples=sizes, threads=used, effort=Effort())
+    take = partial(measure, subject, device, samples=sizes, threads=used, effort=Repetition())
     if folder is None:
         return take()
     return remembered(Path(folder), facts_of(subject, sizes, device, used), take, is_wanted_anew=anew)
