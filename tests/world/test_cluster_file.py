@@ -43,8 +43,9 @@ levels = st.lists(
 )
 devices = st.builds(Device, rates, st.integers(1, 2**60), rates)
 crowds = st.lists(parts).map(tuple)
-flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), crowding=crowds)
-nested = st.builds(Cluster, devices, levels=levels.map(tuple), crowding=crowds)
+slow = st.lists(st.tuples(st.just(0), st.just(0), parts), max_size=2).map(tuple)
+flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), crowding=crowds, slow_links=slow)
+nested = st.builds(Cluster, devices, levels=levels.map(tuple), crowding=crowds, slow_links=slow)
 
 
 def mistakes(text):
@@ -129,6 +130,21 @@ def test_a_mistake_is_told_with_its_line_the_rule_and_the_remedy(old, new, said)
     assert any(line.startswith(said) for line in mistakes(changed(old, new)))
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{level: 1, group: 3, part: 2}", "slow_links[0].part is 2; it must be more than 0 and at most 1"),
+        ("{level: 2, group: 0, part: 0.5}", "slow_links[0] is of level 2, and the outermost one is 1"),
+        ("{level: 1, group: 4, part: 0.5}", "slow_links[0] is group 4, and level 1 joins 4, from 0 on"),
+        ("{level: host, group: 4, part: 0.5}", "slow_links[0].level is host; it must be a whole number from 0 on"),
+        ("{level: 1, group: 3}", "slow_links[0] has no part; give it, as in part: 0.5"),
+    ],
+)
+def test_a_slow_link_is_one_that_there_is(entry, said):
+    assert read_cluster(f"{HOSTS}slow_links: [{{level: 0, group: 7, part: 0.5}}]").slow_links == ((0, 7, 0.5),)
+    assert any(line.startswith(f"c.yaml:17: {said}") for line in mistakes(f"{HOSTS}slow_links: [{entry}]"))
+
+
 def test_all_mistakes_are_told_at_once_from_the_first_line_on():
     text = changed("30 GFLOP/s", "30").replace("count: 2", "count: 0").replace("speeds", "speed")
     assert [line.split(":")[1] for line in mistakes(text)] == ["2", "7", "15"]
@@ -149,7 +165,7 @@ def test_a_unit_that_may_be_bits_or_bytes_is_asked_about():
     [
         ("", "c.yaml is empty; a cluster has a device and a link or levels"),
         ("a: [b", "c.yaml is not YAML: while parsing a flow sequence"),
-        ("words", "c.yaml:1: the file is words; it must have keys with values, device, link, levels, speeds, crowding"),
+        ("words", "c.yaml:1: the file is words; it must have keys with values, device, link, levels, speeds"),
         ("[1, 2]", "c.yaml:1: the file is a list; it must have keys"),
         ("device:\nlink:", "c.yaml:1: device is empty; it must have keys with values, flops, memory, memory_bandwidth"),
         ("levels: []", "c.yaml:1: levels must be a list with at least one member"),

@@ -27,13 +27,17 @@ from counterpoint.world.quantities import (
 DEVICE = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
 LINK = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
-_KEYS = ("device", "link", "levels", "speeds", "crowding")
+_KEYS = ("device", "link", "levels", "speeds", "crowding", "slow_links")
+_SLOW_KEYS = ("level", "group", "part")
 _LEVEL_KEYS = ("name", "count", *LINK, "shared")
 _SWITCHES = {"true": True, "false": False}
 _EXAMPLES = {
     "device": "device: {flops: 30 GFLOP/s, memory: 16 GiB, memory_bandwidth: 10 GB/s}",
     "name": "name: host",
     "count": "count: 2",
+    "level": "level: 1",
+    "group": "group: 0",
+    "part": "part: 0.5",
     **{key: f"{key}: {kind.example}" for key, kind in (DEVICE | LINK).items()},
     "memory_bandwidth": "memory_bandwidth: 10 GB/s",
 }
@@ -123,7 +127,10 @@ def write_cluster(cluster: Cluster) -> str:
     text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
     for key, numbers in (("speeds", cluster.speeds), ("crowding", cluster.crowding)):
         text += f"{key}: [{', '.join(map(repr, numbers))}]\n" if numbers else ""
-    return text
+    rows = "".join(
+        f"- {{level: {level}, group: {group}, part: {part!r}}}\n" for level, group, part in cluster.slow_links
+    )
+    return text + (f"slow_links:\n{rows}" if rows else "")
 
 
 def _link_fields(link: Link) -> dict[str, str]:
@@ -159,6 +166,10 @@ class _Reader:
             self.speeds(nodes.get("speeds"), levels),
             levels,
             self.crowding(nodes.get("crowding")),
+            tuple(
+                self.slow_link(node, f"slow_links[{at}]", levels)
+                for at, node in enumerate(self.items(nodes.get("slow_links"), "slow_links"))
+            ),
         )
 
     def device(self, node: yaml.Node) -> Device:
@@ -189,6 +200,21 @@ class _Reader:
         if node is not None and max(parts, default=0) > 1:
             self.note(node, f"crowding has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
         return parts
+
+    def slow_link(self, node: yaml.Node, path: str, levels: tuple[Level, ...]) -> tuple[int, int, float]:
+        nodes = self.keys(node, path, _SLOW_KEYS, required=_SLOW_KEYS)
+        level, group = (self.whole(nodes.get(key), f"{path}.{key}") for key in ("level", "group"))
+        part = float(text) if re.fullmatch(NUMBER, text := _shown(nodes.get("part", node))) else 0.0
+        if "part" in nodes and not 0 < part <= 1:
+            self.note(nodes["part"], f"{path}.part is {text}; it must be more than 0 and at most 1; write it as in 0.5")
+        if level >= max(len(levels), 1):
+            self.note(node, f"{path} is of level {level}, and the outermost one is {max(len(levels), 1) - 1}; give one")
+        num_groups = math.prod(each.count for each in levels[level:])
+        if levels and group >= num_groups:
+            self.note(
+                node, f"{path} is group {group}, and level {level} joins {num_groups}, from 0 on; give one of them"
+            )
+        return level, group, part
 
     def keys(
         self, node: yaml.Node, path: str, known: Collection[str], *, required: Collection[str]
@@ -251,6 +277,14 @@ class _Reader:
             return int(text)
         self.note(node, f"{path} is {text}; it must be a whole number from 1 on, of how many things the level joins")
         return 1
+
+    def whole(self, node: yaml.Node | None, path: str) -> int:
+        """Return a whole number from 0 on."""
+        text = "0" if node is None else _shown(node)
+        if re.fullmatch(r"[0-9]{1,9}", text):
+            return int(text)
+        self.note(node, f"{path} is {text}; it must be a whole number from 0 on; write it as in 0")
+        return 0
 
     def switch(self, node: yaml.Node | None, path: str) -> bool:
         """Return whether a level is shared."""
