@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from benchmarks.published.profiles import (
     ALEX_A,
@@ -78,7 +78,7 @@ def pipelined_s(setting: Setting) -> float:
 def implied(setting: Setting, published: str) -> float:
     """Return the bytes/s of data parallelism's sums at which the published speed-up comes out."""
     low, high = setting.between / 10, setting.between
-    return crossing(low, high, lambda rate: speed_up(setting, rate), float(published))
+    return crossing(low, high, partial(speed_up, setting), float(published))
 
 
 def sent(made: Compiled, num_minibatches: int) -> float:
