@@ -62,7 +62,7 @@ CHOSEN = {  # what was published; a mark for each of the ways: a dot where it ag
     Setting("GNMT-8", "A", 1, 4, **A): ("straight", "g p."),
     Setting("GNMT-8", "A", 3, 4, **A): ("straight", "ggpr"),
     Setting("GNMT-8", "B", 2, 8, **B): ("16", "qq  "),
-    Setting("GNMT-16", "A", 1, 4, **A): ("straight", "g p."),
+    Setting("GNMT-16", "A", 1, 4, **A): ("straight", "g g."),
     Setting("GNMT-16", "A", 4, 4, **A): ("straight", "ggpr"),
     Setting("GNMT-16", "B", 2, 8, **B): ("straight", "gg  "),
 }
