@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, cast
 
 from counterpoint.compiler.compile import Compiled, sizes_in
-from counterpoint.model.spec import Block, ModelSpec, Param, Piece, Unit
-from counterpoint.program.instruction import (
-    Backward,
-    Collective,
-    Commit,
-    Compute,
-    Forward,
-    Push,
-    Recompute,
-    Send,
-    Update,
-)
+from counterpoint.model.spec import Block, ModelSpec, Param, Piece
+from counterpoint.program.instruction import Backward, Compute, Forward, Recompute, Update
 from counterpoint.simulator.costs import Costs, model_costs
 from counterpoint.simulator.spent import spend
-from counterpoint.world.cluster import Cluster, Link
+from counterpoint.world.cluster import Cluster, Device, Link
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds of every block for one microbatch, and what a link takes; updates take none.
+    """Seconds of every block for one microbatch; all but computing costs what it costs by others.
 
     Args:
         forward_s: of each block.
         backward_s: of each block.
-        on_link: what is sent costs what it costs there.
+        others: costs of the same model, whose device updates in no time.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    on_link: Costs
+    others: Costs
 
     def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return the seconds of a block."""
@@ -46,15 +38,11 @@ class Seconds:
             case Backward(block):
                 return self.backward_s[block] / (2 if word.part else 1)
             case Update():
-                return 0.0
+                return self.others.compute_s(word, part)
 
-    def link_s(self, word: Send | Push | Collective | Commit, part: Fraction) -> float:
-        """Return the seconds of a link."""
-        return self.on_link.link_s(word, part)
-
-    def serve_s(self, unit: Unit) -> tuple[float, float]:
-        """Return what a server takes for one push: only its answer."""
-        return 0.0, self.on_link.serve_s(unit)[1]
+    def __getattr__(self, name: str) -> Any:
+        """Return what the other costs answer."""
+        return getattr(self.others, name)
 
 
 def row_of(names: Sequence[str], weight_bytes: Sequence[float], output_bytes: Sequence[float]) -> ModelSpec:
@@ -70,9 +58,9 @@ def row_of(names: Sequence[str], weight_bytes: Sequence[float], output_bytes: Se
 
 def step_s(made: Compiled, forward_s: Sequence[float], backward_s: Sequence[float], bytes_per_s: float) -> float:
     """Return how long a step takes, in the long run; every rank has one link of that speed, without latency."""
-    cluster = Cluster(link=Link(0.0, bytes_per_s))
-    rest = model_costs(made.model, cluster, sizes_in(made.model, 1))
-    costs = Seconds(tuple(forward_s), tuple(backward_s), rest)
+    cluster = Cluster(Device(memory_bytes_per_s=math.inf), Link(0.0, bytes_per_s))
+    others = model_costs(made.model, cluster, sizes_in(made.model, 1))
+    costs = cast("Costs", Seconds(tuple(forward_s), tuple(backward_s), others))
     return spend(made.turns[-1], [costs])[0].step_s
 
 
