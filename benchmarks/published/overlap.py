@@ -58,7 +58,7 @@ def overlap_table() -> Table:
     for (name, backend), published in GAINS.items():
         found = crossing(1.0, SLOWEST, partial(gain, name), float(published))
         label = f"fitted: sums take {found:.2f} times the backward"
-        rows.append(Row((name, backend, label), published, gain(name, found)))
+        rows.append(Row((name, backend, label), published, gain(name, found), is_fitted=True))
     return Table(
         "What overlap gains",
         "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 5.1: "

@@ -38,7 +38,8 @@ HEAD = """\
 What papers and projects have published, beside what Counterpoint says of the same: its programs, its planner and its
 simulator, told only what was published. `make golden` writes this page, and a test fails where it no longer says what
 the code does. A figure *agrees* where both are the same to one in the last printed digit, or as near as its table says;
-one that *misses* bears a mark, and below its table stands why. `counterpoint bench published` prints the same.
+one that *misses* bears a mark, and below its table stands why; of one that is *fitted* something that was not published
+was chosen so that it agrees, and the table says what. `counterpoint bench published` prints the same.
 """
 
 
@@ -58,17 +59,21 @@ def page() -> str:
 
 def summary(tables: Iterable[Table]) -> str:
     """Return how many figures agree, by table."""
-    lines = ["| table | figures | agree | miss | how near |", "|---|--:|--:|--:|---|"]
+    lines = ["| table | figures | agree | miss | fitted | how near |", "|---|--:|--:|--:|--:|---|"]
     for table in tables:
-        misses = sum(bool(row.why) for row in table.rows)
-        near = f"{100 * table.within:g} %" if table.within else "the last digit"
-        anchor = "".join(
-            letter for letter in table.title.lower().replace(" ", "-") if letter.isalnum() or letter == "-"
-        )
-        lines.append(
-            f"| [{table.title}](#{anchor}) | {len(table.rows)} | {len(table.rows) - misses} | {misses} | {near} |"
-        )
+        misses, fitted = sum(bool(row.why) for row in table.rows), sum(row.is_fitted for row in table.rows)
+        counts = (len(table.rows), len(table.rows) - misses - fitted, misses, fitted)
+        anchor = "".join(one for one in table.title.lower().replace(" ", "-") if one.isalnum() or one == "-")
+        cells = (f"[{table.title}](#{anchor})", *map(str, counts), nearness(table))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def nearness(table: Table) -> str:
+    """Return how near two figures of a table are that agree."""
+    if table.within:
+        return f"{100 * table.within:g} %"
+    return "the same text" if isinstance(table.rows[0].simulated, str) else "the last digit"
 
 
 def section(table: Table) -> Iterator[str]:
@@ -80,7 +85,7 @@ def section(table: Table) -> Iterator[str]:
     yield f"| {' | '.join(table.columns)} | published{unit} | simulated | difference |"
     yield f"|{'---|' * len(table.columns)}--:|--:|--:|"
     for row in table.rows:
-        yield f"| {' | '.join(cells(row))} |"
+        yield f"| {' | '.join(shown_cells(row))} |"
     if table.reasons:
         yield "\nWhat misses:\n"
     for mark, why in table.reasons:
@@ -88,6 +93,6 @@ def section(table: Table) -> Iterator[str]:
     yield ""
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def shown_cells(row: Row) -> tuple[str, ...]:
     """Return what a row shows."""
     return (*row.labels, row.published, row.shown, f"{row.difference} ({row.why})" if row.why else row.difference)

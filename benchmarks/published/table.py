@@ -14,12 +14,14 @@ class Row:
         published: the figure as it is printed, ``31.4``; nothing behind it, so that its last digit can be told.
         simulated: ours; a text where what is published is one.
         why: the mark of the reason in its table why the two differ; empty where they agree.
+        is_fitted: whether what is not published was chosen so that they agree.
     """
 
     labels: tuple[str, ...]
     published: str
     simulated: float | str
     why: str = ""
+    is_fitted: bool = False
 
     @property
     def decimals(self) -> int:
