@@ -8,6 +8,9 @@ from benchmarks.published.page import TABLES, page
 from benchmarks.published.table import Row, Table
 
 
+pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
+
+
 @pytest.mark.parametrize("index", range(len(TABLES)), ids=[build.__name__ for build in TABLES])
 def test_every_published_figure_comes_out_or_has_a_reason(index):
     assert TABLES[index]().wrong() == []
