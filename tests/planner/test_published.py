@@ -7,7 +7,6 @@ from benchmarks.published.networks import bert_large, inception_v3, num_params, 
 from benchmarks.published.page import TABLES, page
 from benchmarks.published.table import Row, Table
 
-
 pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
 
 
