@@ -1,0 +1,115 @@
+"""Pipelines on a virtual clock: bubbles as the papers give them, and GPipe's and torchgpipe's speed-ups."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from benchmarks.published.table import Row, Table, marked
+from counterpoint.compiler.compile import compile as compile_plan
+from counterpoint.model.spec import chain
+from counterpoint.plan import Plan
+from counterpoint.program.trace import Trace
+from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.simulate import simulate, simulate_turn
+
+GPIPE = "Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019"
+MEGATRON = "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021"
+ZERO_BUBBLE = "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024"
+SPREAD = ((4, 1, "0.75"), (4, 4, "0.4286"), (4, 8, "0.2727"), (4, 32, "0.0857"), (8, 32, "0.1795"))
+TPU = {  # microbatches: AmoebaNet-D(18, 256) and Transformer-48, each on 2, 4 and 8 partitions
+    1: "1 1.13 1.38b 1 1.07 1.3b",
+    4: "1.07a 1.26a 1.72a 1.7b 3.2b 4.8b",
+    32: "1.21a 1.84a 3.48a 1.8 3.4 6.3",
+}
+P100 = {"AmoebaNet-D(18, 128)": "1 1.7a 2.7a", "Transformer-24": "1 1.8 3.3"}
+PARTITIONS = (2, 4, 8)
+STEP = "(n-1)/(m+n-1) of the step"
+LAYERS = 8
+
+
+@cache
+def played(text: str, num_micros: int, num_blocks: int = LAYERS) -> Trace:
+    """Return one step of a plan on equal blocks: a forward takes one tick, a backward two."""
+    made = compile_plan(Plan.parse(text, num_microbatches=num_micros), chain(num_blocks), proves=False)
+    turn = made.turns[-1]
+    costs = unit_costs(backward_ticks=2)
+    return simulate(made.program, costs) if turn.stream is None else simulate_turn(turn, costs)
+
+
+def idle_parts(text: str, num_micros: int, num_blocks: int) -> float:
+    """Return the time in which ranks idle, as a part of the time in which they compute."""
+    bubble = played(text, num_micros, num_blocks).bubble
+    return bubble / (1 - bubble)
+
+
+@cache
+def bubble_table() -> Table:
+    """Bubbles of all orders."""
+    rows = [
+        Row((f"{order}({n})", str(m), STEP, name), published, played(f"{order}({n})", m, n).bubble)
+        for order, name in (("gpipe", "GPipe"), ("one_f_one_b", "PipeDream-Flush"))
+        for n, m, published in SPREAD
+    ]  # fmt: skip
+    for n, m, v in ((4, 8, 2), (4, 8, 4), (8, 16, 2)):
+        text = f"interleaved({n}, virtual={v})"
+        formula = f"{(n - 1) / (v * m):.4f}"
+        rows.append(Row((text, str(m), "(n-1)/(v m) of computing", "Megatron-LM"), formula, idle_parts(text, m, n * v)))
+    for n, m in ((4, 8), (8, 16)):
+        for order, ticks, idle in (("one_f_one_b", 3, 3), ("zero_bubble", 3, 1)):
+            text, formula = f"{order}({n})", f"{idle * (n - 1) / (ticks * m):.4f}"
+            said = "(n-1)(F+B+W)" if idle == 3 else "(n-1)(F+B-W)"
+            rows.append(
+                Row((text, str(m), f"{said} idle", "1F1B" if idle == 3 else "ZB-H1"), formula, idle_parts(text, m, n))
+            )
+    rows.append(
+        Row(("pipedream(4)", "8", "none in the long run", "PipeDream"), "0.0000", played("pipedream(4)", 8, 4).bubble)
+    )
+    return Table(
+        "Bubbles",
+        f"{GPIPE}, section 2.3; {MEGATRON}, section 2.2; {ZERO_BUBBLE}, section 2 (with F = B = W); Narayanan et al., "
+        "PipeDream, SOSP 2019, section 3.2.",
+        "Programs of equal blocks on the virtual clock, without communication. Megatron-LM gives its bubble as a "
+        "part of the time in which is computed, the zero bubble in seconds; both are shown as parts of the time of "
+        "computing.",
+        ("plan", "microbatches", "as published", "where"),
+        tuple(rows),
+    )
+
+
+def speed(num_stages: int, num_micros: int) -> float:
+    """Return how much faster a batch is than on two stages in one piece; the batch is cut into the microbatches."""
+    plan = "gpipe({}, checkpoint=always)"
+    whole, cut = played(plan.format(2), 1).step_s, played(plan.format(num_stages), num_micros).step_s / num_micros
+    return whole / cut
+
+
+@cache
+def throughput_table() -> Table:
+    """GPipe's tables 2 and 3."""
+    rows = []
+    for num_micros, line in TPU.items():
+        models = ((model, n) for model in ("AmoebaNet-D(18, 256)", "Transformer-48") for n in PARTITIONS)
+        for (model, n), cell in zip(models, line.split(), strict=True):
+            published, why = marked(cell)
+            rows.append(Row(("TPU", model, str(n), str(num_micros)), published, speed(n, num_micros), why))
+    for model, line in P100.items():
+        for n, cell in zip(PARTITIONS, line.split(), strict=True):
+            published, why = marked(cell)
+            rows.append(Row(("P100", model, str(n), "32"), published, speed(n, 32) / speed(2, 32), why))
+    return Table(
+        "GPipe's throughput",
+        f"{GPIPE}, tables 2 and 3: by that of 2 partitions with 1 microbatch (TPU), of 2 with 32 (P100).",
+        f"`gpipe(n, checkpoint=always)` on {LAYERS} equal layers without communication: what a batch of one size "
+        "would gain. Shapes of the Transformer are published; seconds of layers, which part of the vocabulary's "
+        "projection is on which partition, and AmoebaNet's cells are not.",
+        ("device", "model", "partitions", "microbatches"),
+        tuple(rows),
+        within=0.1,
+        unit="times",
+        reasons=(
+            ("a", "AmoebaNet's cells differ in work, and the paper says that its partitions are unequal; equal ones "
+                  "are the most that pipelining could gain"),
+            ("b", "faster than any order of the same batch can be: the batch was changed to fit the memory from "
+                  "cell to cell, and by how much is not published"),
+        ),
+    )  # fmt: skip

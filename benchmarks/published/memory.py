@@ -1,0 +1,139 @@
+"""What ZeRO's programs hold and send, beside tables 1 and 2 of its paper."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from benchmarks.published.table import Row, Table
+from counterpoint.compiler.compile import Compiled, compile as compile_plan, sizes_in
+from counterpoint.model.spec import Block, ModelSpec, Param, Piece, Split
+from counterpoint.plan import Plan
+from counterpoint.program.program import Program
+from counterpoint.simulator.memory import peak_bytes
+
+PAPER = "Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020"
+LEVELS = {0: "data", 1: "os", 2: "os+g", 3: "os+g+p"}
+HALF = 2  # bytes of a weight, of its gradient and of what is sent
+ADAM = 6  # values of two bytes that Adam keeps of a weight in float32: itself, its mean and its variance
+TABLE_1 = {  # ranks: 7.5e9, 128e9 and 1e12 parameters, each on the levels 1, 2 and 3
+    1: "120 120 120 2048 2048 2048 16000 16000 16000",
+    4: "52.5 41.3 30 896 704 512 7000 5500 4000",
+    16: "35.6 21.6 7.5 608 368 128 4750 2875 1000",
+    64: "31.4 16.6 1.88 536 284 32 4187 2218 250",
+    256: "30.4 15.4 0.47 518 263 8 4046 2054 62.5",
+    1024: "30.1 15.1 0.12 513 257 2 4011 2013 15.6",
+}
+SIZES = {"7.5 B": 7.5e9, "128 B": 128e9, "1 T": 1e12}
+TABLE_2 = {1: "2 7.6 14.4 128", 2: "4 15.2 28.8 256", 4: "8 30.4 57.6 500"}  # slices: levels 0 to 3
+MEASURED = {1: "1.3 6.2", 2: "2.5 12.5", 4: "5 25"}
+GPU_BYTES = 32e9
+SHARERS = 64
+
+
+def halves(num_blocks: int, num_params: float) -> ModelSpec:
+    """Return a model of equal blocks with so many parameters of two bytes, each of which may be sliced."""
+    each = int(num_params) // num_blocks
+    params = tuple(Param(f"block{index}.weight", (each,), item_bytes=HALF) for index in range(num_blocks))
+    blocks = (
+        Block((Piece(param.name, (param.name,), split=Split("hidden", ((param.name, 0),), each, 0, 0)),), index)
+        for index, param in enumerate(params)
+    )
+    return ModelSpec(tuple(blocks), params)
+
+
+@cache
+def shared_out(level: int, num_ranks: int, num_blocks: int, slices: int = 1) -> Compiled:
+    """Return the program of a level; the numbers of parameters change nothing of it."""
+    inner = f"tensor({slices}) * " if slices > 1 else ""
+    plan = Plan.parse(f"{inner}zero({num_ranks}, level={level})" if level else f"{inner}data({num_ranks})")
+    return compile_plan(plan, halves(num_blocks, num_blocks * 10_000), proves=False)
+
+
+def peak_gb(level: int, num_ranks: int, num_params: float, num_blocks: int, *, slices: int = 1) -> float:
+    """Return what each rank of a program holds at most."""
+    made = shared_out(level, num_ranks, num_blocks, slices)
+    model = halves(num_blocks, num_params)
+    if slices > 1:
+        model = model.refine(("hidden",), slices)
+    replica = Program(made.program.rows[:1])  # all of them hold alike
+    return max(peak_bytes(replica, sizes_in(model, 1), num_states=ADAM)) / 1e9
+
+
+def states_gb(level: int, num_ranks: int, num_params: float, *, slices: int = 1) -> float:
+    """Return what stays as blocks become ever smaller: the peak has one block's whole weights and gradients besides.
+
+    That part halves where blocks are half as large, so that it cancels out of two programs.
+    """
+    few, many = (peak_gb(level, num_ranks, num_params, count, slices=slices) for count in (1, 2))
+    return 2 * many - few
+
+
+@cache
+def memory_table() -> Table:
+    """Table 1: gigabytes per rank."""
+    rows = []
+    for num_ranks, line in TABLE_1.items():
+        cells = ((name, level) for name in SIZES for level in (1, 2, 3))
+        for (name, level), published in zip(cells, line.split(), strict=True):
+            simulated = states_gb(level, num_ranks, SIZES[name])
+            rows.append(Row((name, str(num_ranks), LEVELS[level]), published, simulated))
+    return Table(
+        "Memory of ZeRO's states",
+        f"{PAPER}, table 1 (computed by its authors).",
+        "The programs of `zero(n, level=1..3)`, and what their ranks hold at most, for weights and gradients of 2 "
+        "bytes and Adam in float32, 12 bytes a parameter. A program's peak has one block's whole gradient besides, "
+        "from level 3 its whole weights too; shown is what stays as blocks become ever smaller. The paper rounds in "
+        "some cells and cuts off in others.",
+        ("parameters", "ranks", "level"),
+        tuple(rows),
+        unit="GB",
+    )
+
+
+@cache
+def largest_table() -> Table:
+    """Table 2: the largest model that fits."""
+    rows = []
+    for slices, line in TABLE_2.items():
+        for level, published in enumerate(line.split()):
+            held = states_gb(level, SHARERS, 16 * 64e6, slices=slices) * 1e9 / (16 * 64e6)
+            labels = (str(slices), str(SHARERS * slices), LEVELS[level])
+            rows.append(Row((*labels, "in theory"), published, GPU_BYTES / held / 1e9))
+            if level < 2:
+                rows.append(Row((*labels, "measured"), MEASURED[slices].split()[level], GPU_BYTES / held / 1e9, "a"))
+    return Table(
+        "The largest model that ZeRO fits",
+        f"{PAPER}, table 2.",
+        "`tensor(mp) * data(64)` and `tensor(mp) * zero(64, level=1..3)` on devices of 32 GB (10^9 bytes). The paper "
+        "multiplies rounded figures by the degree of model parallelism and writes 500, 1000 and 2000 for 512, 1024 "
+        "and 2048.",
+        ("slices", "ranks", "level", "figure"),
+        tuple(rows),
+        within=0.025,
+        unit="B parameters",
+        reasons=(
+            ("a", "what was measured is a model that trains, whose activations, buffers and fragments take 18 to 37 "
+                  "% of the device; the model's shapes and batch are not published with the table, so that only "
+                  "states are counted"),
+        ),
+    )  # fmt: skip
+
+
+@cache
+def volume_table() -> Table:
+    """Section 7: what is sent."""
+    rows = []
+    for level, published in enumerate(("2", "2", "2", "3")):
+        made = shared_out(level, SHARERS, 4)
+        weights = sum(param.num_bytes for param in made.model.params)
+        rows.append(Row((LEVELS[level],), published, float(max(made.forecast.sent_bytes())) / weights))
+    return Table(
+        "What ZeRO sends",
+        f"{PAPER}, section 7.",
+        f"Bytes that each of {SHARERS} ranks sends in a step, by those of its weights, from the same programs. The "
+        "paper leaves out the factor (n-1)/n.",
+        ("level",),
+        tuple(rows),
+        within=0.02,
+        unit="times the weights",
+    )

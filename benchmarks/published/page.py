@@ -1,0 +1,98 @@
+"""The page of published figures, written from the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from textwrap import fill
+
+from benchmarks.published.bubbles import bubble_table, throughput_table
+from benchmarks.published.collectives import all_reduce_table
+from benchmarks.published.configurations import configuration_table
+from benchmarks.published.memory import largest_table, memory_table, volume_table
+from benchmarks.published.missing import MISSING
+from benchmarks.published.overlap import overlap_table
+from benchmarks.published.pipedream import communication_table, speed_table
+from benchmarks.published.scaling import horovod_table, tensorflow_table
+from benchmarks.published.table import Row, Table
+from benchmarks.published.torchgpipe import torchgpipe_table
+
+WIDTH = 120
+TABLES = (
+    memory_table,
+    largest_table,
+    volume_table,
+    bubble_table,
+    throughput_table,
+    torchgpipe_table,
+    all_reduce_table,
+    configuration_table,
+    communication_table,
+    speed_table,
+    overlap_table,
+    horovod_table,
+    tensorflow_table,
+)
+HEAD = """\
+# Published figures
+
+What papers and projects have published, beside what Counterpoint says of the same: its programs, its planner and its
+simulator, told only what was published. `make golden` writes this page, and a test fails where it no longer says what
+the code does. A figure *agrees* where both are the same to one in the last printed digit, or as near as its table says;
+one that *misses* bears a mark, and below its table stands why; of one that is *fitted* something that was not published
+was chosen so that it agrees, and the table says what. `counterpoint bench published` prints the same.
+"""
+
+
+def all_tables() -> tuple[Table, ...]:
+    """Return every table."""
+    return tuple(build() for build in TABLES)
+
+
+def page() -> str:
+    """Return the page."""
+    tables = all_tables()
+    parts = [HEAD, summary(tables), *("\n".join(section(table)) for table in tables)]
+    rows = ["| what | published | what is missing |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in MISSING)]
+    text = "Figures with nothing to hold against them, because what they depend on was not published or is not at hand."
+    return "\n".join([*parts, "## What cannot be simulated\n", f"{text}\n", *rows]) + "\n"
+
+
+def summary(tables: Iterable[Table]) -> str:
+    """Return how many figures agree, by table."""
+    lines = ["| table | figures | agree | miss | fitted | how near |", "|---|--:|--:|--:|--:|---|"]
+    for table in tables:
+        misses, fitted = sum(bool(row.why) for row in table.rows), sum(row.is_fitted for row in table.rows)
+        counts = (len(table.rows), len(table.rows) - misses - fitted, misses, fitted)
+        anchor = "".join(one for one in table.title.lower().replace(" ", "-") if one.isalnum() or one == "-")
+        cells = (f"[{table.title}](#{anchor})", *map(str, counts), nearness(table))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def nearness(table: Table) -> str:
+    """Return how near two figures of a table are that agree."""
+    if table.within:
+        return f"{100 * table.within:g} %"
+    return "the same text" if isinstance(table.rows[0].simulated, str) else "the last digit"
+
+
+def section(table: Table) -> Iterator[str]:
+    """Yield the lines of one table."""
+    yield f"## {table.title}\n"
+    yield fill(f"Published: {table.source}", WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+    yield fill(f"Simulated: {table.inputs}", WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+    unit = f", {table.unit}" if table.unit else ""
+    yield f"| {' | '.join(table.columns)} | published{unit} | simulated | difference |"
+    yield f"|{'---|' * len(table.columns)}--:|--:|--:|"
+    for row in table.rows:
+        yield f"| {' | '.join(shown_cells(row))} |"
+    if table.reasons:
+        yield "\nWhat misses:\n"
+    for mark, why in table.reasons:
+        yield fill(f"* ({mark}) {why}.", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    yield ""
+
+
+def shown_cells(row: Row) -> tuple[str, ...]:
+    """Return what a row shows."""
+    return (*row.labels, row.published, row.shown, f"{row.difference} ({row.why})" if row.why else row.difference)

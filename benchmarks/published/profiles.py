@@ -1,0 +1,105 @@
+"""Layers that PipeDream's authors measured, for each row of their tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from counterpoint.planner.profile import Layer, Profile, read_profile
+
+PROFILES = Path(__file__).parents[2] / "tests" / "planner" / "profiles"
+FILES = {"VGG-16": "vgg16", "ResNet-50": "resnet50", "AlexNet": "alexnet", "GNMT-8": "gnmt", "GNMT-16": "gnmt_large"}
+SOSP = "Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019"
+ARXIV = "Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, arXiv 1806.03377, 2018"
+INPUTS = (
+    "Layers as their authors measured and published them (`profiler/*/profiles/*/graph.txt` of msr-fiddle/pipedream), "
+    "seconds and activations scaled to the minibatch of each row. Which device was measured is not published."
+)
+GBIT = 1e9 / 8
+PCIE, NVLINK = 15.75e9, 150e9
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the published tables.
+
+    Args:
+        model: whose profile.
+        cluster: as the papers call it.
+        servers: how many.
+        devices: of each server.
+        inside: bytes/s between devices of a server: PCIe 3.0 x16, or NVLink of a V100, by their data sheets.
+        between: bytes/s between servers.
+        scale: samples of a minibatch on one device, as a part of those of the profile.
+    """
+
+    model: str
+    cluster: str
+    servers: int
+    devices: int
+    inside: float
+    between: float
+    scale: float = 1.0
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Model and cluster."""
+        return self.model, f"{self.servers}x{self.devices} ({self.cluster})"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all servers."""
+        return self.servers * self.devices
+
+    @property
+    def slowest(self) -> float:
+        """Bytes/s of the slowest link."""
+        return self.between if self.servers > 1 else self.inside
+
+
+A, B = {"inside": PCIE, "between": 10 * GBIT}, {"inside": NVLINK, "between": 25 * GBIT}
+VGG_A, VGG_B = Setting("VGG-16", "A", 4, 4, **A, scale=0.5), Setting("VGG-16", "B", 2, 8, **B, scale=0.5)
+VGG_OLD = Setting("VGG-16", "B of 2018", 8, 1, PCIE, 10 * GBIT, scale=0.25)
+ALEX_A, ALEX_B = Setting("AlexNet", "A", 4, 4, **A), Setting("AlexNet", "B", 2, 8, **B)
+
+
+@cache
+def profile_of(setting: Setting) -> Profile:
+    """Return the layers of a model, for one minibatch of a setting, without those that load data."""
+    profile = read_profile((PROFILES / f"{FILES[setting.model]}.txt").read_text(encoding="utf-8")).without_inputs()
+    return Profile(tuple(scaled(layer, setting.scale) for layer in profile.layers), profile.edges)
+
+
+def scaled(layer: Layer, scale: float) -> Layer:
+    """Return what a layer takes for a part of the samples."""
+    return replace(
+        layer,
+        forward_s=layer.forward_s * scale,
+        backward_s=layer.backward_s * scale,
+        activation_bytes=layer.activation_bytes * scale,
+    )
+
+
+def in_order(profile: Profile) -> list[Layer]:
+    """Return the layers so that each comes behind all that it reads."""
+    left, done = list(profile.layers), list[Layer]()
+    while left:
+        names = {layer.name for layer in left}
+        first = next(one for one in left if not any(to == one.name and by in names for by, to in profile.edges))
+        left.remove(first)
+        done.append(first)
+    return done
+
+
+def blocks_of(setting: Setting) -> list[Layer]:
+    """Return the layers with weights in order, each with what runs behind it."""
+    blocks: list[Layer] = []
+    for layer in in_order(profile_of(setting)):
+        if layer.weight_bytes or not blocks:
+            blocks.append(layer)
+        elif layer.seconds:
+            forward_s, backward_s = blocks[-1].forward_s + layer.forward_s, blocks[-1].backward_s + layer.backward_s
+            handed = layer.activation_bytes
+            blocks[-1] = replace(blocks[-1], forward_s=forward_s, backward_s=backward_s, activation_bytes=handed)
+    return blocks

@@ -1,0 +1,56 @@
+"""Published tables beside our own figures: what agrees, what misses and why, and the page that says so."""
+
+import pytest
+
+from benchmarks.published.memory import peak_gb, states_gb
+from benchmarks.published.networks import bert_large, inception_v3, num_params, resnet, vgg16
+from benchmarks.published.page import TABLES, page
+from benchmarks.published.table import Row, Table
+
+pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
+
+
+@pytest.mark.parametrize("index", range(len(TABLES)), ids=[build.__name__ for build in TABLES])
+def test_every_published_figure_comes_out_or_has_a_reason(index):
+    assert TABLES[index]().wrong() == []
+
+
+def test_the_page_says_what_the_code_does(golden):
+    golden("../../docs/published.md", page())
+
+
+@pytest.mark.parametrize(("level", "published"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_leaves_so_many_gigabytes_on_each_of_64_ranks(level, published):
+    """With 7.5 billion parameters and Adam in mixed precision, 16 bytes a parameter."""
+    assert round(states_gb(level, 64, 7.5e9), 1) == published
+
+
+def test_a_program_holds_one_block_besides_its_states():
+    """Level 3 has one block's whole weights and its gradient, but for the rank's own shares."""
+    whole = 4 * 7.5 / 8 * (1 - 1 / 64)
+    assert peak_gb(3, 64, 7.5e9, 8) == pytest.approx(states_gb(3, 64, 7.5e9) + whole, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count"),
+    [
+        (vgg16(), 138_357_544),
+        (resnet(3, 4, 6, 3), 25_557_032),
+        (resnet(3, 4, 23, 3), 44_549_160),
+        (resnet(3, 8, 36, 3), 60_192_808),
+        (inception_v3(), 23_834_568),
+        (bert_large(), 335_141_888),
+    ],
+)
+def test_a_network_has_as_many_parameters_as_published(layers, count):
+    assert num_params(layers) == count
+
+
+def test_a_figure_that_misses_needs_a_reason_and_one_that_agrees_none():
+    rows = (Row(("x",), "1.0", 1.3), Row(("y",), "1.0", 1.05, "a"), Row(("z",), "1.0", 1.3, "b"))
+    table = Table("T", "", "", ("",), rows, within=0.1, reasons=(("b", "so"), ("c", "unused")))
+    assert table.wrong() == [
+        "T: x: 1.0 published, 1.30 simulated, and there is no reason ''",
+        "T: y: 1.0 published, 1.05 simulated, and needs no reason 'a'",
+        "T: no row misses because of 'c'",
+    ]
