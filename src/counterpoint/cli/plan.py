@@ -17,10 +17,14 @@ from counterpoint.model.spec import Block, ModelSpec, chain
 from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
+from counterpoint.planner.profile import read_profile
 from counterpoint.planner.rank import Prediction, Ranking
+from counterpoint.planner.staged import rank_graph, staged_plans
 from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import load_cluster
 
+MINIBATCHES_PER_RANK = 4
+"""Of a profile, in a step for which nobody says how many."""
 COLUMNS = (
     Column("plan", wraps=True),
     *(Column(title, "right") for title in ("micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory")),
@@ -41,6 +45,9 @@ def plan(
         Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
     ] = None,
     passes: Annotated[list[str] | None, typer.Option("--pass", help="Run on every program, overlap for one.")] = None,
+    graph: Annotated[
+        Path | None, typer.Option(help="Without a job: layers as PipeDream's profiler writes them, a graph.txt.")
+    ] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show only the first so many.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
 ) -> None:
@@ -50,16 +57,48 @@ def plan(
     """
     if job is not None and blocks is not None:
         raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
-    model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
     place = Cluster() if cluster is None else load_cluster(cluster)
     place.require_ranks(ranks)
-    plans = [replace(one, passes=tuple(passes or ())) for one in enumerate_plans(ranks, model, batch_size=size)]
+    if graph is not None:
+        if job is not None or blocks is not None:
+            raise PlanError(f"{graph} has layers of its own; leave out {job or '--blocks'}")
+        show_graph(graph, place, ranks, batch_size, (top, as_json))
+        return
+    model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
+    found = (*enumerate_plans(ranks, model, batch_size=size), *staged_plans(ranks, model, place, size))
+    plans = [replace(one, passes=tuple(passes or ())) for one in dict.fromkeys(found)]
     ranking = rank_with_orders(plans, model, place, batch_size=size)
     if as_json:
         typer.echo(json.dumps(to_json(ranking, top), indent=2))
         return
     typer.echo(f"{counted(plans)} for -n {ranks} that can take {size} samples in a step; predicted, not measured\n")
     show(ranking, top)
+
+
+def show_graph(
+    path: Path, place: Cluster, ranks: int, batch_size: int | None, shown: tuple[int | None, bool]
+) -> None:
+    """The plans for a profile are on standard output, and the layers of each stage of the best pipeline.
+
+    Args:
+        path: of the profile.
+        place: where it would run.
+        ranks: how many there are.
+        batch_size: minibatches in a step.
+        shown: how many plans, and whether as JSON.
+    """
+    try:
+        profile = read_profile(path.read_text())
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}; give a graph.txt") from None
+    (top, as_json), size = shown, batch_size or MINIBATCHES_PER_RANK * ranks
+    found = rank_graph(profile, place, ranks, size)
+    if as_json:
+        typer.echo(json.dumps(to_json(found.ranking, top), indent=2))
+        return
+    typer.echo(f"{counted(found.ranking.predictions)} for -n {ranks}, {size} minibatches of {path} in a step\n")
+    show(found.ranking, top)
+    typer.echo("\n".join(found.describe()))
 
 
 def show(ranking: Ranking, top: int | None) -> None:

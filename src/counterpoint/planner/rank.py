@@ -155,7 +155,7 @@ def predict(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int) 
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=spent.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, _held_bytes(compiled.model, samples))),
+        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples))),
         room_bytes=cluster.device.memory_bytes,
         is_synchronous=compiled.is_synchronous,
     )
@@ -166,7 +166,7 @@ def _whole(model: ModelSpec) -> ModelSpec:
     return replace(model, blocks=(Block(model.pieces, 0),))
 
 
-def _held_bytes(model: ModelSpec, samples: int) -> Sizes:
+def held_bytes(model: ModelSpec, samples: int) -> Sizes:
     """Return the bytes of values where they are kept: for its backward, a block keeps what each of its pieces gave."""
 
     @cache

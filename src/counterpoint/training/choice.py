@@ -18,6 +18,7 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.staged import staged_plans
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
@@ -123,9 +124,10 @@ class Auto:
         if self.num_ranks == 1:
             return Plan((), self.num_microbatches or 1, self.passes)
         spec = trace_spec(model, face, inputs, options.dims)
+        staged = staged_plans(self.num_ranks, spec, Cluster(), batch_size)
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
-            for plan in enumerate_plans(self.num_ranks, spec)
+            for plan in (*enumerate_plans(self.num_ranks, spec), *staged)
             if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
         )
         cluster = options.cluster or Cluster()
