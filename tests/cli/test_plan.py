@@ -116,7 +116,7 @@ def test_a_profile_is_planned_for_and_the_stages_of_its_best_pipeline_are_named(
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert lines[0].endswith(f"for -n 2, 4 minibatches of {PROFILES / 'vgg16.txt'} in a step")
-    assert any(row.startswith(" data(2)") for row in rows_of(result))
+    assert any(row.startswith("data(2) ") for row in rows_of(result))
     assert any(line.startswith("  stage 0 on rank 0: node2 Conv2d(3, 64, ") for line in lines)
 
 

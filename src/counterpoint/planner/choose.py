@@ -10,7 +10,7 @@ from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
 from counterpoint.planner.rank import Ranking
-from counterpoint.planner.staged import staged_plans
+from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.world.cluster import Cluster
@@ -30,8 +30,8 @@ def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) 
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    plans = (*enumerate_plans(num_ranks, model), *staged_plans(num_ranks, model, cluster, batch_size))
-    return choose_from(plans, model, cluster, batch_size=batch_size)
+    staged = staged_plans(num_ranks, model, cluster, batch_size, EXACT_ORDERS)
+    return choose_from((*enumerate_plans(num_ranks, model), *staged), model, cluster, batch_size=batch_size)
 
 
 def choose_from(plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int) -> Plan:

@@ -187,11 +187,16 @@ def _streamed_s(stages: list[_Stage], under_way: list[int]) -> float:
 
     That is what a replica computes, with its sums and updates; what its link carries; and, because a stage takes up no
     more microbatches than its warm-up, the way of one from there to the end and back by as many as are under way.
+    Replicas that add up together wait for the last of them, whose microbatch has come through fewer replicas.
     """
     longest = trip_s = 0.0
     for at in reversed(range(len(stages))):
         one = stages[at]
         trip_s += one.forward_s + one.backward_s + one.out_s
+        if at + 1 < len(stages):
+            fewer, more = sorted((one, stages[at + 1]), key=lambda stage: stage.num_replicas)
+            if more.sum_s:
+                trip_s += (more.num_replicas / fewer.num_replicas - 1) * (fewer.forward_s + fewer.backward_s)
         longest = max(
             longest,
             (one.forward_s + one.backward_s + one.sum_s + one.update_s) / one.num_replicas,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -24,16 +24,19 @@ from counterpoint.world.cluster import Cluster
 
 ORDERS = ("one_f_one_b", "gpipe", "pipedream", "pipedream_2bw")
 """Those in which stages may have replicas."""
-TRIED_ORDERS = ("one_f_one_b", "pipedream")
+EXACT_ORDERS = ("one_f_one_b",)
+TRIED_ORDERS = (*EXACT_ORDERS, "pipedream")
 MICROBATCHES_PER_RANK = 4
 """So many at most under a flush, and at least half of one."""
 MOST_NUMBERS = 10
 """So many numbers of microbatches are tried."""
-MOST_PLANS = 3
+MOST_PLANS = 4
 """Of each order those that promise most are worth a simulation, so many of them."""
 
 
-def staged_plans(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) -> tuple[Plan, ...]:
+def staged_plans(
+    num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int, orders: Sequence[str] = TRIED_ORDERS
+) -> tuple[Plan, ...]:
     """Return pipelines with the cuts and replicas that promise most by the estimate, a few for each order.
 
     Args:
@@ -41,6 +44,7 @@ def staged_plans(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size:
         model: its blocks are what is cut.
         cluster: where it runs.
         batch_size: samples of a global batch, which the microbatches divide.
+        orders: of the pipelines.
 
     Example:
         >>> from counterpoint.model.spec import chain
@@ -50,7 +54,7 @@ def staged_plans(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size:
     if num_ranks < 2 or model.num_blocks < 2:
         return ()
     plans: dict[Plan, None] = {}
-    for order in TRIED_ORDERS:
+    for order in orders:
         hopes: dict[Plan, Estimate] = {}
         for samples in _samples(num_ranks, batch_size) if order not in STREAMS else [max(1, batch_size // num_ranks)]:
             hopes |= _hopes(num_ranks, model, cluster, _Order(order, batch_size, samples))
@@ -75,7 +79,7 @@ class _Order:
 
     @property
     def num_microbatches(self) -> int:
-        """How many replicas have to share; in a stream, where each is a batch of its own, whatever divides the batch."""
+        """How many replicas have to share; in a stream, where each is a batch of its own, what divides the batch."""
         return self.batch_size if self.name in STREAMS else self.batch_size // self.samples
 
 
@@ -85,12 +89,23 @@ def _hopes(num_ranks: int, model: ModelSpec, cluster: Cluster, order: _Order) ->
     wanted = Wanted(states, cluster, num_ranks, order.name, order.num_microbatches, least_stages=2)
     estimates = Estimates(wanted)
     found: dict[Plan, Estimate] = {}
-    for staging in settle_all(estimates, partitions(wanted)):
+    settled = settle_all(estimates, partitions(wanted))
+    if order.name in STREAMS and settled:  # of which the estimate knows less
+        near = sorted(wanted.near(settled[0]), key=lambda one: (estimates.of(one), one))
+        settled = list(dict.fromkeys((*settled, *near[:MOST_PLANS])))
+    for staging in settled:
         if _is_apart(model, staging, is_stream=order.name in STREAMS):
             missing, seconds = estimates.of(staging)
-            plan = plan_of(wanted, staging, staging.counts(states))
+            plan = plan_of(wanted, staging, _told(wanted.pipeline(staging, staging.counts(states)), model))
             found[plan] = Estimate(missing, seconds / order.samples)
     return found
+
+
+def _told(pipeline: Pipeline, model: ModelSpec) -> tuple[int, ...]:
+    """Return the balance of a pipeline, empty where it would cut the model so by itself."""
+    bare = replace(pipeline, balance=())
+    is_same = bare.refine(model).blocks == model.blocks and bare.counts(model) == pipeline.balance
+    return () if is_same else pipeline.balance
 
 
 def _is_apart(model: ModelSpec, staging: Staging, *, is_stream: bool) -> bool:

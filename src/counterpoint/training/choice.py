@@ -18,7 +18,7 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.staged import staged_plans
+from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
@@ -124,7 +124,7 @@ class Auto:
         if self.num_ranks == 1:
             return Plan((), self.num_microbatches or 1, self.passes)
         spec = trace_spec(model, face, inputs, options.dims)
-        staged = staged_plans(self.num_ranks, spec, Cluster(), batch_size)
+        staged = staged_plans(self.num_ranks, spec, Cluster(), batch_size, EXACT_ORDERS)
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
             for plan in (*enumerate_plans(self.num_ranks, spec), *staged)
