@@ -91,7 +91,7 @@ def test_the_best_of_all_partitions(objective, profile, level):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=130, deadline=None)
 @given(profile=chains(), inner=levels, outer=levels)
 def test_the_best_of_all_partitions_of_two_levels(objective, profile, inner, outer):
     """On two levels no partition of partitions is better."""
