@@ -75,9 +75,7 @@ def plan(
     show(ranking, top)
 
 
-def show_graph(
-    path: Path, place: Cluster, ranks: int, batch_size: int | None, shown: tuple[int | None, bool]
-) -> None:
+def show_graph(path: Path, place: Cluster, ranks: int, batch_size: int | None, shown: tuple[int | None, bool]) -> None:
     """The plans for a profile are on standard output, and the layers of each stage of the best pipeline.
 
     Args:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
 from counterpoint.planner.staging import Staging, Wanted
+from counterpoint.program.instruction import Collective, grad
 from counterpoint.simulator.costs import update_s
-from counterpoint.simulator.rings import ring_all_reduce_s
+from counterpoint.simulator.network import Network
 from counterpoint.strategies.orders.order import Place
 from counterpoint.strategies.orders.pipedream import STREAMS, Course
 from counterpoint.world.cluster import Link
@@ -111,13 +113,20 @@ class Estimates:
                     len(ranks),
                     forward_s / slowest,
                     (seconds - forward_s) / slowest,
-                    ring_all_reduce_s(weights, len(ranks), self._link(ranks, ranks)) if weights else 0.0,
+                    self._sum_s(weights, ranks),
                     update_s(weights, cluster.device) / slowest,
                     out_s[at],
                     back_s[at],
                 )
             )
         return found
+
+    def _sum_s(self, weights: float, ranks: range) -> float:
+        """Return the seconds of the sum of a stage's gradients, if nobody is in its way."""
+        if not weights or len(ranks) == 1:
+            return 0.0
+        network = Network(self.wanted.cluster, lambda value, code="": round(weights))
+        return network.load(Collective("sum", grad((0,)), tuple(ranks)), Fraction(1), ranks[0]).seconds
 
     def _sent(self, staging: Staging) -> tuple[list[float], list[float]]:
         """Return for each stage the seconds of what it sends forward and backward: each value to each stage once."""

@@ -155,7 +155,7 @@ def play(wanted: Wanted, staging: Staging) -> Played:
     compiled = compile(plan, model, proves=False)
     costs = model_costs(compiled.model, wanted.cluster, sizes_in(compiled.model, 1))
     (turn,) = compiled.turns
-    step_s = beat_s(turn, costs, wanted.cluster.speeds)
+    step_s = beat_s(turn, costs, wanted.cluster)
     memory_bytes = max(peak_bytes(turn.playable, held_bytes(compiled.model, 1)))
     missing = max(0, memory_bytes - wanted.cluster.device.memory_bytes)
     return Played(staging, step_s / plan.num_micros, memory_bytes, missing)

@@ -51,7 +51,7 @@ def spend(turn: Turn, costs: Sequence[Costs], cluster: Cluster = ALIKE) -> list[
     return found
 
 
-def beat_s(turn: Turn, costs: Costs, speeds: Sequence[float] = ()) -> float:
+def beat_s(turn: Turn, costs: Costs, cluster: Cluster = ALIKE) -> float:
     """Return the seconds from the end of one body of a stream to the end of the next; of any other step, its seconds.
 
     A body begins before the one before it has come to its end, because links go on: in the long run a step takes less
@@ -60,15 +60,15 @@ def beat_s(turn: Turn, costs: Costs, speeds: Sequence[float] = ()) -> float:
     Args:
         turn: of a plan.
         costs: of its words.
-        speeds: how many times as fast each rank computes; empty where all are alike.
+        cluster: as for :func:`spend`.
 
     Raises:
         ProgramError: the program comes to no end (law 2 or 3).
     """
     if turn.stream is None:
-        return spend(turn, [costs], speeds)[0].step_s
+        return spend(turn, [costs], cluster)[0].step_s
     rows = turn.stream.unroll(BODIES_PLAYED)
-    speaker, clock = play(rows, find_cast(turn.stream, rows, speeds), costs, speeds)
+    speaker, clock = play(rows, find_cast(turn.stream, rows, cluster), costs, cluster)
     beats = []
     for rank in dict.fromkeys(speaker):
         last = _body(turn, rank)
