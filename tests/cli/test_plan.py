@@ -16,6 +16,7 @@ from counterpoint.world.cluster import Cluster, Level, Link
 from counterpoint.world.cluster_file import write_cluster
 from tests.drawing.validity import breaches
 from tests.model.timings import timing_of, took
+from tests.planner.released import PROFILES
 
 HEAVY = """
 import sys
@@ -215,3 +216,22 @@ def test_a_timing_of_another_model_is_refused_before_plans_are_ranked(tmp_path, 
     done = plan("-n", 2, "--blocks", 3, "--width", 16, "--timing", timing_in(tmp_path, 8), *words)
     assert done.exit_code == 1
     assert done.output.startswith("PlanError: the timing is of Chain, and this is another model")
+
+
+def test_a_profile_is_planned_for_and_the_stages_of_its_best_pipeline_are_named():
+    result = plan("--graph", str(PROFILES / "vgg16.txt"), "-n", "2", "--batch-size", "4")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert lines[0].endswith(f"for -n 2, 4 minibatches of {PROFILES / 'vgg16.txt'} in a step")
+    assert any(row.startswith("data(2) ") for row in rows_of(result))
+    assert any(line.startswith("  stage 0 on rank 0: node2 Conv2d(3, 64, ") for line in lines)
+
+
+def test_a_profile_that_is_not_there_or_stands_beside_a_job_is_refused():
+    for words, message in (
+        (["--graph", "missing.txt"], "missing.txt cannot be read: No such file or directory; give a graph.txt"),
+        (["digits", "--graph", "graph.txt"], "graph.txt has layers of its own; leave out digits"),
+    ):
+        result = plan(*words, "-n", "2")
+        assert result.exit_code == 1
+        assert message in result.output

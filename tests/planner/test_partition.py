@@ -1,25 +1,18 @@
 """The dynamic program against the optimizer that was released, and against every partition of small models."""
 
-import json
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from counterpoint.errors import PlanError
-from counterpoint.planner.objectives import Published, Released
+from counterpoint.planner.objectives import Published, Released, Streamed
 from counterpoint.planner.partition import Level, partition
 from counterpoint.planner.profile import Layer, Profile, chain_profile, read_profile, write_profile
 from counterpoint.planner.states import find_states
+from tests.planner.released import CASES, name, network_of, read
 
-PROFILES = Path(__file__).with_name("profiles")
-CASES = json.loads((PROFILES / "reference.json").read_text())["cases"]
-OBJECTIVES = (Published(), Released(), Released(compression=1.0))
-
-
-def read(model):
-    return read_profile((PROFILES / f"{model}.txt").read_text())
+OBJECTIVES = (Published(), Released(), Released(compression=1.0), Streamed())
 
 
 def layers(count, draw):
@@ -80,13 +73,10 @@ def least_s(states, start, stop, network, objective):
     )
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case['model']}-{case['machines']}-{case['bandwidth'][-1]:g}"
-)
+@pytest.mark.parametrize("case", CASES, ids=name)
 def test_no_slower_than_the_released_optimizer_as_it_counts(case):
     """The slowest stage of every published profile takes at most what the released optimizer finds."""
-    network = [Level(*level) for level in zip(case["machines"], case["bandwidth"], strict=True)]
-    found = partition(find_states(read(case["model"]).without_inputs()), network, Released())
+    found = partition(find_states(read(case["model"]).without_inputs()), network_of(case), Released())
     assert found.slowest_s <= case["stage_s"] + 1e-9
 
 
@@ -101,7 +91,7 @@ def test_the_best_of_all_partitions(objective, profile, level):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=130, deadline=None)
 @given(profile=chains(), inner=levels, outer=levels)
 def test_the_best_of_all_partitions_of_two_levels(objective, profile, inner, outer):
     """On two levels no partition of partitions is better."""

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from counterpoint.cli.graph import show_graph
 from counterpoint.cli.verdict import Asked, show, to_json, write_report
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, chain
@@ -21,6 +22,7 @@ from counterpoint.planner.rank import Ranking, merged
 from counterpoint.planner.remedies import Question
 from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.search import Budget, search as search_plans
+from counterpoint.planner.staged import staged_plans
 from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import load_cluster
 
@@ -44,6 +46,9 @@ def plan(
     timing: Annotated[
         Path | None, typer.Option(help="Seconds of the JOB's pieces, as `counterpoint profile --out` writes them.")
     ] = None,
+    graph: Annotated[
+        Path | None, typer.Option(help="Without a job: layers as PipeDream's profiler writes them, a graph.txt.")
+    ] = None,
     passes: Annotated[
         list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
     ] = None,
@@ -66,17 +71,19 @@ def plan(
 
     A step is computing, communication that nothing hides, idle time (a pipeline's bubble) and updates.
     """
-    if job is not None and blocks is not None:
-        raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
-    if measure is not None and job is None:
-        raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
+    require_one_model(job, blocks, graph, measure)
+    if graph is not None:
+        show_graph(graph, place_of(cluster, ranks, memory), ranks, batch_size, (top, as_json))
+        return
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
     took = None if timing is None else timing_of(model, timing)
-    place = Cluster() if cluster is None else load_cluster(cluster)
-    place.require_ranks(ranks)
-    question = Question(model, with_memory(place, memory), size, took)
+    question = Question(model, place_of(cluster, ranks, memory), size, took)
     asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
-    plans = tuple(replace(one, passes=asked) for one in enumerate_plans(ranks, model, batch_size=size))
+    found = (
+        *enumerate_plans(ranks, model, batch_size=size),
+        *staged_plans(ranks, model.unsliced, question.cluster, size),
+    )
+    plans = tuple(replace(one, passes=asked) for one in dict.fromkeys(found))
     ranking = rank_for(plans, question)
     if search or time_budget is not None:
         ranking = merged(ranking, searched(ranks, question, asked, budget_of(time_budget, seed)))
@@ -98,6 +105,20 @@ def plan(
         show(subject, ranking, verdict, top)
     if isinstance(verdict, Choice):
         keep(verdict, subject, out, report)
+
+
+def require_one_model(job: str | None, blocks: int | None, graph: Path | None, measure: int | None) -> None:
+    """Check that it is said of one model that it is to be planned for, and that this one can be tried if it shall be.
+
+    Raises:
+        PlanError: of several, or there is nothing to try.
+    """
+    if graph is not None and (job is not None or blocks is not None):
+        raise PlanError(f"{graph} has layers of its own; leave out {job or '--blocks'}")
+    if job is not None and blocks is not None:
+        raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
+    if measure is not None and job is None:
+        raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
 
 
 def searched(num_ranks: int, question: Question, passes: tuple[str, ...], budget: Budget) -> Ranking:
@@ -151,8 +172,14 @@ def keep(choice: Choice, subject: Asked, out: Path | None, report: Path | None) 
             typer.echo(f"wrote {path}", err=True)
 
 
-def with_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
-    """Return the cluster with devices of so much memory."""
+def place_of(path: Path | None, num_ranks: int, memory_gib: float | None) -> Cluster:
+    """Return the cluster of a file, or a core of a laptop for each rank, with devices of so much memory.
+
+    Raises:
+        PlanError: the file is wrong, or the cluster has other ranks.
+    """
+    cluster = Cluster() if path is None else load_cluster(path)
+    cluster.require_ranks(num_ranks)
     if memory_gib is None:
         return cluster
     return replace(cluster, device=replace(cluster.device, memory_bytes=int(memory_gib * 2**30)))

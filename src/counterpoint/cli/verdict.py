@@ -45,15 +45,20 @@ def show(asked: Asked, ranking: Ranking, verdict: Choice | PlanError, top: int |
     typer.echo(
         f"{plans} for -n {asked.num_ranks} that can take {asked.batch_size} samples in a step; {seen(verdict)}\n"
     )
-    found, shown = ranking.predictions, ranking.predictions[:top]
-    if shown:
-        show_table(COLUMNS, [cells(one, found[0]) for one in shown])
+    show_plans(ranking, top)
     notes = remarks(ranking, top)
     if isinstance(verdict, Choice) and verdict.trials:
         typer.echo("")
         show_table(TRIAL_COLUMNS, trial_cells(verdict))
     notes += explain(verdict) if isinstance(verdict, Choice) else [str(verdict)]
     typer.echo("\n".join(["", *notes]), nl=True)
+
+
+def show_plans(ranking: Ranking, top: int | None) -> None:
+    """The table of the plans is on standard output, if there are any."""
+    found, shown = ranking.predictions, ranking.predictions[:top]
+    if shown:
+        show_table(COLUMNS, [cells(one, found[0]) for one in shown])
 
 
 def seen(verdict: Choice | PlanError) -> str:
@@ -92,15 +97,20 @@ def why_second(found: Sequence[Prediction]) -> str:
     return f"{named(second.plan)} comes second to {named(first.plan)}: {second.why_not(first)}"
 
 
-def to_json(ranking: Ranking, verdict: Choice | PlanError, top: int | None) -> dict[str, Any]:
-    """Return all figures as JSON values."""
+def listed(ranking: Ranking, top: int | None) -> dict[str, Any]:
+    """Return the figures of all plans as JSON values."""
     plans = []
     for found in ranking.predictions[:top]:
         own = {key: value for key, value in asdict(found).items() if key != "plan"}
         why_not = found.why_not(ranking.predictions[0])
         plans.append({**parts(found.plan), **own, "fits": found.fits, "why_not": why_not})
     refused = [{**parts(one.plan), "reason": one.reason} for one in ranking.refusals]
-    told: dict[str, Any] = {"plans": plans, "refused": refused}
+    return {"plans": plans, "refused": refused}
+
+
+def to_json(ranking: Ranking, verdict: Choice | PlanError, top: int | None) -> dict[str, Any]:
+    """Return all figures and the verdict as JSON values."""
+    told = listed(ranking, top)
     if isinstance(verdict, PlanError):
         return {**told, "taken": None, "obstacle": str(verdict)}
     trials = [{**parts(trial.plan), "step_s": trial.step_s} for trial in verdict.trials]

@@ -13,6 +13,7 @@ from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
 from counterpoint.planner.rank import Prediction, Ranking, Refusal
 from counterpoint.planner.remedies import Question, explain_excess
+from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.program.trace import Trace
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
@@ -78,7 +79,8 @@ def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) 
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    return choose_from(enumerate_plans(num_ranks, model), model, cluster, batch_size=batch_size)
+    staged = staged_plans(num_ranks, model.unsliced, cluster, batch_size, EXACT_ORDERS)
+    return choose_from((*enumerate_plans(num_ranks, model), *staged), model, cluster, batch_size=batch_size)
 
 
 def choose_from(

@@ -20,8 +20,6 @@ ORDERS = ("one_f_one_b", "gpipe")
 STREAMS = ("pipedream", "pipedream_2bw")
 MICROBATCHES_PER_STAGE = (1, 2, 4)
 SERVERS = (1, 2, 4)
-MOST_UNEQUAL = 8
-"""Up to so many ranks, two stages with unequal replicas are tried too."""
 SIMPLEST_FIRST: tuple[type[Strategy], ...] = (Data, Zero, Pipeline, Tensor, Server)
 
 
@@ -31,9 +29,9 @@ def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None 
     They stand from the inside out: slices of layers, stages, then copies as data, zero of each level, shards inside
     replicas, or workers of a server, which may be groups of replicas. A server that waits is sliced from outside.
     Pipelines are tried with one_f_one_b and gpipe, and with 1, 2 and 4 microbatches per stage; those that never flush
-    with as many replicas of each stage as fill the ranks, and with others for two stages. Of compositions that
-    differ only in the numbers of the ranks, or in that one of them sends more, one is returned. Whether a model can be
-    sliced is found out when a plan is compiled.
+    with as many replicas of each stage as fill the ranks. Stages with replicas in other numbers are found by
+    :func:`counterpoint.planner.staged.staged_plans`. Of compositions that differ only in the numbers of the ranks, or
+    in that one of them sends more, one is returned. Whether a model can be sliced is found out when a plan is compiled.
 
     Args:
         num_ranks: ranks there are.
@@ -61,7 +59,7 @@ def _complexity(plan: Plan) -> tuple[int, tuple[int, ...]]:
 
 def _compositions(num_ranks: int, num_blocks: int) -> Iterator[tuple[Strategy, ...]]:
     for slices, stages in product(_divisors(num_ranks), range(1, min(num_ranks, num_blocks) + 1)):
-        for inner in _inner(slices, stages, num_ranks):
+        for inner in _inner(slices, stages):
             for outer in _copies(num_ranks, Plan(inner).num_ranks):
                 yield (*inner, *outer)
             if slices == 1:
@@ -77,7 +75,7 @@ def _sliced(slices: int) -> tuple[Strategy, ...]:
     return (Tensor(slices),) if slices > 1 else ()
 
 
-def _inner(slices: int, stages: int, num_ranks: int) -> Iterator[tuple[Strategy, ...]]:
+def _inner(slices: int, stages: int) -> Iterator[tuple[Strategy, ...]]:
     """Yield how one copy of the model may be spread: sliced, staged, both or neither."""
     sliced = _sliced(slices)
     if stages == 1:
@@ -85,11 +83,6 @@ def _inner(slices: int, stages: int, num_ranks: int) -> Iterator[tuple[Strategy,
         return
     for order in ORDERS:
         yield (*sliced, Pipeline(stages, order))
-    if stages == 2 and slices == 1 and num_ranks <= MOST_UNEQUAL:
-        for first in range(1, num_ranks):
-            if 2 * first != num_ranks:
-                yield (Pipeline(2, replicas=(first, num_ranks - first)),)
-                yield (Pipeline(2, "pipedream", (first, num_ranks - first)),)
 
 
 def _streams(slices: int, stages: int, num_ranks: int) -> Iterator[Pipeline]:

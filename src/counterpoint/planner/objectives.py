@@ -79,3 +79,58 @@ class Released:
     def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
         """Return 2 a / (B m) by the compression."""
         return 2 * num_bytes / (bytes_per_s * replicas) / self.compression if self.compression else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """As our own stages without a flush spend their time: a replica computes, then adds its gradients up.
+
+    T(i, j, m) = (A(i, j) + 2 (m - 1) / m |w| / B) / m, and 2 a / (B m) for what crosses a cut, on both sides of a
+    stage: its replicas take turns with what they send.
+    """
+
+    shares_first: bool = False
+    hands_on: bool = True
+
+    def stage_s(
+        self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float
+    ) -> NDArray[np.float64]:
+        """Return (computing + 2 (m - 1) / m |w| / B) / m."""
+        return (seconds + 2 * (replicas - 1) / replicas * weight_bytes / bytes_per_s) / replicas
+
+    def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
+        """Return 2 a / (B m)."""
+        return 2 * num_bytes / (bytes_per_s * replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Of another objective only stages without replicas.
+
+    Args:
+        objective: how their seconds are counted.
+    """
+
+    objective: Objective
+
+    @property
+    def shares_first(self) -> bool:
+        """As the objective."""
+        return self.objective.shares_first
+
+    @property
+    def hands_on(self) -> bool:
+        """As the objective."""
+        return self.objective.hands_on
+
+    def stage_s(
+        self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float
+    ) -> NDArray[np.float64]:
+        """Return what the objective says of one replica, and that more never end."""
+        if replicas > 1:
+            return np.full_like(seconds, np.inf)
+        return self.objective.stage_s(seconds, weight_bytes, replicas, bytes_per_s)
+
+    def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
+        """As the objective."""
+        return self.objective.transfer_s(num_bytes, replicas, bytes_per_s)

@@ -43,6 +43,11 @@ class States:
         return self._sums([layer.seconds for layer in self.profile.layers])
 
     @cached_property
+    def forward_s(self) -> NDArray[np.float64]:
+        """Of these the seconds forward."""
+        return self._sums([layer.forward_s for layer in self.profile.layers])
+
+    @cached_property
     def weight_bytes(self) -> NDArray[np.float64]:
         """Bytes of their weights."""
         return self._sums([layer.weight_bytes for layer in self.profile.layers])
@@ -53,16 +58,21 @@ class States:
         return self._sums([layer.activation_bytes for layer in self.profile.layers])
 
     @cached_property
+    def readers(self) -> dict[int, int]:
+        """For every layer that others read, by its place in the profile, these as a set of bits."""
+        at = {layer.name: bit for bit, layer in enumerate(self.profile.layers)}
+        found: defaultdict[int, int] = defaultdict(int)
+        for one, other in self.profile.edges:
+            found[at[one]] |= 1 << at[other]
+        return dict(found)
+
+    @cached_property
     def crossing_bytes(self) -> NDArray[np.float64]:
         """Bytes of what layers inside hand on to layers outside; each once."""
-        at = {layer.name: bit for bit, layer in enumerate(self.profile.layers)}
-        readers: defaultdict[int, int] = defaultdict(int)
-        for one, other in self.profile.edges:
-            readers[at[one]] |= 1 << at[other]
         sizes = [layer.activation_bytes for layer in self.profile.layers]
         return np.array(
             [
-                sum(sizes[bit] for bit, all_of in readers.items() if held >> bit & 1 and all_of & ~held)
+                sum(sizes[bit] for bit, all_of in self.readers.items() if held >> bit & 1 and all_of & ~held)
                 for held in self.held
             ]
         )

@@ -23,7 +23,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.network import Network
-from counterpoint.world.cluster import Cluster
+from counterpoint.world.cluster import Cluster, Device
 
 ADAM_PASSES = 7
 """How often an update goes over its parameters: it reads weight, gradient and two states, and writes three back."""
@@ -141,7 +141,12 @@ class ModelCosts:
         return self.model.blocks[block].cost * self.samples_per_micro / self.cluster.device.cost_per_s
 
     def _update_s(self, unit: Unit) -> float:
-        return ADAM_PASSES * self.size_of(weight(unit)) / self.cluster.device.memory_bytes_per_s
+        return update_s(self.size_of(weight(unit)), self.cluster.device)
+
+
+def update_s(weight_bytes: float, device: Device) -> float:
+    """Return how long a device takes to update parameters of so many bytes, which its memory decides."""
+    return ADAM_PASSES * weight_bytes / device.memory_bytes_per_s
 
 
 def unit_costs(*, backward_ticks: float = 1.0) -> Costs:

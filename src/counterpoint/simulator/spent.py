@@ -61,6 +61,35 @@ def spent_in(rows: Sequence[Words], speaker: Sequence[int], clock: Clock, bodies
     )
 
 
+def beat_s(turn: Turn, costs: Costs, cluster: Cluster = ALIKE) -> float:
+    """Return the seconds from the end of one body of a stream to the end of the next; of any other step, its seconds.
+
+    A body begins before the one before it has come to its end, because links go on: in the long run a step takes less
+    than a body.
+
+    Args:
+        turn: of a plan.
+        costs: of its words.
+        cluster: as for :func:`spend`.
+
+    Raises:
+        ProgramError: the program comes to no end (law 2 or 3).
+    """
+    if turn.stream is None:
+        return spend(turn, [costs], cluster)[0].step_s
+    rows = turn.stream.unroll(BODIES_PLAYED)
+    speaker, clock = play(rows, find_cast(turn.stream, rows, cluster), costs, cluster)
+    beats = []
+    for rank in dict.fromkeys(speaker):
+        last = _body(turn, rank)
+        ends = [
+            max((stop for index, _, stop, _ in clock.spans[rank] if index in body), default=0.0)
+            for body in (range(last.start - len(last), last.start), last)
+        ]
+        beats.append(ends[1] - ends[0])
+    return max(beats)
+
+
 def _body(turn: Turn, rank: int) -> range:
     """Return the places of the words in a rank's flat row that count: of a stream the last body that is played."""
     if turn.stream is None:

@@ -19,6 +19,7 @@ from counterpoint.plan import PASSES as PASSES, Plan
 from counterpoint.planner.choose import Choice, weigh
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.remedies import Question
+from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.strategies.tensor import Tensor
@@ -133,13 +134,14 @@ class Auto:
             PlanError: the model does not take the inputs, or there is no plan for this batch.
         """
         spec = trace_spec(model, face, inputs, options.dims)
-        plans = (
-            replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
-            for plan in enumerate_plans(self.num_ranks, spec)
-            if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
-        )
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
+        staged = staged_plans(self.num_ranks, spec.unsliced, cluster, batch_size, EXACT_ORDERS)
+        plans = (
+            replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
+            for plan in (*enumerate_plans(self.num_ranks, spec), *staged)
+            if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
+        )
         return weigh(plans, Question(spec, cluster, batch_size, options.timing))
 
 
