@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cells import SUBJECTS, Cell
+from counterpoint.model.timing import Timing
+from counterpoint.model.timing_file import read_timing
 
 from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command
 from counterpoint.model.spec import ModelSpec
-from counterpoint.model.timing import Timing
-from counterpoint.model.timing_file import read_timing
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.rank import predict

@@ -8,10 +8,10 @@ import sys
 
 import torch
 from cells import SUBJECTS
+from counterpoint.model.timing_file import write_timing
 from ranks import Alone
 
 import counterpoint as cp
-from counterpoint.model.timing_file import write_timing
 
 MOST_AT_ONCE = 64
 
