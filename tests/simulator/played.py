@@ -47,5 +47,8 @@ class Ticks:
     def crossing_s(self, word, part, rank):
         return 0.0
 
+    def hand_s(self, word, part, rank, *, has_one_copy=False):
+        return 0.0
+
     def serve_s(self, unit, server, worker):
         return self.on_server_s

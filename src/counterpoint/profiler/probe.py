@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any
 
@@ -158,7 +158,7 @@ def probe(
     cluster = Cluster(
         device,
         speeds=_unlike(speeds, median(speeds)),
-        levels=_levels(trips, per_host, num_hosts, is_shared=is_shared),
+        levels=_copied(fabric, per_host, _levels(trips, per_host, num_hosts, is_shared=is_shared)),
         crowding=_falling([median(parts) for parts in zip(*(row["crowding"] for row in firsts), strict=True)]),
     )
     return Probe(cluster, fabric.num_ranks, told[0]["threads"], products, trips)
@@ -262,6 +262,13 @@ def _levels(trips: Sequence[Trips], per_host: int, num_hosts: int, *, is_shared:
         return ()
     inner = Level("host", per_host, slowest.get("host", slowest[trips[-1].level]))
     return (inner, Level("network", num_hosts, slowest["network"], is_shared)) if num_hosts > 1 else (inner,)
+
+
+def _copied(fabric: Fabric, per_host: int, levels: tuple[Level, ...]) -> tuple[Level, ...]:
+    """Return the levels, the innermost with what it is: memory, where ranks of a host see each other's."""
+    if per_host < 2 or fabric.hosts[0] != fabric.hosts[1]:
+        return levels
+    return (replace(levels[0], link=replace(levels[0].link, is_copied=True)), *levels[1:])
 
 
 def _unlike(speeds: Sequence[float], usual: float) -> tuple[float, ...]:

@@ -60,7 +60,7 @@ def fitted(trips: Sequence[tuple[int, float]]) -> Link:
 
     Example:
         >>> fitted([(8, 50e-6), (10**6, 1050e-6), (10**7, 10050e-6)])
-        Link(latency_s=5e-05, bytes_per_s=1000000000.0)
+        Link(latency_s=5e-05, bytes_per_s=1000000000.0, is_copied=False)
     """
     latency_s = trips[0][1]
     large = [trip for trip in trips if trip[0] >= LARGE_BYTES] or list(trips[-1:])

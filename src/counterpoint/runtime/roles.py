@@ -25,6 +25,7 @@ from counterpoint.program.instruction import (
     Swap,
     Update,
 )
+from counterpoint.program.one_copy import groups_with_one_copy
 from counterpoint.runtime.layout import WHOLE, Span
 
 
@@ -53,14 +54,16 @@ class UnitRole:
 def roles_of(rank: int, words: Iterable[Instruction], model: ModelSpec) -> dict[Unit, UnitRole]:
     """Return what a rank's row does with every unit that it computes with, updates or serves."""
     notes = _Notes(rank, model)
-    for word in words:
+    row = tuple(words)
+    together = groups_with_one_copy(row)
+    for word in row:
         notes.take(word)
     return {
         unit: UnitRole(
             home,
             notes.shares.get(unit, WHOLE) if unit in notes.updates else None,
             unit in notes.moved,
-            notes.replicas(unit),
+            together.get(unit) if home == WHOLE else None,
         )
         for unit, home in notes.homes.items()
     }
@@ -79,8 +82,6 @@ class _Notes:
         self.shares: dict[Unit, Span] = {}
         self.updates: set[Unit] = set()
         self.moved: set[Unit] = set()
-        self.gathered: dict[Unit, list[tuple[str, Group]]] = {}
-        self.released: set[Unit] = set()
 
     def take(self, word: Instruction) -> None:
         """Note one word."""
@@ -97,9 +98,7 @@ class _Notes:
                 self.homes.update(dict.fromkeys(units, WHOLE))
             case Collective() | Send() | Recv() | Push() | Pull():
                 self.move(word)
-            case Release(value):
-                self.released.add(value.blocks)
-            case Recompute() | Backward() | Commit() | Swap():
+            case Recompute() | Backward() | Commit() | Swap() | Release():
                 pass
 
     def move(self, word: Collective | Send | Recv | Push | Pull) -> None:
@@ -117,13 +116,3 @@ class _Notes:
             self.shares[word.value.blocks] = part
         elif word.verb == "join":
             self.homes.setdefault(word.value.blocks, part)
-        if word.phase != "-" and word.verb in {"share", "join"}:
-            self.gathered.setdefault(word.value.blocks, []).append((word.verb, word.group))
-
-    def replicas(self, unit: Unit) -> Group | None:
-        """Return who may have a unit in common: those who share its gradient once and join its weights once."""
-        found = self.gathered.get(unit, [])
-        if unit in self.released or self.homes[unit] != WHOLE or [verb for verb, _ in found] != ["share", "join"]:
-            return None
-        groups = {group for _, group in found}
-        return groups.pop() if len(groups) == 1 else None

@@ -22,6 +22,7 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Compute,
     Forward,
     Instruction,
     Pull,
@@ -118,8 +119,9 @@ class Clock:
         for owner in self.pool.ended(now):
             match owner:
                 case Work(place, began_s, seat):
-                    self.note(*place, (began_s, now), "compute")
+                    self.note(*place, (began_s, now), lane_of(self.score.word(place)))
                     if seat is None:
+                        self.say(place, now)
                         self.cursor[place[0]] += 1
                         self.pause(place[0], now)
                     else:
@@ -163,21 +165,23 @@ class Clock:
                 self.pause(rank, until)
                 return
 
-    def perform(self, rank: int, now: float) -> float | None:  # noqa: C901, PLR0911 - one case for each instruction
+    def perform(self, rank: int, now: float) -> float | None:  # noqa: C901, PLR0911, PLR0912 - one case for each instruction
         """Begin the next word; return when the rank goes on, or None when that depends on something else."""
         index = self.cursor[rank]
         word = self.score.rows[rank][index]
         match word:
             case Forward() | Recompute() | Backward() | Update():
-                return self.compute((rank, index), self.score.seconds[rank][index], now)
+                return self.work((rank, index), self.score.seconds[rank][index], now)
             case Send() | Push():
-                self.wish(now, self.score.message(rank, index))
-                return now
+                until = self.work((rank, index), self.score.hand_s(rank, index), now)
+                if until is not None:
+                    self.say((rank, index), until)
+                return until
             case Recv():
                 source, at = self.score.partners.source[rank, index]
-                return self.await_done(rank, (self.score.speaker[source], at), now)
+                return self.hear(rank, (self.score.speaker[source], at), now)
             case Collective(phase="-"):
-                return self.await_done(rank, self.call_of(self.score.partners.source[rank, index]), now)
+                return self.hear(rank, self.call_of(self.score.partners.source[rank, index]), now)
             case Collective(phase="+"):
                 self.join(rank, index, now)
                 return now
@@ -185,25 +189,39 @@ class Clock:
                 call = self.call_of((rank, index))
                 if (rank, index) not in self.present[call]:
                     self.join(rank, index, now)
-                return self.await_done(rank, call, now)
+                return self.hear(rank, call, now)
             case Pull():
                 source, at = self.score.partners.source[rank, index]
                 key = ("answer", self.score.speaker[source], at, self.score.partners.seat[rank, index])
-                return self.await_done(rank, key, now)
+                return self.hear(rank, key, now)
             case Serve():
                 return self.serve(rank, word, now)
             case Release() | Swap():
                 self.note(rank, index, (now, now), "link")
                 return now
 
-    def compute(self, place: Place, seconds: float, now: float, seat: int | None = None) -> float | None:
-        """Let a rank compute; return until when, or None where others of its host may slow it down."""
+    def work(self, place: Place, seconds: float, now: float, seat: int | None = None) -> float | None:
+        """Let a rank's processor do something; return until when, or None where others of its host may slow it down."""
+        if not seconds and seat is None and not isinstance(self.score.word(place), Compute | Update):
+            return now
         uses = self.score.places.cores(place[0]) if seconds and self.shares else ()
         if uses:
             self.pool.begin(Work(place, now, seat), now, seconds, uses)
             return None
-        self.note(*place, (now, now + seconds), "compute")
+        self.note(*place, (now, now + seconds), lane_of(self.score.word(place)))
         return now + seconds
+
+    def say(self, place: Place, now: float) -> None:
+        """Put a message on its link, if the word at a place is one and its rank has made it ready."""
+        if isinstance(self.score.word(place), Send | Push):
+            self.wish(now, self.score.message(*place))
+
+    def hear(self, rank: int, key: Key, now: float) -> float | None:
+        """Let a rank take what it waits for if that is done, and go on; else let it sleep until then."""
+        if self.await_done(rank, key, now) is None:
+            return None
+        index = self.cursor[rank]
+        return self.work((rank, index), self.score.hand_s(rank, index), now)
 
     def serve(self, rank: int, word: Serve, now: float) -> float | None:
         """Apply the push that came first and answer it; go on when all workers have been served."""
@@ -213,7 +231,7 @@ class Clock:
             update_s, _ = self.score.answer(place, seat)
             if self.came_s[rank] < now:
                 self.note(*place, (self.came_s[rank], now), "wait")
-            until = self.compute(place, update_s, now, seat)
+            until = self.work(place, update_s, now, seat)
             if until is not None:
                 self.answer(place, seat, until)
             return None
@@ -314,6 +332,17 @@ class Clock:
             server, at = self.score.partners.source[transfer.members[0]]
             seat = self.score.partners.seat[transfer.members[0]]
             heapq.heappush(self.ready, (stop, seat, (self.score.speaker[server], at)))
+
+
+def lane_of(word: Instruction) -> Lane:
+    """Return where the time goes that a word keeps its rank's processor busy."""
+    match word:
+        case Forward() | Recompute() | Backward() | Update() | Serve():
+            return "compute"
+        case Send() | Push() | Release() | Swap():
+            return "link"
+        case Recv() | Pull() | Commit() | Collective():
+            return "wait"
 
 
 def _goes_on(word: Instruction) -> bool:

@@ -22,7 +22,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.traffic import Sizes
-from counterpoint.simulator.network import Network
+from counterpoint.simulator.network import Network, Talk
 from counterpoint.world.cluster import Cluster, Device
 
 ADAM_PASSES = 7
@@ -46,6 +46,17 @@ class Costs(Protocol):
 
     def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return how many of these seconds it is on links that ranks of a host share."""
+        ...
+
+    def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
+        """Return for how long a word of a rank that talks to others keeps its own processor busy.
+
+        Args:
+            word: what it says or hears.
+            part: of the value that is at hand.
+            rank: whose word it is.
+            has_one_copy: whether weights and gradients of its members are one and the same memory.
+        """
         ...
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
@@ -81,6 +92,10 @@ class UnitCosts:
         return 0.0
 
     def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
+        """Return nothing."""
+        return 0.0
+
+    def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
         """Return nothing."""
         return 0.0
 
@@ -126,6 +141,10 @@ class ModelCosts:
     def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what :class:`counterpoint.simulator.network.Network` says."""
         return self.network.load(word, part, rank).crossing_s
+
+    def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
+        """Return what :class:`counterpoint.simulator.network.Network` says."""
+        return self.network.hand_s(word, part, rank, has_one_copy=has_one_copy)
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return an update by the memory's speed, and the weights by that of the link to the worker."""

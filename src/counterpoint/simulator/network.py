@@ -4,6 +4,10 @@ A collective does what :mod:`counterpoint.fabric` does. Without levels it is a r
 member adds up one part of what all have in memory. Over hosts it has stages: each host shares its sum among its
 members, the holders of each part complete it in a ring of hosts, each host gathers; so what crosses the way out of a
 host is ``2 (h-1)/h`` of the value once, however many of its ranks are members.
+
+Over memory that is copied (:attr:`counterpoint.world.cluster.Link.is_copied`) nothing is on its way while its rank
+computes: all of it is work of the ranks' own processors. A member of a collective goes through memory as often as
+:mod:`counterpoint.fabric.shm` does.
 """
 
 from __future__ import annotations
@@ -13,15 +17,19 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import TypeAlias
 
 from counterpoint.program.codes import find_code
-from counterpoint.program.instruction import Collective, Commit, Group, Push, Send
+from counterpoint.program.instruction import Collective, Commit, Group, Pull, Push, Recv, Send
 from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.rings import collective_s, halves, memory_half_s
 from counterpoint.world.cluster import Cluster, Link
 
 REMEMBERED = 4096
 """Of so many groups of ranks it is remembered where they are; a program calls each of its groups many times."""
+
+Talk: TypeAlias = Send | Push | Recv | Pull | Collective | Commit
+"""What a rank says to others, or hears from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,8 @@ class Network:
 
         A commit goes up and down a tree of its members.
         """
+        if self.is_copied(word, rank):
+            return Load(0.0)
         match word:
             case Send(value, peer) | Push(value, peer):
                 return self._on_way((rank, peer), 1, self.size_of(value))
@@ -68,6 +78,34 @@ class Network:
                 return self._collective(word, self.size_of(value) * part)
             case Commit(group):
                 return Load(2 * math.ceil(math.log2(len(group))) * self.cluster.link_among(group).latency_s)
+
+    def is_copied(self, word: Talk, rank: int) -> bool:
+        """Tell whether all that a word of a rank is about goes through memory that its members see."""
+        ranks = (rank, word.peer) if isinstance(word, Send | Push | Recv | Pull) else word.group
+        return self.cluster.link_among(ranks).is_copied
+
+    def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
+        """Return for how long a word of a rank keeps its own processor busy.
+
+        Args:
+            word: what it says or hears.
+            part: of the value that is at hand.
+            rank: whose word it is.
+            has_one_copy: whether weights and gradients of its members are one and the same memory.
+        """
+        if not self.is_copied(word, rank):
+            return 0.0
+        match word:
+            case Send(value, peer) | Push(value, peer) | Recv(value, peer) | Pull(value, peer):
+                return self.cluster.link_among((rank, peer)).seconds(self.size_of(value)) / 2
+            case Collective(verb, value, group) if verb in {"join", "copy"} and not has_one_copy:
+                others = (len(group) - 1) / len(group) if verb == "join" else 1.0
+                return self.cluster.link_among(group).seconds(self.size_of(value) * others) / 2
+            case Collective(value=value, group=group):
+                moved = self.size_of(value) * float(part) * passes(word, has_one_copy=has_one_copy)
+                return self.cluster.link_among(group).latency_s / 2 + moved / self.cluster.device.memory_bytes_per_s
+            case Commit(group):
+                return self.cluster.link_among(group).latency_s
 
     def _on_way(self, ranks: Group, rounds: int, num_bytes: float) -> Load:
         """Return what it takes to get so many bytes from group to group of these ranks, in so many rounds."""
@@ -133,3 +171,27 @@ def _hosts(cluster: Cluster, group: Group) -> tuple[Link, Counter[int]]:
 
 def _repeated(load: Load, times: int) -> Load:
     return Load(times * load.apart_s, times * load.crossing_s)
+
+
+def passes(word: Collective, *, has_one_copy: bool) -> float:
+    """Return how many times its size a member of a share or a sum reads and writes where all see each other's memory.
+
+    To share, it reads its part of everybody's gradient, and writes it; to sum, it writes it to everybody. Activations,
+    which do not lie where others see them, are copied there and back. Of gradients in common memory only those of the
+    others are read, where weights are updated, and the weights are there.
+
+    Args:
+        word: what is called.
+        has_one_copy: whether weights and gradients of its members are one and the same memory.
+
+    Example:
+        >>> from counterpoint.program.instruction import Value
+        >>> passes(Collective("share", Value("grad", (0,)), (0, 1)), has_one_copy=False)
+        1.5
+    """
+    num_ranks = len(word.group)
+    if has_one_copy:
+        return (num_ranks - 1) / num_ranks if word.verb == "share" else 0.0
+    if word.verb == "share":
+        return 1 + 1 / num_ranks
+    return 2.0 if word.value.micro is None else 6.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-from counterpoint.program.instruction import Push, Send, Serve, weight
+from counterpoint.program.instruction import Instruction, Push, Recv, Send, Serve, grad, weight
 from counterpoint.program.partners import Partners, Place
 from counterpoint.program.program import Words
 from counterpoint.simulator.costs import Costs
@@ -54,6 +54,7 @@ class Score:
         speaker: for each rank the one that speaks for its class.
         seconds: for each speaker the seconds of each of its words, on the processor or on the link.
         crossings: likewise, of these the seconds on links that ranks share; empty where they share none.
+        hands: likewise, for how long words that talk to others keep the rank's own processor busy; empty where none do.
         costs: for what a server does with each push.
         places: where the ranks are.
     """
@@ -63,8 +64,17 @@ class Score:
     speaker: Sequence[int]
     seconds: Mapping[int, Sequence[float]]
     crossings: Mapping[int, Sequence[float]]
+    hands: Mapping[int, Sequence[float]]
     costs: Costs
     places: Places
+
+    def word(self, place: Place) -> Instruction:
+        """Return the word at a place."""
+        return self.rows[place[0]][place[1]]
+
+    def hand_s(self, rank: int, index: int) -> float:
+        """Return for how long a speaker's word that talks to others keeps its processor busy."""
+        return self.hands[rank][index] if self.hands else 0.0
 
     def message(self, rank: int, index: int) -> Transfer:
         """Return what a send or a push of a speaker puts on the link."""
@@ -93,6 +103,9 @@ class Score:
         assert isinstance(word, Serve), "nothing else answers"
         unit, worker = word.units[seat % len(word.units)], word.workers[seat // len(word.units)]
         update_s, answer_s = self.costs.serve_s(unit, rank, worker)
+        if self.hands:
+            heard, told = Recv(grad(unit), worker), Send(weight(unit), worker)
+            update_s += sum(self.costs.hand_s(each, Fraction(1), rank) for each in (heard, told))
         crossing_s = 0.0
         if self.places.has_cards:
             crossing_s = self.costs.crossing_s(Send(weight(unit), worker), Fraction(1), rank)

@@ -23,6 +23,7 @@ from counterpoint.program.instruction import (
     Swap,
     Update,
 )
+from counterpoint.program.one_copy import groups_with_one_copy
 from counterpoint.program.partners import Partners, find_partners
 from counterpoint.program.program import Program, Words
 from counterpoint.program.runs import goes_on
@@ -153,7 +154,8 @@ def _play(rows: Sequence[Words], cast: Cast, costs: Costs, cluster: Cluster) -> 
     places = Places(cluster, cast.speaker)
     seconds = {rank: row_seconds(rows[rank], costs, rank=rank, speed=cluster.speed(rank)) for rank in speakers}
     crossings = {rank: row_crossings(rows[rank], costs, rank) for rank in speakers} if places.has_cards else {}
-    clock = Clock(Score(rows, cast.partners, cast.speaker, seconds, crossings, costs, places))
+    hands = {rank: row_hands(rows[rank], costs, rank, cluster) for rank in speakers} if has_copies(cluster) else {}
+    clock = Clock(Score(rows, cast.partners, cast.speaker, seconds, crossings, hands, costs, places))
     clock.run()
     return clock
 
@@ -225,6 +227,29 @@ def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) 
     return found
 
 
+def row_hands(row: Words, costs: Costs, rank: int, cluster: Cluster) -> list[float]:
+    """Return for how long each word of a row that talks to others keeps its rank's own processor busy.
+
+    What a rank waits for it takes when it is there: a started collective where it is waited for.
+    """
+    together, found = groups_with_one_copy(row), []
+    for word, part in _parted(row):
+        match word:
+            case Send() | Push() | Recv() | Pull() | Commit():
+                found.append(costs.hand_s(word, part, rank))
+            case Collective(value=value, group=group) if word.phase != "+":
+                has_one_copy = together.get(value.blocks) == group and len({cluster.host(one) for one in group}) == 1
+                found.append(costs.hand_s(word, part, rank, has_one_copy=has_one_copy))
+            case Forward() | Recompute() | Backward() | Update() | Collective() | Serve() | Release() | Swap():
+                found.append(0.0)
+    return found
+
+
+def has_copies(cluster: Cluster) -> bool:
+    """Tell whether anything goes through memory that ranks copy themselves."""
+    return any(link.is_copied for link in (cluster.link, *(level.link for level in cluster.levels)))
+
+
 def row_crossings(row: Words, costs: Costs, rank: int) -> list[float]:
     """Return of these seconds those on links that ranks share."""
     found = []
@@ -243,10 +268,10 @@ def _parted(row: Words) -> Iterator[tuple[Instruction, Fraction]]:
     for word in row:
         if isinstance(word, Update):
             yield word, parts.get(word.unit, whole)
-        elif isinstance(word, Collective) and word.phase != "-":
+        elif isinstance(word, Collective):
             sums_gradients = (word.verb, word.value.name) == ("sum", "grad")
             yield word, parts.get(word.value.blocks, whole) if sums_gradients else whole
-            if word.verb == "share":
+            if word.verb == "share" and word.phase != "-":
                 parts[word.value.blocks] = Fraction(1, len(word.group))
         else:
             yield word, whole

@@ -27,6 +27,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.network import Talk
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,10 @@ class TimedCosts:
     def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what it costs by the other costs."""
         return self.others.crossing_s(word, part, rank)
+
+    def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
+        """Return what it costs by the other costs."""
+        return self.others.hand_s(word, part, rank, has_one_copy=has_one_copy)
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return an update by its bytes and its fixed cost, and the answer by the other costs."""

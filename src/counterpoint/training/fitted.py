@@ -32,6 +32,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.text import format_instruction, parse_instruction
 from counterpoint.program.trace import Event, Trace
+from counterpoint.simulator.network import Talk
 from counterpoint.simulator.simulate import simulate_turn
 
 Key: TypeAlias = tuple[str, tuple[int, ...]]
@@ -70,6 +71,10 @@ class FittedCosts:
 
     def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return nothing: what ranks shared is in what was measured."""
+        return 0.0
+
+    def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
+        """Return nothing: what a word took was measured with all that it kept busy."""
         return 0.0
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterpoint.errors import PlanError
 
@@ -14,10 +14,17 @@ class Link:
     """The way out of a rank: how long a message takes before its first byte arrives, and how fast the rest follows.
 
     The defaults are those of two processes of one host that talk over its loopback.
+
+    Args:
+        latency_s: of a message without any bytes.
+        bytes_per_s: of a long one.
+        is_copied: whether it is memory that both ends see, so that nothing carries a message but their own processors:
+            one copies it in, the other one out, for half of its time each.
     """
 
     latency_s: float = 50e-6
     bytes_per_s: float = 1e9
+    is_copied: bool = False
 
     def seconds(self, num_bytes: float) -> float:
         """Return how long one message of so many bytes takes."""
@@ -107,14 +114,14 @@ class Cluster:
         if level < 1:
             return self.link_at(0, ranks)
         links = [self.link_at(at, ranks) for at in range(1, level + 1)]
-        return Link(links[-1].latency_s, min(link.bytes_per_s for link in links))
+        return Link(links[-1].latency_s, min(link.bytes_per_s for link in links), links[-1].is_copied)
 
     def link_at(self, level: int, ranks: Sequence[int]) -> Link:
         """Return a level's link as it is for these ranks: as slow as that of the slowest of their groups."""
         link = self.levels[level].link if self.levels else self.link
         groups = {self.group(rank, level) for rank in ranks} if self.slow_links else set()
         slow = [part for at, group, part in self.slow_links if at == level and group in groups]
-        return Link(link.latency_s, link.bytes_per_s * min(slow)) if slow else link
+        return replace(link, bytes_per_s=link.bytes_per_s * min(slow)) if slow else link
 
     def group(self, rank: int, level: int) -> int:
         """Return which group of the level below a rank is in: itself at level 0, its host at level 1."""

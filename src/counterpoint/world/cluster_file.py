@@ -29,7 +29,8 @@ LINK = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
 _KEYS = ("device", "link", "levels", "speeds", "crowding", "slow_links")
 _SLOW_KEYS = ("level", "group", "part")
-_LEVEL_KEYS = ("name", "count", *LINK, "shared")
+_LINK_KEYS = (*LINK, "copied")
+_LEVEL_KEYS = ("name", "count", *_LINK_KEYS, "shared")
 _SWITCHES = {"true": True, "false": False}
 _EXAMPLES = {
     "device": "device: {flops: 30 GFLOP/s, memory: 16 GiB, memory_bandwidth: 10 GB/s}",
@@ -133,10 +134,12 @@ def write_cluster(cluster: Cluster) -> str:
     return text + (f"slow_links:\n{rows}" if rows else "")
 
 
-def _link_fields(link: Link) -> dict[str, str]:
+def _link_fields(link: Link) -> dict[str, Any]:
+    copied = {"copied": True} if link.is_copied else {}
     return {
         "latency": format_quantity(link.latency_s, LATENCY),
         "bandwidth": format_quantity(link.bytes_per_s, BANDWIDTH),
+        **copied,
     }
 
 
@@ -178,15 +181,21 @@ class _Reader:
         return Device(flops, int(memory), bandwidth)
 
     def link(self, node: yaml.Node) -> Link:
-        nodes = self.keys(node, "link", LINK, required=LINK)
-        return Link(*(self.quantity(nodes.get(key), f"link.{key}", kind) for key, kind in LINK.items()))
+        return self.link_in(self.keys(node, "link", _LINK_KEYS, required=LINK), "link")
+
+    def link_in(self, nodes: dict[str, yaml.Node], path: str) -> Link:
+        latency_s, bytes_per_s = (self.quantity(nodes.get(key), f"{path}.{key}", kind) for key, kind in LINK.items())
+        return Link(latency_s, bytes_per_s, self.switch(nodes.get("copied"), f"{path}.copied"))
 
     def level(self, node: yaml.Node, path: str) -> Level:
-        nodes = self.keys(node, path, _LEVEL_KEYS, required=_LEVEL_KEYS[:-1])
-        link = Link(*(self.quantity(nodes.get(key), f"{path}.{key}", kind) for key, kind in LINK.items()))
+        nodes = self.keys(node, path, _LEVEL_KEYS, required=("name", "count", *LINK))
+        link = self.link_in(nodes, path)
         name = self.name(nodes.get("name"), f"{path}.name")
         return Level(
-            name, self.count(nodes.get("count"), f"{path}.count"), link, self.switch(nodes.get("shared"), path)
+            name,
+            self.count(nodes.get("count"), f"{path}.count"),
+            link,
+            self.switch(nodes.get("shared"), f"{path}.shared"),
         )
 
     def speeds(self, node: yaml.Node | None, levels: tuple[Level, ...]) -> tuple[float, ...]:
@@ -287,10 +296,10 @@ class _Reader:
         return 0
 
     def switch(self, node: yaml.Node | None, path: str) -> bool:
-        """Return whether a level is shared."""
+        """Return whether something is so that may be."""
         text = "false" if node is None else _shown(node)
         if text not in _SWITCHES:
-            self.note(node, f"{path}.shared is {text}; it must be {' or '.join(_SWITCHES)}")
+            self.note(node, f"{path} is {text}; it must be {' or '.join(_SWITCHES)}")
         return _SWITCHES.get(text, False)
 
     def name(self, node: yaml.Node | None, path: str) -> str:

@@ -16,6 +16,7 @@ from tests.planner.models import layers
 
 WIRE = Link(latency_s=50e-6, bytes_per_s=125e6)
 FLAT = Cluster(link=WIRE)
+COPIES = Cluster(levels=(Level("host", 4, Link(5e-6, 5e9, is_copied=True)), Level("network", 4, WIRE)))
 HOSTS = Cluster(levels=(Level("host", 2, Link(5e-6, 5e9)), Level("network", 8, WIRE, is_shared=True)))
 
 

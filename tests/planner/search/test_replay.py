@@ -15,7 +15,7 @@ from counterpoint.planner.rank import predict
 from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.replay import Replay
 from tests.model.timings import timing_of, took
-from tests.planner.search.spaces import FLAT, HOSTS, MODELS, changes
+from tests.planner.search.spaces import COPIES, FLAT, HOSTS, MODELS, changes
 
 BATCH = 48
 
@@ -43,7 +43,7 @@ def compared(space, cluster, seed, count):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cluster", [FLAT, HOSTS], ids=["flat", "hosts"])
+@pytest.mark.parametrize("cluster", [FLAT, HOSTS, COPIES], ids=["flat", "hosts", "copies"])
 @pytest.mark.parametrize("passes", [(), ("overlap",)], ids=["plain", "overlap"])
 def test_random_changes_say_what_full_simulations_say(name, cluster, passes):
     space = Space(MODELS[name], 8, 48, passes, dims=("heads", "hidden"), codes=("", "fp16"))

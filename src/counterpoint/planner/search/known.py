@@ -16,7 +16,9 @@ from counterpoint.program.instruction import (
     Commit,
     Compute,
     Instruction,
+    Pull,
     Push,
+    Recv,
     Send,
     Update,
 )
@@ -26,7 +28,8 @@ from counterpoint.program.symmetry import outline_of
 from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.simulate import row_crossings, row_seconds
+from counterpoint.simulator.network import Talk
+from counterpoint.simulator.simulate import has_copies, row_crossings, row_hands, row_seconds
 from counterpoint.strategies.recomputation import Recomputation
 from counterpoint.strategies.solo import solo
 from counterpoint.strategies.strategy import Strategy
@@ -43,10 +46,17 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What each word of a row takes, on its processor or its link, and of that on links that ranks share, if any do."""
+    """What each word of a row takes, by where.
+
+    Args:
+        seconds: on its processor or its link.
+        crossings: of that on links that ranks share, if any do.
+        hands: on the processors of those who talk, if any copies.
+    """
 
     seconds: Sequence[float]
     crossings: Sequence[float]
+    hands: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,13 @@ class Kept:
             self.found[key] = self.costs.crossing_s(word, part, rank)
         return self.found[key]
 
+    def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
+        """Return what the costs say."""
+        key = ("hand", type(word), _without_micro(word), part, rank, has_one_copy)
+        if key not in self.found:
+            self.found[key] = self.costs.hand_s(word, part, rank, has_one_copy=has_one_copy)
+        return self.found[key]
+
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return what the costs say."""
         return self.costs.serve_s(unit, server, worker)
@@ -114,10 +131,10 @@ def _part_of(word: Compute) -> str:
     return word.part if isinstance(word, Backward) else ""
 
 
-def _without_micro(word: Send | Push | Collective | Commit) -> Hashable:
+def _without_micro(word: Talk) -> Hashable:
     """Return all that a word's cost depends on."""
     match word:
-        case Send(value, peer) | Push(value, peer):
+        case Send(value, peer) | Push(value, peer) | Recv(value, peer) | Pull(value, peer):
             return type(word), value.name, value.blocks, peer
         case Collective(_, value, group):
             return word.name, value.name, value.blocks, group
@@ -196,7 +213,8 @@ class Cut:
             seconds = row_seconds(row.body, self.costs, rank=rank, speed=speed)
             has_cards = any(level.is_shared for level in self.cluster.levels)
             crossings = row_crossings(row.body, self.costs, rank) if has_cards else []
-            self.times[outline, place] = Times(seconds, crossings)
+            hands = row_hands(row.body, self.costs, rank, self.cluster) if has_copies(self.cluster) else []
+            self.times[outline, place] = Times(seconds, crossings, hands)
         return KnownRow(row.body, by_kind(row.body), outline, self.bills[outline], self.times[outline, place])
 
 

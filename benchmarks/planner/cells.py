@@ -1,0 +1,127 @@
+"""What is measured: three models, the plans of each, and the networks of the lab."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from counterpoint.jobs.table import find
+from counterpoint.plan import Plan
+from counterpoint.training.choice import PASSES
+
+MOST_SAMPLES = 256
+"""So many samples are drawn at most: batches are cut from them, and come back."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model and how it is trained.
+
+    Args:
+        build: the untrained model, the same bits every time.
+        samples: inputs and targets, of which batches are cut.
+        loss: mean over the samples.
+        optimizer: takes parameters.
+        batch: samples of a global batch.
+        reference: samples of the step of one process that is taken beside every plan, to see how fast the machine is.
+        steps: timed in one turn.
+    """
+
+    build: Callable[[], nn.Module]
+    samples: tuple[torch.Tensor, torch.Tensor]
+    loss: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[[Any], optim.Optimizer]
+    batch: int
+    reference: int
+    steps: int
+
+    def batches(self, size):
+        """Yield batches of so many samples for ever."""
+        inputs, targets = self.samples
+        starts = range(0, len(inputs) - size + 1, size)
+        while True:
+            for start in starts:
+                yield inputs[start : start + size], targets[start : start + size]
+
+
+def _neighbour(name):
+    """Return the module of another benchmark, whose folder is no Python name."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "data-parallel" / "workloads.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _of_data_parallel(letter, reference, steps):
+    found = _neighbour("data_parallel_workloads")
+    workload = found.WORKLOADS[letter]
+    samples = workload.batch(torch.Generator().manual_seed(1), MOST_SAMPLES)
+    return Subject(
+        lambda: found.built(workload), samples, workload.loss, workload.optimizer, workload.size, reference, steps
+    )
+
+
+def _digits():
+    job = find("digits")
+    samples = job.build_data()[0].fetch(range(MOST_SAMPLES))
+    return Subject(lambda: job.build_model(0), samples, job.loss, job.optimizer, job.batch_size, 64, 60)
+
+
+SUBJECTS = {
+    "A": lambda: _of_data_parallel("A", 64, 12),
+    "B": lambda: _of_data_parallel("B", 4, 6),
+    "digits": _digits,
+}
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One plan for one model on one host, or on several.
+
+    Args:
+        letter: the model.
+        strategy: as a user writes it.
+        micros: microbatches.
+    """
+
+    letter: str
+    strategy: str
+    micros: int = 1
+
+    @property
+    def plan(self):
+        """What a user gets who asks for it, before replicas share a copy."""
+        return replace(Plan.parse(self.strategy, num_microbatches=self.micros), passes=PASSES)
+
+    @property
+    def ranks(self):
+        """How many ranks it needs."""
+        return self.plan.num_ranks
+
+
+PLANS = (
+    ("solo", 1),
+    ("data(2)", 1),
+    ("zero(2, level=1)", 1),
+    ("zero(2, level=3)", 1),
+    ("pipeline(2, order=gpipe)", 4),
+    ("pipeline(2)", 4),
+    ("tensor(2)", 1),
+    ("pipeline(3)", 4),
+    ("server(2, servers=1)", 1),
+    ("data(4)", 1),
+    ("zero(4, level=2)", 1),
+    ("pipeline(2) * data(2)", 2),
+)
+CELLS = [Cell(letter, strategy, micros) for letter in SUBJECTS for strategy, micros in PLANS]
+
+LAB_RATES = (None, "1gbit", "100mbit")
+PLANS_BETWEEN = {
+    2: (("data(2)", 1), ("zero(2, level=1)", 1), ("pipeline(2)", 4), ("pipeline(2, order=gpipe)", 4), ("tensor(2)", 1)),
+    4: (("data(4)", 1), ("zero(4, level=1)", 1), ("pipeline(4)", 4), ("pipeline(2) * data(2)", 2)),
+}
+"""By the number of hosts, each with one rank: data parallelism, with which all are compared, and others."""

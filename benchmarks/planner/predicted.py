@@ -1,0 +1,117 @@
+"""What is predicted of plans, from a probe of the machine and a profile of each model, no plan of either measured."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cells import SUBJECTS, Cell
+
+from counterpoint.cutting.choose import Need, cut_model
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.local import run_command
+from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
+from counterpoint.model.timing_file import read_timing
+from counterpoint.planner.choose import choose_from
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.rank import predict
+from counterpoint.runtime.build import call_form
+from counterpoint.runtime.optimizers import Face
+from counterpoint.training.choice import FEW_SAMPLES, PASSES, trace_spec
+from counterpoint.training.one_copy import with_one_copy
+from counterpoint.training.trained import trainable, with_unused
+from counterpoint.world.cluster import Cluster, Level
+from counterpoint.world.cluster_file import read_cluster
+
+SCRIPT = Path(__file__).with_name("profiled.py")
+MOST_RANKS, PROBE_S = 4, 120
+PROBE = (sys.executable, "-m", "counterpoint", "probe", "--json")
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """One model as the planner sees it.
+
+    Args:
+        finest: its pieces as the planner compares all plans by them.
+        chain: its pieces as pipelines have them.
+        timing: what they take.
+        beside_s: what a step of one process took meanwhile, see ranks.py.
+    """
+
+    finest: ModelSpec
+    chain: ModelSpec
+    timing: Timing
+    beside_s: float
+
+    def spec(self, need: Need):
+        """Return the pieces as the runtime would cut them for a plan."""
+        return self.chain if need == "chain" else self.finest
+
+
+def profiled(letter, cells):
+    """Return a model's profile, for the sizes of microbatches that its cells have; it runs in a process of its own."""
+    subject = SUBJECTS[letter]()
+    sizes = sorted({subject.batch // cell.plan.num_micros for cell in cells if cell.letter == letter})
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), letter, json.dumps(sizes)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise LaunchError(f"the profile of {letter} ended with {done.returncode}: {done.stderr[-800:]}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    model, few = subject.build(), subject.samples[0][:FEW_SAMPLES]
+    face = Face(subject.optimizer, dict(model.named_parameters()))
+    chain = with_unused(trainable(cut_model(model, call_form(few), need="chain").spec, face))
+    return Profiled(trace_spec(model, face, few, None), chain, read_timing(told["timing"]), told["beside_s"])
+
+
+def probed():
+    """Return this host as `counterpoint probe` finds it, with as many ranks as any plan here has."""
+    lines = []
+    result = run_command(PROBE, MOST_RANKS, threads_per_rank=1, on_line=lines.append)
+    if result.exit_code:
+        raise LaunchError(f"the probe ended with {result.exit_code}: {result.report}")
+    text = "\n".join(line.text for line in lines if line.rank == 0 and line.stream == "out")
+    return read_cluster(json.loads(text)["cluster"])
+
+
+def lab_cluster(lab, here):
+    """Return the hosts of a lab, as `counterpoint probe` on them finds their network.
+
+    They have the cores of one machine, and each has one rank and a card of its own: so for predictions they are the
+    ranks of one host, joined by a network instead of memory.
+    """
+    found = json.loads(lab.run_ranks(PROBE, deadline_s=PROBE_S)[0].text())
+    network = read_cluster(found["cluster"]).levels[-1]
+    return Cluster(here.device, levels=(Level("lab", network.count, network.link),), crowding=here.crowding)
+
+
+def step_s(cell, found: Profiled, cluster: Cluster):
+    """Return what the planner says of a step of the plan that runs where replicas of a host share a copy."""
+    plan = cell.plan
+    if cluster.link_among((0, 1)).is_copied:
+        plan = with_one_copy(plan, [0] * cell.ranks)
+    batch = SUBJECTS[cell.letter]().batch
+    return predict(plan, found.spec(plan.need), cluster, batch_size=batch, timing=found.timing).step_s
+
+
+def chosen(letter, ranks, found: Profiled, cluster: Cluster):
+    """Return the cell of the plan that the planner takes of all that there are."""
+    batch = SUBJECTS[letter]().batch
+    plans = (
+        replace(plan, passes=PASSES)
+        for plan in enumerate_plans(ranks, found.finest, batch_size=batch)
+        if plan.num_ranks == ranks
+    )
+    plan = choose_from(plans, found.finest, cluster, batch_size=batch, timing=found.timing)
+    return Cell(letter, str(plan), plan.num_microbatches)
+
+
+def calmed(found: Profiled, beside_s):
+    """Return the profile as it would have been while a step of one process took so long."""
+    factor, timing = beside_s / found.beside_s, found.timing
+    points = tuple(point.times(factor) for point in timing.points)
+    per_byte = factor * timing.update_s_per_byte
+    return replace(found, timing=replace(timing, points=points, update_s_per_byte=per_byte), beside_s=beside_s)

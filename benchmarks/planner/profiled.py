@@ -1,0 +1,34 @@
+"""Times the pieces of one model on one core, as ``counterpoint profile`` does, and prints them as JSON.
+
+Called with the model and the sizes of microbatches.
+"""
+
+import json
+import sys
+
+import torch
+from cells import SUBJECTS
+from ranks import Alone
+
+import counterpoint as cp
+from counterpoint.model.timing_file import write_timing
+
+MOST_AT_ONCE = 64
+
+
+def main(letter, sizes):
+    torch.set_num_threads(1)
+    subject = SUBJECTS[letter]()
+    alone = Alone(subject)
+    alone.steps()
+    beside = alone.steps()
+    inputs, targets = next(subject.batches(MOST_AT_ONCE))
+    timing = cp.profile(
+        subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, samples=json.loads(sizes)
+    )
+    beside += alone.steps()
+    sys.stdout.write(f"{json.dumps({'timing': write_timing(timing), 'beside_s': min(beside)})}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,153 @@
+"""Predictions against measurements: twelve plans of three models on this machine, and chosen plans between hosts."""
+
+import statistics
+import sys
+from pathlib import Path
+
+from counterpoint.testing.claims import Options, Result
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import measured  # noqa: E402 - from the folder of this benchmark
+import predicted  # noqa: E402 - likewise
+from cells import CELLS, LAB_RATES, PLANS_BETWEEN, SUBJECTS, Cell  # noqa: E402 - likewise
+
+from benchmarks.lab import Lab  # noqa: E402 - likewise
+
+ROUNDS, SECONDS, LAB_SECONDS, DEADLINE_S = 3, 1.0, 3.0, 600
+MEDIAN, WORST, CORRELATION = 0.10, 0.25, 0.9
+NEAR, SHARE = 1.10, 0.9
+COLUMNS = ("model", "where", "plan", "ms", "predicted", "off", "over the fastest", "over data")
+
+
+def measure(options: Options) -> Result:
+    options.tell("calibration: probe and profiles")
+    cluster = predicted.probed()
+    models = {letter: predicted.profiled(letter, [*CELLS, *lab_cells()]) for letter in SUBJECTS}
+    here, missed = on_this_machine(models, cluster, options)
+    rows, figures = [row for row, _ in here], {"here": [found for _, found in here]}
+    notes = {"off": "predicted over measured, less 1, at the speed that the machine had while it was measured"}
+    if reason := Lab.why_not():
+        missed.append(f"hosts cannot be made here: {reason}")
+    else:
+        there = between_hosts(models, cluster, options)
+        rows += [row for row, _ in there]
+        figures["lab"] = [found for _, found in there]
+        missed += lab_misses(figures["lab"])
+    return Result(COLUMNS, tuple(rows), tuple(missed), figures, notes)
+
+
+def on_this_machine(models, cluster, options):
+    """Return rows and figures of all cells on this machine, and what they miss."""
+    found = []
+    for letter in SUBJECTS:
+        for ranks in sorted({cell.ranks for cell in CELLS}):
+            options.tell(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
+            cells = [cell for cell in CELLS if cell.letter == letter and cell.ranks == ranks]
+            turns = measured.on_host(cells, rounds=max(2, options.rounds or ROUNDS), seconds=SECONDS)
+            found += [judged(cell, turns[cell], models[letter], cluster) for cell in cells]
+    rows = [
+        (one["model"], f"{one['ranks']} ranks", one["plan"], ms(one["step_s"]), ms(one["said_s"]), off(one), "", "")
+        for one in found
+    ]
+    return list(zip(rows, found, strict=True)), list(misses(found))
+
+
+def judged(cell, turns, model, cluster):
+    """Return what a cell's turns took, in the middle, and what was predicted at the speed that the machine had then."""
+    beside_s = statistics.median(turn["beside_s"] for turn in turns)
+    return {
+        "model": cell.letter,
+        "plan": cell.strategy,
+        "ranks": cell.ranks,
+        "step_s": statistics.median(turn["step_s"] for turn in turns),
+        "said_s": predicted.step_s(cell, predicted.calmed(model, beside_s), cluster),
+        "turns": turns,
+    }
+
+
+def misses(found):
+    """Yield what predictions on this machine miss."""
+    errors = [abs(one["said_s"] / one["step_s"] - 1) for one in found]
+    if not statistics.median(errors) <= MEDIAN:
+        yield f"the median error is {statistics.median(errors):.1%}, at most {MEDIAN:.0%} promised"
+    worst = max(found, key=lambda one: abs(one["said_s"] / one["step_s"] - 1))
+    if not max(errors) <= WORST:
+        yield f"{worst['plan']} of {worst['model']} is off by {max(errors):.1%}, at most {WORST:.0%} promised"
+    for letter in SUBJECTS:
+        own = [one for one in found if one["model"] == letter]
+        rank = correlation([one["said_s"] for one in own], [one["step_s"] for one in own])
+        if not rank >= CORRELATION:
+            yield f"the rank correlation of {letter} is {rank:.2f}, at least {CORRELATION} promised"
+
+
+def correlation(some, others):
+    """Return Spearman's rank correlation."""
+    places = [[sorted(values).index(value) for value in values] for values in (some, others)]
+    return statistics.correlation(*places)
+
+
+def lab_cells():
+    """Return every cell between hosts that is measured whatever is chosen."""
+    return [Cell(letter, *plan) for letter in SUBJECTS for plans in PLANS_BETWEEN.values() for plan in plans]
+
+
+def between_hosts(models, cluster, options):
+    """Return rows and figures of the lab: for each model, number of hosts and rate all plans, the chosen one marked."""
+    found = []
+    for hosts, plans in PLANS_BETWEEN.items():
+        for rate in LAB_RATES:
+            with Lab(hosts=hosts, rate=rate) as lab:
+                network = predicted.lab_cluster(lab, cluster)
+                for letter in SUBJECTS:
+                    options.tell(f"{letter} on {hosts} hosts, {rate or 'unshaped'}")
+                    cells = [Cell(letter, *plan) for plan in plans]
+                    chosen = predicted.chosen(letter, hosts, models[letter], network)
+                    cells += [chosen] if chosen not in cells else []
+                    turns = measured.in_lab(lab, cells, rounds=1, seconds=LAB_SECONDS, deadline_s=DEADLINE_S)
+                    own = [judged(cell, turns[cell], models[letter], network) for cell in cells]
+                    marked = [{**one, "rate": rate or "unshaped", "is_chosen": False} for one in own]
+                    marked[cells.index(chosen)]["is_chosen"] = True
+                    found.append(marked)
+    return [(row, one) for own in found for row, one in zip(lab_rows(own), own, strict=True)]
+
+
+def lab_rows(own):
+    """Yield the rows of one model on so many hosts at one rate."""
+    fastest = min(one["step_s"] for one in own)
+    data = own[0]["step_s"]
+    for one in own:
+        yield (
+            one["model"],
+            f"{one['ranks']} hosts, {one['rate']}",
+            f"{one['plan']}{' (chosen)' if one['is_chosen'] else ''}",
+            ms(one["step_s"]),
+            ms(one["said_s"]),
+            off(one),
+            f"{one['step_s'] / fastest:.2f}",
+            f"{one['step_s'] / data:.2f}",
+        )
+
+
+def lab_misses(found):
+    """Yield what chosen plans miss; data parallelism stands first in its cell."""
+    cells = {}
+    for one in found:
+        cells.setdefault((one["model"], one["ranks"], one["rate"]), []).append(one)
+    near = 0
+    for (letter, hosts, rate), own in cells.items():
+        chosen = next(one for one in own if one["is_chosen"])
+        near += chosen["step_s"] <= NEAR * min(one["step_s"] for one in own)
+        if not chosen["step_s"] <= own[0]["step_s"]:
+            yield f"{chosen['plan']} of {letter} on {hosts} hosts, {rate}, is slower than data parallelism"
+    if not near >= SHARE * len(cells):
+        yield f"{near} of {len(cells)} chosen plans are near the fastest, {SHARE:.0%} promised"
+
+
+def ms(seconds):
+    return f"{1e3 * seconds:.1f}"
+
+
+def off(one):
+    return f"{one['said_s'] / one['step_s'] - 1:+.0%}"
