@@ -10,7 +10,7 @@ import sides
 import torch
 from turns import turns
 
-WARM_UP, STEPS = 3, 5
+WARM_UP, STEPS = 3, 3
 
 
 def field_bytes(path, name):

@@ -12,7 +12,7 @@ from counterpoint.testing.claims import Options, Result
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.pipeline.turns import Side
 
-ROUNDS, BATCH = 9, 16
+ROUNDS, BATCH = 16, 16
 SIDES = {
     "gpipe": ("Ours", "pipeline(2, order=gpipe)", 2),
     "torch gpipe": ("Torch", "GPipe", 2),
