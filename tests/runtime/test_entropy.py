@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from counterpoint.fabric.shm.native import native
 from counterpoint.runtime import entropy as module
@@ -113,3 +114,26 @@ def test_all_other_calls_are_torchs_own(call, monkeypatch):
     scores, targets = drawn(4, 6)
     with Briefly():
         assert torch.equal(call(scores, targets), call(scores, targets))
+
+
+def test_a_transformed_call_is_torchs_own():
+    scores, targets = drawn(4, 6)
+    _, expected = differentiated(scores, targets)
+    with Briefly():
+        found = torch.func.grad(lambda given: 3 * F.cross_entropy(given, targets))(scores.detach())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of its decompositions
+def test_a_call_that_is_differentiated_forwards_is_torchs_own():
+    scores, targets = drawn(4, 6)
+    with Briefly(), forward_ad.dual_level():
+        along = forward_ad.make_dual(scores, torch.ones_like(scores))
+        assert forward_ad.unpack_dual(F.cross_entropy(along, targets)).tangent.abs() < 1e-6
+
+
+def test_a_compiled_loss_is_compiled_as_torch_has_it():
+    scores, targets = drawn(4, 6)
+    loss = torch.compile(lambda *given: F.cross_entropy(*given), backend="eager", fullgraph=True)
+    with Briefly():
+        assert torch.equal(loss(scores, targets), F.cross_entropy(scores.detach(), targets))

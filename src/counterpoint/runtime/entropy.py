@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import TorchFunctionMode
 
 from counterpoint.fabric.shm.native import Lost, Scores, native
@@ -50,6 +51,8 @@ def _call(  # noqa: PLR0913 - torch's signature
         return None
     if input.numel() < FEWEST_SCORES or not input.requires_grad or not input.is_contiguous():
         return None
+    if unpack_dual(input).tangent is not None:  # type: ignore[no-untyped-call]
+        return None
     return Call(input, target.contiguous(), ignore_index, reduction == "mean")
 
 
@@ -71,7 +74,7 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, call: Call, sums: Tensor, lost: Lost) -> Tensor:  # noqa: ANN401
         """Return the loss."""
         ctx.save_for_backward(scores, call.targets, sums)
-        ctx.call, ctx.count = call._replace(scores=sums, targets=sums), lost.count
+        ctx.ignored, ctx.is_mean, ctx.count = call.ignored, call.is_mean, lost.count
         if call.is_mean:
             return scores.new_tensor(lost.sum / lost.count if lost.count else torch.nan)
         return scores.new_tensor(lost.sum)
@@ -82,18 +85,28 @@ class CrossEntropy(torch.autograd.Function):
         (above,) = gradients
         scores, targets, sums = ctx.saved_tensors
         if torch.is_grad_enabled():
-            reduction = "mean" if ctx.call.is_mean else "sum"
+            reduction = "mean" if ctx.is_mean else "sum"
             own = torch.log_softmax(scores, 1)
-            loss = F.nll_loss(own, targets, ignore_index=ctx.call.ignored, reduction=reduction)
+            loss = F.nll_loss(own, targets, ignore_index=ctx.ignored, reduction=reduction)
             return (*torch.autograd.grad(loss, scores, above, create_graph=True), None, None, None)
         gradient = torch.empty_like(scores)
-        given = _given(scores, targets, sums, ctx.call.ignored)
+        given = _given(scores, targets, sums, ctx.ignored)
         given.gradient = gradient.data_ptr()
-        given.factor = above.item() / max(ctx.count, 1) if ctx.call.is_mean else above.item()
+        given.factor = above.item() / max(ctx.count, 1) if ctx.is_mean else above.item()
         library = native().library
         assert library is not None, "it has filled in the sums"
         library.cp_entropy_gradient(byref(given))
         return gradient, None, None, None
+
+
+def _is_plain() -> bool:
+    """Tell whether a call is differentiated backwards, by one thread, and neither traced nor transformed."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and torch.get_num_threads() == 1
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - it has no public name
+    )
 
 
 class Briefly(TorchFunctionMode):
@@ -107,7 +120,7 @@ class Briefly(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
         """Call the function, or do what it does."""
-        if func is F.cross_entropy and torch.is_grad_enabled() and torch.get_num_threads() == 1:
+        if func is F.cross_entropy and _is_plain():
             call = _call(*args, **(kwargs or {}))
             library = native().library
             if call is not None and library is not None:
