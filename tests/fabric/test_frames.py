@@ -37,6 +37,14 @@ def test_what_is_written_is_read(stamp, label, written):
     assert all(torch.equal(read, tensor) for read, tensor in zip(frame.tensors, written, strict=True))
 
 
+def test_the_pieces_of_a_frame_follow_each_other_and_what_is_large_is_not_copied():
+    large, small = torch.arange(5001.0), torch.ones(3)
+    pieces = frames.pieces_of(STAMP, "x1.0", [small, large, large.double()[::2], small])
+    assert torch.equal(torch.cat(pieces), encode(STAMP, "x1.0", [small, large, large.double()[::2], small]))
+    assert large.data_ptr() in {piece.data_ptr() for piece in pieces}
+    assert len(pieces) == 5
+
+
 @given(st.data())
 def test_a_frame_with_any_bit_turned_is_refused(data):
     frame = encode(STAMP, "x1.0", [torch.arange(5.0), torch.ones(2, 2, dtype=torch.bool)])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from counterpoint.runtime.direct import Directly, run_backward
+from counterpoint.runtime.direct import Directly, Ways, run_backward
 
 
 class Spot:
@@ -49,7 +49,7 @@ def recomputed(module, x):
 def test_gradients_are_torchs(loss):
     module, spot, x = layer()
     to_input, to_bias, to_weight = expected(module, x, loss)
-    with Directly({id(module.weight): spot}):
+    with Directly(Ways({id(module.weight): spot})):
         run_backward([loss(module, x)], [None])
     assert torch.allclose(x.grad, to_input)
     assert torch.allclose(module.bias.grad, to_bias)
@@ -59,14 +59,14 @@ def test_gradients_are_torchs(loss):
 
 def test_other_weights_are_left_alone():
     module, _, x = layer()
-    with Directly({}):
+    with Directly(Ways()):
         module(x).sum().backward()
     assert module.weight.grad is not None
 
 
 def test_a_gradient_that_is_differentiated_is_torchs_own():
     module, spot, x = layer()
-    with Directly({id(module.weight): spot}):
+    with Directly(Ways({id(module.weight): spot})):
         (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
         slope.square().sum().backward()
     found, spot.is_open = module.weight.grad + (spot.memory if spot.is_used else 0), False
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_differentiated_is_torchs_own():
 def test_a_gradient_that_is_no_steps_is_handed_over():
     module, spot, x = layer()
     spot.is_open = False
-    with Directly({id(module.weight): spot}):
+    with Directly(Ways({id(module.weight): spot})):
         (found,) = torch.autograd.grad(once(module, x), module.weight)
     assert not spot.is_used
     assert torch.allclose(found, expected(module, x, once)[2])

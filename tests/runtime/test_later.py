@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from counterpoint.runtime.direct import Directly, run_backward
-from counterpoint.runtime.later import Desk, LaterPlace, OwnGradient
+from counterpoint.runtime.direct import Directly, Ways, run_backward
+from counterpoint.runtime.later import Desk, LaterPlace, OwnGradient, ways_of
+from tests.runtime.teams import team
 
 
 class Step:
@@ -17,7 +19,19 @@ class Step:
 
 def deferring(module, desk):
     places = {id(param): LaterPlace(OwnGradient(param, Step()), desk) for param in module.parameters()}
-    return Directly(places)
+    return Directly(Ways(places, places))
+
+
+class Kernels(TorchDispatchMode):
+    """Remembers what has been called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def in_parts(module, x, times=1):
@@ -43,6 +57,18 @@ class Twisted(nn.Module):
 
     def forward(self, x):
         return F.linear(x @ self.weight, self.weight)
+
+
+class Tables(nn.Module):
+    """Looks up in two, one of which wants a sparse gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.sparse = nn.Embedding(5, 4), nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x):
+        rows = x.long().abs() % 5
+        return self.dense(rows) + self.sparse(rows)
 
 
 def strided():
@@ -104,3 +130,25 @@ def test_two_microbatches_add_up_whatever_order_their_weight_parts_come_in():
     found = module.weight.grad
     assert found is not None
     assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("name", ["table", "bags"])
+def test_rows_are_added_to_a_tables_own_gradient_without_one_more_of_its_size(name):
+    build, draw, _ = MODULES[name]
+    module, x = build().double(), draw()
+    (expected,) = torch.autograd.grad(2 * module(x).square().sum(), module.weight)
+    ways = Ways({}, {id(module.weight): OwnGradient(module.weight, Step())})
+    for _ in range(2):
+        with Directly(ways), Kernels() as kernels:
+            run_backward([module(x).square().sum()], [None])
+    assert torch.allclose(module.weight.grad, expected, rtol=1e-12, atol=1e-12)
+    assert not any(found.startswith(("embedding_dense", "_embedding_bag_dense")) for found in kernels.names)
+
+
+@pytest.mark.parametrize("plan", ["pipeline(2)", "pipedream(2)", "pipedream_2bw(2)"])
+def test_tables_of_every_version_are_known_and_others_are_not(plan):
+    model = nn.Sequential(Tables(), nn.Linear(4, 6)).double()
+    with team(plan, model=model, num_microbatches=2) as one:
+        store = one.ranks[0].interpreter.store
+        read = [store.params] if store.editions is None else [one.leaves for one in store.editions.editions]
+        assert set(ways_of(store, None).shelves) == {id(leaves["0.dense.weight"]) for leaves in read}

@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
 import torch
+from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -119,9 +119,9 @@ def read_piece(folder: Path, shard: ShardRecord, piece: PieceRecord) -> Tensor:
             found_bytes = file.readinto(data)
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
-    if found_bytes != len(data) or f"{zlib.crc32(data):08x}" != piece.crc32:
+    if found_bytes != len(data) or f"{isal_zlib.crc32(data):08x}" != piece.crc32:
         raise CheckpointError(
-            f"{name} is damaged: tensor {piece.name!r}: crc32 expected {piece.crc32}, found {zlib.crc32(data):08x}"
+            f"{name} is damaged: tensor {piece.name!r}: crc32 expected {piece.crc32}, found {isal_zlib.crc32(data):08x}"
         )
     dtype = torch_dtype(piece.dtype)
     if not data:
@@ -178,7 +178,7 @@ def _write(files: Files, path: Path, header: bytes, pieces: Sequence[Piece], rec
             crc32 = 0
             for chunk in _chunks(piece.tensor):
                 digest.update(chunk)
-                crc32 = zlib.crc32(chunk, crc32)
+                crc32 = isal_zlib.crc32(chunk, crc32)
                 files.write(descriptor, chunk)
             crc32s.append(f"{crc32:08x}")
             assert record.stop - record.start == piece.tensor.numel() * piece.tensor.element_size()
@@ -207,7 +207,7 @@ def _sums(path: Path, shard: ShardRecord) -> _Sums:
             crc32 = 0
             while length and (chunk := file.read(min(length, CHUNK_BYTES))):
                 digest.update(chunk)
-                crc32 = zlib.crc32(chunk, crc32)
+                crc32 = isal_zlib.crc32(chunk, crc32)
                 length -= len(chunk)
             crc32s.append(f"{crc32:08x}")
         while chunk := file.read(CHUNK_BYTES):

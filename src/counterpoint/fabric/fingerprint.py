@@ -75,7 +75,12 @@ def digest(*facts: object) -> bytes:
 
 def message_fingerprint(label: str, tensors: Sequence[Tensor]) -> bytes:
     """Return the fingerprint of a message: its label and its tensors' looks."""
-    return digest("send", label, tuple((dtype_name(t.dtype), tuple(t.shape)) for t in tensors))
+    return _of_message(label, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors))
+
+
+@lru_cache(maxsize=4096)
+def _of_message(label: str, looks: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> bytes:
+    return digest("send", label, tuple((dtype_name(dtype), shape) for dtype, shape in looks))
 
 
 def disagreement(seen: Mapping[int, tuple[bytes, str]], turn: int) -> str | None:

@@ -7,13 +7,13 @@ length is trusted before it has been verified; a second one covers all that foll
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 from counterpoint.errors import PeerError
@@ -24,6 +24,8 @@ ALIGNMENT = 16
 MAX_DIMS = 16
 MAX_HEAD_BYTES = 1 << 24
 MAX_PAYLOAD_BYTES = 1 << 40
+COPIED_BYTES = 1 << 14
+"""From here on a copy costs more than one write more."""
 
 # magic, version, kind, zero, job, generation, source, sequence, fingerprint,
 # label bytes, tensors, head bytes (label and descriptions, padded), payload bytes, checksum of what follows
@@ -89,28 +91,49 @@ class Prefix:
 
 def encode(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the frame as a flat uint8 tensor, with a copy of the tensors; a PeerError where one cannot travel."""
-    head = head_of(label, tensors)
-    frame = torch.empty(PREFIX_BYTES + len(head) + payload_bytes(tensors), dtype=torch.uint8)
-    encode_into(frame, stamp, label, tensors)
-    return frame
+    return torch.cat(pieces_of(stamp, label, tensors))
 
 
 def encode_into(room: Tensor, stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> None:
     """The first bytes of the room, a flat uint8 tensor that is long enough, are the frame; the rest is as it was."""
+    at = 0
+    for piece in pieces_of(stamp, label, tensors):
+        room[at : at + len(piece)].copy_(piece)
+        at += len(piece)
+
+
+def pieces_of(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the frame as flat uint8 tensors, one after the other; a large tensor is not copied.
+
+    Raises:
+        PeerError: a tensor cannot travel.
+    """
     head = head_of(label, tensors)
-    raw = raw_bytes(room)
-    start = at = PREFIX_BYTES + len(head)
-    raw[PREFIX_BYTES:start] = head
+    checksum, num_bytes = crc32(head), 0
+    small, pieces = bytearray(PREFIX_BYTES) + head, []
+    first = small
     for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        room[at : at + size].copy_(tensor.detach().reshape(-1).view(torch.uint8))
-        raw[at + size : at + padded(size)] = bytes(padded(size) - size)
-        at += padded(size)
+        payload = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        raw, padding = raw_bytes(payload), bytes(padded(len(payload)) - len(payload))
+        checksum, num_bytes = crc32(padding, crc32(raw, checksum)), num_bytes + padded(len(payload))
+        if len(payload) < COPIED_BYTES:
+            small += raw
+        else:
+            pieces += [*_as_tensors(small), payload]
+            small = bytearray()
+        small += padding
+    pieces += _as_tensors(small)
     PREFIX.pack_into(
-        raw, 0, MAGIC, VERSION, stamp.kind, 0, stamp.job, stamp.generation, stamp.source, stamp.sequence,
-        stamp.fingerprint, len(label.encode()), len(tensors), len(head), at - start, zlib.crc32(raw[PREFIX_BYTES:at]),
+        first, 0, MAGIC, VERSION, stamp.kind, 0, stamp.job, stamp.generation, stamp.source, stamp.sequence,
+        stamp.fingerprint, len(label.encode()), len(tensors), len(head), num_bytes, checksum,
     )  # fmt: skip
-    CHECKSUM.pack_into(raw, PREFIX.size, zlib.crc32(raw[: PREFIX.size]))
+    CHECKSUM.pack_into(first, PREFIX.size, crc32(memoryview(first)[: PREFIX.size]))
+    return pieces
+
+
+def _as_tensors(raw: bytearray) -> list[Tensor]:
+    """Return the bytes as a tensor of the same memory, if there are any."""
+    return [torch.frombuffer(raw, dtype=torch.uint8)] if raw else []
 
 
 def head_of(label: str, tensors: Sequence[Tensor]) -> bytes:
@@ -176,7 +199,7 @@ def read_prefix(start: Tensor) -> Prefix:
     if version != VERSION:
         raise damaged(f"it has version {version}, and this rank reads version {VERSION}")
     (written,) = CHECKSUM.unpack_from(raw, PREFIX.size)
-    found = zlib.crc32(raw[: PREFIX.size])
+    found = crc32(raw[: PREFIX.size])
     if written != found:
         raise damaged(f"the checksum of its header is {found:#010x} instead of {written:#010x}")
     if kind not in set(Kind) or zero:
@@ -194,7 +217,7 @@ def decode(frame: Tensor) -> Frame:
     raw = raw_bytes(frame)
     if len(raw) != prefix.frame_bytes:
         raise damaged(f"it has {len(raw)} bytes instead of the {prefix.frame_bytes} it announces")
-    found = zlib.crc32(raw[PREFIX_BYTES:])
+    found = crc32(raw[PREFIX_BYTES:])
     if found != prefix.checksum:
         raise damaged(f"the checksum of its content is {found:#010x} instead of {prefix.checksum:#010x}")
     start = PREFIX_BYTES + prefix.head_bytes

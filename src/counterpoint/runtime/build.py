@@ -27,7 +27,7 @@ from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import roles_of
 from counterpoint.runtime.seeds import Dice
 from counterpoint.runtime.store import Store
-from counterpoint.runtime.strewn import sparse_names
+from counterpoint.runtime.strewn import tables_of
 from counterpoint.runtime.twins import Twins
 from counterpoint.runtime.vote import Guard
 from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
@@ -87,7 +87,7 @@ def build_rank(parts: Parts, cut: Cut, model: nn.Module, fabric: Fabric, *, is_o
     params = own_params(parts.spec, cut, model, (row.slice_index, row.num_slices), needed, is_only=is_only)
     own_buffers = isinstance(cut, WholeCut)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
-    store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, sparse_names(model))
+    store = Store(roles, params, buffers, parts.spec.units, parts.face, fabric.empty, tables_of(model))
     store.keep_versions(versions_held(row.body))
     interpreter = Interpreter(
         {turn.name: script_of(parts, turn, rank) for turn in parts.turns},

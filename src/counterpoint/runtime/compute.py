@@ -18,10 +18,10 @@ from counterpoint.cutting.eager import tell_where
 from counterpoint.errors import DataError
 from counterpoint.runtime.again import Memory, Once
 from counterpoint.runtime.casting import under
-from counterpoint.runtime.direct import Directly, Place, run_backward
+from counterpoint.runtime.direct import Directly, Ways, run_backward
 from counterpoint.runtime.entropy import Briefly
 from counterpoint.runtime.feed import Feed, Window
-from counterpoint.runtime.later import Desk, Job, later_places
+from counterpoint.runtime.later import Desk, Job, ways_of
 from counterpoint.runtime.model import Kept, Model, spent_by
 from counterpoint.runtime.normalizing import Norms
 from counterpoint.runtime.seeds import Dice, seed_of
@@ -46,7 +46,7 @@ class Compute:
         self.store = store
         self.dice = dice
         self.desk = desk
-        self.places: Mapping[int, Place] = {}  # where gradients of weights may be written straight to
+        self.ways = Ways()
         self.put_off: dict[tuple[int, int], list[Job]] = {}
         self.feed: Feed | None = None
         self.shares = Shares({})
@@ -81,7 +81,7 @@ class Compute:
         self.feed = feed
         self.shares = shares
         self.stride = stride
-        self.places = self.store.landings if self.desk is None else later_places(self.store, self.desk)
+        self.ways = ways_of(self.store, self.desk)
         self.losses.clear()
         if self.norms is not None:
             self.norms.begin(is_stream=bool(stride))
@@ -282,13 +282,13 @@ class Compute:
 
     def directly(self) -> AbstractContextManager[object]:
         """Have gradients of weights written straight to where they belong, if there is such a place."""
-        return Directly(self.places) if self.places else nullcontext()
+        return Directly(self.ways) if self.ways.shelves else nullcontext()
 
     def learn(self, roots: Sequence[Tensor], gradients: Grads) -> None:
         """Run autograd; gradients are added to the parameters'."""
         self.store.is_learning = True
         try:
-            if self.places or self.norms is not None:
+            if self.ways.shelves or self.norms is not None:
                 with self.directly():
                     run_backward(roots, gradients)
             else:

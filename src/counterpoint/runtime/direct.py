@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,18 @@ class Place(Shelf, Protocol):
 
     def when_due(self, job: Callable[[], None]) -> None:
         """Do what makes the gradient: at once, or when the row comes to it."""
+
+
+class Ways(NamedTuple):
+    """Where gradients belong, by the weights' identity.
+
+    Args:
+        places: of weights of any kind.
+        shelves: of tables.
+    """
+
+    places: Mapping[int, Place] = MappingProxyType({})
+    shelves: Mapping[int, Shelf] = MappingProxyType({})
 
 
 class Linear(torch.autograd.Function):
@@ -82,12 +95,12 @@ class Directly(TorchFunctionMode):
     written straight to somewhere.
 
     Args:
-        places: by the weights' identity.
+        ways: where their gradients belong.
     """
 
-    def __init__(self, places: Mapping[int, Place]) -> None:
+    def __init__(self, ways: Ways) -> None:
         super().__init__()
-        self.places = places
+        self.places, self.shelves = ways
 
     def __torch_function__(
         self,
@@ -109,9 +122,9 @@ class Directly(TorchFunctionMode):
                 return convolve(found, place)
         if func in TABLES and torch.is_grad_enabled():
             call = TABLES[func](*args, **(kwargs or {}))
-            place = self.places.get(id(call.weight)) if call is not None else None
-            if call is not None and place is not None:
-                return look_up(call, place)
+            shelf = self.shelves.get(id(call.weight)) if call is not None else None
+            if call is not None and shelf is not None:
+                return look_up(call, shelf)
         return func(*args, **(kwargs or {}))
 
 

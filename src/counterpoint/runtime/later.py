@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from counterpoint.runtime.direct import Place
-from counterpoint.runtime.rows import Piece
+from counterpoint.runtime.direct import Place, Ways
+from counterpoint.runtime.lookup import Shelf
+from counterpoint.runtime.rows import Piece, add_rows
 from counterpoint.runtime.store import Store
 
 Job: TypeAlias = Callable[[], None]
@@ -75,7 +76,7 @@ class OwnGradient(NamedTuple):
         into, has_some = self.target()
         if not has_some:
             into.zero_()
-        into.index_add_(0, *piece.expanded())
+        add_rows(into.view(-1), 0, [piece], 1.0)
 
 
 class LaterPlace(NamedTuple):
@@ -105,6 +106,23 @@ class LaterPlace(NamedTuple):
     def when_due(self, job: Job) -> None:
         """Do it at once, or when the row comes to it."""
         self.desk.take(job)
+
+
+def ways_of(store: Store, desk: Desk | None) -> Ways:
+    """Return where gradients of a rank's weights are put that autograd does not hand over."""
+    places = store.landings if desk is None else later_places(store, desk)
+    return Ways(places, {**_own_tables(store), **places})
+
+
+def _own_tables(store: Store) -> Mapping[int, Shelf]:
+    """Return where rows of tables' gradients are added, by the identity of what is looked up in, in every version.
+
+    What other ranks add to is left to autograd, which says when it is complete.
+    """
+    shared = {name for arena in store.arenas() for name in arena.params}
+    own = (store.tables.keys() & store.params.keys()) - shared - store.sparse
+    versions = [store.params] if store.editions is None else [edition.leaves for edition in store.editions.editions]
+    return {id(leaves[name]): OwnGradient(store.params[name], store) for leaves in versions for name in own}
 
 
 def later_places(store: Store, desk: Desk) -> Mapping[int, Place]:

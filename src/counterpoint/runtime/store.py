@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -146,7 +147,7 @@ class Store:
         names_of: the parameters of each unit.
         face: the user's optimizer.
         empty: makes memory for gradients that other ranks need.
-        sparse: the parameters with sparse gradients.
+        tables: the parameters that are looked up in, and whether their gradients are sparse.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -157,13 +158,14 @@ class Store:
         names_of: Mapping[Unit, tuple[str, ...]],
         face: Face,
         empty: Allocate = new_tensor,
-        sparse: frozenset[str] = frozenset(),
+        tables: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
         self.face = face
         self.empty = empty
-        self.sparse = sparse
+        self.tables = tables
+        self.sparse = frozenset(name for name, is_sparse in tables.items() if is_sparse)
         self.units = {
             unit: UnitStore(unit, role, {name: self.params[name] for name in names_of[unit]})
             for unit, role in units.items()

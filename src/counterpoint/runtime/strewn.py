@@ -20,16 +20,20 @@ from counterpoint.runtime.rows import Piece, add_rows, coalesced, is_table, join
 Found: TypeAlias = dict[str, list[Piece]]
 
 
-def sparse_names(model: nn.Module) -> frozenset[str]:
-    """Return the trainable tables of a model that ask for sparse gradients.
+def tables_of(model: nn.Module) -> dict[str, bool]:
+    """Return the trainable tables of a model, and which of them ask for sparse gradients.
 
     Example:
-        >>> sorted(sparse_names(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2))))
-        ['0.weight']
+        >>> tables_of(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2), nn.Linear(2, 2)))
+        {'0.weight': True, '1.weight': False}
     """
     names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    return frozenset(names[id(table.weight)] for table in tables if table.sparse and id(table.weight) in names)
+    found: dict[str, bool] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in names:
+            name = names[id(module.weight)]
+            found[name] = found.get(name, False) or module.sparse
+    return found
 
 
 class Strewn:

@@ -12,7 +12,7 @@ from torch import nn, optim
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name, ranks
-from counterpoint.runtime.strewn import sparse_names
+from counterpoint.runtime.strewn import tables_of
 from counterpoint.training.settings import settings
 
 Facts: TypeAlias = Sequence[Sequence[str]]
@@ -47,12 +47,12 @@ def require_same_model(fabric: Fabric, model: nn.Module, plan: str, optimizer: o
 
 def structure(model: nn.Module) -> list[list[list[str]]]:
     """Return what is to be the same on all ranks: parameters, buffers, and torch's own modules, in their order."""
-    sparse = sparse_names(model)
+    tables = tables_of(model)
     params = [
         [
             name,
             f"{dtype_name(param.dtype)} {tuple(param.shape)} on {param.device.type}"
-            f"{'' if param.requires_grad else ', frozen'}{', with sparse gradients' if name in sparse else ''}",
+            f"{'' if param.requires_grad else ', frozen'}{', with sparse gradients' if tables.get(name) else ''}",
         ]
         for name, param in model.named_parameters()
     ]

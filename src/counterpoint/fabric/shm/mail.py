@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.fabric import Group
-from counterpoint.fabric.frames import PREFIX_BYTES, Frame, decode, encode, read_prefix
+from counterpoint.fabric.frames import PREFIX_BYTES, Frame, decode, pieces_of, read_prefix
 from counterpoint.fabric.shm.memory import int_array
 from counterpoint.fabric.shm.native import SLICE_NS, Status
 from counterpoint.fabric.stamps import Stamps
@@ -83,7 +83,10 @@ class ShmMail:
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor], pump: Pump) -> None:
         """The tensors are in the pipe, but for what the peer has taken out already."""
-        raw = encode(self._stamps.following(peer, label, tensors), label, tensors)
+        for piece in pieces_of(self._stamps.following(peer, label, tensors), label, tensors):
+            self._write(piece, peer, pump)
+
+    def _write(self, raw: Tensor, peer: int, pump: Pump) -> None:
         done, size, address, place = 0, len(raw), raw.data_ptr(), self._places[peer]
 
         def go() -> int:
