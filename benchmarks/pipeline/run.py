@@ -12,7 +12,7 @@ from counterpoint.testing.claims import Options, Result
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.pipeline.turns import Side
 
-ROUNDS, BATCH = 16, 16
+ROUNDS, BATCH = 24, 16
 SIDES = {
     "gpipe": ("Ours", "pipeline(2, order=gpipe)", 2),
     "torch gpipe": ("Torch", "GPipe", 2),
@@ -57,7 +57,8 @@ def measure(options: Options) -> Result:
             running[side] = stack.enter_context(Side(side, *SIDES[side], folder / str(number)))
         for number in range(max(3, options.rounds or ROUNDS)):
             options.tell(f"round {number + 1}")
-            for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
+            order = sides[number % len(sides) :] + sides[: number % len(sides)]
+            for side in order if number % 2 else order[::-1]:
                 running[side].take_turn()
         found = {side: running[side].found() for side in sides}
     speeds = {
