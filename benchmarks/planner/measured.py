@@ -1,9 +1,9 @@
 """What plans take on this machine: ranks in processes of their own, several plans of as many ranks in one job."""
 
 import json
-import statistics
 import sys
 from pathlib import Path
+from statistics import median
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
@@ -45,7 +45,8 @@ def turns(texts, cells):
     for own in zip(*(one["turns"] for one in told), strict=True):
         cell = next(cell for cell in cells if [cell.letter, cell.strategy, cell.micros] == own[0]["cell"])
         laps = [one["laps"] for one in own]
-        found[cell].append({"step_s": step_s(laps), "least_s": least_s(laps), "beside_s": min(own[0]["beside"])})
+        beside = {"beside_s": median(own[0]["alone"]), "together_s": median(own[0]["together"])}
+        found[cell].append({"step_s": step_s(laps), "least_s": least_s(laps), **beside})
     return found
 
 
@@ -61,7 +62,7 @@ def step_s(laps):
         steps = [max(taken) for taken in zip(*(steps for steps, _, _ in own), strict=True)]
         rows.append((max(0.0, others_s) / sum(own[0][0]), steps))
     rows.sort()
-    return statistics.median(step for _, steps in rows[: (len(rows) + 1) // 2] for step in steps)
+    return median(step for _, steps in rows[: (len(rows) + 1) // 2] for step in steps)
 
 
 def least_s(laps):

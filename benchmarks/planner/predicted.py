@@ -109,6 +109,14 @@ def chosen(letter, ranks, found: Profiled, cluster: Cluster):
     return Cell(letter, str(plan), plan.num_microbatches)
 
 
+def crowded(cluster: Cluster, ranks, slowdown):
+    """Return the machine as it is while a step that each of so many ranks takes at once is so many times slower."""
+    if ranks == 1:
+        return cluster
+    most = range(1, max(len(cluster.crowding), ranks) + 1)
+    return replace(cluster, crowding=tuple(min(1.0, ranks / max(1.0, slowdown) / count) for count in most))
+
+
 def calmed(found: Profiled, beside_s):
     """Return the profile as it would have been while a step of one process took so long."""
     factor, timing = beside_s / found.beside_s, found.timing

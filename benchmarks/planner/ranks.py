@@ -2,8 +2,9 @@
 
 Steps are timed in laps, each of so many that it takes a tenth of a second. Of every lap each rank notes how long it has
 computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile. Beside
-every plan rank 0 takes steps of its own, alone, while all others wait: by them figures of different minutes can be
-compared, because the speed of a shared machine drifts.
+every plan rank 0 takes steps of its own, alone, while all others wait, and then all ranks take them at once: by these
+figures of different minutes can be compared, because the speed of a shared machine drifts, and so does what its cores
+lend each other.
 """
 
 import json
@@ -19,7 +20,7 @@ import counterpoint as cp
 from counterpoint.launchers.environment import detect
 from counterpoint.training.world import met
 
-BESIDE, WARM_UP, LAP_S = 3, 3, 0.1
+BESIDE, WARM_UP, LAP_S = 4, 3, 0.1
 
 
 def computed_s():
@@ -51,6 +52,14 @@ class Alone:
     def steps(self):
         """Take some and return the seconds of each."""
         return [self.step() for _ in range(BESIDE)]
+
+    def beside(self, others):
+        """Take some on rank 0 alone, and some on all ranks at once; return the seconds of each."""
+        own = self.steps() if others.rank == 0 else []
+        others.slowest(0.0)
+        together = [others.slowest(self.step()) for _ in range(BESIDE)]
+        others.slowest(0.0)
+        return own, together
 
 
 class Others:
@@ -95,13 +104,12 @@ def turn(cell, subject, alone, others, budget_s):
             run(*next(batches))
         step_s = others.slowest(time.perf_counter() - began)
         count = max(1, round(LAP_S / step_s))
-        beside = alone.steps() if alone is not None else []
-        others.slowest(0.0)
+        before = alone.beside(others)
         laps = [lap(run, batches, count) for _ in range(max(1, round(budget_s / (count * step_s))))]
         others.slowest(0.0)
-        beside += alone.steps() if alone is not None else []
-        others.slowest(0.0)
-    return {"cell": [cell.letter, cell.strategy, cell.micros], "laps": laps, "beside": beside}
+        after = alone.beside(others)
+    beside = {"alone": before[0] + after[0], "together": before[1] + after[1]}
+    return {"cell": [cell.letter, cell.strategy, cell.micros], "laps": laps, **beside}
 
 
 def main(text):
@@ -111,9 +119,8 @@ def main(text):
     others, found = Others(), []
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = SUBJECTS[letter]()
-        alone = Alone(subject) if others.rank == 0 else None
-        if alone is not None:
-            alone.steps()
+        alone = Alone(subject)
+        alone.steps()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
         for number in range(asked["rounds"]):
             first = number % len(cells)

@@ -57,6 +57,8 @@ def on_this_machine(models, cluster, options):
 def judged(cell, turns, model, cluster):
     """Return what a cell's turns took, in the middle, and what was predicted at the speed that the machine had then."""
     beside_s = statistics.median(turn["beside_s"] for turn in turns)
+    slowdown = statistics.median(turn["together_s"] / turn["beside_s"] for turn in turns)
+    cluster = predicted.crowded(cluster, cell.ranks, slowdown)
     return {
         "model": cell.letter,
         "plan": cell.strategy,

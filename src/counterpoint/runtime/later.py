@@ -76,7 +76,10 @@ class OwnGradient(NamedTuple):
         into, has_some = self.target()
         if not has_some:
             into.zero_()
-        add_rows(into.view(-1), 0, [piece], 1.0)
+        if into.is_contiguous():
+            add_rows(into.view(-1), 0, [piece], 1.0)
+        else:
+            into.index_add_(0, *piece.expanded())
 
 
 class LaterPlace(NamedTuple):
