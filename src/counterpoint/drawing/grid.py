@@ -62,7 +62,7 @@ _Drawn = tuple[tuple[str, str], list[str], list[str]]
 
 def _by_tick(trace: Trace, rows: Sequence[Sequence[Event]], columns: tuple[float, int], name: _Names) -> _Drawn:
     tick_s, room = columns
-    num_ticks = math.ceil(trace.step_s / tick_s - 1e-6)
+    num_ticks = math.ceil(trace.span_s / tick_s - 1e-6)
     longest = max((len(name(event)) for row in rows for event in row), default=1)
     cell = longest + 1
     shown = min(num_ticks, max(1, (room + 1) // cell))
@@ -83,7 +83,7 @@ def _cells(fillers: Sequence[Event | None], longest: int, name: _Names) -> Itera
 
 
 def _by_share(trace: Trace, rows: Sequence[Sequence[Event]], room: int, name: _Names) -> _Drawn:
-    span_s = trace.step_s
+    span_s = trace.span_s
     if span_s == 0:
         return ("time", "0"), ["" for _ in rows], []
     lines = []

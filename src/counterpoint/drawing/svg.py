@@ -48,7 +48,7 @@ def draw_timeline(trace: Trace, *, most_ranks: int = 32) -> str:
         trace: what to draw.
         most_ranks: rows; further ranks are counted below.
     """
-    panel = _panel(trace, _Scale(trace.step_s, Naming.of(trace)), LEGEND, most_ranks, _summary(trace))
+    panel = _panel(trace, _Scale(trace.span_s, Naming.of(trace)), LEGEND, most_ranks, _summary(trace))
     return picture(
         WIDTH, panel.bottom, f"{trace.source} timeline of one step", _describe(trace), _legend([trace]), panel.content
     )
@@ -76,11 +76,11 @@ def draw_plans(traces: Sequence[tuple[str, Trace]], *, most_ranks: int = 8) -> s
 
 
 def _stacked(traces: Sequence[tuple[str, Trace]], title: str, most_ranks: int) -> str:
-    spans = [trace.step_s for _, trace in traces]
+    spans = [trace.span_s for _, trace in traces]
     alike = max(spans) <= 20 * min(spans)
     content, bottom = [], LEGEND
     for name, trace in traces:
-        scale = _Scale(max(spans) if alike else trace.step_s, Naming.of(trace))
+        scale = _Scale(max(spans) if alike else trace.span_s, Naming.of(trace))
         heading = f"{name}{_summary(trace)}{'' if alike else ', on a scale of its own'}"
         panel = _panel(trace, scale, bottom, most_ranks, heading)
         content.append(panel.content)

@@ -29,7 +29,7 @@ from counterpoint.planner.staging import Staging, Wanted
 from counterpoint.planner.states import States
 from counterpoint.simulator.costs import model_costs, update_s
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.spent import beat_s
+from counterpoint.simulator.spent import spend
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.strategy import Strategy
 
@@ -150,15 +150,13 @@ def play(wanted: Wanted, staging: Staging) -> Played:
     """Return what the simulator says about a staging, with one block for each stage."""
     model = stage_model(wanted, staging)
     plan = plan_of(wanted, staging, (1,) * staging.num_stages)
-    if staging.num_stages > 1:
-        plan = replace(plan, num_microbatches=wanted.played(staging))
     compiled = compile(plan, model, proves=False)
     costs = model_costs(compiled.model, wanted.cluster, sizes_in(compiled.model, 1))
     (turn,) = compiled.turns
-    step_s = beat_s(turn, costs, wanted.cluster)
+    (spent,) = spend(turn, [costs], wanted.cluster)
     memory_bytes = max(peak_bytes(turn.playable, held_bytes(compiled.model, 1)))
     missing = max(0, memory_bytes - wanted.cluster.device.memory_bytes)
-    return Played(staging, step_s / plan.num_micros, memory_bytes, missing)
+    return Played(staging, spent.step_s / plan.num_micros, memory_bytes, missing)
 
 
 def stage_model(wanted: Wanted, staging: Staging) -> ModelSpec:

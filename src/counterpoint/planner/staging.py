@@ -11,7 +11,6 @@ import numpy as np
 
 from counterpoint.planner.partition import Partition
 from counterpoint.planner.states import States
-from counterpoint.strategies.orders.pipedream import STREAMS
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.world.cluster import Cluster
 
@@ -88,15 +87,6 @@ class Wanted:
     def micros(self, staging: Staging) -> int:
         """Return how many microbatches a step has."""
         return self.pipeline(staging).microbatches(self.num_microbatches or 1)
-
-    def played(self, staging: Staging) -> int:
-        """Return how many microbatches are simulated as a step.
-
-        In a stream they are as many as there are ranks, and so as there may be under way, since several of them may
-        come one right behind the other, and then none for long; in the long run only their mean counts.
-        """
-        micros = self.micros(staging)
-        return micros * -(-self.num_ranks // micros) if self.order in STREAMS else micros
 
     def allows(self, staging: Staging) -> bool:
         """Return whether there are enough stages, and their replicas can share the microbatches."""

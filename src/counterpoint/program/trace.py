@@ -52,12 +52,14 @@ class Trace:
         num_ranks: how many ranks the program has.
         source: ``simulated`` or ``measured``.
         memory: what each rank holds over time; empty where it is not known.
+        beat_s: where steps overlap, seconds from the end of one to the end of the next; None where they do not.
     """
 
     events: tuple[Event, ...]
     num_ranks: int
     source: Literal["simulated", "measured"]
     memory: tuple[Curve, ...] = ()
+    beat_s: float | None = None
 
     @staticmethod
     def of(events: Iterable[Event], num_ranks: int, source: Literal["simulated", "measured"]) -> Trace:
@@ -67,6 +69,11 @@ class Trace:
 
     @cached_property
     def step_s(self) -> float:
+        """Seconds of a step: where steps overlap, what one adds to a run, else from its beginning to its end."""
+        return self.span_s if self.beat_s is None else self.beat_s
+
+    @cached_property
+    def span_s(self) -> float:
         """Seconds from the beginning of the step to its last event's end."""
         return max((event.stop_s for event in self.events), default=0.0)
 
@@ -85,7 +92,8 @@ class Trace:
     def to_json(self) -> str:
         """Write the trace as JSON."""
         found = {"source": self.source, "num_ranks": self.num_ranks, "events": [asdict(event) for event in self.events]}
-        return json.dumps(found | ({"memory": self.memory} if self.memory else {}))
+        known = {"memory": self.memory or None, "beat_s": self.beat_s}
+        return json.dumps(found | {name: value for name, value in known.items() if value is not None})
 
     @staticmethod
     def from_json(text: str) -> Trace:
@@ -98,6 +106,7 @@ class Trace:
             loaded: Any = json.loads(text)
             events = tuple(Event(**event) for event in loaded["events"])
             memory = tuple(tuple((float(at), int(size)) for at, size in curve) for curve in loaded.get("memory", ()))
-            return Trace(events, int(loaded["num_ranks"]), loaded["source"], memory)
+            beat_s = float(loaded["beat_s"]) if "beat_s" in loaded else None
+            return Trace(events, int(loaded["num_ranks"]), loaded["source"], memory, beat_s)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"this is not a trace: {error}; give a file that Trace.to_json wrote") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -32,6 +32,7 @@ from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Event, Trace
 from counterpoint.program.turn import Turn
 from counterpoint.program.walk import Groups, show_places, walk
+from counterpoint.simulator.bodies import Bodies
 from counterpoint.simulator.clock import Clash, Clock
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.places import Places, nearness
@@ -56,14 +57,10 @@ def simulate(program: Program, costs: Costs, cluster: Cluster = ALIKE) -> Trace:
     return _simulate(program, program.unroll(1), costs, cluster)
 
 
-BODIES_PLAYED = 4
-"""So many bodies of a stream are played to see the last one, which is then like all later ones."""
-
-
 def simulate_turn(turn: Turn, costs: Costs, cluster: Cluster = ALIKE) -> Trace:
     """Return what one kind of step would be like; in a stream, one body in the long run.
 
-    Every rank's body begins at 0 then, as it does where it is measured.
+    Every rank's body begins at 0 then, as it does where it is measured; how long it is until the next is told beside.
 
     Args:
         turn: of a plan.
@@ -72,22 +69,30 @@ def simulate_turn(turn: Turn, costs: Costs, cluster: Cluster = ALIKE) -> Trace:
     """
     if turn.stream is None:
         return simulate(turn.program, costs, cluster)
-    trace = _simulate(turn.stream, turn.stream.unroll(BODIES_PLAYED), costs, cluster)
-    events = [event for rank in range(trace.num_ranks) for event in _last_body(trace, turn, rank)]
-    return Trace.of(events, trace.num_ranks, "simulated")
+    bodies = Bodies.of(turn)
+    rows = turn.stream.unroll(bodies.num_played)
+    speaker, clock = play(rows, find_cast(turn.stream, rows, cluster), costs, cluster)
+    own = _by_rank(_trace(rows, speaker, clock))
+    events = [event for rank in range(len(rows)) for event in _last_body(own[rank], bodies, rank)]
+    return replace(Trace.of(events, len(rows), "simulated"), beat_s=step_s(dict.fromkeys(speaker), clock, bodies))
 
 
-def _last_body(trace: Trace, turn: Turn, rank: int) -> list[Event]:
-    assert turn.stream is not None, "a stream"
-    row, words = turn.stream.rows[rank], turn.program.rows[rank].body
-    first = len(row.prologue) + (BODIES_PLAYED - 1) * len(row.body)
-    played = [event for event in trace.events if event.rank == rank and 0 <= event.index - first < len(words)]
+def _by_rank(trace: Trace) -> list[list[Event]]:
+    found: list[list[Event]] = [[] for _ in range(trace.num_ranks)]
+    for event in trace.events:
+        found[event.rank].append(event)
+    return found
+
+
+def _last_body(events: Sequence[Event], bodies: Bodies, rank: int) -> list[Event]:
+    last, words = bodies.last(rank), bodies.turn.program.rows[rank].body
+    played = [event for event in events if event.index in last]
     began = min((event.start_s for event in played), default=0.0)
     return [
         replace(
             event,
-            index=event.index - first,
-            words=format_instruction(words[event.index - first]),
+            index=event.index - last.start,
+            words=format_instruction(words[event.index - last.start]),
             start_s=event.start_s - began,
             stop_s=event.stop_s - began,
         )
@@ -98,6 +103,33 @@ def _last_body(trace: Trace, turn: Turn, rank: int) -> list[Event]:
 def _simulate(program: Program, rows: Sequence[Words], costs: Costs, cluster: Cluster) -> Trace:
     speaker, clock = play(rows, find_cast(program, rows, cluster), costs, cluster)
     return _trace(rows, speaker, clock)
+
+
+DIGITS = 12
+"""A difference of two late moments has so many digits that are no rounding; equal streams are then equally fast."""
+
+
+def step_s(speakers: Iterable[int], clock: Clock, bodies: Bodies | None = None) -> float:
+    """Return the seconds of a step that was played: in a stream those from the end of a body to the end of the next.
+
+    Args:
+        speakers: whose words were played.
+        clock: with what they did.
+        bodies: which of a stream's were played; None where the rows are one step.
+    """
+    found = 0.0
+    for rank in speakers:
+        if bodies is None or bodies.turn.stream is None:
+            found = max(found, _end(clock, rank, None))
+        else:
+            passed = _end(clock, rank, bodies.counted(rank)) - _end(clock, rank, bodies.earlier(rank))
+            found = max(found, float(f"{passed / bodies.num_counted:.{DIGITS}g}"))
+    return found
+
+
+def _end(clock: Clock, rank: int, places: range | None) -> float:
+    """Return when the last of a rank's words at some places was done; of all of them, with none."""
+    return max((stop for index, _, stop, _ in clock.spans[rank] if places is None or index in places), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

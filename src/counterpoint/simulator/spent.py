@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from counterpoint.program.instruction import Serve, Update
 from counterpoint.program.program import Words
 from counterpoint.program.turn import Turn
+from counterpoint.simulator.bodies import Bodies
 from counterpoint.simulator.clock import Clock
 from counterpoint.simulator.costs import Costs
-from counterpoint.simulator.simulate import ALIKE, BODIES_PLAYED, find_cast, play
+from counterpoint.simulator.simulate import ALIKE, find_cast, play, step_s
 from counterpoint.world.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The seconds of a step, and of those how many a rank computes and how many it updates, on average."""
+    """The seconds of a step, and of those how many a rank computes and how many it updates, on average.
+
+    In a stream a step lasts from the end of a body to the end of the next one, in the long run.
+    """
 
     step_s: float
     compute_s: float
@@ -34,9 +38,9 @@ def spend(turn: Turn, costs: Sequence[Costs], cluster: Cluster = ALIKE) -> list[
     Raises:
         ProgramError: the program comes to no end (law 2 or 3).
     """
-    rows = turn.playable.unroll(1 if turn.stream is None else BODIES_PLAYED)
+    bodies = Bodies.of(turn)
+    rows = turn.playable.unroll(bodies.num_played)
     cast = find_cast(turn.playable, rows, cluster)
-    bodies = [_body(turn, rank) for rank in range(len(rows))]
     found = []
     for each in costs:
         speaker, clock = play(rows, cast, each, cluster)
@@ -44,69 +48,34 @@ def spend(turn: Turn, costs: Sequence[Costs], cluster: Cluster = ALIKE) -> list[
     return found
 
 
-def spent_in(rows: Sequence[Words], speaker: Sequence[int], clock: Clock, bodies: Sequence[range]) -> Spent:
+def spent_in(rows: Sequence[Words], speaker: Sequence[int], clock: Clock, bodies: Bodies | None = None) -> Spent:
     """Return what a clock has shown that has played rows.
 
     Args:
         rows: of all ranks.
         speaker: for each rank the one that has played for it.
         clock: with what the speakers did.
-        bodies: for each speaker the places of the words in its row that count.
+        bodies: which of a stream's were played; None where the rows are one step.
     """
-    own = {rank: _spent(rows[rank], clock, rank, bodies[rank]) for rank in dict.fromkeys(speaker)}
+    speakers = dict.fromkeys(speaker)
+    times = 1 if bodies is None else bodies.num_counted
+    own = {rank: _worked(rows[rank], clock, rank, bodies) for rank in speakers}
     return Spent(
-        max((spent.step_s for spent in own.values()), default=0.0),
-        sum(own[rank].compute_s for rank in speaker) / len(rows),
-        sum(own[rank].update_s for rank in speaker) / len(rows),
+        step_s(speakers, clock, bodies),
+        sum(own[rank][0] for rank in speaker) / len(rows) / times,
+        sum(own[rank][1] for rank in speaker) / len(rows) / times,
     )
 
 
-def beat_s(turn: Turn, costs: Costs, cluster: Cluster = ALIKE) -> float:
-    """Return the seconds from the end of one body of a stream to the end of the next; of any other step, its seconds.
-
-    A body begins before the one before it has come to its end, because links go on: in the long run a step takes less
-    than a body.
-
-    Args:
-        turn: of a plan.
-        costs: of its words.
-        cluster: as for :func:`spend`.
-
-    Raises:
-        ProgramError: the program comes to no end (law 2 or 3).
-    """
-    if turn.stream is None:
-        return spend(turn, [costs], cluster)[0].step_s
-    rows = turn.stream.unroll(BODIES_PLAYED)
-    speaker, clock = play(rows, find_cast(turn.stream, rows, cluster), costs, cluster)
-    beats = []
-    for rank in dict.fromkeys(speaker):
-        last = _body(turn, rank)
-        ends = [
-            max((stop for index, _, stop, _ in clock.spans[rank] if index in body), default=0.0)
-            for body in (range(last.start - len(last), last.start), last)
-        ]
-        beats.append(ends[1] - ends[0])
-    return max(beats)
-
-
-def _body(turn: Turn, rank: int) -> range:
-    """Return the places of the words in a rank's flat row that count: of a stream the last body that is played."""
-    if turn.stream is None:
-        return range(len(turn.program.rows[rank].body))
-    row = turn.stream.rows[rank]
-    first = len(row.prologue) + (BODIES_PLAYED - 1) * len(row.body)
-    return range(first, first + len(turn.program.rows[rank].body))
-
-
-def _spent(row: Words, clock: Clock, rank: int, body: range) -> Spent:
-    spans = [span for span in clock.spans[rank] if span[0] in body]
-    began = min((start for _, start, _, _ in spans), default=0.0) if body.start else 0.0
-    stopped = max((stop for _, _, stop, _ in spans), default=0.0)
+def _worked(row: Words, clock: Clock, rank: int, bodies: Bodies | None) -> tuple[float, float]:
+    """Return the seconds that a rank computes and updates in the bodies that count."""
+    counted = range(len(row)) if bodies is None else bodies.counted(rank)
     compute_s = update_s = 0.0
-    for index, start, stop, lane in spans:
-        if lane == "compute" and isinstance(row[index], Update | Serve):
+    for index, start, stop, lane in clock.spans[rank]:
+        if lane != "compute" or index not in counted:
+            continue
+        if isinstance(row[index], Update | Serve):
             update_s += stop - start
-        elif lane == "compute":
+        else:
             compute_s += stop - start
-    return Spent(stopped - began, compute_s, update_s)
+    return compute_s, update_s

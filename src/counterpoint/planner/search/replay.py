@@ -59,14 +59,16 @@ class Parts:
 
     @staticmethod
     def of(plan: Plan) -> Parts | None:
-        """Return the parts of a plan; None where it has others, or steps that are not all alike."""
+        """Return the parts of a plan; None where it has others, steps that are not all alike, or sums in buckets."""
         rest = [strategy for strategy in plan.strategies if strategy.degree > 1]
         slices = (rest.pop(0),) if rest and isinstance(rest[0], Tensor) else ()
         first = rest.pop(0) if rest and isinstance(rest[0], Pipeline) else None
         stages = first if isinstance(first, Pipeline) else None
         is_known = all(isinstance(strategy, Data | Zero) for strategy in rest) and len(plan.rhythm.turns) == 1
         is_stream = stages is not None and stages.is_stream
-        return Parts(slices, stages, tuple(rest)) if is_known and not is_stream and not plan.rhythm.late else None
+        is_early = plan.need == "none" and "overlap" in plan.passes  # sums in buckets, which are no words of its rows
+        is_replayed = is_known and not is_stream and not plan.rhythm.late and not is_early
+        return Parts(slices, stages, tuple(rest)) if is_replayed else None
 
 
 class Replay:
@@ -209,7 +211,7 @@ def _played(fold: Fold, cast: Cast, cut: Cut) -> Figures | None:
     clock.run()
     if clock.stuck:
         return None
-    spent = spent_in(every, cast.speaker, clock, [range(len(words)) for words in every])
+    spent = spent_in(every, cast.speaker, clock)
     return Figures(
         step_s=spent.step_s,
         compute_s=spent.compute_s,
