@@ -32,8 +32,8 @@ from counterpoint.planner.states import States, find_states
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """The formula of the papers with what their text says is sent, (m-1)/m of the weights each way, for 2 (m-1)."""
+class Printed:
+    """The formula as it is printed, with 2 (m-1) of the weights, where the text says that (m-1)/m go each way."""
 
     shares_first: bool = False
     hands_on: bool = False
@@ -41,15 +41,15 @@ class Sent:
     def stage_s(
         self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float
     ) -> NDArray[np.float64]:
-        """Return max(computing, 2 (m - 1) / m |w| / B) / m."""
-        return Published().stage_s(seconds, weight_bytes / replicas, replicas, bytes_per_s)
+        """Return max(computing, 2 (m - 1) |w| / B) / m."""
+        return Published().stage_s(seconds, weight_bytes * replicas, replicas, bytes_per_s)
 
     def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
         """Return 2 a / B."""
         return Published().transfer_s(num_bytes, replicas, bytes_per_s)
 
 
-READINGS: dict[str, Objective] = {"as sent": Sent(), "as printed": Published(), "as released": Released()}
+READINGS: dict[str, Objective] = {"as sent": Published(), "as printed": Printed(), "as released": Released()}
 WAYS = (("as sent", False), ("as sent", True), ("as printed", False), ("as released", False))
 CHOSEN = {  # what was published; a mark for each of the ways: a dot where it agrees, a space where it is left out
     VGG_A: ("15-1", ".cpr"),

@@ -37,7 +37,9 @@ class Objective(Protocol):
 class Published:
     """As the papers say: the slower one of computing and of the sum of gradients, and links beside.
 
-    T(i, j, m) = max(A(i, j), 2 (m - 1) |w| / B) / m, and 2 a / B for what crosses a cut.
+    T(i, j, m) = max(A(i, j), 2 (m - 1) / m |w| / B) / m, and 2 a / B for what crosses a cut. A replica sends
+    (m - 1) / m of its weights and receives as much, as the text of the paper has it; the formula that is printed beside
+    it leaves out the division by m, and gives none of the published configurations.
     """
 
     shares_first: bool = False
@@ -46,8 +48,8 @@ class Published:
     def stage_s(
         self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float
     ) -> NDArray[np.float64]:
-        """Return max(computing, 2 (m - 1) |w| / B) / m."""
-        return np.maximum(seconds, 2 * (replicas - 1) * weight_bytes / bytes_per_s) / replicas
+        """Return max(computing, 2 (m - 1) / m |w| / B) / m."""
+        return np.maximum(seconds, 2 * (replicas - 1) / replicas * weight_bytes / bytes_per_s) / replicas
 
     def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
         """Return 2 a / B."""
