@@ -5,8 +5,12 @@ import pytest
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import chain
+from counterpoint.model.timing_file import write_timing
 from counterpoint.plan import Plan
+from counterpoint.planner.rank import predict
 from counterpoint.strategies.written import Written
+from counterpoint.world.cluster import Cluster
+from tests.model.timings import timing_of, took
 
 EDITED = "plan:\n  strategy: {strategy}\n  num_microbatches: {micros}\n  passes:\n  - {passed}\nnum_ranks: {ranks}\n"
 
@@ -91,3 +95,35 @@ def test_a_file_is_read_from_its_path_or_refused_with_it(tmp_path):
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match=r"bytes\.yaml is not text in UTF-8"):
         Plan.from_file(tmp_path / "bytes.yaml")
+
+
+TIMED = chain(3, width=8)
+TIMING = timing_of(TIMED, [took(6.0, 12.0), took(1.0, 2.0), took(2.0, 4.0)])
+
+
+def kept(folder, plan):
+    """The plan as it is read from a file beside which its timing stands."""
+    (folder / "t.json").write_text(write_timing(TIMING), encoding="utf-8")
+    (folder / "plan.yaml").write_text(plan.to_yaml("t.json"), encoding="utf-8")
+    return Plan.from_file(folder / "plan.yaml")
+
+
+def test_a_plan_with_its_timing_is_predicted_as_before_where_it_is_read_again(tmp_path):
+    plan = Plan.parse("pipeline(2)", num_microbatches=2)
+    found = predict(plan, TIMED, Cluster(), batch_size=4, timing=TIMING)
+    assert predict(kept(tmp_path, found.plan), TIMED, Cluster(), batch_size=4) == found
+    assert str(found.plan) == "pipeline(2, balance=(1,2))"
+
+
+def test_a_plan_with_the_timing_of_another_model_is_refused_with_its_line_and_what_differs(tmp_path):
+    plan = kept(tmp_path, Plan.parse("pipeline(2)", num_microbatches=2))
+    with pytest.raises(PlanError) as caught:
+        predict(plan, chain(3, width=4), Cluster(), batch_size=4)
+    assert str(caught.value).startswith(f"{tmp_path}/plan.yaml:6: the timing is of Chain, and this is another model")
+    assert "it has block0.weight with 256 bytes, where this model has block0.weight with 64" in str(caught.value)
+
+
+def test_a_timing_that_is_not_there_is_told_with_the_line_that_names_it(tmp_path):
+    (tmp_path / "plan.yaml").write_text(Plan.parse("data(2)").to_yaml("gone.json"), encoding="utf-8")
+    with pytest.raises(PlanError, match=r"plan.yaml:6: .*gone.json cannot be read: No such file or directory; give"):
+        Plan.from_file(tmp_path / "plan.yaml")

@@ -11,6 +11,8 @@ from pathlib import Path
 import yaml
 
 from counterpoint.errors import PlanError
+from counterpoint.model.timing import Timing
+from counterpoint.model.timing_file import load_timing
 from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
@@ -38,6 +40,7 @@ class Plan:
         passes: what is done to the program afterwards, from ``overlap`` and ``recompute``; the latter recomputes all
             blocks, ``recompute:*.attn`` those of these module paths, ``recompute:50%`` half of them.
         written: the file it was read from, which errors about it name; no part of what it is.
+        timing: by which it was predicted, and its stages were cut; no part of what it is.
 
     Example:
         >>> print(Plan.parse("pipeline(4) * data(2)", num_microbatches=8))
@@ -48,6 +51,7 @@ class Plan:
     num_microbatches: int = 1
     passes: tuple[str, ...] = ()
     written: Written | None = field(default=None, compare=False, repr=False)
+    timing: Timing | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -251,14 +255,11 @@ class Plan:
                 return plan
         return replace(self, num_microbatches=fewest)
 
-    def to_yaml(self) -> str:
-        """Write the plan as YAML, as it stands in ``plan.yaml`` of a run."""
-        fields = {
-            "strategy": str(self),
-            "num_microbatches": self.num_microbatches,
-            "passes": list(self.passes),
-        }
-        return yaml.safe_dump({"plan": fields, "num_ranks": self.num_ranks}, sort_keys=False)
+    def to_yaml(self, timing: str = "") -> str:
+        """Write the plan as YAML, as in ``plan.yaml`` of a run; ``timing`` is the file with its timing, beside it."""
+        fields = {"strategy": str(self), "num_microbatches": self.num_microbatches, "passes": list(self.passes)}
+        beside = {"timing": timing} if timing else {}
+        return yaml.safe_dump({"plan": fields, "num_ranks": self.num_ranks, **beside}, sort_keys=False)
 
     @staticmethod
     def from_yaml(text: str, file: str = "") -> Plan:
@@ -266,11 +267,11 @@ class Plan:
 
         Args:
             text: YAML with ``plan:``, and in it ``strategy:``; the rest may be left out.
-            file: its name, for errors about the plan now and later.
+            file: its name, for errors about the plan now and later; the file of a timing is looked for beside it.
 
         Raises:
             PlanError: a key is unknown or missing, or a value is of the wrong kind, or ``num_ranks`` is not what the
-                strategy needs.
+                strategy needs, or the timing cannot be read.
         """
         fields, written = read_fields(text, file)
         given, passes = fields.get("num_microbatches", 1), fields.get("passes", [])
@@ -295,7 +296,10 @@ class Plan:
                     f"num_ranks is {ranks}, but {plan} in {written.place('strategy')} needs {plan.num_ranks}; change "
                     "the numbers of the strategy, or leave num_ranks out"
                 )
-        return plan
+        if "timing" not in fields:
+            return plan
+        with written.blamed("timing"):
+            return replace(plan, timing=load_timing(Path(file).parent / str(fields["timing"])))
 
     @staticmethod
     def from_file(path: str | Path) -> Plan:

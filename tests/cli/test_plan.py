@@ -235,3 +235,21 @@ def test_a_profile_that_is_not_there_or_stands_beside_a_job_is_refused():
         result = plan(*words, "-n", "2")
         assert result.exit_code == 1
         assert message in result.output
+
+
+def test_a_plan_is_written_with_its_timing_and_predicted_alike_where_it_is_read_again(tmp_path):
+    words = ("-n", 2, "--blocks", 3, "--width", 8, "--batch-size", 8, "--json")
+    first = json.loads(plan(*words, "--timing", timing_in(tmp_path, 8), "--out", tmp_path / "plan.yaml").stdout)
+    assert (tmp_path / "plan.timing.json").read_text() == (tmp_path / "timing.json").read_text()
+    assert json.loads(plan(*words, "--plan", tmp_path / "plan.yaml").stdout)["plans"] == first["plans"]
+    other = plan("-n", 2, "--blocks", 3, "--width", 4, "--plan", tmp_path / "plan.yaml")
+    assert f"{tmp_path}/plan.yaml:7: the timing is of Chain, and this is another model" in other.output
+
+
+def test_an_edited_plan_is_ranked_beside_the_others(tmp_path):
+    edited = Plan.parse("pipeline(2, balance=(1,2))", num_microbatches=2)
+    (tmp_path / "plan.yaml").write_text(edited.to_yaml(), encoding="utf-8")
+    found = json.loads(plan("-n", 2, "--blocks", 3, "--plan", tmp_path / "plan.yaml", "--json").stdout)
+    assert {"plan": str(edited), "num_microbatches": 2, "passes": []} in [
+        {name: one[name] for name in ("plan", "num_microbatches", "passes")} for one in found["plans"]
+    ]

@@ -7,6 +7,10 @@ import yaml
 from typer.testing import CliRunner
 
 from counterpoint.cli.main import build
+from counterpoint.model.spec import chain
+from counterpoint.model.timing_file import write_timing
+from counterpoint.plan import Plan
+from tests.model.timings import timing_of, took
 
 PLAN = "plan:\n  strategy: {strategy}\n  num_microbatches: {micros}\n  passes: []\n"
 
@@ -66,3 +70,12 @@ def test_a_plan_file_and_a_strategy_exclude_each_other():
 def test_measuring_needs_a_plan_that_is_left_open():
     result = train("data(2)", 1, "--measure", "2")
     assert "measure=2 says how many plans are measured to choose one, but the plan is given" in result.output
+
+
+def test_a_plan_that_came_with_the_timing_of_another_model_is_refused_before_it_trains(tmp_path):
+    timing = timing_of(chain(2), [took(1.0), took(1.0)])
+    (tmp_path / "plan.timing.json").write_text(write_timing(timing), encoding="utf-8")
+    Path("plan.yaml").write_text(Plan.parse("data(2)").to_yaml("plan.timing.json"), encoding="utf-8")
+    short = ("--plan", "plan.yaml", "--steps", "1", "--batch-size", "16", "--progress", "plain", "--folder", "run")
+    result = CliRunner().invoke(build(["train"]), ["train", "digits", "--local", *short])
+    assert "plan.yaml:6: the timing is of Chain, and this is another model" in result.output

@@ -2,8 +2,8 @@
 
 from hypothesis import given, strategies as st
 
-from counterpoint.runtime.buckets import Ready, cut, joined, ladder, left_over
-from counterpoint.strategies.buckets import Buckets
+from counterpoint.runtime.buckets import joined, ladder, left_over
+from counterpoint.strategies.buckets import Buckets, Ready, cut
 
 READY = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(0, 100)), max_size=12)
 SIZES = st.builds(Buckets, st.integers(0, 60), st.integers(0, 60), st.sampled_from([0.0, 5.0]))

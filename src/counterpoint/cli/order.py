@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from counterpoint.cli.config import RunConfig
+from counterpoint.model.timing import Timing
+from counterpoint.model.timing_file import read_timing, write_timing
 from counterpoint.plan import Plan
 from counterpoint.strategies.written import Written
 from counterpoint.training.progress import Mode
@@ -23,6 +25,7 @@ class Order:
         resume: a checkpoint, or a folder of them, to go on from.
         progress: how the first rank shows it.
         written: the file that the plan was read from, if it was; with its own microbatches and passes.
+        timing: that the plan came with, if it did.
     """
 
     config: RunConfig
@@ -31,6 +34,7 @@ class Order:
     resume: Path | None
     progress: Mode
     written: Written | None = None
+    timing: Timing | None = None
 
     def to_json(self) -> str:
         """Write the order for another process."""
@@ -43,6 +47,7 @@ class Order:
                 "resume": resume,
                 "progress": self.progress,
                 "written": None if self.written is None else [self.written.file, self.written.lines],
+                "timing": None if self.timing is None else write_timing(self.timing),
             }
         )
 
@@ -54,7 +59,8 @@ class Order:
         config = RunConfig.model_validate(found["config"])
         file, lines = found["written"] or ("", ())
         written = Written(file, tuple((field, line) for field, line in lines)) if file else None
-        return Order(config, found["strategy"], Path(found["folder"]), resume, found["progress"], written)
+        timing = None if found["timing"] is None else read_timing(found["timing"])
+        return Order(config, found["strategy"], Path(found["folder"]), resume, found["progress"], written, timing)
 
     @property
     def plan(self) -> str | Plan:
@@ -63,4 +69,5 @@ class Order:
             return self.strategy
         plan = Plan.parse(self.strategy)
         micros, passes = self.config.plan.num_microbatches, self.config.plan.passes
-        return replace(plan, num_microbatches=micros or 1, passes=tuple(passes or ()), written=self.written)
+        plan = replace(plan, num_microbatches=micros or 1, passes=tuple(passes or ()))
+        return replace(plan, written=self.written, timing=self.timing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +15,12 @@ from counterpoint.cli.verdict import Asked, show, to_json, write_report
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, chain
 from counterpoint.model.timing import Timing
-from counterpoint.model.timing_file import read_timing
-from counterpoint.plan import PASSES
+from counterpoint.model.timing_file import load_timing, write_timing
+from counterpoint.plan import PASSES, Plan
 from counterpoint.planner.choose import Choice, pick, rank_for
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import Ranking, merged
-from counterpoint.planner.remedies import Question
+from counterpoint.planner.rank import Ranking, fitted_to, merged
+from counterpoint.planner.remedies import Question, settle_all
 from counterpoint.planner.search.moves import Space
 from counterpoint.planner.search.search import Budget, search as search_plans
 from counterpoint.planner.staged import staged_plans
@@ -49,6 +50,9 @@ def plan(
     graph: Annotated[
         Path | None, typer.Option(help="Without a job: layers as PipeDream's profiler writes them, a graph.txt.")
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Rank this plan, too, by the timing it came with.")
+    ] = None,
     passes: Annotated[
         list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
     ] = None,
@@ -76,14 +80,10 @@ def plan(
         show_graph(graph, place_of(cluster, ranks, memory), ranks, batch_size, (top, as_json))
         return
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
-    took = None if timing is None else timing_of(model, timing)
-    question = Question(model, place_of(cluster, ranks, memory), size, took)
+    read = None if plan is None else own_plan(plan, ranks, size)
+    question = Question(model, place_of(cluster, ranks, memory), size, timing_of(model, timing, read))
     asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
-    found = (
-        *enumerate_plans(ranks, model, batch_size=size),
-        *staged_plans(ranks, model.unsliced, question.cluster, size),
-    )
-    plans = tuple(replace(one, passes=asked) for one in dict.fromkeys(found))
+    plans = candidates(ranks, question, asked, read)
     ranking = rank_for(plans, question)
     if search or time_budget is not None:
         ranking = merged(ranking, searched(ranks, question, asked, budget_of(time_budget, seed)))
@@ -127,19 +127,42 @@ def searched(num_ranks: int, question: Question, passes: tuple[str, ...], budget
     return search_plans(space, question.cluster, budget=budget, timing=question.timing)
 
 
-def timing_of(model: ModelSpec, path: Path) -> Timing:
-    """Return the timing that a file holds, which is of this model.
+def candidates(num_ranks: int, question: Question, passes: tuple[str, ...], read: Plan | None) -> tuple[Plan, ...]:
+    """Return the plans that are ranked, the simplest first; one that was read from a file stands behind them."""
+    model, size, timing = question.model, question.batch_size, question.timing
+    found = (
+        *enumerate_plans(num_ranks, model, batch_size=size),
+        *staged_plans(num_ranks, model.unsliced, question.cluster, size, timing=timing),
+    )
+    return settle_all(
+        (*(replace(one, passes=passes) for one in found), *([read] if read is not None else [])), question
+    )
+
+
+def own_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
+    """Return the plan of a file, which is for so many ranks and samples.
+
+    Raises:
+        PlanError: it cannot be read, or is for others.
+    """
+    plan = Plan.from_file(path)
+    plan.require_ranks(num_ranks)
+    plan.require_batch(batch_size)
+    return plan
+
+
+def timing_of(model: ModelSpec, path: Path | None, read: Plan | None = None) -> Timing | None:
+    """Return the timing that a file holds, or else the one that a plan came with, if there is one; it is of this model.
 
     Raises:
         PlanError: it cannot be read, is no timing, or is of another model.
     """
-    try:
-        timing = read_timing(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(
-            f"{path} cannot be read: {error.strerror}; give what `counterpoint profile --out` wrote"
-        ) from None
-    timing.fitted(model.unsliced)
+    if path is None and read is not None:
+        fitted_to(read, model, None)
+        return read.timing
+    timing = None if path is None else load_timing(path)
+    if timing is not None:
+        timing.fitted(model.unsliced)
     return timing
 
 
@@ -162,8 +185,15 @@ def budget_of(time_budget: str | None, seed: int) -> Budget:
 
 
 def keep(choice: Choice, subject: Asked, out: Path | None, report: Path | None) -> None:
-    """The plan that is taken and the page about it are in their files, where these were asked for."""
-    for path, text in ((out, choice.plan.to_yaml), (report, lambda: write_report(subject, choice))):
+    """The plan that is taken, with its timing, and the page about it are in their files, where these were asked for."""
+    timing = choice.question.timing
+    beside = None if out is None or timing is None else out.with_suffix(".timing.json")
+    texts: list[tuple[Path | None, Callable[[], str]]] = [
+        (out, lambda: choice.plan.to_yaml("" if beside is None else beside.name)),
+        (beside, lambda: "" if timing is None else write_timing(timing)),
+        (report, lambda: write_report(subject, choice)),
+    ]
+    for path, text in texts:
         if path is not None:
             try:
                 path.write_text(text(), encoding="utf-8")

@@ -19,18 +19,17 @@ from counterpoint.launchers.environment import detect
 from counterpoint.launchers.lines import Line, write_prefixed
 from counterpoint.launchers.local import run_command
 from counterpoint.plan import Plan
-from counterpoint.strategies.written import Written
 from counterpoint.training.run_folder import require_free
 from counterpoint.training.views import Bar, View, can_redraw, make_view, relayed
 
 
-def start(config: RunConfig, resume: Path | None, written: Written | None = None) -> None:
+def start(config: RunConfig, resume: Path | None, read: Plan | None = None) -> None:
     """The run has ended: in this process, or in one process for each rank.
 
     Args:
         config: all values.
         resume: the run or checkpoint to go on from.
-        written: the file that the plan was read from, if it was.
+        read: the plan as it was read from a file, if it was.
 
     Raises:
         PlanError: the plan does not fit the ranks, or the folder holds another run.
@@ -46,6 +45,7 @@ def start(config: RunConfig, resume: Path | None, written: Written | None = None
     text = config.plan.strategy.strip()
     is_open = text.startswith("auto")
     plan = Plan.parse(text.replace("auto", "data", 1) if is_open else text, num_ranks=ranks or 1)
+    written, timing = (None, None) if read is None else (read.written, read.timing)
     plan = replace(plan, written=written)
     if ranks is not None:
         plan.require_ranks(ranks)
@@ -54,7 +54,7 @@ def start(config: RunConfig, resume: Path | None, written: Written | None = None
         run_folder = run_folder or new_folder(config.job)
         require_free(run_folder)
     strategy = f"auto({plan.num_ranks})" if is_open else str(plan)
-    order = Order(config, strategy, run_folder, checkpoints_of(resume), config.output.progress, written)
+    order = Order(config, strategy, run_folder, checkpoints_of(resume), config.output.progress, written, timing)
     if environment is None and plan.num_ranks > 1 and not config.launch.local:
         start_ranks(order, plan.num_ranks)
     else:

@@ -91,7 +91,7 @@ def train(
     if show_config:
         typer.echo(explained_config(layer))
     else:
-        start(validated(layer), resume, read.written if read is not None else None)
+        start(validated(layer), resume, read)
 
 
 def plan_layer(plan: Plan) -> Layer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from counterpoint.errors import PlanError
@@ -51,6 +52,20 @@ def read_timing(text: str) -> Timing:
     except (KeyError, TypeError, ValueError) as wrong:
         found = f"no {wrong}" if isinstance(wrong, KeyError) else wrong
         raise PlanError(f"this is no whole timing: {found}; profile the model again") from None
+
+
+def load_timing(path: Path) -> Timing:
+    """Return the timing that a file holds.
+
+    Raises:
+        PlanError: it cannot be read, or :func:`read_timing` refuses it.
+    """
+    try:
+        return read_timing(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be read: {error.strerror}; give what `counterpoint profile --out` wrote"
+        ) from None
 
 
 def _timing(loaded: dict[str, Any]) -> Timing:

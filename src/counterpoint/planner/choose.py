@@ -12,7 +12,7 @@ from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.orders import rank_with_orders
 from counterpoint.planner.rank import Prediction, Ranking, Refusal
-from counterpoint.planner.remedies import Question, explain_excess
+from counterpoint.planner.remedies import Question, explain_excess, settle_all
 from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.program.trace import Trace
 from counterpoint.strategies.data import Data
@@ -109,7 +109,7 @@ def weigh(plans: Iterable[Plan], question: Question) -> Choice:
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    candidates = tuple(dict.fromkeys(plan for plan in plans if not is_late(plan)))
+    candidates = settle_all((plan for plan in plans if not is_late(plan)), question)
     return pick(rank_for(candidates, question), candidates, question)
 
 
@@ -125,7 +125,7 @@ def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choi
 
     Args:
         ranking: what was predicted, also of plans that change the numbers, which are never taken.
-        simplest: the plans, the simplest first; those of the ranking that are not among them come last.
+        simplest: the plans as they were ranked, the simplest first; others of the ranking come last.
         question: what the plan is for.
 
     Raises:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
-from counterpoint.planner.rank import compiled_for, costs_on, fitted_to, held_bytes
+from counterpoint.planner.playing import Playing
+from counterpoint.planner.rank import compiled_for, fitted_to, held_bytes
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.spent import spend
 from counterpoint.world.cluster import Cluster
 
 
@@ -42,13 +42,11 @@ def figures_of(
     """
     timing = fitted_to(plan, model, timing)
     compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
-    costs = costs_on((cluster,), compiled.model, samples=samples, num_micros=plan.num_micros, timing=timing)
-    turn = compiled.turns[-1]
-    (spent,) = spend(turn, costs, cluster)
+    (spent,) = Playing(compiled, samples, timing).spend((cluster,))
     return Figures(
         step_s=spent.step_s,
         compute_s=spent.compute_s,
         update_s=spent.update_s,
         sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(peak_bytes(turn.playable, held_bytes(compiled.model, samples, timing))),
+        memory_bytes=max(peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples, timing))),
     )

@@ -8,16 +8,18 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from counterpoint.compiler.compile import sizes_in
 from counterpoint.model.spec import Block, ModelSpec, Param, Piece
+from counterpoint.model.timing import Timing
 from counterpoint.model.values import INPUT, Made
+from counterpoint.planner.playing import costs_on
 from counterpoint.planner.profile import Layer, Profile
 from counterpoint.planner.states import States
 from counterpoint.program.instruction import Backward, Forward
-from counterpoint.simulator.costs import Costs, model_costs
 from counterpoint.world.cluster import Cluster
 
 ITEM_BYTES = 4
+SEVERAL = 2
+"""A pipeline has so many microbatches at least, so that none is all that a step has."""
 
 
 def linear(states: States, cuts: Sequence[int]) -> Profile:
@@ -86,9 +88,16 @@ def _unit_s(cluster: Cluster) -> float:
     return sum(_computed(one, cluster, samples=1)[0])
 
 
-def profile_of(model: ModelSpec, cluster: Cluster, *, samples: int) -> Profile:
-    """Return what the blocks of a model take for one microbatch of so many samples, in their order."""
-    spent = _computed(model, cluster, samples=samples)
+def profile_of(model: ModelSpec, cluster: Cluster, *, samples: int, timing: Timing | None = None) -> Profile:
+    """Return what the blocks of a model take for one microbatch of so many samples, in their order.
+
+    Args:
+        model: its blocks are the layers.
+        cluster: on the devices of which they run.
+        samples: of a microbatch.
+        timing: of the model's own pieces; None where their work is only counted.
+    """
+    spent = _computed(model, cluster, samples=samples, timing=timing)
     strands = model.strands
     layers = tuple(
         Layer(
@@ -105,9 +114,11 @@ def profile_of(model: ModelSpec, cluster: Cluster, *, samples: int) -> Profile:
     return Profile(layers, tuple((f"block{one}", f"block{other}") for one, other in edges))
 
 
-def _computed(model: ModelSpec, cluster: Cluster, *, samples: int) -> list[tuple[float, float]]:
+def _computed(
+    model: ModelSpec, cluster: Cluster, *, samples: int, timing: Timing | None = None
+) -> list[tuple[float, float]]:
     """Return the seconds of each block forward and backward on a rank that is as fast as the device."""
-    costs: Costs = model_costs(model, cluster, sizes_in(model, samples), samples_per_micro=samples)
+    (costs,) = costs_on((cluster,), model, samples=samples, num_micros=SEVERAL, timing=timing)
     whole = Fraction(1)
     return [
         (costs.compute_s(Forward(block, 0), whole), costs.compute_s(Backward(block, 0), whole))

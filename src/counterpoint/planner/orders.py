@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
-from counterpoint.planner.rank import Prediction, Ranking, merged, rank_plans
+from counterpoint.planner.rank import Prediction, Ranking, merged, rank_plans, settle
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.world.cluster import Cluster
 
@@ -34,6 +35,7 @@ def rank_with_orders(
         timing: of the model's pieces; None where their work is only counted.
     """
     ranking = rank_plans(plans, model, cluster, batch_size=batch_size, timing=timing)
+    settled = partial(settle, model=model, cluster=cluster, batch_size=batch_size, timing=timing)
     fitting = [found.step_s for found in ranking.predictions if found.is_synchronous and found.fits]
     if not fitting:
         return ranking
@@ -41,7 +43,7 @@ def rank_with_orders(
         plan: hope
         for found in ranking.predictions
         if found.is_synchronous
-        for plan, hope in _variants(found, model.unsliced.num_blocks)
+        for plan, hope in _variants(found, model.unsliced.num_blocks, settled)
         if hope < fitting[0]
     }
     tried = sorted(hopes, key=hopes.__getitem__)[:MOST_TRIED]
@@ -50,15 +52,18 @@ def rank_with_orders(
     return merged(ranking, rank_plans(tried, model, cluster, batch_size=batch_size, timing=timing))
 
 
-def _variants(found: Prediction, num_blocks: int) -> Iterator[tuple[Plan, float]]:
+def _variants(found: Prediction, num_blocks: int, settled: Callable[[Plan], Plan]) -> Iterator[tuple[Plan, float]]:
     """Yield the plan with other orders of its pipeline, and the seconds of a step if they save what they may."""
-    stages = [at for at, strategy in enumerate(found.plan.strategies) if isinstance(strategy, Pipeline)]
-    for at in stages:
-        plain = found.plan.strategies[at]
-        if not isinstance(plain, Pipeline) or plain != Pipeline(plain.degree):
+    for at, given in enumerate(found.plan.strategies):
+        if not isinstance(given, Pipeline) or replace(given, balance=(), cuts=()) != Pipeline(given.degree):
             continue
+        if given != Pipeline(given.degree) and settled(_with(found.plan, at, Pipeline(given.degree))) != found.plan:
+            continue  # somebody chose where its stages begin
         for (order, virtual), saved in SAVED.items():
-            if plain.degree * virtual <= num_blocks:
-                strategies = list(found.plan.strategies)
-                strategies[at] = Pipeline(plain.degree, order, virtual=virtual)
-                yield replace(found.plan, strategies=tuple(strategies)), found.step_s - saved * found.idle_s
+            if given.degree * virtual <= num_blocks:
+                plan = _with(found.plan, at, Pipeline(given.degree, order, virtual=virtual))
+                yield plan, found.step_s - saved * found.idle_s
+
+
+def _with(plan: Plan, at: int, pipeline: Pipeline) -> Plan:
+    return replace(plan, strategies=(*plan.strategies[:at], pipeline, *plan.strategies[at + 1 :]))

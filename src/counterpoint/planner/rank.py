@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from counterpoint.compiler.compile import Compiled, compile, sizes_in, value_bytes  # noqa: A004 - read as cp.compile
+from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
+from counterpoint.planner.playing import Playing
+from counterpoint.planner.settled import settled
 from counterpoint.planner.unlike import balanced
 from counterpoint.program.instruction import Value
 from counterpoint.program.trace import Trace
 from counterpoint.program.traffic import Sizes
-from counterpoint.simulator.costs import Costs, model_costs
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.simulate import simulate_turn
-from counterpoint.simulator.spent import Spent, spend
-from counterpoint.simulator.timed import timed_costs
+from counterpoint.strategies.written import blamed
 from counterpoint.world.cluster import Cluster, Link
 
 FREE = Link(latency_s=0.0, bytes_per_s=float("inf"))
@@ -156,7 +155,7 @@ def predict(
     """
     timing = fitted_to(plan, model, timing)
     compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
-    spent, free = _play(compiled, (cluster, _with_free_links(cluster)), samples, timing)
+    spent, free = Playing(compiled, samples, timing).spend((cluster, _with_free_links(cluster)))
     step_s, more_s = spent.step_s, spent.step_s - free.step_s
     communication_s = more_s if more_s > ROUNDING * step_s else 0.0
     idle_s = step_s - communication_s - spent.compute_s - spent.update_s
@@ -185,8 +184,7 @@ def foresee(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, 
     """
     timing = fitted_to(plan, model, timing)
     compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
-    (costs,) = _costs(compiled, (cluster,), samples, timing)
-    return simulate_turn(compiled.turns[-1], costs, cluster)
+    return Playing(compiled, samples, timing).show(cluster)
 
 
 def hold(
@@ -210,18 +208,39 @@ def compiled_for(
     Raises:
         PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
+    plan, given, samples = _cut_as_it_runs(plan, model, cluster, batch_size, timing)
+    return compile(plan, given, samples_per_micro=samples, proves=False), samples
+
+
+def settle(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None) -> Plan:
+    """Return the plan with its cut written into it where that depends on more than the model: on speeds, or a timing.
+
+    Raises:
+        PlanError: it cannot be cut for this model or this batch, or the timing is of another model.
+    """
+    return _cut_as_it_runs(plan, model, cluster, batch_size, fitted_to(plan, model, timing))[0]
+
+
+def _cut_as_it_runs(
+    plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None
+) -> tuple[Plan, ModelSpec, int]:
+    """Return a plan with its cut, the model as it gets it, and the samples of its microbatches."""
     plan.require_batch(batch_size)
     samples = batch_size // plan.num_micros
     given = model_for(plan, model, samples, timing)
-    return compile(balanced(plan, given, cluster), given, samples_per_micro=samples, proves=False), samples
+    plan = balanced(plan, given, cluster)
+    return (plan if timing is None else settled(plan, given)), given, samples
 
 
 def fitted_to(plan: Plan, model: ModelSpec, timing: Timing | None) -> Timing | None:
-    """Return the times of the pieces of a model as a plan gets it, if there are any.
+    """Return the times of the pieces of a model as a plan gets it: those given, or else those that the plan came with.
 
     Raises:
         PlanError: the timing is of another model.
     """
+    if timing is None and plan.timing is not None:
+        with blamed(plan.written, "timing"):
+            return plan.timing.fitted(_cut_for(plan, model))
     return None if timing is None else timing.fitted(_cut_for(plan, model))
 
 
@@ -271,42 +290,3 @@ def held_bytes(model: ModelSpec, samples: int, timing: Timing | None = None) -> 
         return value_bytes(value, model, samples, code)
 
     return lambda value, code="": size_of(Value(value.name, value.blocks), code)  # the microbatch changes no size
-
-
-def costs_on(
-    clusters: Sequence[Cluster], model: ModelSpec, *, samples: int, num_micros: int, timing: Timing | None = None
-) -> list[Costs]:
-    """Return what the words of a program cost on each cluster.
-
-    Args:
-        clusters: where it runs.
-        model: with the blocks that the program names.
-        samples: of one microbatch.
-        num_micros: microbatches of a step, of all ranks.
-        timing: of the model's own pieces; None where their work is only counted.
-    """
-    sizes = sizes_in(model, samples)
-    counted = [model_costs(model, one, sizes, samples_per_micro=samples) for one in clusters]
-    if timing is None:
-        return counted
-    return [timed_costs(model, timing, one, sizes, samples_per_micro=samples, num_micros=num_micros) for one in counted]
-
-
-def _costs(compiled: Compiled, clusters: Sequence[Cluster], samples: int, timing: Timing | None) -> list[Costs]:
-    micros = compiled.plan.num_micros
-    return costs_on(clusters, compiled.model, samples=samples, num_micros=micros, timing=timing)
-
-
-def _play(compiled: Compiled, clusters: Sequence[Cluster], samples: int, timing: Timing | None) -> list[Spent]:
-    """Return for each cluster what a step takes; where steps are not all alike, over all of them in the long run."""
-    costs = _costs(compiled, clusters, samples, timing)
-    played = [(float(turn.share), spend(turn, costs, clusters[0])) for turn in compiled.turns if turn.share]
-    return [_mean([(share, found[at]) for share, found in played]) for at in range(len(clusters))]
-
-
-def _mean(parts: Sequence[tuple[float, Spent]]) -> Spent:
-    return Spent(
-        sum(share * spent.step_s for share, spent in parts),
-        sum(share * spent.compute_s for share, spent in parts),
-        sum(share * spent.update_s for share, spent in parts),
-    )

@@ -11,7 +11,7 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import PASSES, Plan
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import Prediction, hold, named
+from counterpoint.planner.rank import Prediction, hold, named, settle
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.recomputation import PASS
@@ -42,6 +42,19 @@ class Question:
     cluster: Cluster
     batch_size: int
     timing: Timing | None = None
+
+
+def settle_all(plans: Iterable[Plan], question: Question) -> tuple[Plan, ...]:
+    """Return plans as they are ranked, each once: with their cuts in them where the question decides about these."""
+    return tuple(dict.fromkeys(_settled(plan, question) for plan in plans))
+
+
+def _settled(plan: Plan, question: Question) -> Plan:
+    model, cluster = question.model, question.cluster
+    try:
+        return settle(plan, model, cluster, batch_size=question.batch_size, timing=question.timing)
+    except PlanError:
+        return plan  # the ranking says why it cannot be carried out
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +161,12 @@ def _smaller_batch(plans: Iterable[Plan], question: Question) -> Iterator[Remedy
 def _others(lean: Plan, plans: Sequence[Plan], question: Question) -> Iterator[Plan]:
     """Yield what there was not to choose from: stages, shares and copies in other compositions."""
     known = {plan.strategies for plan in plans}
-    for plan in enumerate_plans(lean.num_ranks, question.model):
-        plain = (isinstance(one, Zero) or one in {Data(one.degree), Pipeline(one.degree)} for one in plan.strategies)
-        if plan.strategies not in known and all(plain):
-            yield replace(plan, passes=lean.passes)
+    plain = (
+        replace(plan, passes=lean.passes)
+        for plan in enumerate_plans(lean.num_ranks, question.model)
+        if all(isinstance(one, Zero) or one in {Data(one.degree), Pipeline(one.degree)} for one in plan.strategies)
+    )
+    yield from (plan for plan in settle_all(plain, question) if plan.strategies not in known)
 
 
 def _more_ranks(lean: Plan, question: Question, *, slices: bool) -> Iterator[Remedy]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import NEARLY_AS_FAST, Choice, weigh
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.holdings import Holding, holdings, missing_bytes
-from counterpoint.planner.rank import Prediction, compiled_for, named
+from counterpoint.planner.rank import Prediction, compiled_for, fitted_to, named
 from counterpoint.planner.remedies import Question
+from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.world.cluster import Cluster
 
 
@@ -34,7 +36,7 @@ class Replanned:
     why: str
 
 
-def replan(
+def replan(  # noqa: PLR0913 - what there was, what there will be, and what is known of it, by keyword
     plan: Plan,
     model: ModelSpec,
     old_cluster: Cluster,
@@ -42,6 +44,7 @@ def replan(
     batch_size: int,
     *,
     survivors: Mapping[int, int] | None = None,
+    timing: Timing | None = None,
 ) -> Replanned:
     """Return the plan for a cluster that has changed: of those within 2 % of the fastest the cheapest to move to.
 
@@ -56,9 +59,11 @@ def replan(
         batch_size: samples of one global batch, as before.
         survivors: for each new rank that was there before the rank that it was; by default every rank that both have
             is the same.
+        timing: of the model's pieces, by whose seconds plans are ranked and cut; None where their work is only counted.
 
     Raises:
-        PlanError: the new cluster does not say how many ranks it has, or no plan fits it.
+        PlanError: the new cluster does not say how many ranks it has, or no plan fits it, or the timing is of another
+            model.
     """
     num_ranks = new_cluster.num_ranks or len(new_cluster.speeds)
     if not num_ranks:
@@ -66,16 +71,25 @@ def replan(
             "the new cluster does not say how many ranks it has; give it levels, or a speed for each of its ranks"
         )
     stays = survivors if survivors is not None else {rank: rank for rank in range(min(num_ranks, plan.num_ranks))}
-    before = _held_under(plan, model, old_cluster, batch_size)
-    own = [replace(plan, written=None)] if plan.num_ranks == num_ranks else []
-    plans = (replace(one, passes=plan.passes) for one in enumerate_plans(num_ranks, model))
-    choice = weigh([*own, *plans], Question(model, new_cluster, batch_size))
+    question = Question(model, new_cluster, batch_size, timing)
+    before = _held_under(plan, replace(question, cluster=old_cluster))
+    choice = weigh(_candidates(plan, num_ranks, question), question)
     near = _nearly_as_fast(choice)
-    after = {one.plan: _held_under(one.plan, model, new_cluster, batch_size) for one in near}
+    after = {one.plan: _held_under(one.plan, question) for one in near}
     moved = {one: _moved_bytes(before, held, stays) for one, held in after.items()}
     order = {one: at for at, one in enumerate(choice.simplest)}
     taken = min(near, key=lambda one: (moved[one.plan], order.get(one.plan, len(order))))
     return Replanned(taken.plan, moved[taken.plan], taken.step_s, _why(taken, near, moved))
+
+
+def _candidates(plan: Plan, num_ranks: int, question: Question) -> Iterator[Plan]:
+    """Yield the old plan, if it fits the ranks, then those of the enumeration, then stages with cuts of their own."""
+    if plan.num_ranks == num_ranks:
+        yield replace(plan, written=None)
+    model, size, timing = question.model, question.batch_size, question.timing
+    staged = staged_plans(num_ranks, model.unsliced, question.cluster, size, EXACT_ORDERS, timing=timing)
+    for one in (*enumerate_plans(num_ranks, model), *staged):
+        yield replace(one, passes=plan.passes)
 
 
 def _nearly_as_fast(choice: Choice) -> list[Prediction]:
@@ -83,9 +97,10 @@ def _nearly_as_fast(choice: Choice) -> list[Prediction]:
     return [found for found in kept if found.step_s <= NEARLY_AS_FAST * kept[0].step_s]
 
 
-def _held_under(plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int) -> list[Holding]:
+def _held_under(plan: Plan, question: Question) -> list[Holding]:
     """Return what each rank keeps from step to step under a plan."""
-    compiled, _ = compiled_for(plan, model, cluster, batch_size)
+    timing = fitted_to(plan, question.model, question.timing)
+    compiled, _ = compiled_for(plan, question.model, question.cluster, question.batch_size, timing)
     return holdings(compiled)
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.model.spec import ModelSpec
+from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.estimate import Estimate, Estimates
 from counterpoint.planner.graphs import linear, prefixes, profile_of
@@ -35,7 +36,13 @@ MOST_PLANS = 4
 
 
 def staged_plans(
-    num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int, orders: Sequence[str] = TRIED_ORDERS
+    num_ranks: int,
+    model: ModelSpec,
+    cluster: Cluster,
+    batch_size: int,
+    orders: Sequence[str] = TRIED_ORDERS,
+    *,
+    timing: Timing | None = None,
 ) -> tuple[Plan, ...]:
     """Return pipelines with the cuts and replicas that promise most by the estimate, a few for each order.
 
@@ -45,6 +52,7 @@ def staged_plans(
         cluster: where it runs.
         batch_size: samples of a global batch, which the microbatches divide.
         orders: of the pipelines.
+        timing: of the model's pieces, by whose seconds it is then cut; None where their work is only counted.
 
     Example:
         >>> from counterpoint.model.spec import chain
@@ -54,10 +62,11 @@ def staged_plans(
     if num_ranks < 2 or model.num_blocks < 2:
         return ()
     plans: dict[Plan, None] = {}
+    timing = None if timing is None else timing.fitted(model)
     for order in orders:
         hopes: dict[Plan, Estimate] = {}
         for samples in _samples(num_ranks, batch_size) if order not in STREAMS else [max(1, batch_size // num_ranks)]:
-            hopes |= _hopes(num_ranks, model, cluster, _Order(order, batch_size, samples))
+            hopes |= _hopes(num_ranks, model, cluster, _Order(order, batch_size, samples), timing)
         plans |= dict.fromkeys(sorted(hopes, key=hopes.__getitem__)[:MOST_PLANS])
     return tuple(plans)
 
@@ -83,9 +92,11 @@ class _Order:
         return self.batch_size if self.name in STREAMS else self.batch_size // self.samples
 
 
-def _hopes(num_ranks: int, model: ModelSpec, cluster: Cluster, order: _Order) -> dict[Plan, Estimate]:
+def _hopes(
+    num_ranks: int, model: ModelSpec, cluster: Cluster, order: _Order, timing: Timing | None
+) -> dict[Plan, Estimate]:
     """Return plans with what the estimate says of each, for a sample."""
-    states = prefixes(profile_of(model, cluster, samples=order.samples))
+    states = prefixes(profile_of(model, cluster, samples=order.samples, timing=timing))
     wanted = Wanted(states, cluster, num_ranks, order.name, order.num_microbatches, least_stages=2)
     estimates = Estimates(wanted)
     found: dict[Plan, Estimate] = {}
@@ -96,7 +107,8 @@ def _hopes(num_ranks: int, model: ModelSpec, cluster: Cluster, order: _Order) ->
     for staging in settled:
         if _is_apart(model, staging, is_stream=order.name in STREAMS):
             missing, seconds = estimates.of(staging)
-            plan = plan_of(wanted, staging, _told(wanted.pipeline(staging, staging.counts(states)), model))
+            pipeline = wanted.pipeline(staging, staging.counts(states))
+            plan = plan_of(wanted, staging, _told(pipeline, model) if timing is None else pipeline.balance)
             found[plan] = Estimate(missing, seconds / order.samples)
     return found
 

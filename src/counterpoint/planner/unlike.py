@@ -40,9 +40,10 @@ def balanced(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     inner = 1
     for strategy in plan.strategies:
         given = strategy
-        if isinstance(strategy, Pipeline) and not strategy.balance and strategy.degree > 1:
+        if isinstance(strategy, Pipeline) and not (strategy.balance or strategy.cuts) and strategy.degree > 1:
             given = _cut(strategy, model, cluster, ranks=(inner, plan.num_ranks))
         strategies.append(given)
+        model = given.refine(model)
         inner = strategy.num_ranks(inner)
     return replace(plan, strategies=tuple(strategies))
 

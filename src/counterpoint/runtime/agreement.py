@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
-from counterpoint.runtime.buckets import Ready, cut, ladder
+from counterpoint.runtime.buckets import ladder
 from counterpoint.runtime.tuning import Trials, fastest
-from counterpoint.strategies.buckets import Buckets, format_bytes
+from counterpoint.strategies.buckets import Buckets, Ready, cut, format_bytes
 
 Cut: TypeAlias = tuple[tuple[int, ...], ...]
 """The places of each bucket, in the order in which buckets are started."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -80,6 +80,63 @@ class Buckets:
 
 
 BY_DEFAULT = Buckets()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A gradient that a backward has made.
+
+    Args:
+        place: which one.
+        arena: in which of the flat buffers it lies.
+        num_bytes: its size.
+        ready_s: when it was made, in seconds from the beginning of the backward.
+    """
+
+    place: int
+    arena: int
+    num_bytes: int
+    ready_s: float
+
+
+def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
+    """Return the places of each bucket, in the order in which buckets are complete.
+
+    Each has gradients of one buffer, at most so many bytes as ``sizes`` says, or a single gradient that is larger. What
+    the first one may not hold joins the small ones before it all the same: alone, these would leave the link idle.
+
+    Args:
+        made: all gradients, in any order.
+        sizes: of the first bucket, of the others, and how far apart in time the gradients of one may be.
+
+    Example:
+        >>> made = [Ready(place, 0, 10, 0.001 * place) for place in range(5)]
+        >>> cut(made, Buckets(bucket_bytes=30, first_bytes=10))
+        ((0,), (1, 2, 3), (4,))
+    """
+    closed: list[list[Ready]] = []
+    growing: dict[int, list[Ready]] = {}
+    firsts: set[int] = set()
+    for one in sorted(made, key=lambda ready: (ready.ready_s, ready.place)):
+        bucket = growing.get(one.arena)
+        if bucket is not None and not _takes(bucket, one, sizes, is_first=one.arena in firsts):
+            closed.append(growing.pop(one.arena))
+            firsts.discard(one.arena)
+        if not closed and not growing:
+            firsts.add(one.arena)
+        growing.setdefault(one.arena, []).append(one)
+    complete = sorted([*closed, *growing.values()], key=lambda bucket: (bucket[-1].ready_s, bucket[-1].place))
+    return tuple(tuple(ready.place for ready in bucket) for bucket in complete)
+
+
+def _takes(bucket: Sequence[Ready], one: Ready, sizes: Buckets, *, is_first: bool) -> bool:
+    """Tell whether one more gradient fits into a bucket."""
+    held = sum(ready.num_bytes for ready in bucket)
+    in_time = not sizes.cycle_ms or one.ready_s - bucket[0].ready_s <= sizes.cycle_ms / 1000
+    if not in_time or held + one.num_bytes > sizes.bucket_bytes:
+        return False
+    is_larger = one.num_bytes > sizes.first_bytes > held
+    return not is_first or is_larger or held + one.num_bytes <= sizes.first_bytes
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -42,6 +42,17 @@ def with_heads(model: ModelSpec, replicas: Sequence[float], stages: Sequence[int
     starts = list(accumulate(fine, initial=0))[:-1]
     heads = tuple(parts[start].first_piece for start in starts)
     return replace(model, blocks=tuple(_cut(model.blocks, heads)), heads=heads)
+
+
+def cut_before(model: ModelSpec, modules: Collection[str]) -> ModelSpec:
+    """Return the model with blocks cut in two where a stage may begin inside with one of these modules."""
+    heads = [
+        part.first_piece
+        for block in model.blocks
+        for part in _parts(block)
+        if any(name in modules for name in (*part.pieces[0].starts, part.pieces[0].name))
+    ]
+    return replace(model, blocks=tuple(_cut(model.blocks, heads)))
 
 
 def cuts_for(

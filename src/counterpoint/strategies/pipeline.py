@@ -14,7 +14,7 @@ from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Update
 from counterpoint.program.program import Program, Row
 from counterpoint.strategies.chunks import Chunks
-from counterpoint.strategies.inside import cuts_for, with_heads
+from counterpoint.strategies.inside import cut_before, cuts_for, with_heads
 from counterpoint.strategies.marks import Mark, counts_between, is_told, merged, read_marks, require_marks
 from counterpoint.strategies.options import require_word
 from counterpoint.strategies.orders.order import Order, Place, warmup
@@ -199,11 +199,13 @@ class Pipeline:
     def refine(self, model: ModelSpec) -> ModelSpec:
         """Return the model with blocks cut in two where a chunk is to begin inside.
 
-        They stay whole where users say how many of them each chunk has, or where it begins, and in a stream of a model
-        whose blocks share weights, which is cut by users or not at all.
+        They stay whole where users say how many of them each chunk has, and in a stream of a model whose blocks share
+        weights, which is cut by users or not at all.
         """
+        if self.cuts:
+            return cut_before(model, {mark.module for mark in self.marks})
         is_tied = any(len(unit) > 1 for unit in model.units)
-        if self.cuts or self.balance or self.degree == 1 or (self.is_stream and is_tied):
+        if self.balance or self.degree == 1 or (self.is_stream and is_tied):
             return model
         return with_heads(model, self._chunk_ranks, self._chunk_stages)
 

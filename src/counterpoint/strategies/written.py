@@ -13,7 +13,7 @@ import yaml
 from counterpoint.errors import PlanError, ProgramError
 
 FIELDS = ("strategy", "num_microbatches", "passes")
-TOP = ("plan", "num_ranks")
+TOP = ("plan", "num_ranks", "timing")
 SHAPE = "a plan file holds 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'"
 
 
@@ -62,7 +62,7 @@ def blamed(written: Written | None, field: str) -> Iterator[None]:
 
 
 def read_fields(text: str, file: str) -> tuple[dict[str, Any], Written]:
-    """Return the fields of a plan file with their lines; ``num_ranks`` among them, if it is there.
+    """Return the fields of a plan file with their lines; ``num_ranks`` and ``timing`` among them, if they are there.
 
     Args:
         text: YAML, as a run's ``plan.yaml`` has it.
@@ -89,10 +89,9 @@ def read_fields(text: str, file: str) -> tuple[dict[str, Any], Written]:
     _require_known(written, "a plan", FIELDS)
     if "strategy" not in fields:
         raise PlanError(f"{file}:{top['plan']}: {SHAPE}" if file else SHAPE)
-    if "num_ranks" in top:
-        fields["num_ranks"] = loaded["num_ranks"]
-    ranks = [("num_ranks", top["num_ranks"])] if "num_ranks" in top else []
-    return fields, Written(file, (*written.lines, *ranks))
+    outer = [name for name in TOP[1:] if name in top]
+    fields |= {name: loaded[name] for name in outer}
+    return fields, Written(file, (*written.lines, *((name, top[name]) for name in outer)))
 
 
 def _lines(node: yaml.Node, file: str) -> dict[str, int]:

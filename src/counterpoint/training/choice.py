@@ -136,7 +136,7 @@ class Auto:
         spec = trace_spec(model, face, inputs, options.dims)
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
-        staged = staged_plans(self.num_ranks, spec.unsliced, cluster, batch_size, EXACT_ORDERS)
+        staged = staged_plans(self.num_ranks, spec.unsliced, cluster, batch_size, EXACT_ORDERS, timing=options.timing)
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
             for plan in (*enumerate_plans(self.num_ranks, spec), *staged)

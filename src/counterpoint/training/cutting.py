@@ -17,8 +17,10 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.model.timing_file import write_timing
 from counterpoint.plan import Plan
+from counterpoint.planner.settled import settled
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
+from counterpoint.strategies.written import blamed
 from counterpoint.training.options import Options
 from counterpoint.training.trained import trainable, with_unused
 
@@ -59,12 +61,23 @@ def finest_cut(
     return cut_model(model, inputs, need="none", dims=dims)
 
 
-def described(cut: Cut, face: Face, timing: Timing | None, samples: int) -> ModelSpec:
+def with_timing_of(plan: Plan, options: Options) -> Options:
+    """Return the options with the timing that a plan came with, where they have none of their own."""
+    return options if options.timing is not None or plan.timing is None else replace(options, timing=plan.timing)
+
+
+def as_cut(plan: Plan, spec: ModelSpec, timing: Timing | None) -> Plan:
+    """Return the plan that is compiled for a model: with the cut in it that a timing gives it."""
+    return plan if timing is None else settled(plan, spec)
+
+
+def described(cut: Cut, face: Face, plan: Plan, timing: Timing | None, samples: int) -> ModelSpec:
     """Return what of a cut model is trained; with a timing, its pieces cost what they take in seconds.
 
     Args:
         cut: the model.
         face: the user's optimizer.
+        plan: whose file is named where a timing is of another model that it came with.
         timing: of the model; None where counted operations say what pieces cost.
         samples: in a microbatch.
 
@@ -72,7 +85,10 @@ def described(cut: Cut, face: Face, timing: Timing | None, samples: int) -> Mode
         PlanError: the timing is of another model.
     """
     spec = with_unused(trainable(cut.spec, face))
-    return spec if timing is None else timing.weigh(spec, samples)
+    if timing is None:
+        return spec
+    with blamed(plan.written if timing is plan.timing else None, "timing"):
+        return timing.weigh(spec, samples)
 
 
 def plan_in_words(plan: Plan, timing: Timing | None) -> str:

@@ -50,7 +50,7 @@ from counterpoint.runtime.state import (
 from counterpoint.runtime.vote import Verdict
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.training.checks import require_own_memory
-from counterpoint.training.cutting import cut_for, described, plan_in_words
+from counterpoint.training.cutting import as_cut, cut_for, described, plan_in_words, with_timing_of
 from counterpoint.training.elsewhere import Elsewhere
 from counterpoint.training.failing import abandoning, noting
 from counterpoint.training.flight import Flight, require_clippable, require_memory
@@ -91,7 +91,7 @@ class Team:
         self.loss = loss
         self.may_share = options.one_copy and not renormalizes(model)  # whether replicas may have one copy of weights
         self.face = face
-        self.options = options
+        self.options = with_timing_of(plan, options)
         self.keeping = Keeping(wanted=options.keep_freed)
         self.compiled: Compiled | None = None
         self.num_micros = 0  # microbatches in one step of all ranks, once built
@@ -126,8 +126,9 @@ class Team:
         if self.options.mixing == "error" and any(isinstance(strategy, Pipeline) for strategy in self.plan.strategies):
             require_apart(self.model, call_form(inputs), str(self.plan), self.plan.num_micros)
         self.draws = cut.draws
-        spec = described(cut, self.face, self.options.timing, max(num_samples, 1))
-        self.compiled = compile(self.plan, spec, samples_per_micro=max(num_samples, 1))
+        timing, samples = self.options.timing, max(num_samples, 1)
+        spec = described(cut, self.face, self.plan, timing, samples)
+        self.compiled = compile(as_cut(self.plan, spec, timing), spec, samples_per_micro=samples)
         self.num_micros = len(self.compiled.program.micros)
         self.flight = Flight.of(self.compiled.turns[-1])
         require_clippable(self.compiled, self.options)

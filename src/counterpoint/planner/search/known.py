@@ -9,7 +9,8 @@ from fractions import Fraction
 from counterpoint.compiler.compile import sizes_in
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.model.timing import Timing
-from counterpoint.planner.rank import costs_on, held_bytes
+from counterpoint.planner.playing import costs_on
+from counterpoint.planner.rank import held_bytes
 from counterpoint.program.instruction import (
     Backward,
     Collective,
