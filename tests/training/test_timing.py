@@ -31,19 +31,31 @@ def timing(pieces=SLOW_LAST):
 
 def step(model, **options):
     optimizer = partial(optim.SGD, lr=0.1)
-    return cp.parallelize(model, optimizer, F.mse_loss, strategy="pipeline(2)", **options)
+    return cp.parallelize(model, optimizer, F.mse_loss, **{"strategy": "pipeline(2)", **options})
+
+
+def compiled(**options):
+    """What a run has made of its plan."""
+    with step(layers(), **options) as run:
+        run(torch.zeros(4, 4), torch.zeros(4, 4))
+        return run.team.compiled
 
 
 def stages(**options):
     """How many blocks each stage runs."""
-    with step(layers(), **options) as run:
-        run(torch.zeros(4, 4), torch.zeros(4, 4))
-        return [len(rank.blocks) for rank in run.team.compiled.forecast.ranks]
+    return [len(rank.blocks) for rank in compiled(**options).forecast.ranks]
 
 
 def test_a_pipeline_with_a_timing_is_cut_where_the_seconds_are_even():
     assert stages() == [2, 2]
     assert stages(timing=timing()) == [3, 1]
+
+
+def test_a_run_tells_the_plan_with_the_cut_that_a_timing_gave_it_and_repeats_it_without_the_timing():
+    made = compiled(timing=timing())
+    assert str(made.plan) == "pipeline(2, balance=(3,1))"
+    again = compiled(strategy=cp.Plan.from_yaml(made.plan.to_yaml()))
+    assert again.program == made.program
 
 
 def test_a_timing_of_another_model_is_refused_before_the_first_step():
