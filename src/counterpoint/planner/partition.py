@@ -116,7 +116,7 @@ class _Costs:
 
     def behind(self, replicas: int) -> Table:
         """Return the seconds from state to state of a stage behind others, and what it is handed and hands on."""
-        sizes = self.states.crossing_bytes
+        sizes = self.states.crossing_bytes.tolist()
         handed = np.array(
             [self.objective.transfer_s(size, replicas, self.level.bytes_per_s) for size in sizes], dtype=np.float64
         )
@@ -136,7 +136,7 @@ class _Solved:
     Args:
         values: of the slowest stage, with one part, two, and so on.
         alone: of one stage on so many parts.
-        behind: of one stage behind others, likewise.
+        behind: of one stage behind others, likewise; these leave at least one part.
     """
 
     values: tuple[Table, ...]
@@ -148,7 +148,7 @@ class _Solved:
         """Return the best for the first so many states as starts."""
         counts = range(1, costs.level.count + 1)
         alone = tuple(costs.alone(replicas) for replicas in counts)
-        behind = tuple(costs.behind(replicas) for replicas in counts)
+        behind = tuple(costs.behind(replicas) for replicas in counts[:-1])
         values: list[Table] = []
         for count in counts:
             best = alone[count - 1][:rows].copy()

@@ -13,10 +13,11 @@ from itertools import pairwise
 from counterpoint.errors import PlanError
 
 MS_PER_S = 1e3
-NODE = re.compile(
-    r"(?P<name>\S+) -- (?P<text>.*) -- (?P<figures>forward_compute_time=.*?)(?: -- stage_id=(?P<stage>\d+))?"
-)
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+NODE = re.compile(
+    rf"(\S+) -- (.*) -- {', '.join(f'{figure}=([^,]*)' for figure in FIGURES[:-1])}, {FIGURES[-1]}=([^, ]*)"
+    r"(?: -- stage_id=\d+)?"
+)
 NO_WORK = "Input"
 """How the text of a layer begins that stands for loading data; what it takes is no work of a stage."""
 
@@ -123,19 +124,19 @@ def _edge(line: str, number: int) -> tuple[str, str]:
 
 def _layer(line: str, number: int) -> Layer:
     found = NODE.fullmatch(line)
-    figures = dict(part.partition("=")[::2] for part in found["figures"].split(", ")) if found else {}
-    if found is None or tuple(figures) != FIGURES:
+    if found is None:
         raise PlanError(f"line {number} is no layer: {line!r}; it reads 'name -- text -- {'=, '.join(FIGURES)}='")
+    name, text, *figures = found.groups()
     try:
-        forward_ms, backward_ms, activation, weight = (_number(figures[key]) for key in FIGURES)
+        forward_ms, backward_ms, activation, weight = map(_number, figures)
     except ValueError as error:
-        raise PlanError(f"line {number}, {found['name']}: {error}") from None
-    return Layer(found["name"], found["text"], forward_ms / MS_PER_S, backward_ms / MS_PER_S, activation, weight)
+        raise PlanError(f"line {number}, {name}: {error}") from None
+    return Layer(name, text, forward_ms / MS_PER_S, backward_ms / MS_PER_S, activation, weight)
 
 
 def _number(text: str) -> float:
     """Return a figure, or the sum of several in brackets."""
-    value = sum(float(part) for part in text.strip("[]").split("; "))
+    value = sum(map(float, text.strip("[]").split("; "))) if text.startswith("[") else float(text)
     if not 0 <= value < float("inf"):
         raise ValueError(f"{text} is no size and no time; both are finite and at least 0")
     return value
