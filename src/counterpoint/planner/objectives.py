@@ -25,11 +25,11 @@ class Objective(Protocol):
     def stage_s(
         self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float
     ) -> NDArray[np.float64]:
-        """Return how long so many replicas take for a minibatch, their sum of gradients included."""
+        """Return how long so many replicas take for a minibatch and their sum of gradients; endless stays so."""
         ...
 
     def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
-        """Return how long an activation and its gradient take on the way into a stage of so many replicas."""
+        """Return how long an activation and its gradient take on the way into a stage, in proportion to their bytes."""
         ...
 
 

@@ -81,11 +81,12 @@ def partition(states: States, levels: Sequence[Level], objective: Objective) -> 
     Cost: for n states and levels of m parts at most n^3 m^2 / 2 comparisons each; n^2 m^2 / 2 at the outermost.
     """
     seconds = np.where(states.inside, states.seconds[None, :] - states.seconds[:, None], np.inf)
+    weights = states.weight_bytes[None, :] - states.weight_bytes[:, None]
     solved: list[_Solved] = []
     below = 1
     for at, level in enumerate(levels):
         rows = 1 if at == len(levels) - 1 else states.count
-        solved.append(_Solved.of(_Costs(states, objective, level, below, seconds), rows))
+        solved.append(_Solved.of(_Costs(states, objective, level, below, seconds, weights), rows))
         seconds, below = solved[-1].values[level.count - 1], level.count
     last = states.count - 1
     stages = tuple(_stages(solved, len(levels) - 1, 0, last, levels[-1].count))
@@ -101,7 +102,8 @@ class _Costs:
         objective: how it is counted.
         level: the level.
         below: parts of the level below.
-        seconds: what one part takes from state to state.
+        seconds: what one part takes from state to state; infinite where no stage is.
+        weight_bytes: of the weights from state to state.
     """
 
     states: States
@@ -109,24 +111,23 @@ class _Costs:
     level: Level
     below: int
     seconds: Table
+    weight_bytes: Table
 
-    def alone(self, replicas: int) -> Table:
-        """Return the seconds from state to state of a stage that no other one stands before."""
-        return self._stage_s(replicas, self.below if self.objective.shares_first else 1)
+    def alone(self, replicas: int, rows: int) -> Table:
+        """Return the seconds from each of the first states of a stage that no other one stands before."""
+        speed = self.level.bytes_per_s * (self.below if self.objective.shares_first else 1)
+        return self.objective.stage_s(self.seconds[:rows], self.weight_bytes[:rows], replicas, speed)
 
     def behind(self, replicas: int) -> Table:
         """Return the seconds from state to state of a stage behind others, and what it is handed and hands on."""
+        speed = self.level.bytes_per_s
+        stages = self.objective.stage_s(self.seconds, self.weight_bytes, replicas, speed)
+        if not self.objective.transfer_s(1.0, replicas, speed):
+            return stages
         sizes = self.states.crossing_bytes.tolist()
-        handed = np.array(
-            [self.objective.transfer_s(size, replicas, self.level.bytes_per_s) for size in sizes], dtype=np.float64
-        )
+        handed = np.array([self.objective.transfer_s(size, replicas, speed) for size in sizes], dtype=np.float64)
         given = handed if self.objective.hands_on else np.zeros_like(handed)
-        return np.maximum(self._stage_s(replicas, 1), np.maximum(handed[:, None], given[None, :]))
-
-    def _stage_s(self, replicas: int, sharers: int) -> Table:
-        weights = self.states.weight_bytes[None, :] - self.states.weight_bytes[:, None]
-        found = self.objective.stage_s(self.seconds, weights, replicas, self.level.bytes_per_s * sharers)
-        return np.where(self.states.inside, found, np.inf)
+        return np.maximum(stages, np.maximum(handed[:, None], given[None, :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class _Solved:
 
     Args:
         values: of the slowest stage, with one part, two, and so on.
-        alone: of one stage on so many parts.
+        alone: of one stage on so many parts, from the same states on.
         behind: of one stage behind others, likewise; these leave at least one part.
     """
 
@@ -147,11 +148,11 @@ class _Solved:
     def of(cls, costs: _Costs, rows: int) -> _Solved:
         """Return the best for the first so many states as starts."""
         counts = range(1, costs.level.count + 1)
-        alone = tuple(costs.alone(replicas) for replicas in counts)
+        alone = tuple(costs.alone(replicas, rows) for replicas in counts)
         behind = tuple(costs.behind(replicas) for replicas in counts[:-1])
         values: list[Table] = []
         for count in counts:
-            best = alone[count - 1][:rows].copy()
+            best = alone[count - 1].copy()
             for replicas, row in product(range(1, count), range(rows)):
                 joined = np.maximum(values[count - replicas - 1][row][:, None], behind[replicas - 1])
                 np.minimum(best[row], joined.min(axis=0), out=best[row])
