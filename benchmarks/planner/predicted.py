@@ -121,5 +121,6 @@ def calmed(found: Profiled, beside_s):
     """Return the profile as it would have been while a step of one process took so long."""
     factor, timing = beside_s / found.beside_s, found.timing
     points = tuple(point.times(factor) for point in timing.points)
-    per_byte = factor * timing.update_s_per_byte
-    return replace(found, timing=replace(timing, points=points, update_s_per_byte=per_byte), beside_s=beside_s)
+    update_s, add_s = factor * timing.update_s_per_byte, factor * timing.add_s_per_byte
+    calm = replace(timing, points=points, update_s_per_byte=update_s, add_s_per_byte=add_s)
+    return replace(found, timing=calm, beside_s=beside_s)

@@ -41,6 +41,9 @@ class Ticks:
     def call_s(self, word):
         return 0.0
 
+    def add_s(self, block):
+        return 0.0
+
     def link_s(self, word, part, rank):
         return self.on_link_s
 

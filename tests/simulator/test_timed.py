@@ -36,6 +36,15 @@ def test_a_call_of_several_blocks_has_the_fixed_cost_of_one():
     assert one.update_s == 0.125 + 0.0625
 
 
+@pytest.mark.parametrize(("plan", "micros", "adds"), [("solo", 1, 0), ("solo", 4, 3), ("pipeline(3)", 4, 3 / 3),
+                                                    ("data(2)", 2, 1), ("pipedream(3)", 4, 0)])  # fmt: skip
+def test_gradients_are_added_to_those_of_earlier_microbatches_of_a_rank_until_an_update(plan, micros, adds):
+    plain, adding = (timing_of(MODEL, UNEVEN, add_s_per_byte=per_byte) for per_byte in (0.0, 0.01))
+    all_bytes = 3 * 4 * 64
+    more_s = predicted(plan, adding, m=micros).compute_s - predicted(plan, plain, m=micros).compute_s
+    assert more_s == pytest.approx(adds * 0.01 * all_bytes)
+
+
 def test_a_pipeline_is_cut_where_the_seconds_are_even():
     for pieces, balance in ((UNEVEN, "1,2"), (UNEVEN[::-1], "2,1")):
         timing = timing_of(MODEL, pieces)

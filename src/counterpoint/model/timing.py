@@ -184,6 +184,7 @@ class Timing:
         machine: on what.
         points: by size, the smallest first; at least one.
         update_s_per_byte: seconds of an update per byte of parameters.
+        add_s_per_byte: seconds in which a gradient is added to one of an earlier microbatch, per byte of parameters.
         fixed: what does not grow with the work.
     """
 
@@ -193,6 +194,7 @@ class Timing:
     machine: Machine
     points: tuple[Point, ...]
     update_s_per_byte: float = 0.0
+    add_s_per_byte: float = 0.0
     fixed: Fixed = Fixed()
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from counterpoint.errors import PlanError
 from counterpoint.model.timing import Fixed, Known, Machine, PieceTime, Point, Timing
 
-VERSION = 1
+VERSION = 2
 KIND = "counterpoint timing"
 T = TypeVar("T")
 
@@ -90,6 +90,7 @@ def _timing(loaded: dict[str, Any]) -> Timing:
         ),
         points=points,
         update_s_per_byte=_figure(loaded["update_s_per_byte"]),
+        add_s_per_byte=_figure(loaded["add_s_per_byte"]),
         fixed=_figures(Fixed, loaded["fixed"]),
     )
 

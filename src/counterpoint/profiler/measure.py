@@ -72,6 +72,7 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
         calls = call_costs(subject.device, effort)
         found = [_at(bench, subject, size, calls, effort) for size in sizes]
         split_s, whole_s = _updates(bench, subject.feed(sizes[0], subject.num_micros), clock, effort)
+        add_s = _adding(list(bench.pieces.store.params.values()), clock, effort)
     update_s = median(step.update_s for _, step, _ in found)
     fixed_s = max(0.0, min(sum(split_s) - whole_s, *split_s, update_s)) if len(split_s) > 1 else 0.0
     weights = known_weights(subject.spec)
@@ -82,6 +83,7 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
         machine=Machine(device, threads, subject.face.kind.__name__),
         points=tuple(point for point, _, _ in found),
         update_s_per_byte=(update_s - fixed_s) / sum(size for _, size in weights),
+        add_s_per_byte=add_s / sum(size for _, size in weights),
         fixed=Fixed(
             calls.forward_s,
             calls.backward_s,
@@ -207,6 +209,17 @@ def _updates(bench: Bench, feed: Feed, clock: Clock, effort: Repetition) -> tupl
     rows = effort.repeat(lambda: (*update(halves), *update([units])))
     *split_s, whole_s = medians(rows)
     return split_s, whole_s
+
+
+def _adding(params: Sequence[nn.Parameter], clock: Clock, effort: Repetition) -> float:
+    """Return the seconds in which a gradient of all parameters is added to another one."""
+    held, fresh = ([torch.zeros_like(param) for param in params if param.requires_grad] for _ in range(2))
+
+    def add() -> None:
+        for into, more in zip(held, fresh, strict=True):
+            into.add_(more)
+
+    return median(effort.repeat(partial(_took, clock, add)))
 
 
 def _took(clock: Clock, work: Callable[[], object]) -> float:

@@ -21,7 +21,7 @@ from counterpoint.cutting.seeds import silent
 from counterpoint.model.timing import NOTHING, Machine, PieceTime, Point, Timing, known_pieces, known_weights
 from counterpoint.profiler.subject import Subject, storages
 from counterpoint.runtime.build import call_form
-from counterpoint.simulator.costs import ADAM_PASSES
+from counterpoint.simulator.costs import ADAM_PASSES, ADD_PASSES
 from counterpoint.world.cluster import Device
 
 
@@ -41,6 +41,7 @@ def count(subject: Subject, name: str, device: Device, *, samples: Sequence[int]
         machine=Machine(name, 1, subject.face.kind.__name__, is_measured=False),
         points=tuple(_point(subject, device, size) for size in sorted(set(samples))),
         update_s_per_byte=ADAM_PASSES / device.memory_bytes_per_s,
+        add_s_per_byte=ADD_PASSES / device.memory_bytes_per_s,
     )
 
 

@@ -29,6 +29,10 @@ ADAM_PASSES = 7
 """How often an update goes over its parameters: it reads weight, gradient and two states, and writes three back."""
 
 
+ADD_PASSES = 3
+"""How often adding one gradient to another goes over them: it reads both, and writes one back."""
+
+
 class Costs(Protocol):
     """Seconds of an instruction, where nothing else is in its way; the same for all microbatches."""
 
@@ -38,6 +42,10 @@ class Costs(Protocol):
 
     def call_s(self, word: Instruction) -> float:
         """Return what it costs to begin a call with a word, once for all words that the call carries out."""
+        ...
+
+    def add_s(self, block: int) -> float:
+        """Return how long it takes to add a block's gradient of one microbatch to what earlier ones have left."""
         ...
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
@@ -82,6 +90,10 @@ class UnitCosts:
                 return self.backward_ticks / (2 if word.part else 1)
             case Update():
                 return 0.0
+
+    def add_s(self, block: int) -> float:
+        """Return nothing."""
+        return 0.0
 
     def call_s(self, word: Instruction) -> float:
         """Return nothing."""
@@ -129,6 +141,10 @@ class ModelCosts:
                 return (1 if word.part else 2) * self._block_s(block)
             case Update(unit):
                 return self._update_s(unit) * float(part)
+
+    def add_s(self, block: int) -> float:
+        """Return nothing: it is not counted."""
+        return 0.0
 
     def call_s(self, word: Instruction) -> float:
         """Return nothing: counted operations say nothing of calls."""

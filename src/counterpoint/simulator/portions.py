@@ -96,7 +96,8 @@ class Spread:
         """Return what its words cost, given what the words cost that they come from."""
         summed = [at for at, one in enumerate(self.portions) if one.part]
         parts = {grad(_unit(at, summed)): self.portions[at].part for at in summed}
-        return PortionCosts(self.portions, {value.blocks: part for value, part in parts.items()}, others)
+        adds = any(isinstance(word, Backward) and not word.block for row in self.turn.program.rows for word in row.body)
+        return PortionCosts(self.portions, {value.blocks: part for value, part in parts.items()}, others, adds=adds)
 
 
 def spread(turn: Turn, portions: Sequence[Portion], cluster: Cluster) -> Spread | None:
@@ -165,17 +166,25 @@ class PortionCosts:
         portions: of the backward.
         parts: of the gradient, by what the bucket is called.
         others: costs of the whole backward and the whole sum.
+        adds: whether earlier microbatches, whose backwards are whole, have left a gradient.
     """
 
     portions: tuple[Portion, ...]
     parts: dict[Unit, Fraction]
     others: Costs
+    adds: bool
 
     def compute_s(self, word: Compute | Update, part: Fraction) -> float:
-        """Return the portion's part of the whole backward."""
+        """Return the portion's part of the whole backward, and of adding its gradient to an earlier one."""
         if isinstance(word, Backward) and word.block:
-            return self.portions[word.block - 1].work * self.others.compute_s(replace(word, block=0), part)
+            portion = self.portions[word.block - 1]
+            added_s = float(portion.part) * self.others.add_s(0) if self.adds else 0.0
+            return portion.work * self.others.compute_s(replace(word, block=0), part) + added_s
         return self.others.compute_s(word, part)
+
+    def add_s(self, block: int) -> float:
+        """Return it for a whole backward; that of a portion is in what it takes."""
+        return 0.0 if block else self.others.add_s(0)
 
     def call_s(self, word: Instruction) -> float:
         """Return the cost of the call with its first portion."""

@@ -236,7 +236,8 @@ class _Writer:
 def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) -> list[float]:
     """Return the seconds of every word of a row, on its processor or on its link, while nothing else is in its way.
 
-    A gradient that was shared out is summed and applied in part. Adjacent words that are one call begin it once.
+    A gradient that was shared out is summed and applied in part. Adjacent words that are one call begin it once. What a
+    block's backward makes for a microbatch is added to what others before it have left, until an update has used it.
 
     Args:
         row: whose words.
@@ -245,11 +246,18 @@ def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) 
         speed: how many times as fast as the device it computes.
     """
     found: list[float] = []
+    held: set[int] = set()  # blocks of which there is a gradient
     for index, (word, part) in enumerate(_parted(row)):
         match word:
             case Forward() | Recompute() | Backward() | Update():
                 is_first = index == 0 or not goes_on(row[index - 1], word)
-                found.append((costs.compute_s(word, part) + (costs.call_s(word) if is_first else 0.0)) / speed)
+                seconds = costs.compute_s(word, part) + (costs.call_s(word) if is_first else 0.0)
+                if isinstance(word, Update):
+                    held.difference_update(word.unit)
+                elif isinstance(word, Backward) and word.part != "input":
+                    seconds += costs.add_s(word.block) if word.block in held else 0.0
+                    held.add(word.block)
+                found.append(seconds / speed)
             case Collective(phase="-"):
                 found.append(0.0)
             case Send() | Push() | Commit() | Collective():

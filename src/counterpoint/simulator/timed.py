@@ -38,6 +38,7 @@ class TimedCosts:
         blocks: what each block takes for a microbatch, as the program names them.
         fixed: what calls cost beside that.
         update_s_per_byte: of parameters.
+        adds: of each block, what it takes to add its gradient to an earlier one.
         size_of: bytes of a whole value on one rank.
         others: costs of the same model on the same cluster, for links.
     """
@@ -45,6 +46,7 @@ class TimedCosts:
     blocks: tuple[PieceTime, ...]
     fixed: Fixed
     update_s_per_byte: float
+    adds: tuple[float, ...]
     size_of: Sizes
     others: Costs
 
@@ -73,6 +75,10 @@ class TimedCosts:
                 return self.fixed.update_s + self.fixed.step_s
             case Collective() | Send() | Recv() | Push() | Pull() | Serve() | Release() | Swap() | Commit():
                 return 0.0
+
+    def add_s(self, block: int) -> float:
+        """Return it by the bytes of the block's parameters."""
+        return self.adds[block]
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what it costs by the other costs."""
@@ -111,4 +117,6 @@ def timed_costs(
     if num_micros == 1 and point.alone is not None:
         point, fixed = point.as_alone(), replace(fixed, step_s=fixed.alone_s)
     blocks = tuple(point.over(block) for block in model.blocks)
-    return TimedCosts(blocks, fixed, timing.update_s_per_byte, size_of, others)
+    own_bytes = [sum(size_of(weight(unit)) for unit in model.units if at in unit) for at in range(model.num_blocks)]
+    adds = tuple(timing.add_s_per_byte * size for size in own_bytes)
+    return TimedCosts(blocks, fixed, timing.update_s_per_byte, adds, size_of, others)

@@ -65,6 +65,10 @@ class FittedCosts:
         """Return nothing: a call was measured with what it costs to begin it."""
         return 0.0
 
+    def add_s(self, block: int) -> float:
+        """Return nothing: a backward was measured with what it adds its gradient to."""
+        return 0.0
+
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return the least that was measured: what took longer was waiting."""
         return self.like(key_of(word))

@@ -102,6 +102,10 @@ class Kept:
         """Return what the costs say."""
         return self.costs.call_s(word)
 
+    def add_s(self, block: int) -> float:
+        """Return what the costs say."""
+        return self.costs.add_s(block)
+
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what the costs say."""
         key = ("link", _without_micro(word), part, rank)
