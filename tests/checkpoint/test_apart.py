@@ -17,7 +17,7 @@ from counterpoint.checkpoint import (
     verify,
     whole,
 )
-from counterpoint.checkpoint.disk import DISK
+from counterpoint.checkpoint.disk import DISK, Disk
 from counterpoint.errors import CheckpointError
 from counterpoint.testing.files import FailingFiles, MachineStopped
 from tests.checkpoint.states import holds_exactly, save_step, tensors
@@ -47,6 +47,25 @@ def test_the_last_part_makes_the_checkpoint_whosever_it_is(tmp_path, ranks):
         "manifest.json", "shard-00000.safetensors", "shard-00001.safetensors",
     ]  # fmt: skip
     assert not verify(path).problems
+
+
+class Overtaken(Disk):
+    """The other rank finds the draft whole as soon as this one's part has its name."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        self.other()
+
+
+def test_a_rank_may_commit_while_the_last_part_is_still_being_synced(tmp_path):
+    add(tmp_path, 1, 0)
+    early = join(tmp_path, 1, RUN)
+    assert add(tmp_path, 1, 1, files=Overtaken(lambda: early.folder.exists() and commit_whole(early))) is None
+    early.release()
+    assert holds_exactly(Checkpoint.open(tmp_path), 1)
 
 
 @settings(max_examples=15)

@@ -108,7 +108,8 @@ def add_part(
     try:
         write_file(files, fresh, data)
         files.rename(fresh, path)  # never half a part under the name of a whole one
-        files.sync_folder(draft.folder)
+        with suppress(FileNotFoundError):  # it has been claimed: whoever commits it syncs it
+            files.sync_folder(draft.folder)
     except OSError as error:
         raise write_failure(files, path, len(data), error) from error
 
