@@ -17,6 +17,7 @@ STATE = states.ShardState(
     9,
     7,
     MEMBERS,
+    ("worker-1",),
     (states.Session("worker-1", 3, 5, (messages.Pushed(0, 4, 2), messages.Done(0, 3))),),
     (
         states.KeyState(RANGE, COUNTS, (torch.arange(4.0), torch.zeros(4))),

@@ -118,4 +118,9 @@ def require(holds: bool, found: str) -> None:  # noqa: FBT001 - a condition, as 
         ProtocolError: it does not.
     """
     if not holds:
-        raise ProtocolError(f"a request cannot be meant: {found}; nothing was changed: look at who sends it")
+        raise unmeant(found)
+
+
+def unmeant(found: str) -> ProtocolError:
+    """Return the error for a request that nobody can mean."""
+    return ProtocolError(f"a request cannot be meant: {found}; nothing was changed: look at who sends it")

@@ -17,6 +17,7 @@ from counterpoint.server.messages import (
     Origin,
     Push,
     Pushed,
+    Refused,
     Rest,
     Spec,
     require_name,
@@ -100,7 +101,7 @@ class Session:
     worker: str
     incarnation: int
     upcoming: int
-    answers: tuple[Pushed | Done, ...] = ()
+    answers: tuple[Pushed | Done | Refused, ...] = ()
 
     def __post_init__(self) -> None:
         require_name(self.worker)
@@ -114,11 +115,14 @@ class ShardState:
     position: int
     generation: int
     workers: tuple[Member, ...] = ()
+    entered: tuple[str, ...] = ()
     sessions: tuple[Session, ...] = ()
     keys: tuple[KeyState, ...] = ()
 
     def __post_init__(self) -> None:
         require_numbers(self.position, self.generation)
+        for name in self.entered:
+            require_name(name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
