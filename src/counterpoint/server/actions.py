@@ -1,4 +1,4 @@
-"""What a state machine wants to happen. In their order: a send waits until every write before it is durable."""
+"""What a state machine wants to happen. In their order: sends and notes wait for every write before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An entry has become part of a shard's journal, for those who keep one; of a backup's, once that becomes the first."""
+    """An entry has become part of a shard's journal, for those who keep one; a backup's once it is the first."""
 
     shard: int
     position: int

@@ -10,7 +10,7 @@ from counterpoint.server.calls import Keepers, Leased, View
 from counterpoint.server.job import Job
 from counterpoint.server.lines import (
     Asked,
-    Completed,
+    Assigned,
     Decision,
     Drained,
     Ended,
@@ -22,6 +22,7 @@ from counterpoint.server.lines import (
     Stored,
 )
 from counterpoint.server.messages import Done, Member
+from counterpoint.server.staffing import without
 from counterpoint.server.tasks import Queue
 
 Reply: TypeAlias = Done | Leased
@@ -86,11 +87,9 @@ class Book:
                 self._join(line)
             case Gone():
                 self._go(line.name)
-            case Completed():
-                self.keepers[line.shard] = Keepers(
-                    self.keepers[line.shard].primary, self.keepers[line.shard].backup, is_complete=True
-                )
+            case Assigned():
                 self.generation += 1
+                self.keepers[line.shard] = line.keepers
             case Given():
                 given = self.queue.give(line.worker) if line.task else None
                 self._reply(line.worker, Leased(line.sequence, given))
@@ -138,47 +137,25 @@ class Book:
                 Keepers(primary, backup if backup != primary else "", is_complete=True)
                 for primary, backup in zip(servers, follower, strict=True)
             ]
-        self._find_backups()
 
     def _go(self, name: str) -> None:
         self.generation += 1
         self.lives.pop(name, None)
         self.queue.recall(name)
+        if self.job.num_servers > 1:
+            self.keepers = [without(keepers, name) or keepers for keepers in self.keepers]
+
+    def load(self, silent: set[str]) -> dict[str, int]:
+        """Return how many shards each server keeps, of those that are not silent."""
+        named = [name for keepers in self.keepers for name in (keepers.primary, keepers.backup)]
+        return {name: named.count(name) for name in self.names("server") if name not in silent}
+
+    def is_needed(self, name: str) -> bool:
+        """Tell whether a member that is silent may have what nobody else has, so that it is waited for."""
         if self.job.num_servers == 1:
-            return
-        for index, keepers in enumerate(self.keepers):
-            if name == keepers.primary:
-                self.keepers[index] = Keepers(keepers.backup)
-            elif name == keepers.backup:
-                self.keepers[index] = Keepers(keepers.primary)
-        self._find_backups()
+            return False
+        return any(name in {one.primary, one.backup, one.former} for one in self.keepers)
 
-    def _find_backups(self) -> None:
-        """A shard without a backup gets the server that keeps the fewest, if there is another."""
-        if self.job.num_servers == 1:
-            return
-        for index, keepers in enumerate(self.keepers):
-            if not keepers.backup:
-                load = {name: self._num_kept(name) for name in self.names("server") if name != keepers.primary}
-                backup = min(load, key=lambda name: (load[name], name), default="")
-                self.keepers[index] = Keepers(keepers.primary, backup)
-
-    def _num_kept(self, name: str) -> int:
-        return sum(name in {keepers.primary, keepers.backup} for keepers in self.keepers)
-
-    def may_go(self, name: str, silent: set[str]) -> bool:
-        """Tell whether a member that is silent can be done without.
-
-        Args:
-            name: of the member.
-            silent: all that are.
-        """
-        if self.job.num_servers == 1:
-            return True
-        for keepers in self.keepers:
-            other = keepers.backup if name == keepers.primary else keepers.primary
-            if name == keepers.primary and not (keepers.is_complete and other in self.lives and other not in silent):
-                return False
-            if name == keepers.backup and keepers.is_complete and other in silent:
-                return False
-        return True
+    def is_last(self, name: str) -> bool:
+        """Tell whether there is a shard of which only this server has everything."""
+        return self.job.num_servers > 1 and any(without(keepers, name) is None for keepers in self.keepers)

@@ -34,11 +34,19 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Keepers:
-    """Who keeps a shard; ``backup`` is empty where there is none, and counts once it is complete."""
+    """Who keeps a shard.
+
+    Args:
+        primary: who answers.
+        backup: who has everything too, once it is complete; empty where there is none.
+        is_complete: whether it is. Until then nothing is answered.
+        former: whose copy is as good as the primary's until then; empty where there is none.
+    """
 
     primary: str
     backup: str = ""
     is_complete: bool = False
+    former: str = ""
 
     def __post_init__(self) -> None:
         require_name(self.primary)

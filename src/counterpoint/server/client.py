@@ -67,8 +67,8 @@ class Client:
         """
         line = self.lines[shard]
         sequence = line.upcoming
-        line.upcoming += 1
         line.changes[sequence] = make(self.presence.origin(sequence, line.settled))
+        line.upcoming += 1
         return sequence, list(self._to(shard, line.changes[sequence]))
 
     def pull(self, shard: int, make: Callable[[Origin, int], Pull]) -> tuple[int, list[Action]]:

@@ -12,6 +12,7 @@ from counterpoint.server.calls import (
     Cut,
     Heartbeat,
     Hello,
+    Keepers,
     Lease,
     Leave,
     Report,
@@ -23,7 +24,7 @@ from counterpoint.server.form import Message
 from counterpoint.server.job import Job
 from counterpoint.server.lines import (
     Asked,
-    Completed,
+    Assigned,
     Decision,
     Drained,
     Ended,
@@ -35,6 +36,7 @@ from counterpoint.server.lines import (
     Stored,
 )
 from counterpoint.server.messages import Done, Origin, Reason, Refused
+from counterpoint.server.staffing import staffed
 
 LOG = "coordinator"
 
@@ -94,10 +96,9 @@ class Coordinator:
             text = f"{hello.name} has another job than this coordinator; start all with the same settings"
             self._refuse(hello.name, 0, "identity", text)
             return
-        if life is not None and life.joined.token != hello.token:
-            self._second(hello, life, now)
+        if life is not None and life.joined.token != hello.token and not self._replace(hello, life, now):
             return
-        if life is None:
+        if hello.name not in self.book.lives:
             if hello.role == "server" and len(self.book.keepers) == 0 and self._is_full():
                 return
             self._decide(Joined(hello.name, hello.role, hello.token, self.book.incarnation + 1, hello.address))
@@ -108,10 +109,18 @@ class Coordinator:
     def _is_full(self) -> bool:
         return len(self.book.names("server")) >= self.job.num_servers
 
-    def _second(self, hello: Hello, life: Life, now: float) -> None:
-        """Somebody comes with the name of a member."""
+    def _replace(self, hello: Hello, life: Life, now: float) -> bool:
+        """Somebody comes with the name of a member: the member is gone, if it has been silent for long."""
         silent_s = now - self._heard[hello.name]
-        if silent_s > self.job.patience.silence_s and not self.book.may_go(hello.name, self._silent(now)):
+        if silent_s <= self.job.patience.silence_s:
+            text = (
+                f"{hello.name} belongs to the job already, as life {life.joined.incarnation}, heard {silent_s:.1f} s "
+                f"ago; a name is one member's: give another, or wait until the other has been silent for "
+                f"{self.job.patience.silence_s:g} s"
+            )
+            self._refuse(hello.name, 0, "identity", text)
+            return False
+        if self.book.is_last(hello.name):
             shards = [index for index, one in enumerate(self.book.keepers) if one.primary == hello.name]
             self._decide(
                 Lost(
@@ -119,11 +128,8 @@ class Coordinator:
                     "lost; go on from the last checkpoint"
                 )
             )
-        text = (
-            f"{hello.name} belongs to the job already, as life {life.joined.incarnation}, heard {silent_s:.1f} s ago; "
-            f"a name is one member's: give another, or wait {self.job.patience.silence_s:g} s after the other's end"
-        )
-        self._refuse(hello.name, 0, "identity", text)
+        self._decide(Gone(hello.name))
+        return True
 
     def _is_known(self, origin: Origin) -> bool:
         life = self.book.lives.get(origin.member)
@@ -141,7 +147,7 @@ class Coordinator:
         elif isinstance(message, Complete) and message.shard < len(self.book.keepers):
             keepers = self.book.keepers[message.shard]
             if keepers.primary == origin.member and not keepers.is_complete:
-                self._decide(Completed(message.shard))
+                self._decide(Assigned(message.shard, Keepers(keepers.primary, keepers.backup, is_complete=True)))
         elif isinstance(message, Saved) and self._is_wanted(message):
             self._decide(Stored(message.cut, message.shard, message.position))
 
@@ -175,7 +181,7 @@ class Coordinator:
                 )
             case Checkpoint():
                 self._decide(Asked(origin.member, origin.sequence))
-            case Leave() if not self.book.may_go(origin.member, set()):
+            case Leave() if self.book.is_needed(origin.member) and not self._may_leave(origin.member, now):
                 text = f"{origin.member} alone keeps a shard; once another has it too, it may go"
                 self._refuse(origin.member, origin.sequence, "later", text)
             case Leave():
@@ -195,14 +201,24 @@ class Coordinator:
             self._leased[task] = now
         self._decide(Given(origin.member, origin.sequence, task))
 
+    def _may_leave(self, name: str, now: float) -> bool:
+        """Tell whether everything that a server keeps is kept completely by another that is heard."""
+        heard = self.book.load(self._silent(now))
+        kept = [one for one in self.book.keepers if name in {one.primary, one.backup, one.former}]
+        return all(one.is_complete and {one.primary, one.backup} <= heard.keys() for one in kept)
+
     def _silent(self, now: float) -> set[str]:
         limit_s = self.job.patience.silence_s
         return {name for name in self.book.lives if now - self._heard.get(name, now) > limit_s}
 
     def _pass_time(self, now: float) -> None:
         silent = self._silent(now)
+        for index, keepers in enumerate(self.book.keepers):
+            wanted = staffed(keepers, self.book.load(silent))
+            if wanted != keepers:
+                self._decide(Assigned(index, wanted))
         for name in sorted(silent):
-            if self.book.may_go(name, silent):
+            if not self.book.is_needed(name):
                 self._decide(Gone(name))
         doing = {task for task, _ in self.book.queue.doing.values()}
         self._leased = {task: self._leased.get(task, now) for task in doing}

@@ -47,7 +47,7 @@ PARTS: Mapping[str, type] = {
 """What stands where several may, and so has to say what it is."""
 
 
-def kind_of(message: Message) -> str:
+def kind_of(message: object) -> str:
     """Return the word that says what a message is.
 
     Example:
@@ -57,7 +57,7 @@ def kind_of(message: Message) -> str:
     return type(message).__name__.lower()
 
 
-def to_plain(message: Message) -> tuple[str, dict[str, Plain], list[Tensor]]:
+def to_plain(message: object) -> tuple[str, dict[str, Plain], list[Tensor]]:
     """Return kind, fields and tensors of a message; the tensors are its own, not copies.
 
     Example:
@@ -84,10 +84,16 @@ def from_plain(kind: str, plain: Plain, tensors: Sequence[Tensor]) -> Message:
         >>> from_plain("done", {"shard": 0, "sequence": 3}, [])
         Done(shard=0, sequence=3)
     """
-    if kind not in KINDS:
+    message: Message = read_as(KINDS, kind, plain, tensors)
+    return message
+
+
+def read_as(kinds: Mapping[str, Any], kind: str, plain: Plain, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+    """Return what was written, which must be one of some kinds; see `from_plain`."""
+    if kind not in kinds:
         raise malformed(f"a message of kind {kind[:40]!r}, which does not exist")
     rest = _Tensors(tensors)
-    message: Message = _dataclass(KINDS[kind], plain, kind, rest)
+    message = _dataclass(kinds[kind], plain, kind, rest)
     if rest.taken != len(tensors):
         raise malformed(f"{kind} with {len(tensors)} tensors, of which it names {rest.taken}")
     return message
@@ -123,7 +129,8 @@ def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a class
 
 def _fields(value: object, tensors: list[Tensor]) -> dict[str, Plain]:
     kind: Any = type(value)
-    return {name: _written(getattr(value, name), tensors) for name in _hints(kind)}
+    found = {name: (hint, getattr(value, name)) for name, hint in _hints(kind).items()}
+    return {name: float(one) if hint is float else _written(one, tensors) for name, (hint, one) in found.items()}
 
 
 def _written(value: object, tensors: list[Tensor]) -> Plain:

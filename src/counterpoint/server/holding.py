@@ -22,15 +22,22 @@ MAX_READS = 4096
 
 @dataclass(slots=True)
 class Backed:
-    """What the backup of a shard keeps: nothing yet (None), or the shard."""
+    """What a server keeps of a shard that it does not lead.
+
+    Attributes:
+        shard: its copy; None where it has none.
+        is_installed: whether the copy is the primary's, so that the next entries may be added.
+    """
 
     shard: Shard | None
+    is_installed: bool = False
 
     def keep(self, job: Job, message: Install | Replicate) -> Iterator[Note]:
         """The backup keeps what its primary gave it, if that comes next; yield what may become part of the journal."""
         if isinstance(message, Install):
-            self.shard = self.shard or Shard(job, message.shard, message.state)
-        elif self.shard is not None and message.position == self.shard.position:
+            if not self.is_installed:
+                self.shard, self.is_installed = Shard(job, message.shard, message.state), True
+        elif self.is_installed and self.shard is not None and message.position == self.shard.position:
             self.shard.apply(message.entry)
             yield Note(message.shard, message.position, message.entry, is_certain=False)
 
@@ -126,6 +133,9 @@ class Primary:
 
     def pull(self, pull: Pull) -> Iterator[Action]:
         """Yield the answer to a pull, unless it has to wait."""
+        if not self.keepers.is_complete:
+            yield self.refuse(pull, "later", f"shard {self.shard.index} is being handed over")
+            return
         try:
             may_read = self.shard.may_read(pull)
         except ProtocolError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from counterpoint.server.calls import Task
+from counterpoint.server.calls import Keepers, Task
 from counterpoint.server.messages import Outcome, Role
 from counterpoint.server.states import Entry
 
@@ -29,10 +29,11 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
-    """The backup of this shard has everything."""
+class Assigned:
+    """These are to keep this shard from now on."""
 
     shard: int
+    keepers: Keepers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +95,5 @@ class Lost:
     text: str
 
 
-Decision: TypeAlias = Joined | Gone | Completed | Given | Ended | Overdue | Asked | Drained | Stored | Lost
+Decision: TypeAlias = Joined | Gone | Assigned | Given | Ended | Overdue | Asked | Drained | Stored | Lost
 Line: TypeAlias = Decision | Entry

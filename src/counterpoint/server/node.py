@@ -89,8 +89,10 @@ class Node:
                 yield from self._lead(index, keepers, now)
             elif self.name == keepers.backup:
                 self._back(index, keepers)
-            else:
+            elif self.name != keepers.former:
                 self.holdings.pop(index, None)
+            elif isinstance(held := self.holdings.get(index), Primary):
+                self.holdings[index] = Backed(held.shard)
 
     def _new(self, index: int) -> Shard:
         """Return a shard as the job begins, or as its log says."""
@@ -119,9 +121,9 @@ class Node:
     def _back(self, index: int, keepers: Keepers) -> None:
         held = self.holdings.get(index)
         if not keepers.is_complete:
-            self.holdings[index] = Backed(None)
-        elif not isinstance(held, Backed):
-            self.holdings[index] = Backed(self._new(index) if held is None else held.shard)
+            self.holdings[index] = Backed(None if held is None else held.shard)
+        elif held is None:
+            self.holdings[index] = Backed(self._new(index), is_installed=True)
 
     def _request(self, message: Change | Pull, now: float) -> Iterator[Action]:
         held = self.holdings.get(message.shard)
@@ -153,7 +155,7 @@ class Node:
         if message.origin.member != self.presence.view.shards[message.shard].primary:
             return
         yield from held.keep(self.job, message)
-        if held.shard is not None:
+        if held.is_installed and held.shard is not None:
             yield Send(message.origin.member, Kept(self.presence.origin(), message.shard, held.shard.position))
 
     def _kept(self, message: Kept, now: float) -> Iterator[Action]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from counterpoint.errors import ProtocolError
 from counterpoint.server.choices import Aggregate, require, unmeant
+from counterpoint.server.form import to_plain
 from counterpoint.server.job import Bsp, Job
 from counterpoint.server.messages import (
     Done,
@@ -232,15 +234,10 @@ class Shard:
 
     def digest(self) -> str:
         """Return a word that is the same for shards that are the same, bit for bit."""
-        state = self.state
-        facts = hashlib.blake2b(digest_size=16)
-        facts.update(repr((state.position, state.generation, state.workers, state.entered, state.sessions)).encode())
-        for key in sorted(state.keys, key=lambda key: key.spec.key):
-            held = sorted(key.held, key=lambda one: one.portion)
-            facts.update(repr((key.spec, key.counts, [one.portion for one in held])).encode())
-            rows = [key.rows, *(one.rows for one in held)]
-            for tensor in (*key.parts, *(one.values for one in held), *(one for one in rows if one is not None)):
-                facts.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        _, plain, tensors = to_plain(self.state)
+        facts = hashlib.blake2b(json.dumps(plain).encode(), digest_size=16)
+        for tensor in tensors:
+            facts.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return facts.hexdigest()
 
 
