@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from counterpoint.server.choices import Aggregate, Rule, Start, require
+from counterpoint.server.choices import Aggregate, Rule, Start, require, unmeant
 
 MAX_NAME = 512
 MAX_NUMBER = (1 << 63) - 1
@@ -50,7 +50,8 @@ class Origin:
     def __post_init__(self) -> None:
         require_name(self.member)
         require_numbers(self.incarnation, self.generation, self.sequence, self.settled)
-        require(self.settled <= self.sequence, f"answers up to {self.settled} cannot settle request {self.sequence}")
+        if self.settled > self.sequence:
+            raise unmeant(f"answers up to {self.settled} cannot settle request {self.sequence}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,10 @@ class Push:
         require_numbers(self.shard, self.read, self.portion + 1)
         require_rows(self.rows, self.key)
         dims = 1 if self.rows is None else 2
-        require(self.values.dim() == dims, f"a push to {self.key} of shape {tuple(self.values.shape)}")
-        require(self.values.dtype in DTYPES.values(), f"a push to {self.key} of {self.values.dtype}")
-        if self.rows is not None:
-            found = f"{len(self.rows)} rows and {len(self.values)} values pushed to {self.key}"
-            require(len(self.rows) == len(self.values), found)
+        if self.values.dim() != dims or self.values.dtype not in DTYPES.values():
+            raise unmeant(f"a push to {self.key} of {self.values.dtype} {tuple(self.values.shape)}")
+        if self.rows is not None and len(self.rows) != len(self.values):
+            raise unmeant(f"{len(self.rows)} rows and {len(self.values)} values pushed to {self.key}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,18 +283,21 @@ class Refused:
 
 def require_name(name: str) -> None:
     """It names something: printable and not too long."""
-    require(0 < len(name) <= MAX_NAME and name.isprintable(), f"a name of {len(name)} letters, {name[:40]!r}")
+    if not (0 < len(name) <= MAX_NAME and name.isprintable()):
+        raise unmeant(f"a name of {len(name)} letters, {name[:40]!r}")
 
 
 def require_numbers(*numbers: int) -> None:
     """They count something."""
-    require(all(0 <= number <= MAX_NUMBER for number in numbers), f"numbers {numbers} that count nothing")
+    if min(numbers) < 0 or max(numbers) > MAX_NUMBER:
+        raise unmeant(f"numbers {numbers} that count nothing")
 
 
 def require_rows(rows: Tensor | None, key: str) -> None:
     """They are numbers of rows, ascending and each once, if there are any."""
     if rows is None:
         return
-    require(rows.dtype == torch.int64 and rows.dim() == 1, f"rows of {key} as {rows.dtype} with {rows.dim()} dims")
-    if len(rows):
-        require(int(rows[0]) >= 0 and bool((rows[1:] > rows[:-1]).all()), f"rows of {key} that do not ascend from 0")
+    if rows.dtype != torch.int64 or rows.dim() != 1:
+        raise unmeant(f"rows of {key} as {rows.dtype} with {rows.dim()} dims")
+    if len(rows) and not (int(rows[0]) >= 0 and bool((rows[1:] > rows[:-1]).all())):
+        raise unmeant(f"rows of {key} that do not ascend from 0")

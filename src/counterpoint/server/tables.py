@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
 from counterpoint.server.beginnings import begin
-from counterpoint.server.choices import require
+from counterpoint.server.choices import require, unmeant
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import shard_of_row
 from counterpoint.server.rules import first_parts, num_parts, update_range, update_rows
@@ -40,8 +42,10 @@ class Range:
     def check(self, values: Tensor, rows: Tensor | None) -> None:
         """Check that a push fits; a ProtocolError where it does not."""
         key, shape = self.spec.key, (self.spec.high - self.spec.low,)
-        require(rows is None, f"rows pushed to {key}, which has none")
-        require(tuple(values.shape) == shape, f"{tuple(values.shape)} pushed to {key}, which is {shape} here")
+        if rows is not None:
+            raise unmeant(f"rows pushed to {key}, which has none")
+        if tuple(values.shape) != shape:
+            raise unmeant(f"{tuple(values.shape)} pushed to {key}, which is {shape} here")
         _require_numbers(self.spec, values)
 
     def more_bytes(self, rows: Tensor | None) -> int:
@@ -50,7 +54,8 @@ class Range:
 
     def check_rows(self, rows: Tensor | None) -> None:
         """Check that a pull fits; a ProtocolError where it does not."""
-        require(rows is None, f"rows pulled of {self.spec.key}, which has none")
+        if rows is not None:
+            raise unmeant(f"rows pulled of {self.spec.key}, which has none")
 
     def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
         """The numbers are as after one step more."""
@@ -112,19 +117,22 @@ class Rows:
         """Check that the rows are of this shard; a ProtocolError where they are not."""
         key = self.spec.key
         if rows is None:
-            require(rows is not None, f"all rows of {key} at once; name those that are wanted")
+            raise unmeant(f"all rows of {key} at once; name those that are wanted")
+        if not len(rows):
             return
-        if len(rows):
-            require(int(rows[-1]) < self.spec.high, f"row {int(rows[-1])} of {key}, which has {self.spec.high}")
-            here = shard_of_row(rows, self.num_shards) == self.shard
-            require(bool(here.all()), f"rows of {key} that shard {self.shard} of {self.num_shards} does not keep")
+        if int(rows[-1]) >= self.spec.high:
+            raise unmeant(f"row {int(rows[-1])} of {key}, which has {self.spec.high}")
+        if not bool((shard_of_row(rows, self.num_shards) == self.shard).all()):
+            raise unmeant(f"rows of {key} that shard {self.shard} of {self.num_shards} does not keep")
 
     def check(self, values: Tensor, rows: Tensor | None) -> None:
         """Check that a push fits; a ProtocolError where it does not."""
-        require(rows is not None, f"a range pushed to {self.spec.key}, which has rows")
+        if rows is None:
+            raise unmeant(f"a range pushed to {self.spec.key}, which has rows")
         self.check_rows(rows)
-        found = f"rows of {tuple(values.shape[1:])} pushed to {self.spec.key}, whose rows have {self.spec.width}"
-        require(values.shape[1:] == (self.spec.width,), found)
+        if values.shape[1:] != (self.spec.width,):
+            found = f"rows of {tuple(values.shape[1:])} pushed to {self.spec.key}"
+            raise unmeant(f"{found}, whose rows have {self.spec.width}")
         _require_numbers(self.spec, values)
 
     def more_bytes(self, rows: Tensor | None) -> int:
@@ -223,6 +231,7 @@ def _require_parts(spec: Spec, parts: tuple[Tensor, ...], shape: tuple[int, ...]
 
 def _require_numbers(spec: Spec, values: Tensor) -> None:
     """They have the key's dtype and are finite."""
-    require(values.dtype == DTYPES[spec.dtype], f"{values.dtype} pushed to {spec.key}, which is {spec.dtype}")
-    is_finite = bool(values.sum().isfinite()) or bool(values.isfinite().all())
-    require(is_finite, f"numbers that are not finite pushed to {spec.key}")
+    if values.dtype != DTYPES[spec.dtype]:
+        raise unmeant(f"{values.dtype} pushed to {spec.key}, which is {spec.dtype}")
+    if not isfinite(values.sum()) and not bool(values.isfinite().all()):
+        raise unmeant(f"numbers that are not finite pushed to {spec.key}")

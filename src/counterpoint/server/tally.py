@@ -6,7 +6,7 @@ from bisect import bisect_right
 from itertools import pairwise
 from typing import assert_never
 
-from counterpoint.server.choices import require
+from counterpoint.server.choices import unmeant
 from counterpoint.server.job import Asp, Bsp, Consistency, Ssp
 from counterpoint.server.messages import NO_PORTION, Push
 from counterpoint.server.states import Clock, Counts
@@ -92,8 +92,9 @@ class Tally:
             ProtocolError: the push must not be counted: it says that it read what does not exist, or it was computed
                 from something older than the mode allows.
         """
-        newest = f"version {self.version} of {push.key} is the newest"
-        require(push.read <= self.version, f"a gradient of {worker} at version {push.read}, where {newest}")
+        if push.read > self.version:
+            newest = f"where version {self.version} of {push.key} is the newest"
+            raise unmeant(f"a gradient of {worker} at version {push.read}, {newest}")
         is_known = push.portion != NO_PORTION and push.portion in self.portions
         match self.mode:
             case Bsp():
@@ -107,24 +108,23 @@ class Tally:
         return is_known
 
     def _check_step(self, mode: Bsp, worker: str, push: Push, *, is_known: bool) -> None:
-        require(
-            push.portion != NO_PORTION, f"a push of {worker} to {push.key} without its portion, which bsp counts by"
-        )
+        if push.portion == NO_PORTION:
+            raise unmeant(f"a push of {worker} to {push.key} without its portion, which bsp counts by")
         step = push.portion // mode.portions
-        if not is_known:
+        if not is_known and not push.read == step == self.version:
             found = (
                 f"portion {push.portion} of step {step} of {push.key}, computed by {worker} from version {push.read}"
             )
-            require(push.read == step == self.version, f"staleness: {found}, where {self.version} is the newest")
+            raise unmeant(f"staleness: {found}, where {self.version} is the newest")
 
     def _check_clock(self, mode: Ssp, worker: str, push: Push) -> None:
-        require(worker in self.clocks, f"a push of {worker} to {push.key}, who has not entered")
-        clock = self.clocks[worker]
-        floor = self._floor_at(push.read)
-        found = f"push {clock + 1} of {worker} to {push.key}, computed from version {push.read}"
-        had = "which is long past" if floor is None else f"to which all workers had pushed {floor} times"
-        is_fresh = floor is not None and floor >= clock - mode.staleness
-        require(is_fresh, f"staleness: {found}, {had}; it must be {clock - mode.staleness} times at least")
+        if worker not in self.clocks:
+            raise unmeant(f"a push of {worker} to {push.key}, who has not entered")
+        clock, floor = self.clocks[worker], self._floor_at(push.read)
+        if floor is None or floor < clock - mode.staleness:
+            found = f"push {clock + 1} of {worker} to {push.key}, computed from version {push.read}"
+            had = "which is long past" if floor is None else f"to which all workers had pushed {floor} times"
+            raise unmeant(f"staleness: {found}, {had}; it must be {clock - mode.staleness} times at least")
 
     def _floor_at(self, version: int) -> int | None:
         """Return the slowest clock as of a version; None where that is no longer known."""

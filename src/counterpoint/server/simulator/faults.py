@@ -17,6 +17,7 @@ class Faults:
         crash_every_s: between two crashes, on average; 0 for none.
         pause_every_s: between two pauses of a member, on average.
         cut_every_s: between two broken links, on average.
+        torn: of a write that its machine does not survive.
         stop_s: from then on nothing goes wrong any more.
     """
 
@@ -26,6 +27,7 @@ class Faults:
     crash_every_s: float = 0.0
     pause_every_s: float = 0.0
     cut_every_s: float = 0.0
+    torn: float = 0.0
     stop_s: float = 0.0
 
 
@@ -38,4 +40,5 @@ def draw(random: Random) -> Faults:
     def every(least_s: float) -> float:
         return random.choice((0.0, least_s * (1 + 3 * random.random())))
 
-    return Faults(often(0.3), often(0.5), often(0.2), every(2.0), every(4.0), every(4.0), 10 + 20 * random.random())
+    slow, stop_s = often(0.2), 10 + 20 * random.random()
+    return Faults(often(0.3), often(0.5), slow, every(2.0), every(4.0), every(4.0), often(0.1), stop_s)

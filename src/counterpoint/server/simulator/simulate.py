@@ -120,6 +120,8 @@ class _Cast:
         for shard in range(self.job.num_shards):
             lines, size = read_log(host.disk.read(log_of(shard)))
             host.disk.truncate(log_of(shard), size)
+            for position, entry in enumerate(lines):
+                self.world.history.note(shard, position, entry)
             if lines:
                 logs[shard] = lines
         return Node(self.job, host.name, token, logs=logs)
@@ -143,11 +145,12 @@ class _Cast:
     def is_done(self) -> bool:
         """Whether all data is counted, everybody is well, and the servers agree on who they are."""
         coordinator = self.book
-        if coordinator is None or self.world.is_bad:
+        if coordinator is None:
             return False
         book = coordinator.book
         if not book.queue.is_finished or book.cut is not None or not book.keepers:
             return False
+        self.world.is_calm = True
         up = {node.name for node in self.nodes if node.generation == book.generation}
         return all(one.is_complete and {one.primary, one.backup} - {""} <= up for one in book.keepers)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
 
-from counterpoint.server.actions import COORDINATOR, Action, Deliver, Note, Save, Send, Stop, Write
+from counterpoint.server.actions import Action, Deliver, Note, Save, Send, Stop, Write
 from counterpoint.server.client import Client
 from counterpoint.server.coordinator import Coordinator
 from counterpoint.server.form import Message, from_plain, to_plain
@@ -67,6 +67,7 @@ class World:
         self.random, self.faults, self.tick_s = random, faults, tick_s
         self.now = 0.0
         self.num_events = 0
+        self.is_calm = False
         self.hosts: dict[str, Host] = {}
         self.history = History()
         self.broken: dict[frozenset[str], float] = {}
@@ -76,7 +77,7 @@ class World:
     @property
     def is_bad(self) -> bool:
         """Whether things still go wrong."""
-        return self.now < self.faults.stop_s
+        return self.now < self.faults.stop_s and not self.is_calm
 
     def at(self, time_s: float, what: Callable[[], None]) -> None:
         """It happens then."""
@@ -157,6 +158,9 @@ class World:
             case Write():
                 self._wait_for_disk(host)
                 host.disk.append(action.log, record(action.line), host.durable_at)
+                if self.is_bad and self.random.random() < self.faults.torn:
+                    at = self.now + (host.durable_at - self.now) * self.random.random()
+                    self.at(at, lambda: self._tear(host, machine))
             case Save():
                 self._wait_for_disk(host)
                 self.history.cuts[action.cut, action.shard] = action.state
@@ -174,6 +178,11 @@ class World:
         machine = host.machine
         if isinstance(machine, Node) and isinstance(message, Pushed | Done | Pulled):
             self.history.answer(host.life, message.shard, machine.generation)
+
+    def _tear(self, host: Host, machine: Machine) -> None:
+        """A life ends while it writes."""
+        if host.machine is machine:
+            self.crash(host, 4 * self.random.random())
 
     def _after_write(self, host: Host, machine: Machine, action: Send | Note) -> None:
         if host.machine is machine:
@@ -208,8 +217,3 @@ class World:
             if self._count % 16 == 0:
                 message = from_plain(*to_plain(message))
             self.take(host, host.machine, message)
-
-
-def is_coordinator(host: Host) -> bool:
-    """Tell whether this is the machine of the coordinator."""
-    return host.name == COORDINATOR
