@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from counterpoint.errors import CounterpointError
 from counterpoint.server.actions import COORDINATOR
 from counterpoint.server.client import Client
 from counterpoint.server.coordinator import LOG, Coordinator
@@ -72,8 +73,11 @@ def simulate(seed: int, *, faults: Faults | None = None, draw_job: Callable[[Ran
     world = World(random, bad, tick_s=0.5)
     cast = _Cast(world, job)
     cast.enter()
-    while not cast.is_done and world.now < bad.stop_s + END_S and not world.history.violations:
-        world.step()
+    try:
+        while not cast.is_done and world.now < bad.stop_s + END_S and not world.history.violations:
+            world.step()
+    except CounterpointError as error:
+        world.history.violations.append(f"a machine stopped at {world.now:.1f} s: {error}")
     found = [*world.history.violations, *(host.trainer.error for host in cast.workers if host.trainer)]
     if not any(found):
         book = cast.book
