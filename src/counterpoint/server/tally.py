@@ -20,8 +20,9 @@ class Runs:
 
     Example:
         >>> runs = Runs((0, 3))
-        >>> runs.add(4), 4 in runs, 3 in runs, runs.bounds
-        (None, True, False, [0, 3, 4, 5])
+        >>> runs.add(4)
+        >>> 4 in runs, 3 in runs, runs.bounds
+        (True, False, [0, 3, 4, 5])
     """
 
     def __init__(self, bounds: tuple[int, ...] = ()) -> None:

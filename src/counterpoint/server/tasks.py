@@ -32,10 +32,10 @@ class Queue:
     Example:
         >>> queue = Queue(Work(num_portions=3, num_epochs=1, task_portions=2), Budget())
         >>> first = queue.give("worker-0")
-        ... first
+        >>> first
         Task(epoch=0, start=0, stop=2, attempt=0)
         >>> queue.end(first, "preempted", 0, "")
-        ... queue.upcoming()
+        >>> queue.upcoming()
         Task(epoch=0, start=0, stop=2, attempt=1)
     """
 
