@@ -8,7 +8,7 @@ from typing import TypeAlias
 from counterpoint.server.calls import Leased
 from counterpoint.server.form import Message
 from counterpoint.server.lines import Line
-from counterpoint.server.messages import Done, Pulled, Pushed, Refused
+from counterpoint.server.messages import Done, Origin, Pulled, Pushed, Refused
 from counterpoint.server.states import Entry, ShardState
 
 COORDINATOR = "coordinator"
@@ -17,10 +17,17 @@ COORDINATOR = "coordinator"
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give a message to a member, or to the coordinator; it may be lost."""
+    """Give a message to a member, or to the coordinator; it may be lost.
+
+    Args:
+        to: the name of the member.
+        message: what is said.
+        life: the incarnation that it is for, and for no other life of that name; 0 for whichever there is.
+    """
 
     to: str
     message: Message
+    life: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,11 @@ class Stop:
     """This life is over, with its reason; a new one may begin."""
 
     text: str
+
+
+def answer(origin: Origin, message: Message) -> Send:
+    """Return the answer to who asked: to that life, and to no later one that has the name."""
+    return Send(origin.member, message, origin.incarnation)
 
 
 Action: TypeAlias = Send | Write | Note | Save | Deliver | Stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from counterpoint.server.actions import Action, Send, Write
+from counterpoint.server.actions import Action, Send, Write, answer
 from counterpoint.server.book import Book, Life
 from counterpoint.server.calls import (
     Checkpoint,
@@ -68,6 +68,8 @@ class Coordinator:
         self._actions = []
         generation = self.book.generation
         match message:
+            case Hello() if self.book.lost:
+                self._refuse(Origin(message.name, 0, 0), "lost", self.book.lost)
             case None:
                 self._pass_time(now)
             case Hello():
@@ -87,14 +89,15 @@ class Coordinator:
         self._actions.append(Write(LOG, line))
         self.book.apply(line)
 
-    def _refuse(self, to: str, sequence: int, reason: Reason, text: str) -> None:
-        self._actions.append(Send(to, Refused(-1, sequence, False, reason, text, self.book.generation)))
+    def _refuse(self, origin: Origin, reason: Reason, text: str) -> None:
+        refused = Refused(-1, origin.sequence, False, reason, text, self.book.generation)
+        self._actions.append(answer(origin, refused))
 
     def _greet(self, hello: Hello, now: float) -> None:
         life = self.book.lives.get(hello.name)
         if hello.job != self.job.digest():
             text = f"{hello.name} has another job than this coordinator; start all with the same settings"
-            self._refuse(hello.name, 0, "identity", text)
+            self._refuse(Origin(hello.name, 0, 0), "identity", text)
             return
         if life is not None and life.joined.token != hello.token and not self._replace(hello, life, now):
             return
@@ -118,7 +121,7 @@ class Coordinator:
                 f"ago; a name is one member's: give another, or wait until the other has been silent for "
                 f"{self.job.patience.silence_s:g} s"
             )
-            self._refuse(hello.name, 0, "identity", text)
+            self._refuse(Origin(hello.name, 0, 0), "identity", text)
             return False
         if self.book.is_last(hello.name):
             shards = [index for index, one in enumerate(self.book.keepers) if one.primary == hello.name]
@@ -128,6 +131,7 @@ class Coordinator:
                     "lost; go on from the last checkpoint"
                 )
             )
+            return False
         self._decide(Gone(hello.name))
         return True
 
@@ -139,7 +143,7 @@ class Coordinator:
         origin = message.origin
         if not self._is_known(origin):
             text = f"life {origin.incarnation} of {origin.member} does not belong to the job; say hello as a new one"
-            self._refuse(origin.member, origin.sequence, "identity", text)
+            self._refuse(origin, "identity", text)
             return
         self._heard[origin.member] = now
         if origin.generation != self.book.generation:
@@ -160,14 +164,14 @@ class Coordinator:
         origin = message.origin
         if not self._is_known(origin):
             text = f"life {origin.incarnation} of {origin.member} does not belong to the job; say hello as a new one"
-            self._refuse(origin.member, origin.sequence, "identity", text)
+            self._refuse(origin, "identity", text)
             return
         life = self.book.lives[origin.member]
         self._heard[origin.member] = now
         if origin.sequence == life.upcoming:
             self._carry_out(message, now)
         if life.reply is not None and life.reply.sequence == origin.sequence:
-            self._actions.append(Send(origin.member, life.reply))
+            self._actions.append(answer(origin, life.reply))
 
     def _carry_out(self, message: Lease | Report | Checkpoint | Leave, now: float) -> None:
         origin = message.origin
@@ -183,19 +187,19 @@ class Coordinator:
                 self._decide(Asked(origin.member, origin.sequence))
             case Leave() if self.book.is_needed(origin.member) and not self._may_leave(origin.member, now):
                 text = f"{origin.member} alone keeps a shard; once another has it too, it may go"
-                self._refuse(origin.member, origin.sequence, "later", text)
+                self._refuse(origin, "later", text)
             case Leave():
                 self._decide(Gone(origin.member))
-                self._actions.append(Send(origin.member, Done(-1, origin.sequence)))
+                self._actions.append(answer(origin, Done(-1, origin.sequence)))
 
     def _give(self, origin: Origin, now: float) -> None:
         stopped = self.book.lost or self.book.queue.stopped
         if stopped:
-            self._refuse(origin.member, origin.sequence, "lost", stopped)
+            self._refuse(origin, "lost", stopped)
             return
         task = self.book.queue.upcoming(begun_only=self.book.cut is not None)
         if task == "later":
-            self._refuse(origin.member, origin.sequence, "later", "all tasks that may be begun are being done")
+            self._refuse(origin, "later", "all tasks that may be begun are being done")
             return
         if isinstance(task, Task):
             self._leased[task] = now

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from counterpoint.errors import ProtocolError
-from counterpoint.server.actions import Action, Note, Send, Write
+from counterpoint.server.actions import Action, Note, Send, Write, answer
 from counterpoint.server.calls import Keepers
 from counterpoint.server.job import Job
 from counterpoint.server.messages import Members, Origin, Pull, Reason
@@ -94,13 +94,13 @@ class Primary:
             else:
                 yield from self.append(origin, change, now)
         else:
-            answer = self.shard.desks[change.origin.member].answers.get(change.origin.sequence)
-            if answer is not None:
-                yield Send(change.origin.member, answer)
+            found = self.shard.desks[change.origin.member].answers.get(change.origin.sequence)
+            if found is not None:
+                yield answer(change.origin, found)
 
     def refuse(self, request: Change | Pull, reason: Reason, text: str) -> Send:
         """Return the answer that nothing was changed."""
-        return Send(request.origin.member, self.shard.refusal(request, reason, text))
+        return answer(request.origin, self.shard.refusal(request, reason, text))
 
     def append(self, origin: Origin, entry: Entry, now: float) -> Iterator[Action]:
         """Yield what makes an entry part of the journal."""
@@ -117,14 +117,14 @@ class Primary:
     def apply(self, entry: Entry) -> Iterator[Action]:
         """The entry is part of the journal; yield what its sender is told, and reads that it lets go."""
         position = self.shard.position
-        answer = self.shard.apply(entry)
+        told = self.shard.apply(entry)
         yield Note(self.shard.index, position, entry, is_certain=True)
-        if answer is not None and not isinstance(entry, Members):
-            yield Send(entry.origin.member, answer)
+        if told is not None and not isinstance(entry, Members):
+            yield answer(entry.origin, told)
         for name, pull in list(self.reads.items()):
             if self.shard.may_read(pull):
                 del self.reads[name]
-                yield Send(pull.origin.member, self.shard.read(pull))
+                yield answer(pull.origin, self.shard.read(pull))
 
     def keep(self, position: int) -> Iterator[Action]:
         """Yield what follows when the backup keeps everything before a position."""
@@ -143,7 +143,7 @@ class Primary:
             return
         name = pull.origin.member, pull.origin.incarnation, pull.ticket
         if may_read:
-            yield Send(pull.origin.member, self.shard.read(pull))
+            yield answer(pull.origin, self.shard.read(pull))
         elif name in self.reads or len(self.reads) < MAX_READS:
             self.reads[name] = pull
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from counterpoint.server.actions import COORDINATOR, Action, Save, Send, Stop
+from counterpoint.server.actions import COORDINATOR, Action, Save, Send, Stop, answer
 from counterpoint.server.calls import Complete, Cut, Keepers, Saved, View, Welcome
 from counterpoint.server.form import Message
 from counterpoint.server.holding import Backed, Primary, recovered
@@ -145,7 +145,7 @@ class Node:
         is_pull = isinstance(message, Pull)
         number = message.ticket if isinstance(message, Pull) else message.origin.sequence
         refused = Refused(message.shard, number, is_pull, reason, text, self.generation)
-        return Send(message.origin.member, refused)
+        return answer(message.origin, refused)
 
     def _keep(self, message: Install | Replicate) -> Iterator[Action]:
         """Yield what a backup answers to its primary."""

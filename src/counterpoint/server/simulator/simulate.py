@@ -193,7 +193,7 @@ class _Cast:
         up = {one.life for one in self.servers if one.machine is not None}
         lives = {name: life.joined.incarnation for name, life in coordinator.book.lives.items()}
         for keepers in coordinator.book.keepers:
-            if host.name in {keepers.primary, keepers.backup}:
+            if host.name in {keepers.primary, keepers.backup, keepers.former}:
                 other = keepers.backup if host.name == keepers.primary else keepers.primary
                 if not keepers.is_complete or (other, lives.get(other, 0)) not in up:
                     return False

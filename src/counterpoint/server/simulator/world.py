@@ -12,7 +12,7 @@ from counterpoint.server.actions import Action, Deliver, Note, Save, Send, Stop,
 from counterpoint.server.client import Client
 from counterpoint.server.coordinator import Coordinator
 from counterpoint.server.form import Message, from_plain, to_plain
-from counterpoint.server.holding import Backed
+from counterpoint.server.holding import Backed, Primary
 from counterpoint.server.log import record
 from counterpoint.server.messages import Done, Pulled, Pushed
 from counterpoint.server.node import Node
@@ -20,6 +20,7 @@ from counterpoint.server.simulator.disk import Disk
 from counterpoint.server.simulator.faults import Faults
 from counterpoint.server.simulator.history import History
 from counterpoint.server.simulator.trainer import Trainer
+from counterpoint.server.states import Install
 
 Machine: TypeAlias = Coordinator | Node | Client
 Starter: TypeAlias = Callable[["Host", int], Machine]
@@ -128,6 +129,7 @@ class World:
             if host.trainer.has_left:
                 self.crash(host, 4 * self.random.random())
         if isinstance(machine, Node):
+            self._forget(host, machine, message)
             self._promote(host, machine)
         for action in actions:
             self._act(host, machine, action)
@@ -138,12 +140,17 @@ class World:
                 self.history.acknowledge(host.life, action.answer)
         return actions
 
+    def _forget(self, host: Host, node: Node, message: Message | None) -> None:
+        """What a backup had of its own counts no more, once it has been given the primary's state."""
+        held = node.holdings.get(message.shard) if isinstance(message, Install) else None
+        if not isinstance(message, Install) or not isinstance(held, Backed) or held.shard is None:
+            return
+        if held.is_installed and held.shard.position == message.state.position:
+            self.history.forget(host.life, message.shard)
+
     def _promote(self, host: Host, node: Node) -> None:
         for index, held in node.holdings.items():
-            if isinstance(held, Backed):
-                if not held.is_installed:
-                    self.history.forget(host.life, index)
-            elif held.keepers.is_complete:
+            if isinstance(held, Primary) and held.keepers.is_complete:
                 self.history.promote(host.life, index)
 
     def _act(self, host: Host, machine: Machine, action: Action) -> None:
@@ -212,7 +219,7 @@ class World:
 
     def _arrive(self, action: Send) -> None:
         host = self.hosts.get(action.to)
-        if host is not None and host.machine is not None:
+        if host is not None and host.machine is not None and action.life in {0, host.life[1]}:
             message = action.message
             if self._count % 16 == 0:
                 message = from_plain(*to_plain(message))
