@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from counterpoint.program.instruction import Serve
 from counterpoint.program.text import format_program
-from counterpoint.strategies.server import assign
+from counterpoint.server.placement import assign
 from tests.laws.compositions import compiled
 
 sizes = st.dictionaries(st.integers(0, 20).map(lambda block: (block,)), st.integers(0, 99), max_size=9)

@@ -268,11 +268,11 @@ def _feistel(words: Words, half_bits: int, keys: tuple[int, ...]) -> Words:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = words >> shift, words & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
+        left, right = right, left ^ (mix(right ^ np.uint64(key)) & mask)
     return (left << shift) | right
 
 
-def _mix(words: Words) -> Words:
+def mix(words: Words) -> Words:
     """Return words in which every bit depends on every bit.
 
     Source:
@@ -291,7 +291,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _mix_one(word: int) -> int:
-    """Return the next word of splitmix64: `_mix` in plain integers, which is faster for one."""
+    """Return the next word of splitmix64: `mix` in plain integers, which is faster for one."""
     word = (word + GOLDEN_GAMMA) & WORD_MASK
     word = ((word ^ (word >> 30)) * MIX_FIRST) & WORD_MASK
     word = ((word ^ (word >> 27)) * MIX_SECOND) & WORD_MASK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -26,6 +26,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import map_row, replicate, widen_commits
+from counterpoint.server.placement import assign
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast
 from counterpoint.strategies.tree import has_tree
 
@@ -141,16 +142,6 @@ class Server:
         staleness = before.staleness if self.consistency == "bsp" else None
         copies = replace(before, ranks=workers, staleness=staleness).copied(self.degree)
         return replace(copies, ranks=copies.ranks + servers)
-
-
-def assign(sizes: Mapping[Unit, int], num_servers: int) -> dict[Unit, int]:
-    """Return the server of each unit: the largest unit first, each to the server with the fewest bytes."""
-    load = [0] * num_servers
-    owner = {}
-    for unit in sorted(sizes, key=lambda unit: (-sizes[unit], unit)):
-        owner[unit] = min(range(num_servers), key=lambda index: (load[index], index))
-        load[owner[unit]] += sizes[unit]
-    return owner
 
 
 @dataclass(slots=True)

@@ -1,0 +1,140 @@
+"""What a job is for its servers: how pushes are counted, how much data there is, how long one waits for whom."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from counterpoint.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Bsp:
+    """A step of a key is so many portions of data, added in their order, whoever pushes them."""
+
+    portions: int
+
+    def __post_init__(self) -> None:
+        if self.portions < 1:
+            raise PlanError(f"bsp with {self.portions} portions in a step counts nothing; give portions=1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Ssp:
+    """A worker is at most so many of its pushes ahead of what it has seen of the slowest.
+
+    Source:
+        Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013.
+    """
+
+    staleness: int
+
+    def __post_init__(self) -> None:
+        if self.staleness < 0:
+            raise PlanError(f"ssp with a staleness of {self.staleness}; give 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Asp:
+    """Every push is an update of its own, and nobody waits."""
+
+
+Consistency: TypeAlias = Bsp | Ssp | Asp
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The data of a job.
+
+    Args:
+        num_portions: of one epoch.
+        num_epochs: passes over them; 0 where the workers need no tasks.
+        task_portions: of one task.
+        step_portions: tasks of a step are given only when all steps before are done; 0 where there are no steps.
+    """
+
+    num_portions: int = 0
+    num_epochs: int = 0
+    task_portions: int = 1
+    step_portions: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.num_portions, self.num_epochs, self.step_portions) < 0 or self.task_portions < 1:
+            raise PlanError(f"{self} has a number below 0, or tasks of nothing")
+        if self.step_portions and (
+            self.num_portions % self.step_portions or self.step_portions % min(self.task_portions, self.step_portions)
+        ):
+            raise PlanError(
+                f"{self} has {self.num_portions} portions in tasks of {self.task_portions}, which do not make whole "
+                f"steps of {self.step_portions}; make num_portions a multiple of step_portions (portions without "
+                "samples fill the last step), and step_portions a multiple of task_portions"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How often a task may go wrong before the job stops and says so; nothing is ever left out.
+
+    Args:
+        failures: what is the task's or the program's fault.
+        preemptions: what is not: machines taken away, workers that die or fall silent.
+    """
+
+    failures: int = 3
+    preemptions: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long one waits.
+
+    Args:
+        beat_s: from one sign of life to the next.
+        silence_s: without one, a member is gone.
+        lease_s: a task is given to somebody else after so long.
+        retry_s: what is not answered is sent again.
+    """
+
+    beat_s: float = 1.0
+    silence_s: float = 5.0
+    lease_s: float = 300.0
+    retry_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that must be the same for everybody.
+
+    Args:
+        name: of the job.
+        consistency: how pushes are counted.
+        num_servers: each keeps one shard first, and is the backup of another.
+        work: the data.
+        budget: how often tasks may go wrong.
+        patience: how long one waits.
+        capacity_bytes: of one shard.
+    """
+
+    name: str
+    consistency: Consistency
+    num_servers: int = 1
+    work: Work = field(default_factory=Work)
+    budget: Budget = field(default_factory=Budget)
+    patience: Patience = field(default_factory=Patience)
+    capacity_bytes: int = 1 << 40
+
+    def __post_init__(self) -> None:
+        if self.num_servers < 1:
+            raise PlanError(
+                f"job {self.name} with {self.num_servers} servers keeps its weights nowhere; give 1 or more"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """Parts into which keys are divided."""
+        return self.num_servers
+
+    def digest(self) -> str:
+        """Return a word that is the same for equal jobs, and for others only by a miracle."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()

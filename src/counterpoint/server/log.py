@@ -1,0 +1,67 @@
+"""A log as bytes: one frame for each line, so that what a crash has torn off is seen, and nothing else is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from counterpoint.errors import CheckpointError, PeerError
+from counterpoint.fabric.frames import MAGIC, PREFIX_BYTES, Kind, Stamp, decode, encode, read_prefix
+from counterpoint.server.form import read_as, to_plain
+from counterpoint.server.lines import Decision, Line
+from counterpoint.server.states import Entry
+
+STAMP = Stamp(Kind.VALUE, 0, 0, 0, 0, bytes(16))
+LINES: Mapping[str, type] = {kind.__name__.lower(): kind for kind in (*get_args(Decision), *get_args(Entry))}
+
+
+def record(line: Line) -> bytes:
+    """Return a line as it is appended to a log."""
+    kind, plain, tensors = to_plain(line)
+    text = np.frombuffer(json.dumps(plain).encode(), dtype=np.uint8).copy()
+    return encode(STAMP, kind, [torch.from_numpy(text), *tensors]).numpy().tobytes()
+
+
+def read_log(raw: bytes) -> tuple[list[Any], int]:
+    """Return the lines of a log, and how many of its bytes they are; what follows was torn by a crash and is to go.
+
+    Raises:
+        CheckpointError: whole lines follow upon what cannot be read, so that something else than a crash was at work.
+    """
+    lines, at = [], 0
+    while at < len(raw):
+        try:
+            line, size = _read(raw, at)
+        except PeerError as error:
+            _require_end(raw, at, error)
+            break
+        lines.append(line)
+        at += size
+    return lines, at
+
+
+def _read(raw: bytes, at: int) -> tuple[Any, int]:
+    start = torch.frombuffer(bytearray(raw[at : at + PREFIX_BYTES]), dtype=torch.uint8)
+    size = read_prefix(start).frame_bytes
+    frame = decode(torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.uint8))
+    text, *tensors = frame.tensors
+    return read_as(LINES, frame.label, json.loads(text.numpy().tobytes()), tensors), size
+
+
+def _require_end(raw: bytes, at: int, error: PeerError) -> None:
+    """No line follows upon a damaged one."""
+    later = raw.find(MAGIC, at + 1)
+    while later >= 0:
+        try:
+            _read(raw, later)
+        except PeerError:
+            later = raw.find(MAGIC, later + 1)
+            continue
+        raise CheckpointError(
+            f"a log is damaged at byte {at} of {len(raw)}, before whole lines from byte {later} on: {error}; go on "
+            "from the last checkpoint, and look at the disk"
+        ) from error

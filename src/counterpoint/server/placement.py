@@ -1,0 +1,63 @@
+"""Which shard keeps what: large keys are cut into ranges, rows are dealt out, small keys fill up the emptiest shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+BOUND = 1_000_000
+"""Elements from which a key is cut, as in MXNet's KVStore."""
+
+Name = TypeVar("Name", int, str, tuple[int, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A range of a key, as a flat tensor, on a shard."""
+
+    shard: int
+    low: int
+    high: int
+
+
+def place(sizes: Mapping[str, int], num_shards: int, *, bound: int = BOUND) -> dict[str, tuple[Place, ...]]:
+    """Return where each key is kept.
+
+    Args:
+        sizes: elements of each key.
+        num_shards: shards there are.
+        bound: from so many elements on, a key is spread over all shards, as evenly as can be.
+
+    Example:
+        >>> place({"large": 10, "small": 2, "tiny": 1}, 2, bound=8)["large"]
+        (Place(shard=0, low=0, high=5), Place(shard=1, low=5, high=10))
+        >>> place({"large": 10, "small": 2, "tiny": 1}, 2, bound=8)["tiny"]
+        (Place(shard=1, low=0, high=1),)
+    """
+    small = {key: size for key, size in sizes.items() if size < bound}
+    owner = assign(small, num_shards)
+    return {
+        key: (Place(owner[key], 0, size),) if key in small else cut(size, num_shards) for key, size in sizes.items()
+    }
+
+
+def cut(size: int, num_shards: int) -> tuple[Place, ...]:
+    """Return one range for each shard, as equal as can be."""
+    bounds = [size * shard // num_shards for shard in range(num_shards + 1)]
+    return tuple(Place(shard, bounds[shard], bounds[shard + 1]) for shard in range(num_shards))
+
+
+def shard_of_row(row: Any, num_shards: int) -> Any:  # noqa: ANN401 - a number, or a tensor of numbers
+    """Return where a row of a table is kept, or each of many."""
+    return row % num_shards
+
+
+def assign(sizes: Mapping[Name, int], num_shards: int) -> dict[Name, int]:
+    """Return the shard of each name: the largest first, each to the shard with the least."""
+    load = [0] * num_shards
+    owner = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner[name] = min(range(num_shards), key=lambda index: (load[index], index))
+        load[owner[name]] += sizes[name]
+    return owner

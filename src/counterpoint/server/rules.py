@@ -1,0 +1,117 @@
+"""What a push does to the numbers of a key: the arithmetic of ``torch.optim``, operation by operation, without objects.
+
+A range has one step for all its numbers. Rows have the step of their key, as in torch's sparse forms, but only those
+that are pushed are touched.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from counterpoint.server.choices import Adagrad, Adam, Aggregate, Rule, Sgd
+
+
+def num_parts(rule: Rule) -> int:
+    """Return how many numbers the rule keeps beside each number of the key."""
+    match rule:
+        case Aggregate():
+            return 0
+        case Sgd():
+            return int(rule.momentum > 0)
+        case Adagrad():
+            return 1
+        case Adam():
+            return 2
+        case _:
+            assert_never(rule)
+
+
+def first_parts(rule: Rule, like: Tensor) -> tuple[Tensor, ...]:
+    """Return what the rule keeps before the first step, in the shape of the numbers."""
+    fill = rule.first_sum if isinstance(rule, Adagrad) else 0.0
+    return tuple(torch.full_like(like, fill) for _ in range(num_parts(rule)))
+
+
+def update_range(rule: Rule, step: int, value: Tensor, parts: tuple[Tensor, ...], gradient: Tensor) -> None:
+    """The numbers and what the rule keeps beside them are as after one step more.
+
+    Args:
+        rule: which.
+        step: of this update, from 1.
+        value: the numbers; changed in place, as are the parts.
+        parts: what the rule keeps.
+        gradient: of the shape of the numbers; not changed.
+    """
+    match rule:
+        case Aggregate():
+            value.copy_(gradient)
+        case Sgd():
+            is_first = torch.tensor(step == 1)
+            _sgd(rule, value, parts, gradient, is_first)
+        case Adagrad():
+            gradient = _decayed(gradient, value, rule.weight_decay)
+            parts[0].addcmul_(gradient, gradient, value=1)
+            lr = rule.lr / (1 + (step - 1) * rule.lr_decay)
+            value.addcdiv_(gradient, parts[0].sqrt().add_(rule.eps), value=-lr)
+        case Adam():
+            gradient = _decayed(gradient, value, rule.weight_decay)
+            mean, square = parts
+            mean.lerp_(gradient, 1 - rule.beta1)
+            square.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
+            size = rule.lr / (1 - rule.beta1**step)
+            denominator = (square.sqrt() / (1 - rule.beta2**step) ** 0.5).add_(rule.eps)
+            value.addcdiv_(mean, denominator, value=-size)
+        case _:
+            assert_never(rule)
+
+
+def update_rows(
+    rule: Rule, step: int, value: Tensor, parts: tuple[Tensor, ...], gradient: Tensor, *, is_first: Tensor
+) -> None:
+    """Rows that were pushed, and what the rule keeps beside them, are as after the key's next step.
+
+    Args:
+        rule: which.
+        step: of the key, from 1.
+        value: ``(rows, width)``; changed in place, as are the parts.
+        parts: what the rule keeps of these rows.
+        gradient: ``(rows, width)``; not changed.
+        is_first: ``(rows, 1)``, whether a row had never been pushed.
+    """
+    match rule:
+        case Aggregate():
+            value.copy_(gradient)
+        case Sgd():
+            _sgd(rule, value, parts, gradient, is_first)
+        case Adagrad():
+            gradient = _decayed(gradient, value, rule.weight_decay)
+            parts[0].add_(gradient.pow(2))
+            lr = rule.lr / (1 + (step - 1) * rule.lr_decay)
+            value.add_(gradient / parts[0].sqrt().add_(rule.eps), alpha=-lr)
+        case Adam():
+            gradient = _decayed(gradient, value, rule.weight_decay)
+            mean, square = parts
+            mean.add_(gradient.sub(mean).mul_(1 - rule.beta1))
+            square.add_(gradient.pow(2).sub_(square).mul_(1 - rule.beta2))
+            size = rule.lr * sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
+            value.add_(-size * mean.div(square.sqrt().add_(rule.eps)))
+        case _:
+            assert_never(rule)
+
+
+def _sgd(rule: Sgd, value: Tensor, parts: tuple[Tensor, ...], gradient: Tensor, is_first: Tensor) -> None:
+    gradient = _decayed(gradient, value, rule.weight_decay)
+    if parts:
+        momentum = parts[0]
+        later = momentum.mul(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
+        momentum.copy_(torch.where(is_first, gradient, later))
+        gradient = gradient.add(momentum, alpha=rule.momentum) if rule.is_nesterov else momentum
+    value.add_(gradient, alpha=-rule.lr)
+
+
+def _decayed(gradient: Tensor, value: Tensor, weight_decay: float) -> Tensor:
+    return gradient.add(value, alpha=weight_decay) if weight_decay else gradient

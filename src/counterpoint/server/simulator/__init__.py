@@ -1,0 +1,1 @@
+"""A world for servers, workers and their coordinator, drawn from a seed: bad links, crashes, and what must hold."""

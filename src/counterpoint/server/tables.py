@@ -1,0 +1,237 @@
+"""A key's numbers on a shard: a range of a tensor, or the rows of a table that have been pushed, with their rule's."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from counterpoint.server.beginnings import begin
+from counterpoint.server.choices import require, unmeant
+from counterpoint.server.messages import DTYPES, Spec
+from counterpoint.server.placement import shard_of_row
+from counterpoint.server.rules import first_parts, num_parts, update_range, update_rows
+
+DIRECT_ROWS = 1 << 26
+"""Up to so many rows of a shard, a row is found by its number; beyond, in a dictionary."""
+
+
+class Range:
+    """A range of a key.
+
+    Args:
+        spec: which.
+        parts: its numbers, and what its rule keeps; made, where only the numbers are given.
+    """
+
+    def __init__(self, spec: Spec, parts: tuple[Tensor, ...]) -> None:
+        self.spec = spec
+        value = parts[0].clone()
+        self.parts = (value, *(part.clone() for part in parts[1:] or first_parts(spec.rule, value)))
+        _require_parts(spec, self.parts, (spec.high - spec.low,))
+        self._is_lent = False
+
+    rows: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(part.nbytes for part in self.parts)
+
+    def check(self, values: Tensor, rows: Tensor | None) -> None:
+        """Check that a push fits; a ProtocolError where it does not."""
+        key, shape = self.spec.key, (self.spec.high - self.spec.low,)
+        if rows is not None:
+            raise unmeant(f"rows pushed to {key}, which has none")
+        if tuple(values.shape) != shape:
+            raise unmeant(f"{tuple(values.shape)} pushed to {key}, which is {shape} here")
+        _require_numbers(self.spec, values)
+
+    def more_bytes(self, rows: Tensor | None) -> int:
+        """Return how much more memory a push would take."""
+        return 0
+
+    def check_rows(self, rows: Tensor | None) -> None:
+        """Check that a pull fits; a ProtocolError where it does not."""
+        if rows is not None:
+            raise unmeant(f"rows pulled of {self.spec.key}, which has none")
+
+    def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
+        """The numbers are as after one step more."""
+        if self._is_lent:
+            self.parts = (self.parts[0].clone(), *self.parts[1:])
+            self._is_lent = False
+        update_range(self.spec.rule, step, self.parts[0], self.parts[1:], values)
+
+    def read(self, rows: Tensor | None) -> Tensor:
+        """Return the numbers; what was read does not change with them."""
+        self._is_lent = True
+        return self.parts[0]
+
+
+class Rows:
+    """The rows of a table on one shard.
+
+    Args:
+        spec: which table.
+        shard: which shard.
+        num_shards: of how many; a row is here if `shard_of_row` says so.
+        rows: numbers of the rows that have been pushed; none, if not given.
+        parts: their numbers, and what the rule keeps.
+    """
+
+    def __init__(
+        self, spec: Spec, shard: int, num_shards: int, rows: Tensor | None = None, parts: tuple[Tensor, ...] = ()
+    ) -> None:
+        self.spec, self.shard, self.num_shards = spec, shard, num_shards
+        self._dtype = DTYPES[spec.dtype]
+        self._known = 0
+        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._storage = tuple(torch.empty(0, spec.width, dtype=self._dtype) for _ in range(1 + num_parts(spec.rule)))
+        is_direct = spec.high <= DIRECT_ROWS * num_shards
+        self._places = _Direct(-(-spec.high // num_shards), num_shards) if is_direct else _Dictionary()
+        if rows is not None:
+            _require_parts(spec, parts, (len(rows), spec.width))
+            self._grow(rows)
+            for own, part in zip(self._storage, parts, strict=True):
+                own[: len(rows)] = part
+
+    @property
+    def rows(self) -> Tensor:
+        """Numbers of the rows that have been pushed, ascending."""
+        return self._numbers[: self._known].sort().values
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Their numbers and what the rule keeps, in the order of the rows."""
+        order = self._numbers[: self._known].argsort()
+        return tuple(part[order] for part in self._storage)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(part.nbytes for part in self._storage)
+
+    def check_rows(self, rows: Tensor | None) -> None:
+        """Check that the rows are of this shard; a ProtocolError where they are not."""
+        key = self.spec.key
+        if rows is None:
+            raise unmeant(f"all rows of {key} at once; name those that are wanted")
+        if not len(rows):
+            return
+        if int(rows[-1]) >= self.spec.high:
+            raise unmeant(f"row {int(rows[-1])} of {key}, which has {self.spec.high}")
+        if not bool((shard_of_row(rows, self.num_shards) == self.shard).all()):
+            raise unmeant(f"rows of {key} that shard {self.shard} of {self.num_shards} does not keep")
+
+    def check(self, values: Tensor, rows: Tensor | None) -> None:
+        """Check that a push fits; a ProtocolError where it does not."""
+        if rows is None:
+            raise unmeant(f"a range pushed to {self.spec.key}, which has rows")
+        self.check_rows(rows)
+        if values.shape[1:] != (self.spec.width,):
+            found = f"rows of {tuple(values.shape[1:])} pushed to {self.spec.key}"
+            raise unmeant(f"{found}, whose rows have {self.spec.width}")
+        _require_numbers(self.spec, values)
+
+    def more_bytes(self, rows: Tensor | None) -> int:
+        """Return how much more memory a push would take."""
+        new = 0 if rows is None else int((self._places.of(rows) < 0).sum())
+        return new * self.spec.width * self._dtype.itemsize * len(self._storage)
+
+    def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
+        """The rows are as after the key's next step."""
+        if rows is None or not len(rows):
+            return
+        places = self._places.of(rows)
+        is_first = places < 0
+        if bool(is_first.any()):
+            new = rows[is_first]
+            first = begin_of(self.spec, new)
+            places[is_first] = self._grow(new)
+            for own, part in zip(self._storage, (first, *first_parts(self.spec.rule, first)), strict=True):
+                own[places[is_first]] = part
+        gathered = tuple(own[places] for own in self._storage)
+        update_rows(self.spec.rule, step, gathered[0], gathered[1:], values, is_first=is_first[:, None])
+        for own, part in zip(self._storage, gathered, strict=True):
+            own[places] = part
+
+    def read(self, rows: Tensor | None) -> Tensor:
+        """Return rows; one that has never been pushed as it begins."""
+        if rows is None or not len(rows):
+            return torch.empty(0, self.spec.width, dtype=self._dtype)
+        places = self._places.of(rows)
+        found = self._storage[0][places.clamp(min=0)] if self._known else begin_of(self.spec, rows)
+        unknown = places < 0
+        if self._known and bool(unknown.any()):
+            found[unknown] = begin_of(self.spec, rows[unknown])
+        return found
+
+    def _grow(self, rows: Tensor) -> Tensor:
+        """Return places for rows that have none yet."""
+        first, self._known = self._known, self._known + len(rows)
+        if self._known > len(self._numbers):
+            room = max(self._known, 2 * first)
+            self._numbers = _longer(self._numbers, first, room)
+            self._storage = tuple(_longer(part, first, room) for part in self._storage)
+        self._numbers[first : self._known] = rows
+        places = torch.arange(first, self._known)
+        self._places.add(rows, places)
+        return places
+
+
+def begin_of(spec: Spec, rows: Tensor) -> Tensor:
+    """Return how rows of a table begin."""
+    if spec.start is None:
+        return torch.empty(0, spec.width)
+    return begin(spec.start, spec.key, rows, spec.width, DTYPES[spec.dtype])
+
+
+class _Direct:
+    """Places of rows by their number."""
+
+    def __init__(self, num_rows: int, num_shards: int) -> None:
+        self.num_shards = num_shards
+        self.places = torch.full((num_rows,), -1, dtype=torch.int32)
+
+    def of(self, rows: Tensor) -> Tensor:
+        return self.places[rows // self.num_shards].to(torch.int64)
+
+    def add(self, rows: Tensor, places: Tensor) -> None:
+        self.places[rows // self.num_shards] = places.to(torch.int32)
+
+
+class _Dictionary:
+    """Places of rows, whatever their numbers."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}
+
+    def of(self, rows: Tensor) -> Tensor:
+        return torch.tensor([self.places.get(row, -1) for row in rows.tolist()], dtype=torch.int64)
+
+    def add(self, rows: Tensor, places: Tensor) -> None:
+        self.places.update(zip(rows.tolist(), places.tolist(), strict=True))
+
+
+def _longer(part: Tensor, used: int, room: int) -> Tensor:
+    longer = part.new_empty((room, *part.shape[1:]))
+    longer[:used] = part[:used]
+    return longer
+
+
+def _require_parts(spec: Spec, parts: tuple[Tensor, ...], shape: tuple[int, ...]) -> None:
+    expected = 1 + num_parts(spec.rule)
+    require(len(parts) == expected, f"{len(parts)} parts of {spec.key}, whose rule keeps {expected}")
+    for part in parts:
+        fits = tuple(part.shape) == shape and part.dtype == DTYPES[spec.dtype]
+        require(fits, f"a part of {spec.key} of {part.dtype} {tuple(part.shape)} where {spec.dtype} {shape} belongs")
+
+
+def _require_numbers(spec: Spec, values: Tensor) -> None:
+    """They have the key's dtype and are finite."""
+    if values.dtype != DTYPES[spec.dtype]:
+        raise unmeant(f"{values.dtype} pushed to {spec.key}, which is {spec.dtype}")
+    if not isfinite(values.sum()) and not bool(values.isfinite().all()):
+        raise unmeant(f"numbers that are not finite pushed to {spec.key}")

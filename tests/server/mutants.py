@@ -1,0 +1,187 @@
+"""Bugs that have been made elsewhere, planted one at a time: a checker that finds none of them proves nothing."""
+
+from dataclasses import replace
+
+from counterpoint.server.actions import COORDINATOR, Send
+from counterpoint.server.book import Book
+from counterpoint.server.calls import Complete, Keepers
+from counterpoint.server.coordinator import Coordinator
+from counterpoint.server.holding import Backed, Primary
+from counterpoint.server.node import Node
+from counterpoint.server.simulator.disk import Disk
+from counterpoint.server.states import Install
+from counterpoint.server.tally import Tally
+from counterpoint.server.tasks import Queue
+
+
+def answers_before_the_backup_has_it(planting):
+    append = Primary.append
+
+    def hasty(self, origin, entry, now):
+        yield from append(self, origin, entry, now)
+        while self.pending and self.keepers.is_complete:
+            yield from self.apply(self.pending.popleft())
+
+    planting.setattr(Primary, "append", hasty)
+
+
+def counts_a_portion_again(planting):
+    is_known = Tally.is_known
+    planting.setattr(Tally, "is_known", lambda self, worker, push: is_known(self, worker, push) and False)
+    planting.setattr("counterpoint.server.tally.Runs.add", lambda self, number: None)
+
+
+def sends_before_it_writes(planting):
+    on_event = Coordinator.on_event
+
+    def eager(self, message, now):
+        return sorted(on_event(self, message, now), key=lambda action: not isinstance(action, Send))
+
+    planting.setattr(Coordinator, "on_event", eager)
+
+
+def drops_a_task_that_fails_three_times(planting):
+    give_back = Queue._return
+
+    def forgetful(self, task, outcome, text):
+        give_back(self, task, outcome, text)
+        if self.todo[0].attempt >= 3:
+            self.todo.popleft()
+
+    planting.setattr(Queue, "_return", forgetful)
+
+
+def drops_the_tasks_of_the_dead(planting):
+    def forgetful(self, worker):
+        self.doing = {place: one for place, one in self.doing.items() if one[1] != worker}
+
+    planting.setattr(Queue, "recall", forgetful)
+
+
+def calls_a_backup_complete_that_has_nothing(planting):
+    lead = Node._lead
+
+    def hasty(self, index, keepers, now):
+        yield from lead(self, index, keepers, now)
+        if keepers.backup and not keepers.is_complete:
+            yield Send(COORDINATOR, Complete(self.presence.origin(), index))
+
+    planting.setattr(Node, "_lead", hasty)
+
+
+def keeps_entries_in_the_order_they_come(planting):
+    keep = Backed.keep
+
+    def careless(self, job, message):
+        if not isinstance(message, Install) and self.shard is not None and message.position > self.shard.position:
+            message = replace(message, position=self.shard.position)
+        yield from keep(self, job, message)
+
+    planting.setattr(Backed, "keep", careless)
+
+
+def reads_without_regard_to_clocks(planting):
+    planting.setattr(Tally, "may_read", lambda self, worker, least: self.version >= least)
+
+
+def waits_for_those_who_rest(planting):
+    planting.setattr(Tally, "rest", lambda self, worker: None)
+
+
+def updates_before_the_step_is_whole(planting):
+    lacks = Tally.lacks
+    planting.setattr(Tally, "lacks", lambda self: max(0, lacks(self) - 1))
+
+
+def cuts_without_draining(planting):
+    planting.setattr(Queue, "is_settled", True)
+
+
+def goes_on_behind_a_torn_line(planting):
+    planting.setattr(Disk, "truncate", lambda self, log, num_bytes: None)
+
+
+def promotes_an_empty_backup(planting):
+    lead = Node._lead
+
+    def forgetful(self, index, keepers, now):
+        if isinstance(self.holdings.get(index), Backed):
+            self.holdings.pop(index)
+        yield from lead(self, index, keepers, now)
+
+    planting.setattr(Node, "_lead", forgetful)
+
+
+def installs_without_the_state_of_the_rule(planting):
+    again = Primary.again
+
+    def forgotten(message):
+        keys = tuple(replace(k, parts=(k.parts[0], *(p * 0 for p in k.parts[1:]))) for k in message.state.keys)
+        return replace(message, state=replace(message.state, keys=keys))
+
+    def careless(self, origin, now):
+        for action in again(self, origin, now):
+            if isinstance(action, Send) and isinstance(action.message, Install):
+                yield Send(action.to, forgotten(action.message))
+            else:
+                yield action
+
+    planting.setattr(Primary, "again", careless)
+
+
+def gives_a_new_life_an_old_number(planting):
+    join = Book._join
+
+    def confused(self, line):
+        join(self, replace(line, incarnation=1 + sum(map(ord, line.name))))
+        self.incarnation = 0
+
+    planting.setattr(Book, "_join", confused)
+
+
+def gives_up_the_last_copy(planting):
+    def rash(self, name):
+        return self.job.num_servers > 1 and any(name == one.primary and not one.is_complete for one in self.keepers)
+
+    def forgetful(keepers, heard):
+        if keepers.backup and keepers.backup not in heard:
+            backup = min((name for name in heard if name != keepers.primary), default="")
+            return Keepers(keepers.primary, backup)
+        return keepers
+
+    planting.setattr(Book, "is_needed", rash)
+    planting.setattr("counterpoint.server.coordinator.staffed", forgetful)
+
+
+def answers_whoever_asks(planting):
+    """Neither primaries nor backups look at the generation."""
+    request, keep, kept = Node._request, Node._keep, Node._kept
+
+    def as_of_now(self, message):
+        return replace(message, origin=replace(message.origin, generation=self.generation))
+
+    planting.setattr(Node, "_request", lambda self, message, now: request(self, as_of_now(self, message), now))
+    planting.setattr(Node, "_keep", lambda self, message: keep(self, as_of_now(self, message)))
+    planting.setattr(Node, "_kept", lambda self, message, now: kept(self, as_of_now(self, message), now))
+
+
+MUTANTS = {
+    answers_before_the_backup_has_it: 3,
+    answers_whoever_asks: 2,
+    calls_a_backup_complete_that_has_nothing: 20,
+    counts_a_portion_again: 0,
+    cuts_without_draining: 20,
+    drops_a_task_that_fails_three_times: 103,
+    drops_the_tasks_of_the_dead: 3,
+    gives_a_new_life_an_old_number: 7,
+    gives_up_the_last_copy: 3,
+    goes_on_behind_a_torn_line: 0,
+    installs_without_the_state_of_the_rule: 3,
+    keeps_entries_in_the_order_they_come: 0,
+    promotes_an_empty_backup: 3,
+    reads_without_regard_to_clocks: 10,
+    sends_before_it_writes: 13,
+    updates_before_the_step_is_whole: 0,
+    waits_for_those_who_rest: 47,
+}
+"""Each with the first seed that finds it, so that an ordinary test need not try all before."""

@@ -1,0 +1,105 @@
+from typing import Any
+
+from counterpoint.server.actions import Send, Write
+from counterpoint.server.calls import Heartbeat, Hello, Keepers, Lease, Leased, Report, Task, View, Welcome
+from counterpoint.server.coordinator import Coordinator
+from counterpoint.server.job import Asp, Job, Work
+from counterpoint.server.messages import Done, Origin, Refused
+from counterpoint.server.staffing import staffed, without
+
+JOB = Job("job", Asp(), num_servers=2, work=Work(4, 1, 2))
+
+
+def hello(name="worker", token=7, job=JOB):
+    return Hello(name, "worker" if name.startswith("worker") else "server", token, job.digest())
+
+
+def sent(actions, kind):
+    return [action.message for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+
+
+def origin(coordinator, sequence=0):
+    life = coordinator.book.lives["worker"]
+    return Origin("worker", life.joined.incarnation, coordinator.book.generation, sequence)
+
+
+def with_worker():
+    coordinator = Coordinator(JOB)
+    coordinator.on_event(hello(), 0.0)
+    return coordinator
+
+
+def test_a_second_member_of_one_name_is_refused_while_the_first_is_heard():
+    (refused,) = sent(with_worker().on_event(hello(token=8), 1.0), Refused)
+    assert refused.reason == "identity"
+    assert "worker belongs to the job already, as life 1, heard 1.0 s ago" in refused.text
+
+
+def test_a_hello_that_is_repeated_is_answered_again_and_nobody_joins_twice():
+    coordinator = with_worker()
+    actions = coordinator.on_event(hello(), 1.0)
+    assert [welcome.incarnation for welcome in sent(actions, Welcome)] == [1]
+    assert coordinator.book.generation == 1
+
+
+def test_who_comes_for_another_job_is_refused():
+    (refused,) = sent(Coordinator(JOB).on_event(hello(job=Job("other", Asp())), 0.0), Refused)
+    assert "another job" in refused.text
+
+
+def test_a_decision_is_written_before_it_is_told():
+    kinds = [type(action) for action in Coordinator(JOB).on_event(hello(), 0.0)]
+    assert kinds == [Write, Send, Send]
+
+
+def test_a_lease_that_is_asked_for_again_is_the_same_task():
+    coordinator = with_worker()
+    first, again = (sent(coordinator.on_event(Lease(origin(coordinator)), 0.0), Leased) for _ in range(2))
+    assert first == again == [Leased(0, Task(0, 0, 2))]
+
+
+def test_a_task_whose_worker_falls_silent_is_given_to_another():
+    coordinator = with_worker()
+    coordinator.on_event(Lease(origin(coordinator)), 0.0)
+    coordinator.on_event(None, 100.0)
+    assert coordinator.book.queue.upcoming() == Task(0, 0, 2, attempt=1)
+    assert coordinator.book.lives == {}
+
+
+def test_a_coordinator_goes_on_from_its_log():
+    coordinator = Coordinator(JOB)
+    actions = [*coordinator.on_event(hello(), 0.0)]
+    actions += coordinator.on_event(Lease(origin(coordinator)), 0.0)
+    actions += coordinator.on_event(Report(origin(coordinator, 1), Task(0, 0, 2), "done", 3), 0.0)
+    lines: list[Any] = [action.line for action in actions if isinstance(action, Write)]
+    again = Coordinator(JOB, lines, 5.0)
+    assert again.book.view == coordinator.book.view
+    assert again.book.queue.done == coordinator.book.queue.done
+    assert sent(again.on_event(Report(origin(again, 1), Task(0, 0, 2), "done", 3), 5.0), Done) == [Done(-1, 1)]
+
+
+def test_a_life_that_was_given_up_is_told_so():
+    coordinator = with_worker()
+    coordinator.on_event(None, 100.0)
+    (refused,) = sent(coordinator.on_event(Heartbeat(Origin("worker", 1, 1)), 101.0), Refused)
+    assert "life 1 of worker does not belong to the job" in refused.text
+
+
+def test_shards_are_given_out_when_all_servers_are_there():
+    coordinator = Coordinator(JOB)
+    coordinator.on_event(hello("server-0"), 0.0)
+    assert coordinator.book.keepers == []
+    (view, _) = sent(coordinator.on_event(hello("server-1"), 0.0), View)
+    assert [(one.primary, one.backup) for one in view.shards] == [("server-0", "server-1"), ("server-1", "server-0")]
+
+
+def test_the_last_copy_of_a_shard_is_never_given_up():
+    kept = staffed(Keepers("a", "b", True), {"b": 0, "c": 0})
+    assert kept == Keepers("b", "c", former="a")
+    assert staffed(kept, {"a": 0, "c": 0}) == Keepers("a", "c", former="b")
+    assert without(Keepers("b", "c"), "b") is None
+    assert without(kept, "b") == Keepers("a")
+
+
+def test_nobody_is_replaced_when_there_is_nobody_else():
+    assert staffed(Keepers("a", "b", True), {"b": 0}) == Keepers("a", "b", True)

@@ -1,0 +1,154 @@
+"""The rules of the server beside ``torch.optim``, on the same gradients, bit for bit."""
+
+import pytest
+import torch
+
+from counterpoint.errors import ProtocolError
+from counterpoint.server.choices import Adagrad, Adam, Constant, Normal, Sgd, Uniform
+from counterpoint.server.messages import Spec
+from counterpoint.server.tables import Range, Rows
+
+SGD = [
+    Sgd(0.1),
+    Sgd(0.1, momentum=0.9),
+    Sgd(0.1, 0.9, dampening=0.5, weight_decay=0.01),
+    Sgd(0.1, 0.9, weight_decay=0.01, is_nesterov=True),
+]
+RULES = [*SGD, Adagrad(0.1, lr_decay=0.1, weight_decay=0.01, first_sum=0.5), Adam(0.1, weight_decay=0.01), Adam(0.1)]
+SPARSE = [Sgd(0.1), Adagrad(0.1, lr_decay=0.1), Adam(0.1)]
+DTYPES = ["float64", "float32"]
+
+
+def torchs(rule: Sgd | Adagrad | Adam, param, *, is_sparse=False):
+    match rule:
+        case Sgd():
+            return torch.optim.SGD(
+                [param], rule.lr, rule.momentum, rule.dampening, rule.weight_decay,
+                nesterov=rule.is_nesterov, foreach=False,
+            )  # fmt: skip
+        case Adagrad():
+            return torch.optim.Adagrad(
+                [param], rule.lr, rule.lr_decay, rule.weight_decay, rule.first_sum, rule.eps, foreach=False
+            )
+        case Adam() if is_sparse:
+            return torch.optim.SparseAdam([param], rule.lr, (rule.beta1, rule.beta2), rule.eps)
+        case Adam():
+            return torch.optim.Adam(
+                [param], rule.lr, (rule.beta1, rule.beta2), rule.eps, rule.weight_decay, foreach=False
+            )
+
+
+def table(rule, dtype, *, start=None, high=8):
+    return Rows(Spec("table", dtype, 0, high, 3, rule, start or Uniform(-1, 1)), 0, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_range_is_updated_as_torch_does_it(rule, dtype):
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(1000, generator=generator, dtype=getattr(torch, dtype))
+    kept, param = Range(Spec("weight", dtype, 0, 1000, 0, rule), (first,)), torch.nn.Parameter(first.clone())
+    optimizer = torchs(rule, param)
+    for step in range(1, 6):
+        param.grad = torch.randn(1000, generator=generator, dtype=first.dtype)
+        kept.update(step, param.grad, None)
+        optimizer.step()
+        assert torch.equal(kept.read(None), param.detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", SPARSE, ids=str)
+def test_rows_are_updated_as_torch_updates_with_sparse_gradients(rule, dtype):
+    kept, everything = table(rule, dtype), torch.arange(8)
+    param = torch.nn.Parameter(kept.read(everything).clone())
+    optimizer = torchs(rule, param, is_sparse=True)
+    for step, rows in enumerate([[1, 4], [0, 1, 7], [4], []], 1):
+        values = torch.randn(len(rows), 3, generator=torch.Generator().manual_seed(step), dtype=param.dtype)
+        numbers = torch.tensor(rows, dtype=torch.int64)
+        param.grad = torch.sparse_coo_tensor(numbers[None], values, (8, 3), check_invariants=True).coalesce()
+        kept.update(step, values, numbers)
+        with torch.sparse.check_sparse_tensor_invariants(True):
+            optimizer.step()
+        assert torch.equal(kept.read(everything), param.detach())
+
+
+def test_the_momentum_of_a_row_rests_while_it_is_not_pushed():
+    kept, row, other = table(Sgd(1.0, momentum=0.5), "float64", start=Constant(0.0)), [2], [5]
+    for step, rows in enumerate([row, other, row], 1):
+        kept.update(step, torch.ones(1, 3, dtype=torch.float64), torch.tensor(rows))
+    assert kept.read(torch.tensor([2, 5]))[:, 0].tolist() == [-2.5, -1.0]
+
+
+def test_what_was_read_does_not_change_with_the_range():
+    kept = Range(Spec("weight", "float32", 0, 2, 0, Sgd(1.0)), (torch.zeros(2),))
+    before = kept.read(None)
+    kept.update(1, torch.ones(2), None)
+    assert before.tolist() == [0, 0]
+    assert kept.read(None).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("start", [Uniform(-2, 3, seed=4), Normal(1.0, 2.0), Constant(0.5)], ids=str)
+def test_a_row_begins_the_same_whoever_asks_first(start):
+    there, back = table(Sgd(1.0), "float64", start=start), table(Sgd(1.0), "float64", start=start)
+    for row in (3, 1, 6):
+        there.update(1, torch.zeros(1, 3, dtype=torch.float64), torch.tensor([row]))
+    assert torch.equal(there.read(torch.arange(8)), back.read(torch.arange(8)))
+
+
+def test_a_normal_row_is_normal_and_rows_are_unlike():
+    kept = Rows(Spec("table", "float64", 0, 1 << 40, 8, Sgd(1.0), Normal(1.0, 2.0)), 0, 1)
+    found = kept.read(torch.arange(0, 1 << 39, 1 << 27))
+    assert abs(float(found.mean()) - 1) < 0.05
+    assert abs(float(found.std()) - 2) < 0.05
+    assert len(found.unique()) == found.numel()
+
+
+def test_a_table_takes_memory_for_pushed_rows_only():
+    kept = table(Adam(), "float32", high=10_000_000)
+    before = kept.num_bytes
+    kept.read(torch.arange(5000))
+    assert (before, kept.num_bytes) == (0, 0)
+    kept.update(1, torch.zeros(2, 3), torch.tensor([7, 9_999_999]))
+    assert kept.num_bytes == 2 * 3 * 4 * 3
+
+
+@pytest.mark.parametrize("high", [1000, 1 << 62])
+def test_rows_come_back_from_their_parts(high):
+    kept = table(Adam(), "float32", high=high)
+    kept.update(1, torch.ones(2, 3), torch.tensor([30, 700]))
+    kept.update(2, torch.ones(2, 3), torch.tensor([5, 700]))
+    again = Rows(kept.spec, 0, 1, kept.rows, kept.parts)
+    rows = torch.arange(800)
+    assert again.rows.tolist() == [5, 30, 700]
+    assert torch.equal(again.read(rows), kept.read(rows))
+    for one in (kept, again):
+        one.update(3, torch.ones(2, 3), torch.tensor([5, 6]))
+    assert torch.equal(again.read(rows), kept.read(rows))
+
+
+@pytest.mark.parametrize(
+    ("values", "rows", "found"),
+    [
+        (torch.ones(1, 3), None, "which has rows"),
+        (torch.ones(1, 4), [1], "whose rows have 3"),
+        (torch.ones(1, 3, dtype=torch.float64), [1], "which is float32"),
+        (torch.full((1, 3), torch.nan), [1], "not finite"),
+        (torch.ones(1, 3), [8], "row 8 of table, which has 8"),
+    ],
+)
+def test_a_push_that_does_not_fit_a_table_is_refused(values, rows, found):
+    with pytest.raises(ProtocolError, match=found):
+        table(Sgd(0.1), "float32").check(values, None if rows is None else torch.tensor(rows))
+
+
+def test_rows_of_another_shard_are_refused():
+    kept = Rows(Spec("table", "float32", 0, 8, 3, Sgd(0.1), Constant()), 1, 2)
+    with pytest.raises(ProtocolError, match="shard 1 of 2 does not keep"):
+        kept.check(torch.ones(2, 3), torch.tensor([1, 2]))
+
+
+def test_numbers_whose_sum_overflows_are_finite():
+    kept = Range(Spec("weight", "float32", 0, 2, 0, Sgd(1.0)), (torch.zeros(2),))
+    kept.check(torch.full((2,), 3e38), None)
+    with pytest.raises(ProtocolError, match="not finite"):
+        kept.check(torch.tensor([torch.inf, 0.0]), None)

@@ -1,0 +1,104 @@
+"""A shard alone: what it answers, and what changes nothing."""
+
+import re
+
+import pytest
+import torch
+
+from counterpoint.server.choices import Aggregate, Sgd
+from counterpoint.server.job import Asp, Bsp, Job
+from counterpoint.server.messages import Done, Init, Member, Members, Origin, Pull, Push, Pushed, Refused, Spec
+from counterpoint.server.shard import Shard, replay
+
+MEMBERS = Members(1, (Member("worker", 1),))
+
+
+def origin(sequence, incarnation=1):
+    return Origin("worker", incarnation, 1, sequence)
+
+
+def init(sequence=0, *, rule=None, size=2):
+    spec = Spec("weight", "float64", 0, size, 0, rule or Sgd(1.0))
+    return Init(origin(sequence), 0, spec, torch.zeros(size, dtype=torch.float64))
+
+
+def push(sequence, *, key="weight", portion=-1, values=(1.0, 2.0), dtype=torch.float64):
+    return Push(origin(sequence), 0, key, portion, 0, torch.tensor(values, dtype=dtype))
+
+
+def shard(consistency=None, **more):
+    return replay(Job("job", consistency or Asp(), **more), 0, [MEMBERS, init()])
+
+
+WRONG = {
+    "an unknown key": (push(1, key="wieght"), "there is no key 'wieght'"),
+    "a wrong shape": (push(1, values=(1.0,)), r"\(1,\) pushed to weight, which is \(2,\)"),
+    "a wrong dtype": (push(1, dtype=torch.float32), "float32 pushed to weight, which is float64"),
+    "not a number": (push(1, values=(1.0, torch.nan)), "not finite"),
+    "another key of that name": (init(1, size=3), "weight is Spec"),
+    "no optimizer": (init(1, rule=Aggregate()), "weight is Spec"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_request_that_cannot_be_meant_changes_no_number(name):
+    entry, found = WRONG[name]
+    one = shard()
+    before = one.keys["weight"].table.read(None).clone(), one.keys["weight"].tally.counts
+    answer = one.apply(entry)
+    assert isinstance(answer, Refused)
+    assert answer.reason == "request"
+    assert re.search(found, answer.text)
+    assert torch.equal(one.keys["weight"].table.read(None), before[0])
+    assert one.keys["weight"].tally.counts == before[1]
+
+
+def test_asynchronous_keys_need_an_optimizer_on_the_server():
+    one = replay(Job("job", Asp()), 0, [MEMBERS])
+    answer = one.apply(init(rule=Aggregate()))
+    assert isinstance(answer, Refused)
+    assert "without an optimizer on the server, which asp needs" in answer.text
+
+
+def test_a_server_that_is_full_says_so_and_keeps_what_it_has():
+    one = shard(capacity_bytes=20)
+    spec = Spec("more", "float64", 0, 2, 0, Sgd(1.0))
+    answer = one.apply(Init(origin(1), 0, spec, torch.zeros(2, dtype=torch.float64)))
+    assert isinstance(answer, Refused)
+    assert (answer.reason, list(one.keys)) == ("full", ["weight"])
+    assert "keeps 16 of at most 20 bytes" in answer.text
+
+
+def test_a_life_that_does_not_belong_to_the_job_is_not_heard():
+    answer = shard().apply(Push(origin(0, incarnation=2), 0, "weight", -1, 0, torch.ones(2, dtype=torch.float64)))
+    assert isinstance(answer, Refused)
+    assert answer.reason == "identity"
+
+
+def test_a_key_is_made_once():
+    one = shard()
+    assert one.apply(init(1)) == Done(0, 1)
+    assert one.apply(push(2)) == Pushed(0, 2, 1)
+
+
+def test_the_sum_of_a_step_is_what_workers_that_update_by_themselves_pull():
+    one = replay(Job("job", Bsp(2)), 0, [MEMBERS, init(rule=Aggregate())])
+    one.apply(push(1, portion=1))
+    one.apply(push(2, portion=0))
+    pull = Pull(origin(3), 0, "weight", 7, 1)
+    assert one.may_read(pull)
+    assert one.read(pull).values.tolist() == [2.0, 4.0]
+
+
+def test_a_pull_sees_what_its_worker_pushed_before():
+    assert not shard().may_read(Pull(origin(2), 0, "weight", 0))
+
+
+def test_a_state_makes_the_same_shard():
+    one = shard(Bsp(2))
+    one.apply(push(1, portion=1))
+    again = Shard(one.job, 0, one.state)
+    for each in (one, again):
+        each.apply(push(2, portion=0))
+    assert again.digest() == one.digest()
+    assert again.keys["weight"].tally.version == 1

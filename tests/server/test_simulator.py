@@ -1,0 +1,46 @@
+"""The machines of a job in simulated worlds: whatever goes wrong in them, what must hold holds."""
+
+import pytest
+
+from counterpoint.server.job import Asp, Bsp, Job, Ssp, Work
+from counterpoint.server.simulator.faults import Faults
+from counterpoint.server.simulator.simulate import BUDGET, PATIENCE, simulate
+
+CALM = Faults()
+CRASHES = Faults(loss=0.05, twice=0.1, crash_every_s=1.5, pause_every_s=4.0, stop_s=30.0)
+
+
+def job(consistency, *, num_servers=2, epochs=2):
+    step = consistency.portions if isinstance(consistency, Bsp) else 0
+    return Job("jj", consistency, num_servers, Work(6, epochs, 1, step), BUDGET, PATIENCE)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_nothing_is_lost_or_counted_twice_in_200_worlds(first):
+    found = {seed: simulate(seed).violations for seed in range(first, first + 20)}
+    assert {seed: violations for seed, violations in found.items() if violations} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(200, 2000, 200))
+def test_nothing_is_lost_or_counted_twice_in_2000_worlds(first):
+    found = {seed: simulate(seed).violations for seed in range(first, first + 200)}
+    assert {seed: violations for seed, violations in found.items() if violations} == {}
+
+
+def test_the_same_seed_makes_the_same_world():
+    first, second = simulate(7), simulate(7)
+    assert (first.events, first.seconds, first.history.acknowledged) == (
+        second.events, second.seconds, second.history.acknowledged,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("faults", [CALM, CRASHES], ids=["calm", "crashes"])
+@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize("consistency", [Bsp(3), Ssp(0), Ssp(2), Asp()], ids=str)
+def test_the_numbers_are_those_of_one_machine_with_torchs_optimizer(consistency, num_servers, faults):
+    """Bsp: to 1e-12 of solo training in float64; ssp and asp: of the journal played in sequence, bit for bit."""
+    outcome = simulate(3, faults=faults, draw_job=lambda _: job(consistency, num_servers=num_servers))
+    assert outcome.violations == ()
+    assert outcome.history.acknowledged
