@@ -4,6 +4,7 @@
   + PlanError        you asked for something that cannot be done; change the plan
   + ProgramError     a strategy or pass wrote a wrong program; report it to its author
   + PeerError        another rank failed or fell silent; this rank is innocent
+    - ProtocolError  bytes or a request came that nobody may send; they changed nothing
   + CheckpointError  a checkpoint is damaged, or belongs to another model
   + DataError        a batch, a loss or a gradient cannot be used
   + LaunchError      ranks could not be started, or one of them ended
@@ -35,6 +36,10 @@ class ProgramError(CounterpointError):
 
 class PeerError(CounterpointError):
     """Another rank failed or fell silent; the message names it."""
+
+
+class ProtocolError(PeerError):
+    """Bytes or a request came that nobody may send; they changed nothing here."""
 
 
 class CheckpointError(CounterpointError):

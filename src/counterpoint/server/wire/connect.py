@@ -1,0 +1,60 @@
+"""The end of the wire that calls."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+
+from counterpoint.server.wire.channel import Channel
+from counterpoint.server.wire.greeting import NONCE_BYTES, Secret, call
+from counterpoint.server.wire.limits import DEFAULTS, Limits
+from counterpoint.server.wire.link import Link, LinkLostError, OnEnd, OnLetter, Side
+from counterpoint.server.wire.loop import Loop
+from counterpoint.server.wire.place import Place, calling
+from counterpoint.server.wire.rooms import Rooms
+
+
+def connect(
+    loop: Loop,
+    place: Place,
+    secret: Secret,
+    on_letter: OnLetter,
+    *,
+    on_end: OnEnd | None = None,
+    limits: Limits = DEFAULTS,
+) -> Link:
+    """Return a link that is on its way to a server; letters may be sent at once and leave when the server has greeted.
+
+    Args:
+        loop: that looks after it.
+        place: where the server is.
+        secret: of the job.
+        on_letter: called with the link and each letter that comes.
+        on_end: called once, with the link and why it ended; None after a goodbye.
+        limits: of this side.
+
+    Raises:
+        LaunchError: the place leads nowhere, or is beyond loopback and there is no key.
+        LinkLostError: nobody listens there.
+    """
+    try:
+        peer = calling(place, is_keyed=secret.key is not None)
+    except OSError as error:
+        raise LinkLostError(f"nobody listens at {place}; look at whether the server runs, then call again") from error
+    prepare(peer, limits)
+    channel = Channel(call(secret, secrets.token_bytes(NONCE_BYTES)), limits, Rooms())
+    link = Link(loop, peer, channel, limits, side=Side.ASKS, name=f"server {place}")
+    link.begin(on_letter, on_end)
+    return link
+
+
+def prepare(peer: socket.socket, limits: Limits) -> None:
+    """Small letters leave at once, and a peer whose host is gone is found out."""
+    if peer.family == socket.AF_UNIX:
+        return
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(limits.patience_s / 2)))
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(limits.patience_s / 6)))
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.patience_s * 1000))
