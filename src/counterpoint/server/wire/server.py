@@ -163,7 +163,3 @@ class Server:
 
 def _shown(address: object) -> str:
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "of a socket"
-
-
-def _ignore(_: Link, __: object) -> None:
-    """Nobody has asked to hear of it."""
