@@ -7,6 +7,7 @@ import torch
 from counterpoint.errors import ProtocolError
 from counterpoint.server.wire import greeting, letter
 from counterpoint.server.wire.channel import Channel
+from counterpoint.server.wire.greeting import Guard
 from counterpoint.server.wire.inbox import Inbox
 from counterpoint.server.wire.key import JobKey
 from counterpoint.server.wire.letter import Letter
@@ -134,8 +135,8 @@ TEXTS = [
 
 def caller_and_server(key=bytes(32), job="job"):
     secret = greeting.Secret(JobKey(key), job)
-    caller = Channel(greeting.call(secret, bytes(32)), LIMITS, Rooms())
-    return caller, Channel(greeting.answer(secret, bytes([1]) * 32), LIMITS, Rooms())
+    caller = Channel(greeting.call(secret, Guard.CIPHER, bytes(32)), LIMITS, Rooms())
+    return caller, Channel(greeting.answer(secret, Guard.CIPHER, bytes([1]) * 32), LIMITS, Rooms())
 
 
 def taken(channel):

@@ -89,10 +89,10 @@ def test_who_does_not_greet_hears_nothing(loop, place_and_secret, said):
 def test_who_greets_without_the_key_hears_one_greeting_and_one_refusal(loop, place, secret):
     server = serve(loop, place, secret, replying(echo))
     with stranger(server.place) as plain:
-        plain.sendall(HELLO.pack(b"CPWS", 1, 1, bytes(32)) + bytes(32))
+        plain.sendall(HELLO.pack(b"CPWS", 1, 2, bytes(32)) + bytes(32))
         turns(loop)
         heard = plain.recv(1000)
-    assert heard[:8] == HELLO.pack(b"CPWS", 1, 1, bytes(32))[:8]
+    assert heard[:8] == HELLO.pack(b"CPWS", 1, 2, bytes(32))[:8]
     assert heard[HELLO.size :] == REFUSAL
 
 

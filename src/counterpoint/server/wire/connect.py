@@ -42,7 +42,7 @@ def connect(
     except OSError as error:
         raise LinkLostError(f"nobody listens at {place}; look at whether the server runs, then call again") from error
     prepare(peer, limits)
-    channel = Channel(call(secret, secrets.token_bytes(NONCE_BYTES)), limits, Rooms())
+    channel = Channel(call(secret, secret.guard(place), secrets.token_bytes(NONCE_BYTES)), limits, Rooms())
     link = Link(loop, peer, channel, limits, side=Side.ASKS, name=f"server {place}")
     link.begin(on_letter, on_end)
     return link

@@ -150,7 +150,8 @@ class Server:
         )
         peer.setblocking(False)
         prepare(peer, self._limits)
-        channel = Channel(answer(self._secret, secrets.token_bytes(NONCE_BYTES)), self._limits, self._rooms)
+        greeting = answer(self._secret, self._secret.guard(self.place), secrets.token_bytes(NONCE_BYTES))
+        channel = Channel(greeting, self._limits, self._rooms)
         link = Link(self._loop, peer, channel, self._limits, side=Side.ANSWERS, name=name)
         self._links[link] = None
         link.begin(self.on_letter, self._ended)
