@@ -53,7 +53,7 @@ def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(lo
             link.send(Letter("ask", {"index": index}))
         turns(loop, 50)
         assert server.links[0].unsent_bytes < 6 * MIB
-        assert 4 <= len(answered.letters) < 10
+        assert 4 <= len(answered.letters) < 16  # 4 MiB here, 4 of the socket's, 4 within a turn
         while len(heard.letters) < 50:
             loop.turn()
             calling.turn()
@@ -66,7 +66,7 @@ def test_a_client_waits_where_the_server_takes_nothing_and_says_so(place, secret
         for _ in range(5):
             serving.turn()
             calling.turn()
-        client.ask(Letter("push", {}, [torch.zeros(MIB)]))
+        client.ask(Letter("push", {}, [torch.zeros(8 * MIB)]))
         with pytest.raises(LinkLostError, match=r"neither took one of \d+ bytes nor went on .* within 0.1 s"):
             client.ask(Letter("push")).answer(5.0)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from counterpoint.fabric.frames import payload_bytes
 from counterpoint.server.wire.greeting import Greeting, Session, Turn
 from counterpoint.server.wire.inbox import Inbox
-from counterpoint.server.wire.letter import Letter, frame_of, goodbye
+from counterpoint.server.wire.letter import BACK, LAID, LETTER, OFFER, Letter, frame_of, goodbye, numbers
 from counterpoint.server.wire.limits import Limits
 from counterpoint.server.wire.outbox import Outbox
 from counterpoint.server.wire.rooms import Rooms
+from counterpoint.server.wire.shelves import SHARED_BYTES, Shared, Shelf
 
 
 class Channel:
@@ -19,12 +21,15 @@ class Channel:
         greeting: of this side, not begun.
         limits: of this side.
         rooms: where tensors will be.
+        shared: what the sides lend each other; None where they share no memory.
     """
 
-    def __init__(self, greeting: Greeting, limits: Limits, rooms: Rooms) -> None:
+    def __init__(self, greeting: Greeting, limits: Limits, rooms: Rooms, shared: Shared | None = None) -> None:
         self._greeting = greeting
         self._limits = limits
         self._rooms = rooms
+        self._shared = shared
+        self._is_leaving = False
         self._inbox: Inbox | None = None
         self._outbox: Outbox | None = None
         self._waiting: list[list[memoryview]] = []  # frames, until it is known how to seal them
@@ -56,11 +61,26 @@ class Channel:
 
     def put(self, letter: Letter) -> None:
         """The letter will be sent after those before it; a PeerError where it cannot travel."""
-        self._put(frame_of(letter, self._limits))
+        shelf = self._shelf_for(letter)
+        self._put(frame_of(letter, self._limits, LAID if shelf else LETTER, shelf.number if shelf else None))
+        if shelf is not None:
+            shelf.lay_down(letter.tensors)
+
+    def _shelf_for(self, letter: Letter) -> Shelf | None:
+        """Return a shelf that is free, if the letter is large; where none is, one is offered for the next."""
+        num_bytes = payload_bytes(letter.tensors)
+        if self._shared is None or self._outbox is None or num_bytes < SHARED_BYTES:
+            return None
+        shelf = self._shared.lending.take(num_bytes)
+        if shelf is None and (made := self._shared.lending.make(num_bytes)) is not None:
+            fields = {"fd": made.mapping.fd, "number": made.number, "bytes": made.num_bytes}
+            self._put(frame_of(Letter("offer", fields), self._limits, OFFER))
+        return shelf
 
     def put_goodbye(self) -> None:
         """Nothing will be sent after what has been put before."""
         self._put(goodbye())
+        self._is_leaving = True
 
     def _put(self, pieces: list[memoryview]) -> None:
         if self._outbox is not None:
@@ -73,7 +93,18 @@ class Channel:
         """Return what to send next."""
         if self._words or self._outbox is None:
             return self._words
+        self._give_back()
         return self._outbox.pending()
+
+    @property
+    def has_returned(self) -> bool:
+        """Shelves of the other side are not needed here any more, which it should hear."""
+        return self._shared is not None and self._shared.borrowing.has_returned
+
+    def _give_back(self) -> None:
+        if self._shared is not None and not self._is_leaving:
+            for number in self._shared.borrowing.returned():
+                self._put(frame_of(Letter("back", {"number": number}), self._limits, BACK))
 
     def sent(self, num_bytes: int) -> None:
         """So many bytes of what is pending have been sent."""
@@ -99,11 +130,30 @@ class Channel:
                 something pending.
         """
         if self._inbox is not None:
-            return self._inbox.took(num_bytes)
+            letter = self._inbox.took(num_bytes)
+            if self._inbox.notes:
+                self._heed(*self._inbox.notes.pop())
+            return letter
         self._missing = self._missing[num_bytes:]
         if not self._missing:
             self._advance()
         return None
+
+    def _heed(self, sort: int, note: Letter) -> None:
+        """A shelf has been offered or given back; a ProtocolError where it cannot be."""
+        if self._shared is None:
+            return
+        if sort == BACK:
+            self._shared.lending.take_back(*numbers(note, "number"))
+            return
+        fd, number, num_bytes = numbers(note, "fd", "number", "bytes")
+        if self._shared.borrowing.find(fd, number, num_bytes):
+            self._put(frame_of(Letter("back", {"number": number}), self._limits, BACK))
+
+    def close(self) -> None:
+        """The channel is not used any more; tensors that came over it stay."""
+        if self._shared is not None:
+            self._shared.lending.close()
 
     def end(self) -> None:
         """Nothing more comes; a ProtocolError where a frame is not complete."""
@@ -127,7 +177,7 @@ class Channel:
         self._missing = memoryview(self._heard)
 
     def _begin(self, session: Session) -> None:
-        self._inbox = Inbox(session.opener, self._limits, self._rooms)
+        self._inbox = Inbox(session.opener, self._limits, self._rooms, self._shared.borrowing if self._shared else None)
         self._outbox = Outbox(session.sealer, session.last)
         for pieces in self._waiting:
             self._outbox.put(pieces)

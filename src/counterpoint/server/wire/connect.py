@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import secrets
 import socket
+from typing import Final
 
 from counterpoint.server.wire.channel import Channel
 from counterpoint.server.wire.greeting import NONCE_BYTES, Secret, call
 from counterpoint.server.wire.limits import DEFAULTS, Limits
 from counterpoint.server.wire.link import Link, LinkLostError, OnEnd, OnLetter, Side
 from counterpoint.server.wire.loop import Loop
-from counterpoint.server.wire.place import Place, calling
+from counterpoint.server.wire.place import Place, calling, shared_with
 from counterpoint.server.wire.rooms import Rooms
+
+UNIX_BUFFER_BYTES: Final = 1 << 22  # or as much as the system allows
 
 
 def connect(
@@ -42,7 +45,8 @@ def connect(
     except OSError as error:
         raise LinkLostError(f"nobody listens at {place}; look at whether the server runs, then call again") from error
     prepare(peer, limits)
-    channel = Channel(call(secret, secret.guard(place), secrets.token_bytes(NONCE_BYTES)), limits, Rooms())
+    greeting = call(secret, secret.guard(place), secrets.token_bytes(NONCE_BYTES))
+    channel = Channel(greeting, limits, Rooms(), shared_with(peer))
     link = Link(loop, peer, channel, limits, side=Side.ASKS, name=f"server {place}")
     link.begin(on_letter, on_end)
     return link
@@ -50,7 +54,8 @@ def connect(
 
 def prepare(peer: socket.socket, limits: Limits) -> None:
     """Small letters leave at once, and a peer whose host is gone is found out."""
-    if peer.family == socket.AF_UNIX:
+    if peer.family == socket.AF_UNIX:  # it keeps the size that it begins with, TCP finds a better one
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         return
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

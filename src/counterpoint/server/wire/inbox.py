@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from counterpoint.errors import ProtocolError
-from counterpoint.server.wire.letter import GOODBYE, HEAD, Head, Letter, read_head, read_letter
+from counterpoint.server.wire.letter import GOODBYE, HEAD, LAID, LETTER, Head, Letter, malformed, read_head, read_letter
 from counterpoint.server.wire.limits import Limits
 from counterpoint.server.wire.records import RECORD_BYTES, Opener
 from counterpoint.server.wire.rooms import Room, Rooms
+from counterpoint.server.wire.shelves import Borrowing
 
 
 class Inbox:
@@ -18,9 +19,10 @@ class Inbox:
         opener: of the session.
         limits: of this side.
         rooms: where tensors will be.
+        borrowing: shelves of the other side where they may be as well.
     """
 
-    def __init__(self, opener: Opener, limits: Limits, rooms: Rooms) -> None:
+    def __init__(self, opener: Opener, limits: Limits, rooms: Rooms, borrowing: Borrowing | None = None) -> None:
         self._opener = opener
         self._limits = limits
         self._rooms = rooms
@@ -30,6 +32,8 @@ class Inbox:
         self._num_opened = 0  # bytes of the body
         self._wanted = list(opener.receive(self._raw_head))
         self._is_begun = False
+        self._borrowing = borrowing
+        self.notes: list[tuple[int, Letter]] = []  # frames that are about shelves, with their sort
         self.is_over = False
 
     @property
@@ -77,12 +81,17 @@ class Inbox:
             return None
         return self._completed(self._head)
 
-    def _completed(self, head: Head) -> Letter:
+    def _completed(self, head: Head) -> Letter | None:
         """A frame is complete, and the next one is waited for."""
         room, self._room, self._head, self._is_begun = self._room, Room(bytearray(), 0), None, False
-        letter = read_letter(head, room)
+        letter = read_letter(head, room, self._borrowing)
         self._wanted = list(self._opener.receive(self._raw_head))
-        return letter
+        if head.sort in {LETTER, LAID}:
+            return letter
+        if self._borrowing is None:
+            raise malformed(f"{letter.kind!r} is about shelves, which a link of this kind has not")
+        self.notes.append((head.sort, letter))
+        return None
 
     def end(self) -> None:
         """Nothing more comes.

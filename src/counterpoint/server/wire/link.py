@@ -136,11 +136,16 @@ class Link:
         """When the peer will have taken too long."""
         if self._stage in {Stage.CALLING, Stage.GREETING}:
             return self._began_s + self._limits.greeting_s
+        if self._channel.has_returned and self._stage is Stage.OPEN:
+            return -inf
         is_waiting = self._channel.is_within_frame or self._channel.pending() or self._stage is Stage.CLOSING
         return self._moved_s + self._limits.patience_s if is_waiting else inf
 
     def expire(self) -> None:
-        """The peer has taken too long."""
+        """The peer has taken too long, or should hear what it gets back."""
+        if self._channel.has_returned and self._stage is Stage.OPEN:
+            self._go_on()
+            return
         if self._stage is Stage.CLOSING:
             self._end(None)
             return
@@ -266,5 +271,6 @@ class Link:
         self._stage, self.error = Stage.ENDED, error
         self._loop.forget(self)
         self._socket.close()
+        self._channel.close()
         if self._on_end is not None:
             self._on_end(self, error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from counterpoint.errors import LaunchError, PeerError
+from counterpoint.server.wire.shelves import Borrowing, Shared
 
 BACKLOG = 128
 MAX_NAME_BYTES = 100
@@ -144,6 +145,17 @@ def refuse_other_users(peer: socket.socket) -> None:
     """
     if peer.family != socket.AF_UNIX:
         return
-    _, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    _, user = process_and_user(peer)
     if user not in {os.geteuid(), 0}:
         raise PeerError(f"user {user} is at the other end of a UNIX socket of user {os.geteuid()}; a job has one user")
+
+
+def process_and_user(peer: socket.socket) -> tuple[int, int]:
+    """Return who is at the other end of a UNIX socket, as the kernel says; process 0 if it cannot be seen from here."""
+    process, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return process, user
+
+
+def shared_with(peer: socket.socket) -> Shared | None:
+    """Return what the two ends of a UNIX socket lend each other; None for other sockets."""
+    return Shared(Borrowing(process_and_user(peer)[0])) if peer.family == socket.AF_UNIX else None

@@ -5,9 +5,11 @@ New memory costs about as much as what is received into it, because the kernel h
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -26,12 +28,13 @@ class Room:
 
     __slots__ = ("_store", "memory")
 
-    def __init__(self, store: bytearray | mmap.mmap, num_bytes: int) -> None:
+    def __init__(self, store: bytearray | mmap.mmap | ctypes.Array[ctypes.c_char], num_bytes: int) -> None:
         self._store = store
         self.memory = memoryview(store)[:num_bytes]
 
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int], start: int, num_bytes: int) -> Tensor:
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
         """Return a tensor of the bytes from ``start`` on, in this memory."""
+        num_bytes = prod(shape) * dtype.itemsize
         if not num_bytes:
             return torch.empty(tuple(shape), dtype=dtype)
         flat = torch.frombuffer(self._store, dtype=torch.uint8, count=num_bytes, offset=start)

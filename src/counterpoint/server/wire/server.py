@@ -17,7 +17,7 @@ from counterpoint.server.wire.letter import Letter
 from counterpoint.server.wire.limits import DEFAULTS, Limits
 from counterpoint.server.wire.link import Link, OnEnd, OnLetter, Side, Stage
 from counterpoint.server.wire.loop import READ, Loop
-from counterpoint.server.wire.place import Place, UnixPlace, listening
+from counterpoint.server.wire.place import Place, UnixPlace, listening, shared_with
 from counterpoint.server.wire.rooms import Rooms
 
 ACCEPTS_PER_TURN: Final = 16
@@ -151,7 +151,7 @@ class Server:
         peer.setblocking(False)
         prepare(peer, self._limits)
         greeting = answer(self._secret, self._secret.guard(self.place), secrets.token_bytes(NONCE_BYTES))
-        channel = Channel(greeting, self._limits, self._rooms)
+        channel = Channel(greeting, self._limits, self._rooms, shared_with(peer))
         link = Link(self._loop, peer, channel, self._limits, side=Side.ANSWERS, name=name)
         self._links[link] = None
         link.begin(self.on_letter, self._ended)
