@@ -14,6 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from counterpoint.errors import ProtocolError
+
 LARGE_BYTES = 1 << 18
 UNHELD = 3  # references to memory that no tensor holds: the list's, the one that asks, and the question's own
 
@@ -53,7 +55,11 @@ class Rooms:
         self._kept: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> Room:
-        """Return a room of this size; what is in it is not defined."""
+        """Return a room of this size; what is in it is not defined.
+
+        Raises:
+            ProtocolError: there is no memory for it.
+        """
         if num_bytes < LARGE_BYTES:
             return Room(bytearray(num_bytes), num_bytes)
         for store in self._kept:
@@ -61,7 +67,13 @@ class Rooms:
                 self._kept.remove(store)
                 self._kept.append(store)
                 return Room(store, num_bytes)
-        store = mmap.mmap(-1, num_bytes)
+        try:
+            store = mmap.mmap(-1, num_bytes)
+        except OSError as error:
+            raise ProtocolError(
+                f"a letter of {num_bytes} bytes came, for which there is no memory here ({error.strerror}); send it in "
+                "parts, or give this process more"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             store.madvise(mmap.MADV_HUGEPAGE)
         self._keep(store)
