@@ -20,6 +20,6 @@ with Loop() as loop:
     clients = [Client(loop, outside.place, secret), *(Client(loop, each.place, Secret(None)) for each in inside)]
     for client in clients:
         client.ask(Letter("ask", {}, [torch.ones(1000)])).answer(10.0)
-    sys.stdout.write(f"ready {outside.place.port}\n")
+    sys.stdout.write(f"ready {str(outside.place).rpartition(':')[2]}\n")
     sys.stdout.flush()
     loop.wait_for(lambda: False, 120.0, "the end of the scan")

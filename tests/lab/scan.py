@@ -32,17 +32,18 @@ def open_ports(host):
             if plain.connect_ex((host, port)) not in {0, errno.EINPROGRESS}:
                 plain.close()
                 continue
-            waiting.register(plain, selectors.EVENT_WRITE, port)
+            waiting.register(plain, selectors.EVENT_WRITE, (plain, port))
             if len(waiting.get_map()) >= AT_ONCE:
                 break
         if not waiting.get_map():
             return sorted(found)
         ready = waiting.select(PATIENCE_S)
         for key, _ in ready or [(key, 0) for key in list(waiting.get_map().values())]:
-            if not ready or key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                found.append(key.data)
-            waiting.unregister(key.fileobj)
-            key.fileobj.close()
+            plain, port = key.data
+            if not ready or plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                found.append(port)
+            waiting.unregister(plain)
+            plain.close()
 
 
 def heard(host, port, said):

@@ -1,4 +1,4 @@
-"""A loop whose clock stands still until a test moves it, and servers and links in it."""
+"""A loop whose clock stands still until a test moves it, and servers and connections in it."""
 
 import os
 
@@ -27,16 +27,16 @@ class Clock:
 
 
 class Records:
-    """What was heard over a link, and how it ended."""
+    """What was heard over a connection, and how it ended."""
 
     def __init__(self):
         self.letters = []
         self.ends = []
 
-    def letter(self, link, letter):
+    def letter(self, connection, letter):
         self.letters.append(letter)
 
-    def end(self, link, error):
+    def end(self, connection, error):
         self.ends.append(error)
 
 
@@ -92,6 +92,6 @@ def turns(loop, count=20):
 
 
 def called(loop, place, secret, **options):
-    """A link to the place, and what it hears."""
+    """A connection to the place, and what it hears."""
     records = Records()
     return connect(loop, place, secret, records.letter, on_end=records.end, **options), records

@@ -1,4 +1,4 @@
-"""Nothing grows without bound and nothing waits for ever: full links, peers that stop, processes that die."""
+"""Nothing grows without bound and nothing waits for ever: full connections, peers that stop, processes that die."""
 
 import os
 import socket
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from counterpoint.server.wire.client import Client
+from counterpoint.server.wire.connection import ConnectionLostError
 from counterpoint.server.wire.greeting import Secret
 from counterpoint.server.wire.letter import Letter
 from counterpoint.server.wire.limits import Limits
-from counterpoint.server.wire.link import LinkLostError
 from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import parse_place
 from counterpoint.server.wire.server import replying, serve
@@ -30,7 +30,7 @@ from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import parse_place
 with Loop() as loop:
     secret = Secret(read_key_from(0))
-    servers = [serve(loop, parse_place(place), secret, lambda link, letter: None) for place in sys.argv[1:]]
+    servers = [serve(loop, parse_place(place), secret, lambda connection, letter: None) for place in sys.argv[1:]]
     print(*(server.place for server in servers), flush=True)
     loop.wait_for(lambda: False, 60.0, "the end")
 """
@@ -39,20 +39,20 @@ with Loop() as loop:
 def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(loop, place, secret):
     answered = Records()
 
-    def answer(link, letter):
-        answered.letter(link, letter)
-        link.send(Letter("answer", {}, [torch.zeros(MIB // 4)]))
+    def answer(connection, letter):
+        answered.letter(connection, letter)
+        connection.send(Letter("answer", {}, [torch.zeros(MIB // 4)]))
 
     server = serve(loop, place, secret, answer, limits=Limits(unsent_bytes=4 * MIB))
     with Loop() as calling:
-        link, heard = called(calling, place, secret)
+        connection, heard = called(calling, place, secret)
         for _ in range(5):
             loop.turn()
             calling.turn()
         for index in range(50):
-            link.send(Letter("ask", {"index": index}))
+            connection.send(Letter("ask", {"index": index}))
         turns(loop, 50)
-        assert server.links[0].unsent_bytes < 6 * MIB
+        assert server.connections[0].unsent_bytes < 6 * MIB
         assert 4 <= len(answered.letters) < 16  # 4 MiB here, 4 of the socket's, 4 within a turn
         while len(heard.letters) < 50:
             loop.turn()
@@ -67,7 +67,7 @@ def test_a_client_waits_where_the_server_takes_nothing_and_says_so(place, secret
             serving.turn()
             calling.turn()
         client.ask(Letter("push", {}, [torch.zeros(8 * MIB)]))
-        with pytest.raises(LinkLostError, match=r"neither took one of \d+ bytes nor went on .* within 0.1 s"):
+        with pytest.raises(ConnectionLostError, match=r"neither took one of \d+ bytes nor went on .* within 0.1 s"):
             client.ask(Letter("push")).answer(5.0)
 
 
@@ -75,11 +75,11 @@ def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, 
     heard = Records()
     serve(still_loop, place, secret, heard.letter, on_end=heard.end)
     with Loop() as calling:
-        link, _ = called(calling, place, secret)
+        connection, _ = called(calling, place, secret)
         for _ in range(5):
             still_loop.turn()
             calling.turn()
-        link.send(Letter("push", {}, [torch.zeros(8 * MIB)]))
+        connection.send(Letter("push", {}, [torch.zeros(8 * MIB)]))
         turns(still_loop, 5)
         clock.now_s += 30.1
         turns(still_loop, 5)
@@ -108,9 +108,9 @@ def test_a_server_that_is_killed_leaves_an_error_and_nothing_else(loop, server_p
     loop.wait_for(lambda: all(client.is_open for client in clients), 10.0, "the greetings")
     process.kill()
     for place, question in zip(places, questions, strict=True):
-        with pytest.raises(LinkLostError, match="is gone"):
+        with pytest.raises(ConnectionLostError, match="is gone"):
             question.answer(10.0)
-        with pytest.raises(LinkLostError, match="call again"):
+        with pytest.raises(ConnectionLostError, match="call again"):
             Client(loop, place, secret).await_open()
     assert f"killed-{os.getpid()}" not in Path("/proc/net/unix").read_text(encoding="utf-8")
 

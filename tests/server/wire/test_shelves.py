@@ -19,23 +19,23 @@ SIZE = 1 << 20
 
 @pytest.fixture
 def linked(loop, place, secret):
-    """A link, and what the server hears over it, with its shelf offered and found."""
+    """A connection, and what the server hears over it, with its shelf offered and found."""
     heard = Records()
     serve(loop, place, secret, heard.letter)
-    link, _ = called(loop, place, secret)
+    connection, _ = called(loop, place, secret)
     turns(loop, 10)
-    link.send(Letter("push", {}, [torch.zeros(SIZE)]))
+    connection.send(Letter("push", {}, [torch.zeros(SIZE)]))
     loop.wait_for(lambda: heard.letters, 5.0, "the first letter")
     turns(loop, 10)
     heard.letters.clear()
-    return link, heard
+    return connection, heard
 
 
 def test_a_letter_on_a_shelf_is_as_it_was_when_it_was_sent(loop, linked):
-    link, heard = linked
+    connection, heard = linked
     tensors = [torch.arange(SIZE - 999, dtype=torch.int32), torch.ones(3, dtype=torch.bool), torch.eye(9).t()]
     expected = [tensor.clone() for tensor in tensors]
-    link.send(Letter("push", {"step": 1}, tensors))
+    connection.send(Letter("push", {"step": 1}, tensors))
     for tensor in tensors:
         tensor.zero_()
     loop.wait_for(lambda: heard.letters, 5.0, "the letter")
@@ -43,19 +43,19 @@ def test_a_letter_on_a_shelf_is_as_it_was_when_it_was_sent(loop, linked):
 
 
 def test_letters_that_are_kept_stay_as_they_are(loop, linked):
-    link, heard = linked
+    connection, heard = linked
     for index in range(8):
-        link.send(Letter("push", {}, [torch.full((SIZE,), float(index))]))
+        connection.send(Letter("push", {}, [torch.full((SIZE,), float(index))]))
         turns(loop, 10)
     loop.wait_for(lambda: len(heard.letters) == 8, 5.0, "the letters")
     assert [letter.tensors[0].unique().tolist() for letter in heard.letters] == [[float(i)] for i in range(8)]
 
 
 def test_a_shelf_is_used_again_when_nobody_holds_a_tensor_of_it(loop, linked):
-    link, heard = linked
+    connection, heard = linked
     places = set()
     for _ in range(6):
-        link.send(Letter("push", {}, [torch.zeros(SIZE)]))
+        connection.send(Letter("push", {}, [torch.zeros(SIZE)]))
         loop.wait_for(lambda: heard.letters, 5.0, "the letter")
         places.add(heard.letters.pop().tensors[0].data_ptr())
         gc.collect()

@@ -1,1 +1,1 @@
-"""The bytes between workers and servers: letters over authenticated links, with deadlines and bounds on everything."""
+"""The bytes between workers and servers: letters over authenticated connections, and bounds on everything."""

@@ -1,4 +1,4 @@
-"""One side of a link without its socket: bytes in, bytes and letters out, from the greeting to the goodbye."""
+"""One side of a connection without its socket: bytes in, bytes and letters out, from the greeting to the goodbye."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from typing import Self
 
 from counterpoint.errors import PeerError, ProtocolError
 from counterpoint.server.wire.connect import connect
+from counterpoint.server.wire.connection import Connection, ConnectionLostError, Stage
 from counterpoint.server.wire.greeting import Secret
 from counterpoint.server.wire.letter import Letter
 from counterpoint.server.wire.limits import DEFAULTS, Limits
-from counterpoint.server.wire.link import Link, LinkLostError, Stage
 from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import Place
 
@@ -31,7 +31,7 @@ class Question:
             deadline_s: the longest that this lasts.
 
         Raises:
-            LinkLostError: the server is gone; whether it has read the question is not known.
+            ConnectionLostError: the server is gone; whether it has read the question is not known.
             PeerError: it has not answered.
         """
         return self._client.await_answer(self, deadline_s)
@@ -51,56 +51,60 @@ class Client:
         self._loop = loop
         self._limits = limits
         self._open: deque[Question] = deque()
-        self._link = connect(loop, place, secret, self._take, limits=limits)
+        self._connection = connect(loop, place, secret, self._take, limits=limits)
 
     @property
     def is_open(self) -> bool:
         """The server has proved that it has the key, and has not gone."""
-        return self._link.stage is Stage.OPEN
+        return self._connection.stage is Stage.OPEN
 
     def await_open(self) -> None:
-        """The server has proved that it has the key; a PeerError says why not, a LinkLostError that it is not there."""
-        what = f"the greeting of {self._link.name}"
-        self._loop.wait_for(lambda: self.is_open or self._link.is_ended, 2 * self._limits.greeting_s, what)
-        if self._link.is_ended:
+        """The server has proved that it has the key; a PeerError says why not."""
+        what = f"the greeting of {self._connection.name}"
+        self._loop.wait_for(lambda: self.is_open or self._connection.is_ended, 2 * self._limits.greeting_s, what)
+        if self._connection.is_ended:
             raise self._why("instead of a greeting")
 
     def ask(self, letter: Letter) -> Question:
         """Return the question, which is on its way; several may be.
 
         Raises:
-            LinkLostError: the server is gone.
+            ConnectionLostError: the server is gone.
             PeerError: it has not taken what was sent before.
         """
-        what = f"{self._link.name} to take what was sent before {letter.kind!r}"
-        self._loop.wait_for(lambda: not self._link.is_full or self._link.is_ended, self._limits.patience_s, what)
+        what = f"{self._connection.name} to take what was sent before {letter.kind!r}"
+        self._loop.wait_for(
+            lambda: not self._connection.is_full or self._connection.is_ended, self._limits.patience_s, what
+        )
         question = Question(self, letter.kind)
         with self._loop.lock:
-            if self._link.is_ended:
+            if self._connection.is_ended:
                 raise self._why(f"before {letter.kind!r} was asked")
             self._open.append(question)
-            self._link.send(letter)
+            self._connection.send(letter)
         return question
 
     def await_answer(self, question: Question, deadline_s: float) -> Letter:
         """Return the answer to a question; a PeerError says why there is none."""
-        what = f"the answer of {self._link.name} to {question.kind!r}, {len(self._open)} being open"
-        self._loop.wait_for(lambda: question.found is not None or self._link.is_ended, deadline_s, what)
+        what = f"the answer of {self._connection.name} to {question.kind!r}, {len(self._open)} being open"
+        self._loop.wait_for(lambda: question.found is not None or self._connection.is_ended, deadline_s, what)
         if question.found is None:
             raise self._why(f"before it answered {question.kind!r}")
         return question.found
 
     def close(self) -> None:
         """What was asked has been sent, and the connection is closed."""
-        self._link.close()
-        what = f"{self._link.name} to take the goodbye"
-        self._loop.wait_for(lambda: self._link.is_ended, self._limits.patience_s + 1.0, what)
+        self._connection.close()
+        what = f"{self._connection.name} to take the goodbye"
+        self._loop.wait_for(lambda: self._connection.is_ended, self._limits.patience_s + 1.0, what)
 
     def _why(self, when: str) -> PeerError:
-        """Return why the link has ended."""
-        return self._link.error or LinkLostError(f"{self._link.name} said goodbye {when}; look at why, then call again")
+        """Return why the connection has ended."""
+        return self._connection.error or ConnectionLostError(
+            f"{self._connection.name} said goodbye {when}; look at why, then call again"
+        )
 
-    def _take(self, _: Link, letter: Letter) -> None:
+    def _take(self, _: Connection, letter: Letter) -> None:
         if not self._open:
             raise ProtocolError(f"an answer {letter.kind!r} to nothing that was asked; look at what the server runs")
         self._open.popleft().found = letter
@@ -113,4 +117,4 @@ class Client:
         if kind is None:
             self.close()
         else:
-            self._link.abort()
+            self._connection.abort()

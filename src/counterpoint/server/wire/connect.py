@@ -7,9 +7,9 @@ import socket
 from typing import Final
 
 from counterpoint.server.wire.channel import Channel
+from counterpoint.server.wire.connection import Connection, ConnectionLostError, OnEnd, OnLetter, Side
 from counterpoint.server.wire.greeting import NONCE_BYTES, Secret, call
 from counterpoint.server.wire.limits import DEFAULTS, Limits
-from counterpoint.server.wire.link import Link, LinkLostError, OnEnd, OnLetter, Side
 from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import Place, calling, shared_with
 from counterpoint.server.wire.rooms import Rooms
@@ -25,31 +25,33 @@ def connect(
     *,
     on_end: OnEnd | None = None,
     limits: Limits = DEFAULTS,
-) -> Link:
-    """Return a link that is on its way to a server; letters may be sent at once and leave when the server has greeted.
+) -> Connection:
+    """Return a connection that is on its way; letters may be sent at once, and leave when the server has greeted.
 
     Args:
         loop: that looks after it.
         place: where the server is.
         secret: of the job.
-        on_letter: called with the link and each letter that comes.
-        on_end: called once, with the link and why it ended; None after a goodbye.
+        on_letter: called with the connection and each letter that comes.
+        on_end: called once, with the connection and why it ended; None after a goodbye.
         limits: of this side.
 
     Raises:
         LaunchError: the place leads nowhere, or is beyond loopback and there is no key.
-        LinkLostError: nobody listens there.
+        ConnectionLostError: nobody listens there.
     """
     try:
         peer = calling(place, is_keyed=secret.key is not None)
     except OSError as error:
-        raise LinkLostError(f"nobody listens at {place}; look at whether the server runs, then call again") from error
+        raise ConnectionLostError(
+            f"nobody listens at {place}; look at whether the server runs, then call again"
+        ) from error
     prepare(peer, limits)
     greeting = call(secret, secret.guard(place), secrets.token_bytes(NONCE_BYTES))
     channel = Channel(greeting, limits, Rooms(), shared_with(peer))
-    link = Link(loop, peer, channel, limits, side=Side.ASKS, name=f"server {place}")
-    link.begin(on_letter, on_end)
-    return link
+    connection = Connection(loop, peer, channel, limits, side=Side.ASKS, name=f"server {place}")
+    connection.begin(on_letter, on_end)
+    return connection
 
 
 def prepare(peer: socket.socket, limits: Limits) -> None:

@@ -36,14 +36,14 @@ REFUSAL: Final = bytes(DIGEST_BYTES)
 
 
 class Guard(IntEnum):
-    """Who keeps others out of a link when the greeting is over."""
+    """Who keeps others out of a connection when the greeting is over."""
 
     NOBODY = 0
     """There is no key; checksums find faults, and no forgery."""
     CIPHER = 1
     """There is a key, and a network in between."""
     KERNEL = 2
-    """There is a key, and the link is a UNIX socket of one user: who could reach into it can reach into the process."""
+    """There is a key, and a UNIX socket of one user: whoever could reach into it can reach into the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Secret:
     job: str = ""
 
     def guard(self, place: Place) -> Guard:
-        """Return who keeps others out of a link to that place."""
+        """Return who keeps others out of a connection to that place."""
         if self.key is None:
             return Guard.NOBODY
         return Guard.KERNEL if isinstance(place, UnixPlace) else Guard.CIPHER
@@ -90,7 +90,7 @@ def call(secret: Secret, guard: Guard, nonce: bytes) -> Greeting:
 
     Args:
         secret: of the job.
-        guard: of the link.
+        guard: of the connection.
         nonce: fresh random bytes.
 
     Raises:
@@ -111,7 +111,7 @@ def answer(secret: Secret, guard: Guard, nonce: bytes) -> Greeting:
 
     Args:
         secret: of the job.
-        guard: of the link.
+        guard: of the connection.
         nonce: fresh random bytes.
 
     Raises:
@@ -145,7 +145,7 @@ def check_magic(theirs: bytes) -> None:
 
 
 def check_hello(theirs: bytes, guard: Guard) -> None:
-    """The other side speaks this version, has a key if this one has, and sees the same kind of link.
+    """The other side speaks this version, has a key if this one has, and sees the same kind of connection.
 
     Raises:
         ProtocolError: it does not.
@@ -163,7 +163,7 @@ def check_hello(theirs: bytes, guard: Guard) -> None:
         )
     if other != guard:
         raise ProtocolError(
-            f"a peer sees a link of kind {other} where this side sees {guard}: look for what is in between"
+            f"a peer sees a connection of kind {other} where this side sees {guard}: look for what is in between"
         )
 
 

@@ -13,7 +13,7 @@ from counterpoint.server.wire.shelves import Borrowing
 
 
 class Inbox:
-    """Receives one direction of a link.
+    """Receives one direction of a connection.
 
     Args:
         opener: of the session.
@@ -89,7 +89,7 @@ class Inbox:
         if head.sort in {LETTER, LAID}:
             return letter
         if self._borrowing is None:
-            raise malformed(f"{letter.kind!r} is about shelves, which a link of this kind has not")
+            raise malformed(f"{letter.kind!r} is about shelves, which a connection of this kind has not")
         self.notes.append((head.sort, letter))
         return None
 

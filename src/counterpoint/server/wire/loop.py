@@ -1,6 +1,6 @@
-"""One loop of a process over all its links: who can be read or written, whose deadline has passed, who waits for what.
+"""One loop over all connections: who can be read or written, whose deadline has passed, who waits for what.
 
-It turns in the thread of whoever waits, or in one of its own. Everything that happens to a link happens under the
+It turns in the thread of whoever waits, or in one of its own. Everything that happens to a connection happens under the
 loop's lock, in whichever thread, so that callbacks never meet themselves.
 """
 

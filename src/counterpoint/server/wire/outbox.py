@@ -11,7 +11,7 @@ BATCH = 16  # records that are sent at once, if they are small
 
 
 class Outbox:
-    """Sends one direction of a link.
+    """Sends one direction of a connection.
 
     Args:
         sealer: of the session.

@@ -12,10 +12,10 @@ from typing import Final, TypeAlias
 from counterpoint.errors import PeerError
 from counterpoint.server.wire.channel import Channel
 from counterpoint.server.wire.connect import prepare
+from counterpoint.server.wire.connection import Connection, OnEnd, OnLetter, Side, Stage
 from counterpoint.server.wire.greeting import NONCE_BYTES, Secret, answer
 from counterpoint.server.wire.letter import Letter
 from counterpoint.server.wire.limits import DEFAULTS, Limits
-from counterpoint.server.wire.link import Link, OnEnd, OnLetter, Side, Stage
 from counterpoint.server.wire.loop import READ, Loop
 from counterpoint.server.wire.place import Place, UnixPlace, listening, shared_with
 from counterpoint.server.wire.rooms import Rooms
@@ -42,9 +42,9 @@ def serve(
         loop: that looks after it.
         place: where.
         secret: of the job.
-        on_letter: called with the link that a letter came over, and the letter; a ProtocolError of it ends the link.
-        on_end: called with each link that ends, strangers included, and why; None after a goodbye.
-        limits: for each link.
+        on_letter: called with the connection and each letter that comes; a ProtocolError of it ends the connection.
+        on_end: called with each connection that ends, strangers included, and why; None after a goodbye.
+        limits: for each connection.
 
     Raises:
         LaunchError: the place is taken, or is beyond loopback and there is no key.
@@ -59,18 +59,18 @@ def serve(
 
 def replying(answers: Answers) -> OnLetter:
     """Return what answers every letter, in the order in which they come."""
-    return lambda link, letter: link.send(answers(letter))
+    return lambda connection, letter: connection.send(answers(letter))
 
 
 class Server:
-    """A place where callers come; each that has the key is a link.
+    """A place where callers come; each that has the key is a connection.
 
     Args:
         loop: that looks after it.
         listener: the socket.
         place: where it is.
         secret: of the job.
-        limits: for its links.
+        limits: for its connections.
     """
 
     def __init__(self, loop: Loop, listener: socket.socket, place: Place, secret: Secret, limits: Limits) -> None:
@@ -79,7 +79,7 @@ class Server:
         self._secret = secret
         self._limits = limits
         self._rooms = Rooms()
-        self._links: dict[Link, None] = {}  # in the order in which they came
+        self._connections: dict[Connection, None] = {}  # in the order in which they came
         self._count = 0
         self.on_letter: OnLetter | None = None
         self.on_end: OnEnd | None = None
@@ -87,24 +87,24 @@ class Server:
         self.due = inf
 
     @property
-    def links(self) -> list[Link]:
+    def connections(self) -> list[Connection]:
         """Those who have proved that they have the key, and have not ended."""
-        return [link for link in self._links if link.stage in {Stage.OPEN, Stage.CLOSING}]
+        return [connection for connection in self._connections if connection.stage in {Stage.OPEN, Stage.CLOSING}]
 
     @property
     def num_strangers(self) -> int:
         """Those who have not."""
-        return len(self._links) - len(self.links)
+        return len(self._connections) - len(self.connections)
 
     def close(self) -> None:
-        """Nobody is let in any more, and the links close."""
+        """Nobody is let in any more, and the connections close."""
         with self._loop.lock:
             self._stop_listening()
-            for link in list(self._links):
-                link.close()
+            for connection in list(self._connections):
+                connection.close()
 
     def abort(self) -> None:
-        """Nobody is let in any more; links end by themselves."""
+        """Nobody is let in any more; connections end by themselves."""
         self._stop_listening()
 
     def _stop_listening(self) -> None:
@@ -137,11 +137,13 @@ class Server:
 
     def _admit(self, peer: socket.socket, address: object) -> None:
         """A stranger has a short while to greet, and the one who has had most of it goes when there are too many."""
-        if len(self._links) - self.num_strangers >= self._limits.links:
+        if len(self._connections) - self.num_strangers >= self._limits.connections:
             peer.close()
             return
         if self.num_strangers >= self._limits.strangers:
-            next(link for link in self._links if link.stage in {Stage.CALLING, Stage.GREETING}).abort()
+            next(
+                connection for connection in self._connections if connection.stage in {Stage.CALLING, Stage.GREETING}
+            ).abort()
         self._count += 1
         name = (
             f"caller {self._count} at {self.place}"
@@ -152,14 +154,14 @@ class Server:
         prepare(peer, self._limits)
         greeting = answer(self._secret, self._secret.guard(self.place), secrets.token_bytes(NONCE_BYTES))
         channel = Channel(greeting, self._limits, self._rooms, shared_with(peer))
-        link = Link(self._loop, peer, channel, self._limits, side=Side.ANSWERS, name=name)
-        self._links[link] = None
-        link.begin(self.on_letter, self._ended)
+        connection = Connection(self._loop, peer, channel, self._limits, side=Side.ANSWERS, name=name)
+        self._connections[connection] = None
+        connection.begin(self.on_letter, self._ended)
 
-    def _ended(self, link: Link, error: PeerError | None) -> None:
-        del self._links[link]
+    def _ended(self, connection: Connection, error: PeerError | None) -> None:
+        del self._connections[connection]
         if self.on_end is not None:
-            self.on_end(link, error)
+            self.on_end(connection, error)
 
 
 def _shown(address: object) -> str:

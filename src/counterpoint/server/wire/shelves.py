@@ -1,7 +1,7 @@
 """Tensors between processes of one host without a socket: the sender lays them down where the receiver can see them.
 
 A shelf is a nameless file in memory that one side has made and lends, letter by letter, to the other. It is offered
-first; from when the other side has found it, large letters are copied onto it and only told of on the link. The
+first; from when the other side has found it, large letters are copied onto it and only told of on the connection. The
 receiver's tensors are on the shelf; when nobody holds one of them any more, the shelf is given back. Whatever does not
 work, such as no memory or a process that may not be looked at, leaves letters on the socket.
 """
@@ -162,7 +162,7 @@ class Borrowing:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the two sides of a link lend each other.
+    """What the two sides of a connection lend each other.
 
     Args:
         borrowing: from the other side.

@@ -7,11 +7,11 @@ import torch
 
 from counterpoint.errors import LaunchError, PeerError, ProtocolError
 from counterpoint.server.wire.client import Client
+from counterpoint.server.wire.connection import ConnectionLostError
 from counterpoint.server.wire.greeting import HELLO, REFUSAL, Secret
 from counterpoint.server.wire.key import new_key
 from counterpoint.server.wire.letter import Letter
 from counterpoint.server.wire.limits import Limits
-from counterpoint.server.wire.link import LinkLostError
 from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import parse_place
 from counterpoint.server.wire.server import replying, serve
@@ -56,7 +56,7 @@ def test_a_wrong_key_is_refused_without_a_hint(loop, place, secret):
     ):
         Client(loop, place, Secret(new_key())).await_open()
     turns(loop)
-    assert (server.links, server.num_strangers, heard.letters) == ([], 0, [])
+    assert (server.connections, server.num_strangers, heard.letters) == ([], 0, [])
 
 
 def test_another_generation_of_a_job_is_refused(loop, place):
@@ -102,7 +102,7 @@ def test_strangers_are_few_and_have_little_time(clock, still_loop, place, secret
     turns(still_loop)
     assert server.num_strangers == 3
     with Client(still_loop, place, secret):
-        assert len(server.links) == 1
+        assert len(server.connections) == 1
     clock.now_s += 5.1
     turns(still_loop)
     assert server.num_strangers == 0
@@ -110,42 +110,42 @@ def test_strangers_are_few_and_have_little_time(clock, still_loop, place, secret
 
 
 def test_a_server_that_nobody_started_is_an_error_that_says_to_call_again(loop, secret):
-    with pytest.raises(LinkLostError, match=r"nobody listens at unix:nobody; .* call again"):
+    with pytest.raises(ConnectionLostError, match=r"nobody listens at unix:nobody; .* call again"):
         Client(loop, parse_place("unix:nobody"), secret)
-    with pytest.raises(LinkLostError, match=r"tcp:127.0.0.1:1 is gone \(connection refused\); .* call again"):
+    with pytest.raises(ConnectionLostError, match=r"tcp:127.0.0.1:1 is gone \(connection refused\); .* call again"):
         Client(loop, parse_place("tcp:127.0.0.1:1"), secret).await_open()
 
 
 def test_a_goodbye_is_heard_on_the_other_side_after_everything_before_it(loop, place, secret):
     heard = Records()
     serve(loop, place, secret, heard.letter, on_end=heard.end)
-    link, _ = called(loop, place, secret)
-    loop.wait_for(lambda: link.stage.value == "open", 5.0, "the greeting")
+    connection, _ = called(loop, place, secret)
+    loop.wait_for(lambda: connection.stage.value == "open", 5.0, "the greeting")
     for index in range(3):
-        link.send(Letter("push", {"index": index}, [torch.zeros(200_000)]))
-    link.close()
+        connection.send(Letter("push", {"index": index}, [torch.zeros(200_000)]))
+    connection.close()
     loop.wait_for(lambda: heard.ends, 5.0, "the end")
     assert [letter.fields["index"] for letter in heard.letters] == [0, 1, 2]
     assert heard.ends == [None]
 
 
 def test_a_connection_that_breaks_off_is_an_error_on_the_other_side(loop, place, secret):
-    server = serve(loop, place, secret, lambda link, letter: link.abort())
+    server = serve(loop, place, secret, lambda connection, letter: connection.abort())
     with Client(loop, server.place, secret) as client:
-        with pytest.raises(LinkLostError, match=r"server unix:.* is gone without a goodbye; .* then call again"):
+        with pytest.raises(ConnectionLostError, match=r"server unix:.* is gone without a goodbye; .* then call again"):
             client.ask(Letter("ask")).answer(5.0)
-        with pytest.raises(LinkLostError, match="is gone without a goodbye"):
+        with pytest.raises(ConnectionLostError, match="is gone without a goodbye"):
             client.ask(Letter("ask"))
 
 
-def test_a_reader_that_finds_nonsense_ends_the_link(loop, place, secret):
-    def refuse(link, letter):
+def test_a_reader_that_finds_nonsense_ends_the_connection(loop, place, secret):
+    def refuse(connection, letter):
         raise ProtocolError(f"there is no {letter.kind}")
 
     heard = Records()
     serve(loop, place, secret, refuse, on_end=heard.end)
-    link, _ = called(loop, place, secret)
-    link.send(Letter("dance"))
+    connection, _ = called(loop, place, secret)
+    connection.send(Letter("dance"))
     loop.wait_for(lambda: heard.ends, 5.0, "the end")
     assert isinstance(heard.ends[0], ProtocolError)
     assert "there is no dance" in str(heard.ends[0])

@@ -1,4 +1,4 @@
-"""A link: one socket to a peer that has the key, letters in both directions, and one end that everybody hears of."""
+"""A connection: one socket to a peer that has the key, letters both ways, and one end that everybody hears of."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from counterpoint.server.wire.limits import Limits
 from counterpoint.server.wire.loop import READ, WRITE, Loop
 from counterpoint.server.wire.place import refuse_other_users
 
-TURN_BYTES = 1 << 22  # that one link receives or sends before others have their turn
+TURN_BYTES = 1 << 22  # that one connection receives or sends before others have their turn
 
 
-class LinkLostError(PeerError):
+class ConnectionLostError(PeerError):
     """The connection is gone; whether the peer has read what was sent last is not known. A caller may call again."""
 
 
 class Stage(Enum):
-    """How far a link has come."""
+    """How far a connection has come."""
 
     CALLING = "calling"
     GREETING = "greeting"
@@ -40,11 +40,11 @@ class Side(Enum):
     ANSWERS = "answers"
 
 
-OnLetter: TypeAlias = Callable[["Link", Letter], None]
-OnEnd: TypeAlias = Callable[["Link", PeerError | None], None]
+OnLetter: TypeAlias = Callable[["Connection", Letter], None]
+OnEnd: TypeAlias = Callable[["Connection", PeerError | None], None]
 
 
-class Link:
+class Connection:
     """One side of a connection, looked after by a loop.
 
     Args:
@@ -72,7 +72,7 @@ class Link:
         self.error: PeerError | None = None
 
     def begin(self, on_letter: OnLetter | None, on_end: OnEnd | None) -> None:
-        """The loop looks after the link, and these hear of its letters and of its end."""
+        """The loop looks after the connection, and these hear of its letters and of its end."""
         with self._loop.lock:
             self._on_letter, self._on_end = on_letter, on_end
             self._loop.watch(self, WRITE)
@@ -101,11 +101,11 @@ class Link:
         """The letter is on its way, or will be; its tensors must stay as they are until :attr:`unsent_bytes` is 0.
 
         Raises:
-            PeerError: the link has ended, or the letter cannot travel.
+            PeerError: the connection has ended, or the letter cannot travel.
         """
         with self._loop.lock:
             if self._stage in {Stage.CLOSING, Stage.ENDED}:
-                raise LinkLostError(f"the link to {self.name} has ended; open another one") from self.error
+                raise ConnectionLostError(f"the connection to {self.name} has ended; open another one") from self.error
             if not self._channel.pending():
                 self._moved_s = self._loop.clock()
             self._channel.put(letter)
@@ -154,7 +154,9 @@ class Link:
             (self._limits.greeting_s, "did not greet") if is_greeting else
             (self._limits.patience_s, f"neither took one of {self.unsent_bytes} bytes nor went on with its frame")
         )  # fmt: skip
-        self._end(LinkLostError(f"{self.name} {what} within {limit_s} s; look at what it does, or at the network"))
+        self._end(
+            ConnectionLostError(f"{self.name} {what} within {limit_s} s; look at what it does, or at the network")
+        )
 
     def ready(self, events: int) -> None:
         """The socket can be read or written."""
@@ -168,7 +170,7 @@ class Link:
         self._go_on()
 
     def _arrive(self) -> None:
-        """The connection is there, to a process of the same user where the kernel knows, or the link has ended."""
+        """The peer is there, and of the same user where the kernel knows, or the connection has ended."""
         if number := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._end(self._lost(OSError(number, os.strerror(number))))
             return
@@ -224,7 +226,7 @@ class Link:
             self._end(None)
             return
         where = "within a frame" if self._channel.is_within_frame else "without a goodbye"
-        self._end(LinkLostError(f"{self.name} is gone {where}; look at why it ended, then call again"))
+        self._end(ConnectionLostError(f"{self.name} is gone {where}; look at why it ended, then call again"))
 
     def _go_on(self) -> None:
         """What can be sent has been, and the loop watches for what is left."""
@@ -261,9 +263,9 @@ class Link:
                 error.add_note(f"it could not be told: {cause}")
         self._end(ProtocolError(f"{self.name}: {error}"))
 
-    def _lost(self, error: OSError) -> LinkLostError:
+    def _lost(self, error: OSError) -> ConnectionLostError:
         why = (error.strerror or str(error)).lower()
-        return LinkLostError(f"{self.name} is gone ({why}); look at whether it runs, then call again")
+        return ConnectionLostError(f"{self.name} is gone ({why}); look at whether it runs, then call again")
 
     def _end(self, error: PeerError | None) -> None:
         if self._stage is Stage.ENDED:
