@@ -24,7 +24,8 @@ SAID = {
 
 def open_ports(host):
     """Ports where somebody listens, or nobody says that he does not."""
-    found, waiting, ports = [], selectors.DefaultSelector(), iter(range(1, 1 << 16))
+    found: list[int] = []
+    waiting, ports = selectors.DefaultSelector(), iter(range(1, 1 << 16))
     while True:
         for port in ports:
             plain = socket.socket()

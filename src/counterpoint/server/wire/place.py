@@ -145,12 +145,12 @@ def refuse_other_users(peer: socket.socket) -> None:
     """
     if peer.family != socket.AF_UNIX:
         return
-    _, user = process_and_user(peer)
+    _, user = other_end(peer)
     if user not in {os.geteuid(), 0}:
         raise PeerError(f"user {user} is at the other end of a UNIX socket of user {os.geteuid()}; a job has one user")
 
 
-def process_and_user(peer: socket.socket) -> tuple[int, int]:
+def other_end(peer: socket.socket) -> tuple[int, int]:
     """Return who is at the other end of a UNIX socket, as the kernel says; process 0 if it cannot be seen from here."""
     process, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return process, user
@@ -158,4 +158,4 @@ def process_and_user(peer: socket.socket) -> tuple[int, int]:
 
 def shared_with(peer: socket.socket) -> Shared | None:
     """Return what the two ends of a UNIX socket lend each other; None for other sockets."""
-    return Shared(Borrowing(process_and_user(peer)[0])) if peer.family == socket.AF_UNIX else None
+    return Shared(Borrowing(other_end(peer)[0])) if peer.family == socket.AF_UNIX else None
