@@ -250,7 +250,7 @@ def read_looks(head: bytes, num_tensors: int) -> list[tuple[torch.dtype, tuple[i
         if code not in DTYPES or num_dims > MAX_DIMS or at + 8 * num_dims > len(head):
             raise damaged(f"tensor {index} is described by dtype {code} and {num_dims} dims")
         shape = struct.unpack_from(f"<{num_dims}Q", head, at)
-        if prod(max(length, 1) for length in shape) > MAX_PAYLOAD_BYTES:  # none of its elements need be there
+        if 0 in shape and prod(filter(None, shape)) > MAX_PAYLOAD_BYTES:  # no payload is too short for it
             raise damaged(f"tensor {index} is described by shape {shape}")
         looks.append((DTYPES[code], shape))
         at += 8 * num_dims

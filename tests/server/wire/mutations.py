@@ -37,10 +37,10 @@ def wire_of(outbox):
     return bytes(sent)
 
 
-def frames(way):
-    """The letters, and the goodbye, as bytes on the wire, frame by frame."""
+def frames(way, *other):
+    """The letters, and the goodbye, as bytes on the wire, frame by frame; of this connection, or under another key."""
     sealer, _, keys = WAYS[way]
-    outbox, found = Outbox(sealer(*keys)), []
+    outbox, found = Outbox(sealer(*(other or keys))), []
     for pieces in [*(letter.frame_of(each, LIMITS) for each in LETTERS), letter.goodbye()]:
         outbox.put(pieces)
         found.append(wire_of(outbox))

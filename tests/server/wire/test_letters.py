@@ -22,6 +22,12 @@ def test_fields_that_cannot_travel_are_refused_before_they_are_sent(fields):
         frame_of(Letter("push", fields), DEFAULTS)
 
 
+@pytest.mark.parametrize("kind", ["", "a" * 65])
+def test_a_letter_without_a_kind_is_refused_before_it_is_sent(kind):
+    with pytest.raises(PeerError, match="a kind has 1 to 64 letters"):
+        frame_of(Letter(kind), DEFAULTS)
+
+
 def test_a_tensor_that_cannot_travel_is_refused_before_it_is_sent():
     with pytest.raises(PeerError, match=r"torch.complex64 with 1 dims cannot be sent"):
         frame_of(Letter("push", {}, [torch.ones(1, dtype=torch.complex64)]), DEFAULTS)

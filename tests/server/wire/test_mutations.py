@@ -59,6 +59,13 @@ def test_a_greeting_that_was_changed_lets_nobody_in(turns):
         assert is_open == ought_to_be
 
 
+def test_frames_of_another_connection_are_refused_whole():
+    assert frames("keyed", bytes(16)) != frames("keyed")
+    letters, error = heard(receiver("keyed"), b"".join(frames("keyed", bytes(16))))
+    assert letters == []
+    assert "is not the one that the peer sealed next" in str(error)
+
+
 def test_frames_that_nobody_touched_are_all_believed():
     for way in WAYS:
         letters, error = heard(receiver(way), b"".join(frames(way)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from counterpoint.errors import PeerError
 from counterpoint.fabric.frames import payload_bytes
 from counterpoint.server.wire.greeting import Greeting, Session, Turn
 from counterpoint.server.wire.inbox import Inbox
-from counterpoint.server.wire.letter import BACK, LAID, LETTER, OFFER, Letter, frame_of, goodbye, numbers
+from counterpoint.server.wire.letter import BACK, LAID, OFFER, Letter, frame_of, goodbye, numbers
 from counterpoint.server.wire.limits import Limits
 from counterpoint.server.wire.outbox import Outbox
 from counterpoint.server.wire.rooms import Rooms
@@ -62,9 +63,15 @@ class Channel:
     def put(self, letter: Letter) -> None:
         """The letter will be sent after those before it; a PeerError where it cannot travel."""
         shelf = self._shelf_for(letter)
-        self._put(frame_of(letter, self._limits, LAID if shelf else LETTER, shelf.number if shelf else None))
-        if shelf is not None:
-            shelf.lay_down(letter.tensors)
+        if shelf is None:
+            self._put(frame_of(letter, self._limits))
+            return
+        try:
+            self._put(frame_of(letter, self._limits, LAID, shelf.number))
+        except PeerError:
+            shelf.is_free = True
+            raise
+        shelf.lay_down(letter.tensors)
 
     def _shelf_for(self, letter: Letter) -> Shelf | None:
         """Return a shelf that is free, if the letter is large; where none is, one is offered for the next."""

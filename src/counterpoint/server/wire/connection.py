@@ -193,7 +193,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._end(self._lost(error))
+                self._break(error)
                 return
             if not num_bytes:
                 self._hear_end()
@@ -236,7 +236,7 @@ class Connection:
             if self._stage is Stage.CLOSING and not is_left:
                 self._socket.shutdown(socket.SHUT_WR)
         except OSError as error:
-            self._end(self._lost(error))
+            self._break(error)
             return
         if self._stage is not Stage.ENDED:
             self._loop.watch(self, (0 if self._is_paused else READ) | (WRITE if is_left else 0))
@@ -262,6 +262,11 @@ class Connection:
             except OSError as cause:
                 error.add_note(f"it could not be told: {cause}")
         self._end(ProtocolError(f"{self.name}: {error}"))
+
+    def _break(self, error: OSError) -> None:
+        """The connection is gone; that is no loss if this side has said goodbye, and all before it."""
+        is_done = self._stage is Stage.CLOSING and not self._channel.pending()
+        self._end(None if is_done else self._lost(error))
 
     def _lost(self, error: OSError) -> ConnectionLostError:
         why = (error.strerror or str(error)).lower()

@@ -112,6 +112,10 @@ def written(letter: Letter, shelf: int | None = None) -> bytes:
         PeerError: they are not what JSON can hold.
     """
     said = [letter.kind, letter.fields] if shelf is None else [letter.kind, letter.fields, shelf]
+    if not 0 < len(letter.kind) <= MAX_KIND:
+        raise PeerError(
+            f"a letter of kind {letter.kind[:MAX_KIND]!r} cannot travel: a kind has 1 to {MAX_KIND} letters"
+        )
     try:
         text = json.dumps(said, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
