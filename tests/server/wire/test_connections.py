@@ -129,6 +129,31 @@ def test_a_goodbye_is_heard_on_the_other_side_after_everything_before_it(loop, p
     assert heard.ends == [None]
 
 
+def test_what_was_sent_and_closed_before_the_greeting_arrives_after_it(loop, place_and_secret):
+    (place, secret), heard = place_and_secret, Records()
+    server = serve(loop, place, secret, heard.letter, on_end=heard.end)
+    connection, ended = called(loop, server.place, secret)
+    connection.send(Letter("push", {}, [torch.arange(10)]))
+    connection.close()
+    loop.wait_for(lambda: heard.ends and ended.ends, 5.0, "the end on both sides")
+    assert [letter.kind for letter in heard.letters] == ["push"]
+    assert heard.ends == ended.ends == [None]
+
+
+def test_a_server_that_closes_says_goodbye_to_those_it_knows(loop, place_and_secret):
+    place, secret = place_and_secret
+    server = serve(loop, place, secret, replying(echo))
+    known, heard = called(loop, server.place, secret)
+    loop.wait_for(lambda: server.connections, 5.0, "the greeting")
+    silent = stranger(server.place)
+    loop.wait_for(lambda: server.num_strangers == 1, 5.0, "the stranger")
+    server.close()
+    loop.wait_for(lambda: known.is_ended, 5.0, "the goodbye")
+    assert (heard.ends, server.num_strangers) == ([None], 0)
+    assert silent.recv(10) == b""
+    silent.close()
+
+
 def test_a_connection_that_breaks_off_is_an_error_on_the_other_side(loop, place, secret):
     server = serve(loop, place, secret, lambda connection, letter: connection.abort())
     with Client(loop, server.place, secret) as client:

@@ -66,6 +66,7 @@ class Connection:
         self._side = side
         self._stage = Stage.CALLING
         self._moved_s = self._began_s = loop.clock()
+        self._is_leaving = False
         self._on_letter: OnLetter | None = None
         self._on_end: OnEnd | None = None
         self.name = name
@@ -104,7 +105,7 @@ class Connection:
             PeerError: the connection has ended, or the letter cannot travel.
         """
         with self._loop.lock:
-            if self._stage in {Stage.CLOSING, Stage.ENDED}:
+            if self._is_leaving or self._stage is Stage.ENDED:
                 raise ConnectionLostError(f"the connection to {self.name} has ended; open another one") from self.error
             if not self._channel.pending():
                 self._moved_s = self._loop.clock()
@@ -114,13 +115,12 @@ class Connection:
     def close(self) -> None:
         """What was sent before will arrive, and then the other side hears that nothing follows."""
         with self._loop.lock:
-            if self._stage in {Stage.CLOSING, Stage.ENDED}:
+            if self._is_leaving or self._stage is Stage.ENDED:
                 return
-            if self._stage is not Stage.OPEN:
-                self.abort()
-                return
-            self._stage = Stage.CLOSING
+            self._is_leaving = True
             self._channel.put_goodbye()
+            if self._stage is Stage.OPEN:
+                self._stage = Stage.CLOSING
             self._go_on()
 
     def abort(self) -> None:
@@ -214,7 +214,7 @@ class Connection:
         """So many bytes have come."""
         letter = self._channel.took(num_bytes)
         if self._stage is Stage.GREETING and self._channel.is_open:
-            self._stage = Stage.OPEN
+            self._stage = Stage.CLOSING if self._is_leaving else Stage.OPEN
         if letter is not None and self._stage is Stage.OPEN and self._on_letter is not None:
             self._on_letter(self, letter)
         if self._channel.is_over:
@@ -225,11 +225,19 @@ class Connection:
         if self._stage is Stage.CLOSING:
             self._end(None)
             return
-        where = "within a frame" if self._channel.is_within_frame else "without a goodbye"
-        self._end(ConnectionLostError(f"{self.name} is gone {where}; look at why it ended, then call again"))
+        try:
+            self._channel.end()
+        except ProtocolError as error:
+            self._end(ConnectionLostError(f"{self.name} is gone: {error}"))
+        else:
+            self._end(
+                ConnectionLostError(f"{self.name} is gone without a goodbye; look at why it ended, then call again")
+            )
 
     def _go_on(self) -> None:
         """What can be sent has been, and the loop watches for what is left."""
+        if self._stage is Stage.ENDED:
+            return
         try:
             self._flush()
             is_left = bool(self._channel.pending())
@@ -238,8 +246,7 @@ class Connection:
         except OSError as error:
             self._break(error)
             return
-        if self._stage is not Stage.ENDED:
-            self._loop.watch(self, (0 if self._is_paused else READ) | (WRITE if is_left else 0))
+        self._loop.watch(self, (0 if self._is_paused else READ) | (WRITE if is_left else 0))
 
     def _flush(self) -> None:
         if self._stage in {Stage.CALLING, Stage.ENDED}:
@@ -261,7 +268,9 @@ class Connection:
                 self._flush()
             except OSError as cause:
                 error.add_note(f"it could not be told: {cause}")
-        self._end(ProtocolError(f"{self.name}: {error}"))
+        named = ProtocolError(f"{self.name}: {error}")
+        named.__cause__ = error
+        self._end(named)
 
     def _break(self, error: OSError) -> None:
         """The connection is gone; that is no loss if this side has said goodbye, and all before it."""

@@ -97,11 +97,14 @@ class Server:
         return len(self._connections) - len(self.connections)
 
     def close(self) -> None:
-        """Nobody is let in any more, and the connections close."""
+        """Nobody is let in any more, strangers are gone, and the connections close."""
         with self._loop.lock:
             self._stop_listening()
             for connection in list(self._connections):
-                connection.close()
+                if connection.stage is Stage.OPEN:
+                    connection.close()
+                else:
+                    connection.abort()
 
     def abort(self) -> None:
         """Nobody is let in any more; connections end by themselves."""
