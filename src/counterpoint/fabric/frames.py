@@ -16,7 +16,7 @@ import torch
 from isal.isal_zlib import crc32
 from torch import Tensor
 
-from counterpoint.errors import PeerError
+from counterpoint.errors import PeerError, ProtocolError
 
 MAGIC = b"CPNT"
 VERSION = 1
@@ -249,16 +249,19 @@ def read_looks(head: bytes, num_tensors: int) -> list[tuple[torch.dtype, tuple[i
         at += LOOKS.size
         if code not in DTYPES or num_dims > MAX_DIMS or at + 8 * num_dims > len(head):
             raise damaged(f"tensor {index} is described by dtype {code} and {num_dims} dims")
-        looks.append((DTYPES[code], struct.unpack_from(f"<{num_dims}Q", head, at)))
+        shape = struct.unpack_from(f"<{num_dims}Q", head, at)
+        if 0 in shape and prod(filter(None, shape)) > MAX_PAYLOAD_BYTES:  # no payload is too short for it
+            raise damaged(f"tensor {index} is described by shape {shape}")
+        looks.append((DTYPES[code], shape))
         at += 8 * num_dims
     if len(head) - at >= ALIGNMENT or any(head[at:]):
         raise damaged(f"its head has {len(head) - at} bytes too many")
     return looks
 
 
-def damaged(found: str) -> PeerError:
+def damaged(found: str) -> ProtocolError:
     """Return the error for bytes that are no frame of ours."""
-    return PeerError(
+    return ProtocolError(
         f"damaged frame: {found}; a frame is believed only when every byte is as it was sent: look for another program "
         "on this connection, for another version of counterpoint, or for a bad link"
     )

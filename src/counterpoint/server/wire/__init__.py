@@ -1,0 +1,1 @@
+"""The bytes between workers and servers: letters over authenticated connections, and bounds on everything."""

@@ -1,0 +1,157 @@
+"""One loop over all connections: who can be read or written, whose deadline has passed, who waits for what.
+
+It turns in the thread of whoever waits, or in one of its own. Everything that happens to a connection happens under the
+loop's lock, in whichever thread, so that callbacks never meet themselves.
+"""
+
+from __future__ import annotations
+
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from math import inf
+from types import TracebackType
+from typing import Protocol, Self
+
+from counterpoint.errors import PeerError
+
+MAX_PAUSE_S = 0.1  # between two looks at the deadlines: another thread may have set one
+READ = selectors.EVENT_READ
+WRITE = selectors.EVENT_WRITE
+
+
+class Watched(Protocol):
+    """What a loop looks after; it adds itself and takes itself out."""
+
+    @property
+    def due(self) -> float:
+        """When :meth:`expire` is to be called, by the loop's clock; infinite if never."""
+
+    def fileno(self) -> int:
+        """Return the descriptor of its socket."""
+
+    def ready(self, events: int) -> None:
+        """The socket can be read or written."""
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+
+    def abort(self) -> None:
+        """It is gone, at once."""
+
+
+class Loop:
+    """Turns until nobody waits any more; everything in it is gone when it is closed.
+
+    Args:
+        clock: says how late it is.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.lock = threading.RLock()
+        self._turned = threading.Condition(self.lock)
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[Watched, int] = {}
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+
+    def watch(self, watched: Watched, events: int) -> None:
+        """It will hear when its socket can be read or written; 0 for neither."""
+        known = self._watched.get(watched)
+        if known == events:
+            return
+        if events and known:
+            self._selector.modify(watched.fileno(), events, watched)
+        elif events:
+            self._selector.register(watched.fileno(), events, watched)
+        elif known:
+            self._selector.unregister(watched.fileno())
+        self._watched[watched] = events
+
+    def forget(self, watched: Watched) -> None:
+        """It hears nothing any more; its socket may be closed."""
+        if self._watched.pop(watched, 0):
+            self._selector.unregister(watched.fileno())
+
+    def turn(self, patience_s: float = 0.0) -> None:
+        """Whoever could be read or written has been, and whoever was due has been told.
+
+        Args:
+            patience_s: how long to wait for somebody, if nobody can.
+        """
+        with self.lock:
+            next_due = min((watched.due for watched in self._watched), default=inf)
+        pause_s = min(patience_s, max(next_due - self.clock(), 0.0), MAX_PAUSE_S)
+        found = self._selector.select(pause_s)
+        with self.lock:
+            for key, events in found:
+                if key.data in self._watched:  # it may have gone meanwhile
+                    key.data.ready(events)
+            now = self.clock()
+            for watched in [each for each in self._watched if each.due <= now]:
+                watched.expire()
+            self._turned.notify_all()
+
+    def wait_for(self, holds: Callable[[], bool], deadline_s: float, what: str) -> None:
+        """The condition holds; the loop has turned here, unless it does in its own thread.
+
+        Args:
+            holds: the condition.
+            deadline_s: the longest that this lasts.
+            what: is waited for, for the error.
+
+        Raises:
+            PeerError: time is up.
+        """
+        end = self.clock() + deadline_s
+        while True:
+            with self.lock:
+                self._raise_failure()
+                if holds():
+                    return
+                left = end - self.clock()
+                if left <= 0:
+                    raise PeerError(f"waited {deadline_s} s for {what}; look at what the other side does instead")
+                if self._thread is not None and self._thread is not threading.current_thread():
+                    self._turned.wait(min(left, 1.0))
+                    continue
+            self.turn(left)
+
+    def start(self) -> None:
+        """It turns in a thread of its own until it is closed."""
+        self._thread = threading.Thread(target=self._run, name="counterpoint wire", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                self.turn(MAX_PAUSE_S)
+            except BaseException as error:  # noqa: BLE001 - told to whoever waits
+                with self.lock:
+                    self._failure = error
+                    self._turned.notify_all()
+                return
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """All that it looked after is gone: no socket and no thread is left."""
+        self._is_stopping = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+        with self.lock:
+            for watched in list(self._watched):
+                watched.abort()
+            self._selector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()

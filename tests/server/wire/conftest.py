@@ -1,0 +1,97 @@
+"""A loop whose clock stands still until a test moves it, and servers and connections in it."""
+
+import os
+
+import pytest
+
+from counterpoint.server.wire.client import Client
+from counterpoint.server.wire.connect import connect
+from counterpoint.server.wire.greeting import Secret
+from counterpoint.server.wire.key import new_key
+from counterpoint.server.wire.letter import Letter
+from counterpoint.server.wire.loop import Loop
+from counterpoint.server.wire.place import parse_place
+from counterpoint.server.wire.server import replying, serve
+
+PLACES = {"unix": f"unix:test-{os.getpid()}", "tcp": "tcp:127.0.0.1:0"}
+
+
+class Clock:
+    """Says what it was told."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Records:
+    """What was heard over a connection, and how it ended."""
+
+    def __init__(self):
+        self.letters = []
+        self.ends = []
+
+    def letter(self, connection, letter):
+        self.letters.append(letter)
+
+    def end(self, connection, error):
+        self.ends.append(error)
+
+
+@pytest.fixture
+def loop():
+    with Loop() as opened:
+        yield opened
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def still_loop(clock):
+    with Loop(clock) as opened:
+        yield opened
+
+
+@pytest.fixture(params=[("unix", True), ("unix", False), ("tcp", True), ("tcp", False)], ids=str)
+def place_and_secret(request):
+    kind, is_keyed = request.param
+    return parse_place(PLACES[kind]), Secret(new_key() if is_keyed else None)
+
+
+@pytest.fixture
+def secret():
+    return Secret(new_key())
+
+
+@pytest.fixture
+def place():
+    return parse_place(PLACES["unix"])
+
+
+def echo(letter):
+    return Letter("echo", letter.fields, letter.tensors)
+
+
+@pytest.fixture
+def asking(loop, place_and_secret):
+    """A client of a server that answers with what it was asked."""
+    place, secret = place_and_secret
+    server = serve(loop, place, secret, replying(echo))
+    with Client(loop, server.place, secret) as client:
+        yield client
+
+
+def turns(loop, count=20):
+    for _ in range(count):
+        loop.turn()
+
+
+def called(loop, place, secret, **options):
+    """A connection to the place, and what it hears."""
+    records = Records()
+    return connect(loop, place, secret, records.letter, on_end=records.end, **options), records
