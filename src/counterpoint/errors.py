@@ -4,7 +4,9 @@
   + PlanError        you asked for something that cannot be done; change the plan
   + ProgramError     a strategy or pass wrote a wrong program; report it to its author
   + PeerError        another rank failed or fell silent; this rank is innocent
+
     - ProtocolError  bytes or a request came that nobody may send; they changed nothing
+
   + CheckpointError  a checkpoint is damaged, or belongs to another model
   + DataError        a batch, a loss or a gradient cannot be used
   + LaunchError      ranks could not be started, or one of them ended
