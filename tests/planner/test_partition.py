@@ -112,14 +112,14 @@ def test_the_stages_take_what_is_said(profile, level):
     assert len(cuts) == 1 or slowest_s(states, cuts, replicas, [level], Published()) == found.slowest_s
 
 
-@pytest.mark.parametrize(("count", "reached"), [(4, 0.9), (8, 1.0), (16, 1.0)])
-def test_vgg_keeps_its_dense_layers_on_one_device(count, reached):
-    """VGG-16 over links of 10 Gbit/s is replicated up to its dense layers: 7-1 and 15-1, as published, and so is 3-1.
+PLAIN_AT_FOUR = pytest.mark.xfail(reason="what replicas send hides behind computing: 4, where 3-1 was released")
 
-    On four devices sums at line rate hide behind computing; nine tenths of it are enough that they do not.
-    """
+
+@pytest.mark.parametrize("count", [pytest.param(4, marks=PLAIN_AT_FOUR), 8, 16])
+def test_vgg_keeps_its_dense_layers_on_one_device(count):
+    """VGG-16 over links of 10 Gbit/s is replicated up to its dense layers: 3-1, 7-1 and 15-1, as published."""
     states = find_states(read("vgg16").without_inputs())
-    found = partition(states, [Level(count, reached * 1.25e9)], Published())
+    found = partition(states, [Level(count, 1.25e9)], Published())
     assert [stage.replicas for stage in found.stages] == [count - 1, 1]
 
 

@@ -39,7 +39,7 @@ class Published:
 
     T(i, j, m) = max(A(i, j), 2 (m - 1) / m |w| / B) / m, and 2 a / B for what crosses a cut. A replica sends
     (m - 1) / m of its weights and receives as much, as the text of the paper has it; the formula that is printed beside
-    it leaves out the division by m, and gives none of the published configurations.
+    it leaves out the division by m; which configurations each of the two gives, decision 39 says.
     """
 
     shares_first: bool = False

@@ -154,6 +154,7 @@ class _Reader:
         self.mistakes: list[tuple[int, str]] = []
 
     def cluster(self, root: yaml.Node) -> Cluster:
+        """Return what a whole file says; what it says wrong is noted, and something usual stands for it."""
         nodes = self.keys(root, "", _KEYS, required=("device",))
         both = [nodes[key] for key in ("link", "levels") if key in nodes]
         if not both:
@@ -188,6 +189,7 @@ class _Reader:
         return Link(latency_s, bytes_per_s, self.switch(nodes.get("copied"), f"{path}.copied"))
 
     def level(self, node: yaml.Node, path: str) -> Level:
+        """Return one level of the network."""
         nodes = self.keys(node, path, _LEVEL_KEYS, required=("name", "count", *LINK))
         link = self.link_in(nodes, path)
         name = self.name(nodes.get("name"), f"{path}.name")
@@ -211,6 +213,7 @@ class _Reader:
         return parts
 
     def slow_link(self, node: yaml.Node, path: str, levels: tuple[Level, ...]) -> tuple[int, int, float]:
+        """Return a level, which of its groups, and what part of the level's speed the group's link has."""
         nodes = self.keys(node, path, _SLOW_KEYS, required=_SLOW_KEYS)
         level, group = (self.whole(nodes.get(key), f"{path}.{key}") for key in ("level", "group"))
         part = float(text) if re.fullmatch(NUMBER, text := _shown(nodes.get("part", node))) else 0.0
