@@ -51,7 +51,10 @@ def turns(texts, cells):
 
 
 def step_s(laps):
-    """Return the median step of the slowest rank, of that half of the laps in which others computed least.
+    """Return the mean step of a lap, the median over that half of the laps in which others computed least.
+
+    Ranks wait for each other in a step, and not at its end; so a lap lasts as long as its slowest rank says, which for
+    a single step is more than what it adds.
 
     Args:
         laps: of each rank; see ranks.py.
@@ -59,14 +62,16 @@ def step_s(laps):
     rows = []
     for own in zip(*laps, strict=True):
         others_s = own[0][2] - sum(computed for _, computed, _ in own)
-        steps = [max(taken) for taken in zip(*(steps for steps, _, _ in own), strict=True)]
-        rows.append((max(0.0, others_s) / sum(own[0][0]), steps))
+        rows.append((max(0.0, others_s) / sum(own[0][0]), mean_s(own)))
     rows.sort()
-    return median(step for _, steps in rows[: (len(rows) + 1) // 2] for step in steps)
+    return median(step for _, step in rows[: (len(rows) + 1) // 2])
+
+
+def mean_s(own):
+    """Return the mean step of one lap of each rank."""
+    return max(sum(steps) / len(steps) for steps, _, _ in own)
 
 
 def least_s(laps):
-    """Return the shortest step of the slowest rank."""
-    return min(
-        max(taken) for own in zip(*laps, strict=True) for taken in zip(*(steps for steps, _, _ in own), strict=True)
-    )
+    """Return the mean step of the shortest lap."""
+    return min(mean_s(own) for own in zip(*laps, strict=True))

@@ -1,7 +1,6 @@
 """What is predicted of plans, from a probe of the machine and a profile of each model, no plan of either measured."""
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +9,13 @@ from cells import SUBJECTS, Cell
 
 from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.local import run_command
+from counterpoint.launchers.local import run_command, script_command
 from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.model.timing_file import read_timing
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import predict
+from counterpoint.planner.rank import predict, settle
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.training.choice import FEW_SAMPLES, PASSES, trace_spec
@@ -55,12 +54,8 @@ def profiled(letter, cells):
     """Return a model's profile, for the sizes of microbatches that its cells have; it runs in a process of its own."""
     subject = SUBJECTS[letter]()
     sizes = sorted({subject.batch // cell.plan.num_micros for cell in cells if cell.letter == letter})
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), letter, json.dumps(sizes)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise LaunchError(f"the profile of {letter} ended with {done.returncode}: {done.stderr[-800:]}")
-    told = json.loads(done.stdout.splitlines()[-1])
+    lines = told_by(script_command(SCRIPT, [letter, json.dumps(sizes)]), 1, f"the profile of {letter}")
+    told = json.loads(lines[-1])
     model, few = subject.build(), subject.samples[0][:FEW_SAMPLES]
     face = Face(subject.optimizer, dict(model.named_parameters()))
     chain = with_unused(trainable(cut_model(model, call_form(few), need="chain").spec, face))
@@ -69,12 +64,17 @@ def profiled(letter, cells):
 
 def probed():
     """Return this host as `counterpoint probe` finds it, with as many ranks as any plan here has."""
+    return read_cluster(json.loads("\n".join(told_by(PROBE, MOST_RANKS, "the probe")))["cluster"])
+
+
+def told_by(command, ranks, what):
+    """Return the lines that rank 0 of a command prints; ranks keep the memory that they free, as those of a plan do."""
     lines = []
-    result = run_command(PROBE, MOST_RANKS, threads_per_rank=1, on_line=lines.append)
+    result = run_command(command, ranks, threads_per_rank=1, on_line=lines.append)
     if result.exit_code:
-        raise LaunchError(f"the probe ended with {result.exit_code}: {result.report}")
-    text = "\n".join(line.text for line in lines if line.rank == 0 and line.stream == "out")
-    return read_cluster(json.loads(text)["cluster"])
+        texts = "\n".join(line.text for line in lines[-12:])
+        raise LaunchError(f"{what} ended with {result.exit_code}: {result.report}\n{texts}")
+    return [line.text for line in lines if line.rank == 0 and line.stream == "out"]
 
 
 def lab_cluster(lab, here):
@@ -86,6 +86,13 @@ def lab_cluster(lab, here):
     found = json.loads(lab.run_ranks(PROBE, deadline_s=PROBE_S)[0].text())
     network = read_cluster(found["cluster"]).levels[-1]
     return Cluster(here.device, levels=(Level("lab", network.count, network.link),), crowding=here.crowding)
+
+
+def as_it_runs(cell, found: Profiled, cluster: Cluster):
+    """Return a cell with its cuts written out, as the planner makes them of the profile: those are what is measured."""
+    plan, batch = cell.plan, SUBJECTS[cell.letter]().batch
+    settled = settle(plan, found.spec(plan.need), cluster, batch_size=batch, timing=found.timing)
+    return replace(cell, strategy=str(settled))
 
 
 def step_s(cell, found: Profiled, cluster: Cluster):

@@ -7,27 +7,27 @@ import json
 import sys
 from statistics import median
 
-import torch
 from cells import SUBJECTS
 from ranks import Alone
 
 import counterpoint as cp
 from counterpoint.model.timing_file import write_timing
+from counterpoint.profiler.watch import as_in_training
 
 MOST_AT_ONCE = 64
 
 
 def main(letter, sizes):
-    torch.set_num_threads(1)
     subject = SUBJECTS[letter]()
-    alone = Alone(subject)
-    alone.steps()
-    beside = alone.steps()
     inputs, targets = next(subject.batches(MOST_AT_ONCE))
-    timing = cp.profile(
-        subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, samples=json.loads(sizes)
-    )
-    beside += alone.steps()
+    with as_in_training(threads=1):
+        alone = Alone(subject)
+        alone.steps()
+        beside = alone.steps()
+        timing = cp.profile(
+            subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, samples=json.loads(sizes)
+        )
+        beside += alone.steps()
     sys.stdout.write(f"{json.dumps({'timing': write_timing(timing), 'beside_s': median(beside)})}\n")
 
 

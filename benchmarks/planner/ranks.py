@@ -13,14 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from cells import SUBJECTS, Cell
 
 import counterpoint as cp
 from counterpoint.launchers.environment import detect
+from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
 
-BESIDE, WARM_UP, LAP_S = 4, 3, 0.1
+BESIDE, WARM_UP, LAP_S = 4, 8, 0.1
 
 
 def computed_s():
@@ -52,8 +52,8 @@ class Alone:
         return time.perf_counter() - began
 
     def steps(self):
-        """Take some and return the seconds of each."""
-        return [self.step() for _ in range(BESIDE)]
+        """Take some, warm, and return the seconds of each."""
+        return [self.step() for _ in range(2 * BESIDE)][BESIDE:]
 
     def beside(self, others):
         """Take some on rank 0 alone, and some on all ranks at once; return the seconds of each."""
@@ -98,10 +98,7 @@ def turn(cell, subject, alone, others, budget_s):
     """Return the laps of one plan, and the steps beside it."""
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
-        began = time.perf_counter()
-        run(*next(batches))
-        first_s = others.slowest(time.perf_counter() - began)
-        for _ in range(WARM_UP if first_s < budget_s / 4 else 1):
+        for _ in range(WARM_UP):  # until no step takes memory that the ones before had not
             began = time.perf_counter()
             run(*next(batches))
         step_s = others.slowest(time.perf_counter() - began)
@@ -116,8 +113,13 @@ def turn(cell, subject, alone, others, budget_s):
 
 def main(text):
     """Take the turns that are asked for as JSON: cells, rounds, and seconds of each turn."""
-    torch.set_num_threads(1)
     asked = json.loads(text)
+    with as_in_training(threads=1):
+        taken(asked)
+
+
+def taken(asked):
+    """Take the turns and print what they took."""
     others, found = Others(), []
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = SUBJECTS[letter]()

@@ -44,7 +44,8 @@ def on_this_machine(models, cluster, options):
     for letter in SUBJECTS:
         for ranks in sorted({cell.ranks for cell in CELLS}):
             options.tell(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
-            cells = [cell for cell in CELLS if cell.letter == letter and cell.ranks == ranks]
+            asked = [cell for cell in CELLS if cell.letter == letter and cell.ranks == ranks]
+            cells = [predicted.as_it_runs(cell, models[letter], cluster) for cell in asked]
             turns = measured.on_host(cells, rounds=max(2, options.rounds or ROUNDS), seconds=SECONDS)
             found += [judged(cell, turns[cell], models[letter], cluster) for cell in cells]
     rows = [
@@ -104,7 +105,7 @@ def between_hosts(models, cluster, options):
                 network = predicted.lab_cluster(lab, cluster)
                 for letter in SUBJECTS:
                     options.tell(f"{letter} on {hosts} hosts, {rate or 'unshaped'}")
-                    cells = [Cell(letter, *plan) for plan in plans]
+                    cells = [predicted.as_it_runs(Cell(letter, *plan), models[letter], network) for plan in plans]
                     chosen = predicted.chosen(letter, hosts, models[letter], network)
                     cells += [chosen] if chosen not in cells else []
                     turns = measured.in_lab(lab, cells, rounds=1, seconds=LAB_SECONDS, deadline_s=DEADLINE_S)

@@ -53,5 +53,11 @@ class Ticks:
     def hand_s(self, word, part, rank, *, has_one_copy=False):
         return 0.0
 
+    def is_streamed(self, word, rank):
+        return False
+
+    def pass_s(self, word):
+        return 0.0
+
     def serve_s(self, unit, server, worker):
         return self.on_server_s

@@ -21,7 +21,8 @@ from counterpoint.cutting.seeds import silent
 from counterpoint.model.timing import NOTHING, Machine, PieceTime, Point, Timing, known_pieces, known_weights
 from counterpoint.profiler.subject import Subject, storages
 from counterpoint.runtime.build import call_form
-from counterpoint.simulator.costs import ADAM_PASSES, ADD_PASSES
+from counterpoint.simulator.costs import ADAM_PASSES
+from counterpoint.simulator.moves import ADD_PASSES
 from counterpoint.world.cluster import Device
 
 

@@ -173,7 +173,8 @@ class Clock:
             case Forward() | Recompute() | Backward() | Update():
                 return self.work((rank, index), self.score.seconds[rank][index], now)
             case Send() | Push():
-                until = self.work((rank, index), self.score.hand_s(rank, index), now)
+                self.say((rank, index), now, begins=True)
+                until = self.work((rank, index), self.score.hand(rank, index).seconds, now)
                 if until is not None:
                     self.say((rank, index), until)
                 return until
@@ -197,12 +198,11 @@ class Clock:
             case Serve():
                 return self.serve(rank, word, now)
             case Release() | Swap():
-                self.note(rank, index, (now, now), "link")
-                return now
+                return self.work((rank, index), self.score.hand(rank, index).seconds, now)
 
     def work(self, place: Place, seconds: float, now: float, seat: int | None = None) -> float | None:
         """Let a rank's processor do something; return until when, or None where others of its host may slow it down."""
-        if not seconds and seat is None and not isinstance(self.score.word(place), Compute | Update):
+        if not seconds and seat is None and not isinstance(self.score.word(place), Compute | Update | Release | Swap):
             return now
         uses = self.score.places.cores(place[0]) if seconds and self.shares else ()
         if uses:
@@ -211,9 +211,9 @@ class Clock:
         self.note(*place, (now, now + seconds), lane_of(self.score.word(place)))
         return now + seconds
 
-    def say(self, place: Place, now: float) -> None:
-        """Put a message on its link, if the word at a place is one and its rank has made it ready."""
-        if isinstance(self.score.word(place), Send | Push):
+    def say(self, place: Place, now: float, *, begins: bool = False) -> None:
+        """Put a message on its link, if the word at a place is one and this is when: as it begins, or ready."""
+        if isinstance(self.score.word(place), Send | Push) and self.score.hand(*place).is_streamed == begins:
             self.wish(now, self.score.message(*place))
 
     def hear(self, rank: int, key: Key, now: float) -> float | None:
@@ -221,7 +221,7 @@ class Clock:
         if self.await_done(rank, key, now) is None:
             return None
         index = self.cursor[rank]
-        return self.work((rank, index), self.score.hand_s(rank, index), now)
+        return self.work((rank, index), self.score.hand(rank, index).seconds, now)
 
     def serve(self, rank: int, word: Serve, now: float) -> float | None:
         """Apply the push that came first and answer it; go on when all workers have been served."""

@@ -16,6 +16,7 @@ from counterpoint.program.instruction import (
     Instruction,
     Push,
     Recompute,
+    Release,
     Send,
     Update,
     Value,
@@ -27,10 +28,6 @@ from counterpoint.world.cluster import Cluster, Device
 
 ADAM_PASSES = 7
 """How often an update goes over its parameters: it reads weight, gradient and two states, and writes three back."""
-
-
-ADD_PASSES = 3
-"""How often adding one gradient to another goes over them: it reads both, and writes one back."""
 
 
 class Costs(Protocol):
@@ -65,6 +62,14 @@ class Costs(Protocol):
             rank: whose word it is.
             has_one_copy: whether weights and gradients of its members are one and the same memory.
         """
+        ...
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell whether a message of a rank is taken out while it is still being put in, by two that are both busy."""
+        ...
+
+    def pass_s(self, word: Talk | Release) -> float:
+        """Return how long a rank takes to go once over as much of its own memory as what the word is about takes."""
         ...
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
@@ -108,6 +113,14 @@ class UnitCosts:
         return 0.0
 
     def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
+        """Return nothing."""
+        return 0.0
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell that none is."""
+        return False
+
+    def pass_s(self, word: Talk | Release) -> float:
         """Return nothing."""
         return 0.0
 
@@ -161,6 +174,14 @@ class ModelCosts:
     def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
         """Return what :class:`counterpoint.simulator.network.Network` says."""
         return self.network.hand_s(word, part, rank, has_one_copy=has_one_copy)
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell what :class:`counterpoint.simulator.network.Network` says."""
+        return self.network.is_streamed(word, rank)
+
+    def pass_s(self, word: Talk | Release) -> float:
+        """Return nothing: it is not counted."""
+        return 0.0
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return an update by the memory's speed, and the weights by that of the link to the worker."""

@@ -25,6 +25,9 @@ from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.rings import collective_s, halves, memory_half_s
 from counterpoint.world.cluster import Cluster, Link
 
+PIPE_BYTES = 1 << 20
+"""So much is under way at most between two ranks of a host; of a larger message both ends are busy at one time."""
+
 REMEMBERED = 4096
 """Of so many groups of ranks it is remembered where they are; a program calls each of its groups many times."""
 
@@ -96,16 +99,20 @@ class Network:
         if not self.is_copied(word, rank):
             return 0.0
         match word:
+            case Pull(value) if self.size_of(value) > PIPE_BYTES:
+                return 0.0  # taken out while its server puts it in
             case Send(value, peer) | Push(value, peer) | Recv(value, peer) | Pull(value, peer):
-                return self.cluster.link_among((rank, peer)).seconds(self.size_of(value)) / 2
-            case Collective(verb, value, group) if verb in {"join", "copy"} and not has_one_copy:
-                others = (len(group) - 1) / len(group) if verb == "join" else 1.0
-                return self.cluster.link_among(group).seconds(self.size_of(value) * others) / 2
+                size = self.size_of(value)
+                return self.cluster.link_among((rank, peer)).seconds(size) / (1 if size > PIPE_BYTES else 2)
             case Collective(value=value, group=group):
                 moved = self.size_of(value) * float(part) * passes(word, has_one_copy=has_one_copy)
                 return self.cluster.link_among(group).latency_s / 2 + moved / self.cluster.device.memory_bytes_per_s
             case Commit(group):
                 return self.cluster.link_among(group).latency_s
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell whether a message of a rank is larger than the pipe that it goes through."""
+        return self.size_of(word.value) > PIPE_BYTES and self.is_copied(word, rank)
 
     def _on_way(self, ranks: Group, rounds: int, num_bytes: float) -> Load:
         """Return what it takes to get so many bytes from group to group of these ranks, in so many rounds."""
@@ -176,9 +183,9 @@ def _repeated(load: Load, times: int) -> Load:
 def passes(word: Collective, *, has_one_copy: bool) -> float:
     """Return how many times its size a member of a share or a sum reads and writes where all see each other's memory.
 
-    To share, it reads its part of everybody's gradient, and writes it; to sum, it writes it to everybody. Activations,
-    which do not lie where others see them, are copied there and back. Of gradients in common memory only those of the
-    others are read, where weights are updated, and the weights are there.
+    To share, it reads its part of everybody's gradient, and writes it; to sum, it writes it to everybody. Activations
+    and weights, which do not lie where others see them, are copied there and back. Of gradients in common memory only
+    those of the others are read, where weights are updated, and the weights are there.
 
     Args:
         word: what is called.
@@ -194,4 +201,4 @@ def passes(word: Collective, *, has_one_copy: bool) -> float:
         return (num_ranks - 1) / num_ranks if word.verb == "share" else 0.0
     if word.verb == "share":
         return 1 + 1 / num_ranks
-    return 2.0 if word.value.micro is None else 6.0
+    return 2.0 if word.value.micro is None else 6.0  # a join's part in, and the others' out

@@ -24,6 +24,7 @@ from counterpoint.program.instruction import (
     Group,
     Instruction,
     Push,
+    Release,
     Send,
     Update,
     grad,
@@ -203,6 +204,17 @@ class PortionCosts:
     def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
         """Return what a sum of the bucket's part costs."""
         return self.others.hand_s(*self._whole(word, part), rank, has_one_copy=has_one_copy)
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell what the other costs say."""
+        return self.others.is_streamed(word, rank)
+
+    def pass_s(self, word: Talk | Release) -> float:
+        """Return what a pass over the bucket's part takes."""
+        if isinstance(word, Collective):
+            whole, part = self._whole(word, Fraction(1))
+            return float(part) * self.others.pass_s(whole)
+        return self.others.pass_s(word)
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return what it costs by the other costs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from counterpoint.program.instruction import Instruction, Push, Recv, Send, Serve, grad, weight
 from counterpoint.program.partners import Partners, Place
@@ -16,6 +16,22 @@ from counterpoint.simulator.sharing import Use
 
 Key: TypeAlias = tuple[object, ...]
 """What a word may wait for: the place of a send, the places of a call, or an answer."""
+
+
+class Hand(NamedTuple):
+    """What a word that talks to others asks of its rank's own processor.
+
+    Args:
+        seconds: how long.
+        is_streamed: whether it is a message that can be taken out as soon as it begins to be put in.
+    """
+
+    seconds: float
+    is_streamed: bool = False
+
+
+IDLE_HAND = Hand(0.0)
+"""That of a word that asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,7 @@ class Score:
         speaker: for each rank the one that speaks for its class.
         seconds: for each speaker the seconds of each of its words, on the processor or on the link.
         crossings: likewise, of these the seconds on links that ranks share; empty where they share none.
-        hands: likewise, for how long words that talk to others keep the rank's own processor busy; empty where none do.
+        hands: likewise, for how long words that talk to others keep the rank's own processor busy.
         costs: for what a server does with each push.
         places: where the ranks are.
     """
@@ -64,7 +80,7 @@ class Score:
     speaker: Sequence[int]
     seconds: Mapping[int, Sequence[float]]
     crossings: Mapping[int, Sequence[float]]
-    hands: Mapping[int, Sequence[float]]
+    hands: Mapping[int, Sequence[Hand]]
     costs: Costs
     places: Places
 
@@ -72,9 +88,9 @@ class Score:
         """Return the word at a place."""
         return self.rows[place[0]][place[1]]
 
-    def hand_s(self, rank: int, index: int) -> float:
-        """Return for how long a speaker's word that talks to others keeps its processor busy."""
-        return self.hands[rank][index] if self.hands else 0.0
+    def hand(self, rank: int, index: int) -> Hand:
+        """Return what a speaker's word that talks to others asks of its processor."""
+        return self.hands[rank][index]
 
     def message(self, rank: int, index: int) -> Transfer:
         """Return what a send or a push of a speaker puts on the link."""
@@ -103,9 +119,8 @@ class Score:
         assert isinstance(word, Serve), "nothing else answers"
         unit, worker = word.units[seat % len(word.units)], word.workers[seat // len(word.units)]
         update_s, answer_s = self.costs.serve_s(unit, rank, worker)
-        if self.hands:
-            heard, told = Recv(grad(unit), worker), Send(weight(unit), worker)
-            update_s += sum(self.costs.hand_s(each, Fraction(1), rank) for each in (heard, told))
+        heard, told = Recv(grad(unit), worker), Send(weight(unit), worker)
+        update_s += sum(self.costs.hand_s(each, Fraction(1), rank) for each in (heard, told))
         crossing_s = 0.0
         if self.places.has_cards:
             crossing_s = self.costs.crossing_s(Send(weight(unit), worker), Fraction(1), rank)

@@ -35,8 +35,9 @@ from counterpoint.program.walk import Groups, show_places, walk
 from counterpoint.simulator.bodies import Bodies
 from counterpoint.simulator.clock import Clash, Clock
 from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.moves import row_moves
 from counterpoint.simulator.places import Places, nearness
-from counterpoint.simulator.score import Score
+from counterpoint.simulator.score import IDLE_HAND, Hand, Score
 from counterpoint.world.cluster import Cluster
 
 ALIKE = Cluster()
@@ -186,7 +187,7 @@ def _play(rows: Sequence[Words], cast: Cast, costs: Costs, cluster: Cluster) -> 
     places = Places(cluster, cast.speaker)
     seconds = {rank: row_seconds(rows[rank], costs, rank=rank, speed=cluster.speed(rank)) for rank in speakers}
     crossings = {rank: row_crossings(rows[rank], costs, rank) for rank in speakers} if places.has_cards else {}
-    hands = {rank: row_hands(rows[rank], costs, rank, cluster) for rank in speakers} if has_copies(cluster) else {}
+    hands = {rank: row_hands(rows[rank], costs, rank, cluster) for rank in speakers}
     clock = Clock(Score(rows, cast.partners, cast.speaker, seconds, crossings, hands, costs, places))
     clock.run()
     return clock
@@ -267,27 +268,36 @@ def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) 
     return found
 
 
-def row_hands(row: Words, costs: Costs, rank: int, cluster: Cluster) -> list[float]:
-    """Return for how long each word of a row that talks to others keeps its rank's own processor busy.
+def row_hands(row: Words, costs: Costs, rank: int, cluster: Cluster) -> list[Hand]:
+    """Return what each word of a row that talks to others asks of its rank's own processor.
 
-    What a rank waits for it takes when it is there: a started collective where it is waited for.
+    What a rank waits for it takes when it is there: a started collective where it is waited for. A rank that updates
+    nothing has what a step costs beside its calls with its commit.
     """
-    together, found = groups_with_one_copy(row), []
-    for word, part in _parted(row):
+    together, found = groups_with_one_copy(row), list[Hand]()
+    updates = any(isinstance(word, Update) for word in row)
+
+    def has_one_copy(word: Collective) -> bool:
+        is_one_host = len({cluster.host(member) for member in word.group}) == 1
+        return is_one_host and together.get(word.value.blocks) == word.group
+
+    for (word, part), passes in zip(_parted(row), row_moves(row, has_one_copy), strict=True):
         match word:
-            case Send() | Push() | Recv() | Pull() | Commit():
-                found.append(costs.hand_s(word, part, rank))
-            case Collective(value=value, group=group) if word.phase != "+":
-                has_one_copy = together.get(value.blocks) == group and len({cluster.host(one) for one in group}) == 1
-                found.append(costs.hand_s(word, part, rank, has_one_copy=has_one_copy))
-            case Forward() | Recompute() | Backward() | Update() | Collective() | Serve() | Release() | Swap():
-                found.append(0.0)
+            case Send() | Push():
+                seconds = costs.hand_s(word, part, rank) + passes * costs.pass_s(word)
+                found.append(Hand(seconds, costs.is_streamed(word, rank)))
+            case Recv() | Pull():
+                found.append(Hand(costs.hand_s(word, part, rank) + passes * costs.pass_s(word)))
+            case Commit():
+                found.append(Hand(costs.hand_s(word, part, rank) + (0.0 if updates else costs.call_s(word))))
+            case Release():
+                found.append(Hand(passes * costs.pass_s(word)) if passes else IDLE_HAND)
+            case Collective() if word.phase != "+":
+                seconds = costs.hand_s(word, part, rank, has_one_copy=has_one_copy(word))
+                found.append(Hand(seconds + passes * costs.pass_s(word)))
+            case Forward() | Recompute() | Backward() | Update() | Collective() | Serve() | Swap():
+                found.append(IDLE_HAND)
     return found
-
-
-def has_copies(cluster: Cluster) -> bool:
-    """Tell whether anything goes through memory that ranks copy themselves."""
-    return any(link.is_copied for link in (cluster.link, *(level.link for level in cluster.levels)))
 
 
 def row_crossings(row: Words, costs: Costs, rank: int) -> list[float]:

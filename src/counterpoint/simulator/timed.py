@@ -27,6 +27,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.moves import ADD_PASSES
 from counterpoint.simulator.network import Talk
 
 
@@ -38,6 +39,7 @@ class TimedCosts:
         blocks: what each block takes for a microbatch, as the program names them.
         fixed: what calls cost beside that.
         update_s_per_byte: of parameters.
+        add_s_per_byte: of gradients, to add them to others.
         adds: of each block, what it takes to add its gradient to an earlier one.
         size_of: bytes of a whole value on one rank.
         others: costs of the same model on the same cluster, for links.
@@ -46,6 +48,7 @@ class TimedCosts:
     blocks: tuple[PieceTime, ...]
     fixed: Fixed
     update_s_per_byte: float
+    add_s_per_byte: float
     adds: tuple[float, ...]
     size_of: Sizes
     others: Costs
@@ -65,7 +68,10 @@ class TimedCosts:
                 return self._update_s(unit) * float(part)
 
     def call_s(self, word: Instruction) -> float:
-        """Return the fixed seconds of a call; that of an update has those of the whole step, which has one."""
+        """Return the fixed seconds of a call.
+
+        That of an update has those of the whole step; of a rank that updates nothing, its commit has them.
+        """
         match word:
             case Forward() | Recompute():
                 return self.fixed.forward_s
@@ -73,7 +79,9 @@ class TimedCosts:
                 return self.fixed.backward_s
             case Update():
                 return self.fixed.update_s + self.fixed.step_s
-            case Collective() | Send() | Recv() | Push() | Pull() | Serve() | Release() | Swap() | Commit():
+            case Commit():
+                return self.fixed.step_s
+            case Collective() | Send() | Recv() | Push() | Pull() | Serve() | Release() | Swap():
                 return 0.0
 
     def add_s(self, block: int) -> float:
@@ -91,6 +99,14 @@ class TimedCosts:
     def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
         """Return what it costs by the other costs."""
         return self.others.hand_s(word, part, rank, has_one_copy=has_one_copy)
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell what the other costs say."""
+        return self.others.is_streamed(word, rank)
+
+    def pass_s(self, word: Talk | Release) -> float:
+        """Return a part of what it takes to add a gradient of so many bytes to another one."""
+        return 0.0 if isinstance(word, Commit) else self.add_s_per_byte * self.size_of(word.value) / ADD_PASSES
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return an update by its bytes and its fixed cost, and the answer by the other costs."""
@@ -119,4 +135,4 @@ def timed_costs(
     blocks = tuple(point.over(block) for block in model.blocks)
     own_bytes = [sum(size_of(weight(unit)) for unit in model.units if at in unit) for at in range(model.num_blocks)]
     adds = tuple(timing.add_s_per_byte * size for size in own_bytes)
-    return TimedCosts(blocks, fixed, timing.update_s_per_byte, adds, size_of, others)
+    return TimedCosts(blocks, fixed, timing.update_s_per_byte, timing.add_s_per_byte, adds, size_of, others)

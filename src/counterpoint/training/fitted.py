@@ -25,6 +25,7 @@ from counterpoint.program.instruction import (
     Push,
     Recompute,
     Recv,
+    Release,
     Send,
     Update,
     Value,
@@ -79,6 +80,14 @@ class FittedCosts:
 
     def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
         """Return nothing: what a word took was measured with all that it kept busy."""
+        return 0.0
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell that none is: what both ends took was measured."""
+        return False
+
+    def pass_s(self, word: Talk | Release) -> float:
+        """Return nothing: a word was measured with what it moved."""
         return 0.0
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from counterpoint.program.instruction import (
     Pull,
     Push,
     Recv,
+    Release,
     Send,
     Update,
 )
@@ -30,7 +31,8 @@ from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.network import Talk
-from counterpoint.simulator.simulate import has_copies, row_crossings, row_hands, row_seconds
+from counterpoint.simulator.score import Hand
+from counterpoint.simulator.simulate import row_crossings, row_hands, row_seconds
 from counterpoint.strategies.recomputation import Recomputation
 from counterpoint.strategies.solo import solo
 from counterpoint.strategies.strategy import Strategy
@@ -52,12 +54,12 @@ class Times:
     Args:
         seconds: on its processor or its link.
         crossings: of that on links that ranks share, if any do.
-        hands: on the processors of those who talk, if any copies.
+        hands: on the processors of those who talk.
     """
 
     seconds: Sequence[float]
     crossings: Sequence[float]
-    hands: Sequence[float]
+    hands: Sequence[Hand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,17 @@ class Kept:
         key = ("hand", type(word), _without_micro(word), part, rank, has_one_copy)
         if key not in self.found:
             self.found[key] = self.costs.hand_s(word, part, rank, has_one_copy=has_one_copy)
+        return self.found[key]
+
+    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+        """Tell what the costs say."""
+        return self.costs.is_streamed(word, rank)
+
+    def pass_s(self, word: Talk | Release) -> float:
+        """Return what the costs say."""
+        key = ("pass", _without_micro(word) if isinstance(word, Commit) else (word.value.name, word.value.blocks))
+        if key not in self.found:
+            self.found[key] = self.costs.pass_s(word)
         return self.found[key]
 
     def serve_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
@@ -218,7 +231,7 @@ class Cut:
             seconds = row_seconds(row.body, self.costs, rank=rank, speed=speed)
             has_cards = any(level.is_shared for level in self.cluster.levels)
             crossings = row_crossings(row.body, self.costs, rank) if has_cards else []
-            hands = row_hands(row.body, self.costs, rank, self.cluster) if has_copies(self.cluster) else []
+            hands = row_hands(row.body, self.costs, rank, self.cluster)
             self.times[outline, place] = Times(seconds, crossings, hands)
         return KnownRow(row.body, by_kind(row.body), outline, self.bills[outline], self.times[outline, place])
 

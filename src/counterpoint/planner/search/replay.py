@@ -27,7 +27,7 @@ from counterpoint.program.symmetry import Nearness
 from counterpoint.simulator.clock import Clash, Clock
 from counterpoint.simulator.places import Places, nearness
 from counterpoint.simulator.score import Score
-from counterpoint.simulator.simulate import Cast, has_copies
+from counterpoint.simulator.simulate import Cast
 from counterpoint.simulator.spent import spent_in
 from counterpoint.strategies.chunks import Chunks
 from counterpoint.strategies.data import Data
@@ -206,7 +206,7 @@ def _played(fold: Fold, cast: Cast, cut: Cut) -> Figures | None:
     times = {rank: fold.row(rank).times for rank in dict.fromkeys(cast.speaker)}
     seconds = {rank: known.seconds for rank, known in times.items()}
     crossings = {rank: known.crossings for rank, known in times.items()} if places.has_cards else {}
-    hands = {rank: known.hands for rank, known in times.items()} if has_copies(cut.cluster) else {}
+    hands = {rank: known.hands for rank, known in times.items()}
     clock = Clock(Score(every, cast.partners, cast.speaker, seconds, crossings, hands, cut.costs, places))
     clock.run()
     if clock.stuck:
