@@ -36,42 +36,45 @@ def request(cells, rounds, seconds):
 
 
 def turns(texts, cells):
-    """Return for each cell its turns: seconds of a step, and of a step of one process beside it."""
+    """Return for each cell its turns: seconds of a step, of one process beside it, how much slower all at once are."""
     told = [json.loads(text[text.index('{"rank"') :]) for text in texts if '{"rank"' in text]
-    if len(told) != cells[0].ranks:
-        raise LaunchError(f"{len(told)} of {cells[0].ranks} ranks have told what they took\n" + "\n".join(texts[-12:]))
-    told.sort(key=lambda one: one["rank"])
+    rows = [[one for one in told if one["rank"] == rank] for rank in range(cells[0].ranks)]
+    if min(map(len, rows)) != max(map(len, rows)) or not told:
+        counts = [len(row) for row in rows]
+        raise LaunchError(f"the ranks have told what {counts} turns took\n" + "\n".join(texts[-12:]))
     found = {cell: [] for cell in cells}
-    for own in zip(*(one["turns"] for one in told), strict=True):
-        cell = next(cell for cell in cells if [cell.letter, cell.strategy, cell.micros] == own[0]["cell"])
-        laps = [one["laps"] for one in own]
-        beside = {"beside_s": median(own[0]["alone"]), "together_s": median(own[0]["together"])}
-        found[cell].append({"step_s": step_s(laps), "least_s": least_s(laps), **beside})
+    for own in zip(*rows, strict=True):
+        first = own[0]
+        cell = next(cell for cell in cells if [cell.letter, cell.strategy, cell.micros] == first["cell"])
+        taken = {"beside_s": first["beside"], "slowdown": first["together"] / first["alone"]}
+        laps = list(zip(*(one["laps"] for one in own), strict=True))
+        found[cell].append({"step_s": step_s(laps, first["count"]), "least_s": least_s(laps, first["count"]), **taken})
     return found
 
 
-def step_s(laps):
+def step_s(laps, count):
     """Return the mean step of a lap, the median over that half of the laps in which others computed least.
 
     Ranks wait for each other in a step, and not at its end; so a lap lasts as long as its slowest rank says, which for
     a single step is more than what it adds.
 
     Args:
-        laps: of each rank; see ranks.py.
+        laps: one after the other, of each rank; see ranks.py.
+        count: steps of a lap.
     """
     rows = []
-    for own in zip(*laps, strict=True):
+    for own in laps:
         others_s = own[0][2] - sum(computed for _, computed, _ in own)
-        rows.append((max(0.0, others_s) / sum(own[0][0]), mean_s(own)))
+        rows.append((max(0.0, others_s) / own[0][0], longest_s(own) / count))
     rows.sort()
     return median(step for _, step in rows[: (len(rows) + 1) // 2])
 
 
-def mean_s(own):
-    """Return the mean step of one lap of each rank."""
-    return max(sum(steps) / len(steps) for steps, _, _ in own)
-
-
-def least_s(laps):
+def least_s(laps, count):
     """Return the mean step of the shortest lap."""
-    return min(mean_s(own) for own in zip(*laps, strict=True))
+    return min(map(longest_s, laps)) / count
+
+
+def longest_s(own):
+    """Return how long one lap was, given what each rank says of it."""
+    return max(seconds for seconds, _, _ in own)

@@ -1,10 +1,10 @@
 """One rank: takes some plans in turns, rounds of them, and prints as JSON how long its steps took.
 
-Steps are timed in laps, each of so many that it takes a tenth of a second. Of every lap each rank notes how long it has
-computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile. Beside
-every plan rank 0 takes steps of its own, alone, while all others wait, and then all ranks take them at once: by these
-figures of different minutes can be compared, because the speed of a shared machine drifts, and so does what its cores
-lend each other.
+Steps are timed in laps, each of so many that it takes a quarter of a second. Of every lap each rank notes how long it
+has computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile.
+Before every lap rank 0 takes steps of its own, alone, while all others wait, as they are taken beside the profile: by
+these figures of different minutes can be compared, because the speed of a shared machine drifts. So does what its cores
+lend each other: then each rank takes steps of its share of a batch by itself, first one and then all at once.
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from statistics import fmean, median
 
 from cells import SUBJECTS, Cell
 
@@ -20,7 +21,7 @@ from counterpoint.launchers.environment import detect
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
 
-BESIDE, WARM_UP, LAP_S = 4, 8, 0.1
+BESIDE, WARM_UP, LAP_S, BESIDE_S = 2, 8, 0.25, 0.05
 
 
 def computed_s():
@@ -32,15 +33,15 @@ def computed_s():
 
 
 class Alone:
-    """A loop by hand in one process, which has nothing to do with plans."""
+    """A loop by hand in one process, with batches of one size, which has nothing to do with plans."""
 
-    def __init__(self, subject):
+    def __init__(self, subject, size):
         self.subject = subject
         self.model = subject.build()
         self.optimizer = subject.optimizer(self.model.parameters())
         for group in self.optimizer.param_groups:
             group.update(fused=True, foreach=False)  # as fast as an update of the runtime
-        self.batches = subject.batches(subject.reference)
+        self.batches = subject.batches(size)
 
     def step(self):
         """Take one step and return its seconds."""
@@ -53,15 +54,45 @@ class Alone:
 
     def steps(self):
         """Take some, warm, and return the seconds of each."""
-        return [self.step() for _ in range(2 * BESIDE)][BESIDE:]
+        taken = [self.step() for _ in range(2 * BESIDE)][BESIDE:]
+        return taken + [self.step() for _ in range(round(BESIDE_S / median(taken)) - BESIDE)]
 
-    def beside(self, others):
-        """Take some on rank 0 alone, and some on all ranks at once; return the seconds of each."""
-        own = self.steps() if others.rank == 0 else []
-        others.slowest(0.0)
-        together = [others.slowest(self.step()) for _ in range(BESIDE)]
-        others.slowest(0.0)
-        return own, together
+    def together(self, others, count):
+        """Take so many on all ranks, each when all have taken the one before; return the seconds from one to the next.
+
+        A step itself says less: a rank that has no core yet has not begun.
+        """
+        ended = []
+        for _ in range(BESIDE + count):
+            self.step()
+            others.slowest(0.0)
+            ended.append(time.perf_counter())
+        return [ended[at] - ended[at - 1] for at in range(BESIDE, BESIDE + count)]
+
+
+class Beside:
+    """What is taken beside a plan: steps of one process that the profile knows, and steps of each rank's share."""
+
+    def __init__(self, subject, ranks):
+        self.known = Alone(subject, subject.reference)
+        self.share = Alone(subject, subject.batch // ranks)
+        self.taken = {"beside": [], "alone": [], "together": []}
+
+    def take(self, others):
+        """Take some of each."""
+        own = 0
+        for name, alone in (("beside", self.known), ("alone", self.share)):
+            steps = alone.steps() if others.rank == 0 else []
+            self.taken[name] += steps
+            own = len(steps)
+            others.slowest(0.0)
+        self.taken["together"] += self.share.together(others, int(others.slowest(own)))
+
+    def told(self):
+        """Return the mean of the seconds of all that were taken since the last time, on rank 0."""
+        told = {name: fmean(seconds) for name, seconds in self.taken.items() if seconds}
+        self.taken = {name: [] for name in self.taken}
+        return told
 
 
 class Others:
@@ -84,31 +115,41 @@ class Others:
 
 
 def lap(run, batches, count):
-    """Take so many steps; return the seconds of each, and of the lap what was computed here and by all."""
-    given, steps = [next(batches) for _ in range(count)], []
-    all_s, own_s = computed_s(), time.process_time()
+    """Take so many steps; return the seconds of the lap, and what was computed meanwhile here and by all."""
+    run(*next(batches))  # what has been done beside it has left the caches to others
+    given = [next(batches) for _ in range(count)]
+    all_s, own_s, began = computed_s(), time.process_time(), time.perf_counter()
     for batch in given:
-        began = time.perf_counter()
         run(*batch)
-        steps.append(time.perf_counter() - began)
-    return [steps, time.process_time() - own_s, computed_s() - all_s]
+    return [time.perf_counter() - began, time.process_time() - own_s, computed_s() - all_s]
 
 
-def turn(cell, subject, alone, others, budget_s):
+def warmed(run, batches, others, budget_s):
+    """Take steps until none takes memory that the ones before had not, or for long enough; return what the last took."""
+    step_s = spent_s = 0.0
+    for at in range(WARM_UP):
+        began = time.perf_counter()
+        run(*next(batches))
+        step_s = others.slowest(time.perf_counter() - began)
+        spent_s += step_s
+        if at and spent_s > WARM_UP * budget_s:
+            break
+    return step_s
+
+
+def turn(cell, subject, beside, others, budget_s):
     """Return the laps of one plan, and the steps beside it."""
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
-        for _ in range(WARM_UP):  # until no step takes memory that the ones before had not
-            began = time.perf_counter()
-            run(*next(batches))
-        step_s = others.slowest(time.perf_counter() - began)
+        step_s = warmed(run, batches, others, budget_s)
         count = max(1, round(LAP_S / step_s))
-        before = alone.beside(others)
-        laps = [lap(run, batches, count) for _ in range(max(1, round(budget_s / (count * step_s))))]
-        others.slowest(0.0)
-        after = alone.beside(others)
-    beside = {"alone": before[0] + after[0], "together": before[1] + after[1]}
-    return {"cell": [cell.letter, cell.strategy, cell.micros], "laps": laps, **beside}
+        laps = []
+        for _ in range(max(1, round(budget_s / max(LAP_S, step_s)))):
+            beside.take(others)
+            laps.append(lap(run, batches, count))
+            others.slowest(0.0)
+    named = {"rank": others.rank, "cell": [cell.letter, cell.strategy, cell.micros]}
+    return {**named, "count": count, "laps": laps, **beside.told()}
 
 
 def main(text):
@@ -119,18 +160,17 @@ def main(text):
 
 
 def taken(asked):
-    """Take the turns and print what they took."""
+    """Take the turns and print what they took, each on a line."""
     others, found = Others(), []
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = SUBJECTS[letter]()
-        alone = Alone(subject)
-        alone.steps()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
+        beside = Beside(subject, cells[0].ranks)
         for number in range(asked["rounds"]):
             first = number % len(cells)
             order = cells[first:] + cells[:first]
-            found += [turn(cell, subject, alone, others, asked["seconds"]) for cell in order]
-    sys.stdout.write(f"{json.dumps({'rank': others.rank, 'turns': found})}\n")
+            found += [turn(cell, subject, beside, others, asked["seconds"]) for cell in order]
+    sys.stdout.write("".join(f"{json.dumps(one)}\n" for one in found))
 
 
 if __name__ == "__main__":

@@ -56,18 +56,17 @@ def on_this_machine(models, cluster, options):
 
 
 def judged(cell, turns, model, cluster):
-    """Return what a cell's turns took, in the middle, and what was predicted at the speed that the machine had then."""
-    beside_s = statistics.median(turn["beside_s"] for turn in turns)
-    slowdown = statistics.median(turn["together_s"] / turn["beside_s"] for turn in turns)
-    cluster = predicted.crowded(cluster, cell.ranks, slowdown)
-    return {
-        "model": cell.letter,
-        "plan": cell.strategy,
-        "ranks": cell.ranks,
-        "step_s": statistics.median(turn["step_s"] for turn in turns),
-        "said_s": predicted.step_s(cell, predicted.calmed(model, beside_s), cluster),
-        "turns": turns,
-    }
+    """Return the turn of a cell that is off by the median, each predicted at the speed that the machine had then."""
+    said = [(said_s(cell, turn, model, cluster), turn["step_s"]) for turn in turns]
+    foreseen_s, step_s = sorted(said, key=lambda pair: pair[0] / pair[1])[len(said) // 2]
+    own = {"model": cell.letter, "plan": cell.strategy, "ranks": cell.ranks}
+    return {**own, "step_s": step_s, "said_s": foreseen_s, "turns": turns}
+
+
+def said_s(cell, turn, model, cluster):
+    """Return what is predicted of a cell at the speed that the machine had while a turn was measured."""
+    crowded = predicted.crowded(cluster, cell.ranks, turn["slowdown"])
+    return predicted.step_s(cell, predicted.calmed(model, turn["beside_s"]), crowded)
 
 
 def misses(found):
