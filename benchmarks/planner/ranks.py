@@ -125,7 +125,7 @@ def lap(run, batches, count):
 
 
 def warmed(run, batches, others, budget_s):
-    """Take steps until none takes memory that the ones before had not, or for long enough; return what the last took."""
+    """Take steps until none needs memory that the ones before had not, or for long enough; return the last's time."""
     step_s = spent_s = 0.0
     for at in range(WARM_UP):
         began = time.perf_counter()

@@ -1,0 +1,90 @@
+"""How often a rank goes over its own memory beside what it says, and messages larger than the pipe they go through."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from counterpoint.model.timing import Fixed
+from counterpoint.program.instruction import Push, Send
+from counterpoint.program.text import parse_instruction
+from counterpoint.simulator.moves import row_moves
+from counterpoint.simulator.network import PIPE_BYTES, Network
+from counterpoint.simulator.simulate import row_hands, simulate
+from counterpoint.simulator.timed import TimedCosts
+from counterpoint.world.cluster import Cluster, Link
+from tests.model.timings import timing_of, took
+from tests.simulator.played import Ticks, program
+from tests.simulator.test_timed import MODEL, predicted
+
+LAYOUT = Path(__file__).parents[2] / "native" / "layout.h"
+
+
+def moves(text, *, has_one_copy=False):
+    words = tuple(map(parse_instruction, text.split()))
+    return [each for each in row_moves(words, lambda word: has_one_copy) if each]
+
+
+@pytest.mark.parametrize(
+    ("row", "passes"),
+    [
+        ("F0.0 B0.0 sum(grad0)@0,1 U0", [2]),
+        ("F0.0 B0.0 sum(grad0)@0,1+ F1.0 sum(grad0)@0,1- U0", [2]),
+        ("B0.0 share(grad0)@0,1 release(grad0) U0 join(weight0)@0,1", [2, 1]),
+        ("join(weight0)@0,1,2,3 F0.0 release(weight0)", [0.5]),
+        ("B0.0 grad0>1 weight0<1", [2, 2]),
+        ("grad0<1 grad0<2 U0 weight0>1", [3]),
+        ("B0.0 grad0<1 U0", [2 + 3]),
+        ("B0.0 sum(grad0)@0,1 B0.1 sum(grad0)@0,1 U0", [2, 3]),
+        ("B0.0 push(grad0)>1 pull(weight0)<1", [2, 2]),
+        ("F0.0 x1.0>1 g1.0<1 B0.0 U0", []),
+        ("Bi0.0 Bw0.0 sum(grad0)@0,1 U0", [2]),
+    ],
+)
+def test_gradients_are_copied_to_where_they_are_sent_from_and_added_to_what_is_there(row, passes):
+    assert moves(row) == passes
+
+
+def test_replicas_with_one_copy_move_nothing():
+    assert moves("B0.0 share(grad0)@0,1 U0 join(weight0)@0,1", has_one_copy=True) == []
+
+
+def test_a_pipe_holds_what_it_holds():
+    text = LAYOUT.read_text(encoding="utf-8")
+    found = re.search(r"PIPE_BYTES = (\d+) << (\d+)", text)
+    assert found is not None
+    assert int(found[1]) << int(found[2]) == PIPE_BYTES
+
+
+@pytest.mark.parametrize(("size", "is_streamed"), [(PIPE_BYTES, False), (PIPE_BYTES + 1, True)])
+def test_both_ends_of_a_message_larger_than_the_pipe_are_busy_all_the_time(size, is_streamed):
+    network = Network(Cluster(link=Link(0.0, float(size), is_copied=True)), lambda value, code="": size)
+    sent, heard = map(parse_instruction, ("x1.0>1", "x1.0<0"))
+    assert isinstance(sent, Send | Push)
+    assert network.is_streamed(sent, 0) == is_streamed
+    assert [network.hand_s(word, 1, 0) for word in (sent, heard)] == [1.0 if is_streamed else 0.5] * 2
+
+
+def test_a_streamed_message_is_taken_while_it_is_sent():
+    class Streamed(Ticks):
+        def hand_s(self, word, part, rank, *, has_one_copy=False):
+            return 1.0
+
+        def is_streamed(self, word, rank):
+            return True
+
+    trace = simulate(program("F0.0 x1.0>1 F0.1", "x1.0<0 F1.0"), Streamed(0.0))
+    assert max(event.stop_s for event in trace.events if event.rank == 1) == 3.0
+
+
+def test_a_timed_rank_pays_for_what_it_moves():
+    plain, moving = (timing_of(MODEL, [took(1.0, 2.0)] * 3, add_s_per_byte=per_byte) for per_byte in (0.0, 0.03))
+    more_s = predicted("data(2)", moving, batch_size=4).step_s - predicted("data(2)", plain, batch_size=4).step_s
+    assert more_s == pytest.approx(2 / 3 * 0.03 * 3 * 4 * 64)
+
+
+def test_a_rank_that_updates_nothing_has_what_a_step_costs_beside_its_calls_too():
+    costs = TimedCosts((), Fixed(step_s=1.0), 0.0, 0.0, (), lambda value, code="": 0, Ticks())
+    rows = [tuple(map(parse_instruction, row.split())) for row in ("B0.0 commit@0,1 U0", "B0.0 grad0>0 commit@0,1")]
+    hands = [row_hands(row, costs, rank, Cluster()) for rank, row in enumerate(rows)]
+    assert [sum(hand.seconds for hand in own) for own in hands] == [0.0, 1.0]
