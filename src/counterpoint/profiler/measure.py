@@ -64,7 +64,7 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
         effort: for each size, how often.
 
     Cost:
-        For each size four steps of the model times the repetitions, and memory for two more copies of its parameters.
+        For each size six steps of the model times the repetitions, and memory for two more copies of its parameters.
     """
     sizes = sorted(set(samples))
     with as_in_training(threads):
@@ -112,14 +112,13 @@ def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Repe
     """Return what microbatches of one size take, and steps of the model as it is, of several and of one."""
     feed, clock = subject.feed(samples, subject.num_micros), clock_of(subject.device)
     one = subject.feed(samples, 1)
-    rows = effort.repeat(
-        lambda: (
-            take_step(bench.whole, feed, clock),
-            take_step(bench.alone, one, clock),
-            take_step(bench.pieces, feed, clock),
-            take_lap(bench, feed, clock),
-        )
-    )
+
+    def turn() -> tuple[Step, Step, Step, Lap]:
+        whole = take_again(bench.whole, feed, clock)
+        alone = whole if bench.alone is bench.whole else take_again(bench.alone, one, clock)
+        return whole, alone, take_again(bench.pieces, feed, clock), take_lap(bench, feed, clock)
+
+    rows = effort.repeat(turn)
     wholes, singles, cuts, laps = zip(*rows, strict=True)
     whole, alone, cut = _median_step(wholes), _median_step(singles), _median_step(cuts)
     forward_s, _ = brought_to([lap.forward_s for lap in laps], calls.forward_s, cut.forward_s)
@@ -169,6 +168,12 @@ def take_step(interpreter: Interpreter, feed: Feed, clock: Clock) -> Step:
             taken[kind] += note.stop_s - note.start_s
     count = len(feed.sizes)
     return Step(taken[Forward] / count, taken[Backward] / count, taken[Update], total - sum(taken.values()))
+
+
+def take_again(interpreter: Interpreter, feed: Feed, clock: Clock) -> Step:
+    """Take two steps and return the seconds of the second, which finds in the caches what the first has left there."""
+    take_step(interpreter, feed, clock)
+    return take_step(interpreter, feed, clock)
 
 
 def take_lap(bench: Bench, feed: Feed, clock: Clock) -> Lap:
