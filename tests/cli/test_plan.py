@@ -102,7 +102,7 @@ def test_an_unknown_job_is_refused_with_the_nearest_name():
 def test_it_says_which_plan_is_taken_and_why():
     *_, taken = plan("-n", "4", "--batch-size", "16", "--blocks", "4").output.splitlines()
     assert taken.startswith(
-        "pipeline(4, order=gpipe) with 16 microbatches is taken: of the plans that keep the numbers"
+        "pipeline(4, order=gpipe) with 8 microbatches is taken: it is predicted within 10 % of pipeline(4,"
     )
 
 

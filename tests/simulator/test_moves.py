@@ -1,12 +1,13 @@
 """How often a rank goes over its own memory beside what it says, and messages larger than the pipe they go through."""
 
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from counterpoint.model.timing import Fixed
-from counterpoint.program.instruction import Push, Send
+from counterpoint.program.instruction import Push, Recv, Send
 from counterpoint.program.text import parse_instruction
 from counterpoint.simulator.moves import row_moves
 from counterpoint.simulator.network import PIPE_BYTES, Network
@@ -61,8 +62,9 @@ def test_both_ends_of_a_message_larger_than_the_pipe_are_busy_all_the_time(size,
     network = Network(Cluster(link=Link(0.0, float(size), is_copied=True)), lambda value, code="": size)
     sent, heard = map(parse_instruction, ("x1.0>1", "x1.0<0"))
     assert isinstance(sent, Send | Push)
+    assert isinstance(heard, Recv)
     assert network.is_streamed(sent, 0) == is_streamed
-    assert [network.hand_s(word, 1, 0) for word in (sent, heard)] == [1.0 if is_streamed else 0.5] * 2
+    assert [network.hand_s(word, Fraction(1), 0) for word in (sent, heard)] == [1.0 if is_streamed else 0.5] * 2
 
 
 def test_a_streamed_message_is_taken_while_it_is_sent():

@@ -29,7 +29,7 @@ from counterpoint.fabric.joined import JoinedFabric
 from counterpoint.fabric.lanes import VALUE_BYTES, Lane, Launch, Member, Start, as_tensor
 from counterpoint.fabric.mail import Mail
 from counterpoint.fabric.processes import Processes, has_ended, neighbours, processes_of
-from counterpoint.fabric.wire import Launched, add_up, raw, spread, swap
+from counterpoint.fabric.wire import Launched, add_up, collect, raw, spread, swap
 
 NOTHING: Final = Finished()
 
@@ -132,7 +132,7 @@ class TorchFabric(JoinedFabric):
         return received, self.start(operation, launch)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
-        """Start one broadcast per range, into its place; short ranges travel inside of the announcements."""
+        """Start to send the own range to all others at once; short ranges travel inside of the announcements."""
         operation = of_ranges("all_gather", label, whole, bounds, group)
         ranges = list(pairwise(bounds))
         sizes = [(stop - start) * whole.element_size() for start, stop in ranges]
@@ -145,8 +145,8 @@ class TorchFabric(JoinedFabric):
             return self.start(operation, None, raw(whole[start:stop].clone()).numpy().tobytes(), take)
 
         def launch(gloo: Gloo) -> Launched:
-            parts = [(index, whole[start:end]) for index, (start, end) in enumerate(ranges)]
-            return [spread(gloo, raw(part), index) for index, part in parts if len(part)], None
+            target = raw(whole[bounds[0] : bounds[-1]])
+            return [collect(gloo, target, sizes, group.index(self.rank))] if len(target) else [], None
 
         return self.start(operation, launch)
 

@@ -54,6 +54,26 @@ def swap(gloo: Gloo, received: Tensor, sent: Tensor, incoming: list[int], outgoi
     return gloo.alltoall_base(received, sent, incoming, outgoing, options)
 
 
+def collect(gloo: Gloo, whole: Tensor, sizes: list[int], place: int) -> GlooWork:
+    """Start to replace each member's range of bytes by what that member has there.
+
+    Every member sends its own to each other one at the same time, so that both directions of a link are in use; ranges
+    spread one after the other would leave one idle.
+
+    Args:
+        gloo: the connection.
+        whole: all ranges, one behind the other.
+        sizes: of the ranges.
+        place: which of them is the own.
+
+    Cost:
+        memory of as many copies of the own range as there are members.
+    """
+    start = sum(sizes[:place])
+    own = whole[start : start + sizes[place]]
+    return swap(gloo, whole, own.repeat(len(sizes)), sizes, [len(own)] * len(sizes))
+
+
 def spread(gloo: Gloo, part: Tensor, root: int) -> GlooWork:
     """Start to replace the bytes by those of member ``root``."""
     options = BroadcastOptions()

@@ -9,7 +9,7 @@ from counterpoint.drawing.figures import Figure
 from counterpoint.drawing.scale import format_bytes, format_number, format_seconds
 from counterpoint.drawing.weighing import Weighed, Weighing
 from counterpoint.plan import Plan
-from counterpoint.planner.choose import NEARLY_AS_FAST, Choice
+from counterpoint.planner.choose import NEARLY_AS_FAST, PERHAPS_AS_FAST, Choice
 from counterpoint.planner.rank import Prediction, foresee, named
 from counterpoint.program.text import format_group
 
@@ -61,7 +61,7 @@ def trial_cells(choice: Choice) -> Iterator[tuple[str, ...]]:
 
 def explain(choice: Choice) -> list[str]:
     """Return what is taken and why, and what could not be tried."""
-    within = f"{100 * (NEARLY_AS_FAST - 1):.0f} %"
+    within = f"{100 * ((NEARLY_AS_FAST if choice.trials else PERHAPS_AS_FAST) - 1):.0f} %"
     if not choice.trials:
         kept = [found for found in choice.ranking.predictions if found.is_synchronous and found.fits]
         reason = _reason(choice.plan, kept[0].plan, within, "predicted")

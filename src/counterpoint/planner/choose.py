@@ -21,7 +21,9 @@ from counterpoint.strategies.server import Server
 from counterpoint.world.cluster import Cluster
 
 NEARLY_AS_FAST = 1.02
-"""A simpler plan may take so many times as long as the fastest one."""
+"""A simpler plan may have taken so many times as long as the one that was measured to be fastest."""
+PERHAPS_AS_FAST = 1.1
+"""A simpler plan may take so many times as long, by prediction, as the fastest one: by as much predictions err."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) 
 def choose_from(
     plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
 ) -> Plan:
-    """Return the first of the plans that is at most 2 % slower than the fastest that keeps the numbers and fits.
+    """Return the first of the plans that is at most a tenth slower than the fastest that keeps the numbers and fits.
+
+    Predictions are off by as much; what is chosen for less could be slower than what it is chosen instead of.
 
     Other orders of their pipelines are tried where they could be faster, and come last.
 
@@ -135,7 +139,7 @@ def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choi
     if not kept:
         raise PlanError(_obstacle(ranking, simplest, question))
     times = {found.plan: found.step_s for found in kept}
-    return Choice(_simplest_of_fastest(times, simplest), question, ranking, tuple(simplest))
+    return Choice(_simplest_of_fastest(times, simplest, PERHAPS_AS_FAST), question, ranking, tuple(simplest))
 
 
 def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
@@ -173,13 +177,13 @@ def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] =
     if not trials:
         return replace(choice, untried=tuple(untried))
     times = {found.plan: found.step_s for found in trials}
-    plan = _simplest_of_fastest(times, choice.simplest)
+    plan = _simplest_of_fastest(times, choice.simplest, NEARLY_AS_FAST)
     return replace(choice, plan=plan, trials=tuple(trials), untried=tuple(untried))
 
 
-def _simplest_of_fastest(times: dict[Plan, float], simplest: Sequence[Plan]) -> Plan:
+def _simplest_of_fastest(times: dict[Plan, float], simplest: Sequence[Plan], margin: float) -> Plan:
     least = min(times.values())
-    near = [plan for plan, seconds in times.items() if seconds <= NEARLY_AS_FAST * least]
+    near = [plan for plan, seconds in times.items() if seconds <= margin * least]
     order = {plan: at for at, plan in enumerate(simplest)}
     return min(near, key=lambda plan: order.get(plan, len(order)))
 

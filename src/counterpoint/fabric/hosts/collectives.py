@@ -20,7 +20,7 @@ from counterpoint.fabric.hosts.layout import Layout
 from counterpoint.fabric.hosts.stages import OnWire, Pending, Stage
 from counterpoint.fabric.shm.native import Kind
 from counterpoint.fabric.shm.transport import ShmFabric
-from counterpoint.fabric.wire import add_up, raw, spread, swap
+from counterpoint.fabric.wire import add_up, collect, raw, spread, swap
 
 IN, OUT = "in", "out"  # the channels of a group inside a host: towards other hosts, and back
 
@@ -135,8 +135,9 @@ def all_gather(operation: Operation, whole: Tensor, inside: Inside, across: Acro
         pieces = slabs.pieces(layout.place)
         start, stop = pieces[layout.home]
         turned[start:stop] = whole[operation.bounds[index] : operation.bounds[index + 1]]
-        gloo = living(across.gloo)
-        return OnWire([spread(gloo, raw(turned[a:b]), host) for host, (a, b) in enumerate(pieces) if b > a])
+        sizes = [(b - a) * whole.element_size() for a, b in pieces]
+        slab = raw(turned[pieces[0][0] : pieces[-1][1]])
+        return OnWire([collect(living(across.gloo), slab, sizes, layout.home)] if len(slab) else [])
 
     def gather() -> Pending | None:
         return inside.start(OUT, Kind.ALL_GATHER, operation, turned, slabs.bounds)
