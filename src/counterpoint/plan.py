@@ -233,7 +233,7 @@ class Plan:
         strategies = fold_terms(
             [(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts
         )
-        if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "asp"}:
+        if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "ssp", "asp"}:
             strategies = ()
         return Plan(strategies, count)
 

@@ -128,7 +128,9 @@ def pipelines(draw, model, num_micros, most):
 def servers(draw, most):
     degree = draw(st.integers(2, most - 1))
     count = draw(st.integers(1, most - degree))
-    return Server(degree, count, draw(st.sampled_from(["bsp", "asp"])))
+    consistency = draw(st.sampled_from(["bsp", "ssp", "asp"]))
+    staleness = draw(st.integers(0, 3)) if consistency == "ssp" else 0
+    return Server(degree, count, consistency, staleness, draw(st.sampled_from(["", "", "int8", "twobit", "topk:0.3"])))
 
 
 def trees(most):

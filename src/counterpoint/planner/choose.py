@@ -197,7 +197,7 @@ def is_late(plan: Plan) -> bool:
     """Tell whether gradients meet newer weights than they were computed with, so that it need not be ranked."""
     return any(
         (isinstance(strategy, Pipeline) and strategy.is_stream)
-        or (isinstance(strategy, Server) and strategy.consistency == "asp")
+        or (isinstance(strategy, Server) and not strategy.is_synchronous)
         for strategy in plan.strategies
     )
 

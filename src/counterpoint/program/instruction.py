@@ -150,18 +150,23 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a value to a peer without waiting for it. Text: ``x3.0>1``."""
+    """Hand a value to a peer without waiting for it. Text: ``x3.0>1``, or ``grad3:int8>1`` for a gradient in a code.
+
+    What a code does not send stays here, and is added to the next gradient that goes the same way.
+    """
 
     value: Value
     peer: int
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for a value from a peer; a received gradient is added to the own one. Text: ``x3.0<0``."""
+    """Wait for a value from a peer; a received gradient is added to the own one. Text: ``x3.0<0``, ``grad3:int8<0``."""
 
     value: Value
     peer: int
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +208,11 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Give a gradient to a server, which applies it when it comes. Text: ``push(grad3)>2``."""
+    """Give a gradient to a server, which applies it when it comes. Text: ``push(grad3)>2``, ``push:int8(grad3)>2``."""
 
     value: Value
     peer: int
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +227,18 @@ class Pull:
 class Serve:
     """Take as many pushes of every unit as there are workers, in the order they come, and answer each.
 
-    Text: ``serve(0,1,0+4)@0,1``. Every push becomes one update of its own.
+    Text: ``serve(0,1,0+4)@0,1``. Every push becomes one update of its own. ``serve:2(0)@0,1`` answers a worker only
+    while it has pushed a unit at most twice more often than the worker that has pushed it least; until then it waits.
 
     Args:
         units: the units that this server keeps.
         workers: the ranks that push to it.
+        staleness: how many pushes ahead of the slowest a worker may be when it is answered; None for any number.
     """
 
     units: tuple[tuple[int, ...], ...]
     workers: Group
+    staleness: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from counterpoint.program.flow import (
     laws_6_and_7_what_is_started_is_awaited,
 )
 from counterpoint.program.inputs import law_4_inputs_are_there
-from counterpoint.program.instruction import Backward, Forward
+from counterpoint.program.instruction import Backward, Forward, Serve
 from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.messages import law_1_messages_pair_up
 from counterpoint.program.program import Program, Words, versions_held
@@ -268,7 +268,10 @@ def _judge_leftovers(rows: Sequence[Words], ledger: Ledger) -> None:
 
 def _judge_ends(rows: Sequence[Words], ledger: Ledger) -> None:
     newest: dict[Unit, tuple[int, int]] = {}
+    answered = {unit for row in rows for word in row if isinstance(word, Serve) for unit in word.units}
     for (rank, unit), state in ledger.states.items():
+        if unit in answered:  # push by push: each copy is as old as its answer
+            continue
         first, version = newest.setdefault(unit, (rank, state.versions[-1]))
         if version != state.versions[-1]:
             raise ProgramError(

@@ -12,8 +12,8 @@ from counterpoint.program.program import Words
 from counterpoint.program.text import format_value
 from counterpoint.program.walk import show_places
 
-_Message: TypeAlias = tuple[str, Value, int, int]
-"""A send or a push: which, of what, from whom, to whom."""
+_Message: TypeAlias = tuple[str, Value, int, int, str]
+"""A send or a push: which, of what, from whom, to whom, in which code."""
 _MESSAGES = {Send, Recv, Push, Pull}
 
 
@@ -32,7 +32,8 @@ def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
                     balance[key] += weight
     for key, count in balance.items():
         if count:
-            kind, value, source, target = key
+            kind, value, source, target, code = key
+            coded = f" in {code}" if code else ""
             excess = "is never received" if count > 0 else "is never sent"
             if kind == "push":
                 excess = "is never answered by a pull" if count > 0 else "is pulled without a push"
@@ -43,8 +44,8 @@ def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
                 if _message(at, word)[0] == key
             )
             raise ProgramError(
-                f"{format_value(value)} from rank {source} to rank {target} {excess}; every {kind} has exactly one "
-                f"counterpart\n{show_places(rows, {rank: index}, 'here')}",
+                f"{format_value(value)}{coded} from rank {source} to rank {target} {excess}; every {kind} has exactly "
+                f"one counterpart\n{show_places(rows, {rank: index}, 'here')}",
                 law=1,
             )
 
@@ -77,12 +78,12 @@ def _judge_sequences(rows: Sequence[Words]) -> None:
 def _message(rank: int, word: Instruction) -> tuple[_Message | None, int]:
     match word:
         case Send(value, peer):
-            return ("send", value, rank, peer), 1
+            return ("send", value, rank, peer, word.code), 1
         case Recv(value, peer):
-            return ("send", value, peer, rank), -1
+            return ("send", value, peer, rank, word.code), -1
         case Push(value, peer):
-            return ("push", value, rank, peer), 1
+            return ("push", value, rank, peer, ""), 1
         case Pull(value, peer):
-            return ("push", Value("grad", value.blocks), rank, peer), -1
+            return ("push", Value("grad", value.blocks), rank, peer, ""), -1
         case _:
             return None, 0

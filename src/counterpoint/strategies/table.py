@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import Buckets
@@ -79,10 +79,6 @@ def _data(degree: int, **options: Any) -> Strategy:  # noqa: ANN401 - the fields
     return Data(degree, buckets=buckets, **options)
 
 
-def _server(degree: int, *, servers: int = 1, consistency: Literal["bsp", "asp"] = "bsp") -> Strategy:
-    return Server(degree, servers, consistency)
-
-
 STRATEGIES: dict[str, Named] = {
     "data": Named(
         _data,
@@ -119,9 +115,24 @@ STRATEGIES: dict[str, Named] = {
         Pipeline,
     ),
     "tensor": Named(Tensor, "layers sliced along named dims", ("dims",), Tensor),
-    "server": Named(_server, "workers that push to servers and pull from them", ("servers", "consistency"), Server),
-    "bsp": Named(partial(_server, consistency="bsp"), "a server that waits for all workers", ("servers",), Server),
-    "asp": Named(partial(_server, consistency="asp"), "a server that updates at every push", ("servers",), Server),
+    "server": Named(
+        Server,
+        "workers that push to servers and pull from them",
+        ("servers", "consistency", "staleness", "compress"),
+        Server,
+    ),
+    "bsp": Named(
+        partial(Server, consistency="bsp"), "a server that waits for all workers", ("servers", "compress"), Server
+    ),
+    "ssp": Named(
+        partial(Server, consistency="ssp", staleness=1),
+        "a server that updates at every push, and lets no worker run too far ahead",
+        ("servers", "staleness", "compress"),
+        Server,
+    ),
+    "asp": Named(
+        partial(Server, consistency="asp"), "a server that updates at every push", ("servers", "compress"), Server
+    ),
     "ddp": _system(
         pytorch.ddp,
         "PyTorch's DistributedDataParallel: buckets of gradients summed during the backward",
