@@ -76,6 +76,10 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ssp_3": ("ssp(3)", {"m": 2}),
     "asp_2_compress": ("asp(2, compress=twobit:0.5)", {}),
     "bsp_2_compress": ("data(2) * bsp(2, compress=int8)", {}),
+    "asp_2_fetch_every_3": ("asp(2, fetch_every=3)", {}),
+    "elastic_2_every_4": ("elastic(2, servers=2, part=0.25, every=4)", {"m": 2}),
+    "data_2_elastic_2": ("data(2) * elastic(2)", {}),
+    "pipeline_2_elastic_2_tied": ("pipeline(2) * elastic(2, part=0.45)", {"blocks": 3, "tied": True}),
     "pipeline_2_data_2": ("pipeline(2) * data(2)", {"m": 2}),
     "pipeline_2_data_2_overlap": ("pipeline(2) * data(2)", {"m": 2, "blocks": 4, **EARLY}),
     "pipeline_2_zero_2": ("pipeline(2) * zero(2)", {"m": 2}),
@@ -124,6 +128,18 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
         "placement(3, modules=block0:2+block1:0+block2:1+block3:2)",
         {"m": 2, "blocks": 4, "tied": True},
     ),
+    "kvstore_3": ("kvstore(3)", {"m": 2}),
+    "kvstore_4_dist_device_sync": (
+        "kvstore(4, type=dist_device_sync, devices=2, gradient_compression=2bit:0.5)",
+        {"m": 2},
+    ),
+    "kvstore_2_dist_async": ("kvstore(2, type=dist_async, servers=2)", {}),
+    "mxnet_mpi_4": ("mxnet_mpi(4, groups=2)", {}),
+    "mxnet_mpi_4_esgd": ("mxnet_mpi(4, groups=2, mode=esgd)", {}),
+    "downpour_2": ("downpour(2, n_push=2, n_fetch=4)", {"m": 2}),
+    "project_adam_2": ("project_adam(2)", {}),
+    "parameter_server_strategy_2": ("parameter_server_strategy(2, servers=2)", {}),
+    "easgd_2": ("easgd(2)", {}),
     "pipeline_2_cuts": ("pipeline(2, cuts=block2)", {"m": 2, "blocks": 3}),
     "interleaved_2_cuts": ("interleaved(2, cuts=block1+block2+block4)", {"m": 2, "blocks": 5}),
 }
@@ -151,6 +167,8 @@ DRAWN = {
     "pipedream_2_replicas_2_1_drawn": ("pipedream(2, replicas=(2,1))", 2, 2),
     "pipedream_2bw_4_drawn": ("pipedream_2bw(4)", 4, 4),
     "hypar_flow_4_drawn": ("hypar_flow(4, num_partitions=2)", 2, 4),
+    "ssp_3_staleness_0_drawn": ("ssp(3, staleness=0)", 2, 1),
+    "easgd_2_drawn": ("easgd(2)", 2, 2),
     "mpi_caffe_4_drawn": ("mpi_caffe(4, comm_group=2)", 2, 4),
 }
 """Plans and numbers of blocks, one for each chunk, and of microbatches."""

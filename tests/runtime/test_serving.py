@@ -4,6 +4,7 @@ import copy
 import random
 from collections import deque
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from torch import optim
 
 from counterpoint.errors import ProtocolError
+from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.program.instruction import Serve
-from counterpoint.program.text import parse_value
+from counterpoint.program.text import format_unit, parse_value
 from counterpoint.runtime.feed import BatchFeed
 from counterpoint.runtime.optimizers import Face
-from counterpoint.runtime.serving import require_fresh
+from counterpoint.runtime.serving import Counter, require_fresh
 from counterpoint.testing.subjects import plan_for, subject
 from counterpoint.training.options import Options
 from counterpoint.training.team import Team
@@ -32,8 +34,8 @@ class Crowd:
     def __init__(self, model, units, arenas, parts, seed):
         self.draw, self.parts, self.units, self.arenas = random.Random(seed), parts, units, arenas
         self.replicas = {worker: copy.deepcopy(model) for worker in parts}
-        self.letters = {worker: deque() for worker in parts}
-        self.missing = {worker: set() for worker in parts}
+        self.letters: dict[Any, Any] = {worker: deque() for worker in parts}
+        self.missing: dict[Any, Any] = {worker: set() for worker in parts}
         self.done = dict.fromkeys(parts, 0)
         self.leads = []
         for worker in parts:
@@ -46,9 +48,9 @@ class Crowd:
         replica.zero_grad()
         F.cross_entropy(replica(inputs), targets).backward()
         named = dict(replica.named_parameters())
-        for unit in reversed(self.units):
+        for unit in reversed(list(self.units)):
             flat = torch.cat([named[slot.name].grad.reshape(-1) for slot in self.arenas[unit].layout.slots])
-            self.letters[worker].append((f"grad{'+'.join(map(str, unit))}", [flat]))
+            self.letters[worker].append((f"push(grad{format_unit(unit)})", [flat]))
         self.missing[worker] = set(self.units)
         self.done[worker] += 1
         self.leads.append(max(self.done.values()) - min(self.done.values()))
@@ -80,12 +82,16 @@ def served(seed, num_workers, staleness):
     team = Team(world, plan, model, trained.loss, Face(SGD, dict(model.named_parameters())), Options())
     team.build(BatchFeed(trained.batches[0], ((0, 6),) * 4).inputs(0), 6)
     interpreter = team.ranks[num_workers].interpreter
-    arenas = {unit: one.arenas[0] for unit, one in interpreter.store.units.items()}
-    crowd = interpreter.counter.fabric = Crowd(trained.build(), team.parts.spec.units, arenas, parts, seed)
+    units = interpreter.store.units
+    arenas = {unit: one.arenas[0] for unit, one in units.items()}
+    names = {unit: tuple(one.params) for unit, one in units.items()}
+    crowd = Crowd(trained.build(), names, arenas, parts, seed)
+    counter = Counter(interpreter.store, cast("Fabric", crowd), interpreter.state.journal)
+    words = [word for word in interpreter.script.words if isinstance(word, Serve)]
     for _ in range(STEPS):
-        interpreter.counter.serve(interpreter.script.words)
+        counter.serve(words)
     world.close()
-    expected = ssp(trained.build(), units=team.parts.spec.units, parts=parts, loss=F.cross_entropy, optimizer=SGD,
+    expected = ssp(trained.build(), units=names, parts=parts, loss=F.cross_entropy, optimizer=SGD,
                    journals=[[(one.unit, one.worker) for one in interpreter.state.journal]],
                    staleness=staleness)  # fmt: skip
     return crowd, interpreter, expected

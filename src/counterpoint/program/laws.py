@@ -126,7 +126,7 @@ def check(
     law_6_every_gradient_counts_once(program, rows, ledger, units)
     laws_6_and_7_what_is_started_is_awaited(rows)
     law_6_updates_follow_a_commit(rows)
-    law_6_all_concerned_decide(program, rows, ledger)
+    law_6_all_concerned_decide(program, rows, ledger, is_bounded=promise.staleness is not None)
     law_7_all_is_released(program, rows, ledger, promise)
     if promise.tapes is not None:
         law_7_tapes_are_as_promised(rows, promise.tapes)

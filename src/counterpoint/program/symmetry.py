@@ -172,7 +172,7 @@ def outline_of(row: Row, words: Words) -> Hashable:
     return row.num_slices, tuple([_plain(word, first) for word in words])
 
 
-def _plain(word: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911 - one case each
+def _plain(word: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911, PLR0912 - one case each
     match word:
         case Forward():
             return "F", word.block, word.micro - first, word.version
@@ -180,8 +180,10 @@ def _plain(word: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911 - 
             return "B", word.block, word.micro - first, word.version, word.part
         case Collective():
             return word.verb, word.code, _value(word.value, first), len(word.group), word.phase
-        case Send() | Recv() | Push():
+        case Send() | Recv():
             return type(word), word.code, _value(word.value, first)
+        case Push():
+            return word.name, _value(word.value, first)
         case Pull() | Release():
             return type(word), _value(word.value, first)
         case Recompute():
@@ -192,8 +194,8 @@ def _plain(word: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911 - 
             return "U", unit
         case Swap(unit):
             return "swap", unit
-        case Serve(units, workers, staleness):
-            return "serve", units, len(workers), staleness
+        case Serve(units, workers):
+            return word.name, units, len(workers)
 
 
 def _value(value: Value, first: int) -> Hashable:

@@ -44,8 +44,8 @@ _WORD = re.compile(
     rf"|swap\(grad(?P<swapped>{_UNIT})\)$"
     rf"|(?P<verb>sum|share|join|copy|mean)(?::(?P<code>{CODE}))?"
     rf"\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
-    rf"|(?:push(?=\S*>)(?::(?P<pushed>{CODE}))?|(?P<pull>pull)(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
-    rf"|serve(?::(?P<ahead>\d+))?\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
+    rf"|(?:(?P<push>push|tell)(?=\S*>)(?::(?P<pushed>{CODE}))?|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
+    rf"|(?:serve(?::(?P<ahead>\d+))?|(?P<take>take)|draw:(?P<part>0\.\d+))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|release\((?P<released>{_VALUE})\)$"
     rf"|(?P<value>{_VALUE})(?::(?P<how>{CODE}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
@@ -106,13 +106,12 @@ def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noq
             return f"{format_value(value, ahead=ahead)}{coded}{arrow}{peer}"
         case Collective(_, value, group, phase):
             return f"{word.name}({format_value(value, ahead=ahead)})@{format_group(group)}{phase}"
-        case Push(value, peer, code):
-            return f"push{f':{code}' if code else ''}({format_value(value)})>{peer}"
+        case Push(value, peer):
+            return f"{word.name}({format_value(value)})>{peer}"
         case Pull(value, peer):
             return f"pull({format_value(value)})<{peer}"
-        case Serve(units, workers, ahead_by):
-            bound = "" if ahead_by is None else f":{ahead_by}"
-            return f"serve{bound}({','.join(map(format_unit, units))})@{format_group(workers)}"
+        case Serve(units, workers):
+            return f"{word.name}({','.join(map(format_unit, units))})@{format_group(workers)}"
         case Release(value):
             return f"release({format_value(value, ahead=ahead)})"
         case _:
@@ -177,8 +176,7 @@ def parse_instruction(word: str) -> Instruction:
     if found["verb"] or found["all"]:
         return _parse_together(found)
     if found["units"]:
-        bound = None if found["ahead"] is None else int(found["ahead"])
-        return Serve(tuple(map(parse_unit, found["units"].split(","))), parse_group(found["workers"]), bound)
+        return _parse_serve(found)
     return _parse_message(found)
 
 
@@ -198,14 +196,24 @@ def _parse_together(found: re.Match[str]) -> Instruction:
 def _parse_message(found: re.Match[str]) -> Instruction:
     if found["asked"]:
         value, server = parse_value(found["asked"]), int(found["server"])
-        if found["pull"]:
+        if not found["push"]:
             return Pull(value, server)
-        return Push(value, server, _gradient_code(found, found["pushed"], value))
+        verb = cast("Literal['push', 'tell']", found["push"])
+        return Push(value, server, _gradient_code(found, found["pushed"], value), verb)
     if found["released"]:
         return Release(parse_value(found["released"]))
     make = Send if found["arrow"] == ">" else Recv
     value = parse_value(found["value"])
     return make(value, int(found["peer"]), _gradient_code(found, found["how"], value))
+
+
+def _parse_serve(found: re.Match[str]) -> Instruction:
+    units, workers = tuple(map(parse_unit, found["units"].split(","))), parse_group(found["workers"])
+    if found["part"]:
+        return Serve(units, workers, verb="draw", part=found["part"])
+    if found["take"]:
+        return Serve(units, workers, verb="take")
+    return Serve(units, workers, None if found["ahead"] is None else int(found["ahead"]))
 
 
 def _gradient_code(found: re.Match[str], code: str | None, value: Value) -> str:

@@ -66,7 +66,7 @@ def _moves(rank: int, words: Words, size_of: Sizes) -> Iterator[tuple[Instructio
                 yield word, sent, size_of(value)
             case Send(value, code=code) | Push(value, code=code):
                 yield word, 1, size_of(value, code)
-            case Serve(units, workers):
+            case Serve(units, workers) if word.answers:
                 yield word, len(workers), sum(size_of(weight(unit)) for unit in units)
             case _:
                 yield word, 0, 0

@@ -12,7 +12,7 @@ import torch
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
-from counterpoint.program.instruction import Collective, Commit, Pull, Push, Recv, Release, Send, Swap, Value
+from counterpoint.program.instruction import Collective, Commit, Pull, Push, Recv, Release, Send, Swap
 from counterpoint.program.tapes import computed_again
 from counterpoint.program.text import format_value
 from counterpoint.runtime.calls import (
@@ -190,8 +190,8 @@ class Interpreter:
                 self.update(units)
             case Release(value):
                 self.exchange.release(value)
-            case Push(value, peer, code):
-                self.push(value, peer, code)
+            case Push():
+                self.push(call)
             case Pull(value, peer):
                 put_weights(self.store.units[value.blocks], self.fabric.recv(peer, format_value(value)))
             case ServeRun(words):
@@ -292,20 +292,23 @@ class Interpreter:
         """Tell whether the last commit decided to leave out the updates behind it; nobody does before a commit."""
         return self.state.leaves_out
 
-    def push(self, value: Value, peer: int, code: str) -> None:
-        """Send a gradient to its server; nothing but the label when the step is left out here."""
-        unit = self.store.units[value.blocks]
-        gradients = [] if self.is_left_out() else self.exchange.gradient_message(unit, peer, code)
-        self.fabric.send(peer, push_label(value, code), gradients)
-        for arena in unit.arenas if code else ():
-            arena.leftovers(way_to(peer, self.fabric.rank)).settle(applied=bool(gradients))
+    def push(self, word: Push) -> None:
+        """Send weights or a gradient to a server; nothing but the label of a gradient that is left out here."""
+        unit = self.store.units[word.value.blocks]
+        if word.value.name == "weight":
+            self.fabric.send(word.peer, push_label(word), [arena.weights.detach() for arena in unit.arenas])
+            return
+        gradients = [] if self.is_left_out() else self.exchange.gradient_message(unit, word.peer, word.code)
+        self.fabric.send(word.peer, push_label(word), gradients)
+        for arena in unit.arenas if word.code else ():
+            arena.leftovers(way_to(word.peer, self.fabric.rank)).settle(applied=bool(gradients))
         unit.clear()
 
     def update_runs(self) -> list[tuple[tuple[int, ...], ...]]:
         """Return the units of every optimizer that this row steps."""
         runs = list(dict.fromkeys(call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)))
         served = [call for call, _, _ in self.calls if isinstance(call, ServeRun)]
-        return runs + [(unit,) for call in served for word in call.words for unit in word.units]
+        return runs + [(unit,) for call in served for word in call.words if word.updates for unit in word.units]
 
     def changed_buffers(self) -> dict[str, int]:
         """Return for every buffer that this row may change how many microbatches do so in a step."""

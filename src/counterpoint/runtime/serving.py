@@ -1,6 +1,6 @@
 """What a server does with pushes: it applies each as it comes, and answers when its worker may go on.
 
-What a push is in says its label, ``grad3`` or ``grad3:int8``, so that a server needs no row of its workers.
+What a push is says its label, the word that sent it, so that those of later steps may come before others of this one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from torch import Tensor
 from counterpoint.errors import ProtocolError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.spec import Unit
-from counterpoint.program.instruction import Serve, Value, weight
-from counterpoint.program.text import format_unit, format_value, parse_value
+from counterpoint.program.instruction import Push, Serve, weight
+from counterpoint.program.text import format_unit, format_value, parse_instruction
 from counterpoint.runtime.exchange import add_gradient
 from counterpoint.runtime.records import Served
 from counterpoint.runtime.store import Store
 
 
-def push_label(value: Value, code: str) -> str:
-    """Return what a push is called on its way."""
-    return format_value(value) + (f":{code}" if code else "")
+def push_label(word: Push) -> str:
+    """Return what a push is called on its way: ``push(grad3)``, ``tell:int8(grad3)``."""
+    return f"{word.name}({format_value(word.value)})"
+
+
+def parse_label(label: str) -> Push:
+    """Return the word that a push came from, to no rank in particular."""
+    word = parse_instruction(f"{label}>0")
+    assert isinstance(word, Push), "nothing else is sent to a server that does not wait"
+    return word
 
 
 class Counter:
@@ -51,22 +58,36 @@ class Counter:
         workers = sorted({worker for word in words for worker in word.workers})
         for _ in range(sum(len(word.units) * len(word.workers) for word in words)):
             worker, label, tensors = self.fabric.recv_any(workers)
-            name, _, code = label.partition(":")
-            unit = parse_value(name).blocks
-            self.take(word_of[unit], (unit, worker), tensors, code)
+            push = parse_label(label)
+            unit = push.value.blocks
+            if word_of[unit].updates:
+                self.take(word_of[unit], worker, push, tensors)
+            else:
+                self.draw(word_of[unit], worker, unit, tensors)
 
-    def take(self, word: Serve, place: tuple[Unit, int], tensors: Sequence[Tensor], code: str) -> None:
-        """Apply what a worker has pushed of a unit, and answer whoever may go on then."""
-        unit, worker = place
+    def draw(self, word: Serve, worker: int, unit: Unit, tensors: Sequence[Tensor]) -> None:
+        """Draw a worker's weights and those here together, and give its own back."""
+        back = []
+        for arena, theirs in zip(self.store.units[unit].arenas, tensors, strict=True):
+            step = (theirs - arena.weights.detach()) * float(word.part)
+            arena.weights.data.add_(step)
+            back.append(theirs - step)
+        self.versions[unit] = self.versions.get(unit, 0) + 1
+        self.journal.append(Served(unit, worker, self.versions[unit]))
+        self.fabric.send(worker, format_value(weight(unit)), back)
+
+    def take(self, word: Serve, worker: int, push: Push, tensors: Sequence[Tensor]) -> None:
+        """Apply a gradient that a worker has pushed, and answer whoever has asked for it and may go on then."""
+        unit = push.value.blocks
         clocks = self.clocks.setdefault(unit, dict.fromkeys(word.workers, 0))
-        require_fresh(word, place, clocks)
+        require_fresh(word, (unit, worker), clocks)
         if tensors:
-            add_gradient(self.store.units[unit], tensors, code)
+            add_gradient(self.store.units[unit], tensors, push.code)
             self.store.update((unit,))
         self.versions[unit] = self.versions.get(unit, 0) + bool(tensors)
         self.journal.append(Served(unit, worker, self.versions[unit]))
         clocks[worker] += 1
-        asking = [*self.waiting.get(unit, ()), worker]
+        asking = [*self.waiting.get(unit, ()), *([worker] if push.verb == "push" else [])]
         self.waiting[unit] = [one for one in asking if not may_go_on(word, one, clocks)]
         for one in asking:
             if one not in self.waiting[unit]:

@@ -247,8 +247,9 @@ class Clock:
         held = self.held[place, seat % len(word.units)]
         held.append(seat)
         if word.staleness != 0 or len(held) == len(word.workers):
-            while held:
-                self.wish(now, self.score.answer(place, held.pop(0))[1])
+            for one in held if word.answers else ():
+                self.wish(now, self.score.answer(place, one)[1])
+            held.clear()
         self.served[place] += 1
         self.pause(place[0], now)
 

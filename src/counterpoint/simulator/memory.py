@@ -119,7 +119,7 @@ def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one ca
         case Update() | Swap():
             return (word,)
         case Serve(units):
-            return "serve", units
+            return word.verb, units
         case Send(value, code=code) | Recv(value, code=code) | Push(value, code=code) if value.name == "grad":
             return type(word), value.blocks, code
         case Send() | Recv() | Push() | Pull() | Commit():
@@ -189,7 +189,7 @@ def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:  # noq
                 held.states[unit] = parts.get(unit, Fraction(1))
             case Serve(served):
                 held.weights.update(dict.fromkeys(served, Fraction(1)))
-                held.states.update(dict.fromkeys(served, Fraction(1)))
+                held.states.update(dict.fromkeys(served if word.updates else (), Fraction(1)))
             case Swap(unit):
                 held.aside[unit] = Fraction(1)
             case Recompute() | Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():

@@ -137,8 +137,8 @@ class Score:
         assert isinstance(word, Serve), "nothing else answers"
         unit, worker = word.units[seat % len(word.units)], word.workers[seat // len(word.units)]
         update_s, answer_s = self.costs.serve_s(unit, rank, worker)
-        heard, told = Recv(grad(unit), worker), Send(weight(unit), worker)
-        update_s += sum(self.costs.hand_s(each, Fraction(1), rank) for each in (heard, told))
+        said = [Recv(grad(unit), worker), *([Send(weight(unit), worker)] if word.answers else [])]
+        update_s += sum(self.costs.hand_s(each, Fraction(1), rank) for each in said)
         crossing_s = 0.0
         if self.places.has_cards:
             crossing_s = self.costs.crossing_s(Send(weight(unit), worker), Fraction(1), rank)

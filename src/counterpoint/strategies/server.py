@@ -28,6 +28,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import map_row, replicate, widen_commits
 from counterpoint.server.placement import assign
+from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast
 from counterpoint.strategies.tree import has_tree
 
@@ -50,6 +51,7 @@ class Server:
         consistency: ``bsp``, ``ssp`` or ``asp``.
         staleness: with ssp, how many pushes ahead of the slowest a worker may go on; with 0 all wait for the slowest.
         compress: the code in which gradients travel to the servers: fp16, bf16, int8, twobit:0.5, sign or topk:0.01.
+        fetch_every: with asp, a worker pushes in every step and is given weights in every such step only.
 
     Promise:
         bsp changes no numbers. asp and ssp apply, to weights that other workers have changed meanwhile, the gradient of
@@ -74,6 +76,8 @@ class Server:
     consistency: Consistency = "bsp"
     staleness: int = 0
     compress: str = ""
+    fetch_every: int = 1
+    answers: bool = True
 
     axis: ClassVar[str] = "worker"
     splits_batch: ClassVar[bool] = True
@@ -85,6 +89,11 @@ class Server:
             raise PlanError(
                 f"staleness={self.staleness} of server is a number of pushes, from 0, and a bound for consistency=ssp; "
                 f"{self.consistency} has none: give consistency=ssp, staleness=1, for one"
+            )
+        if self.fetch_every < 1 or (self.fetch_every > 1 and self.consistency != "asp"):
+            raise PlanError(
+                f"fetch_every={self.fetch_every} of server is a number of steps, from 1, and 1 but with "
+                f"consistency=asp: {self.consistency} lets workers go on by the weights that it gives them"
             )
         if self.compress:
             require_readable(self.compress)
@@ -98,7 +107,17 @@ class Server:
         options = [f"servers={self.servers}", f"consistency={self.consistency}"]
         options += [f"staleness={self.staleness}"] if self.consistency == "ssp" else []
         options += [f"compress={self.compress}"] if self.compress else []
+        options += [f"fetch_every={self.fetch_every}"] if self.fetch_every != 1 else []
         return f"server({', '.join([str(self.degree), *options])})"
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """Which kind of step comes when: a worker is given weights where it meets the servers' answer."""
+        return Rhythm(self.fetch_every)
+
+    def at(self, turn: TurnName) -> Server:
+        """Return the strategy that makes the program of one kind of step."""
+        return replace(self, answers=turn != "quiet")
 
     @property
     def is_synchronous(self) -> bool:
@@ -168,14 +187,14 @@ class Server:
         for unit, holders in groups.items():
             size = before.ranks[holders[0]].updates[unit]
             pushed = model.unit_bytes(unit, self.compress) if self.compress else size
-            sent[holders[0]] += pushed + size * (len(holders) - 1)
+            sent[holders[0]] += pushed + size * (len(holders) - 1) * self.answers
         workers = tuple(replace(rank, sent=more, updates={}) for rank, more in zip(before.ranks, sent, strict=True))
         kept = [
             {unit: Fraction(model.unit_bytes(unit)) for unit in model.units if owners[unit] == index}
             for index in range(self.servers)
         ]
         servers = tuple(
-            RankForecast((), 0, units, sent=self.degree * sum(units.values(), Fraction(0)), in_flight=0)
+            RankForecast((), 0, units, sent=self.degree * sum(units.values(), Fraction(0)) * self.answers, in_flight=0)
             for units in kept
         )
         staleness = self.bound if self.consistency == "ssp" else before.staleness if self.is_synchronous else None
@@ -234,18 +253,17 @@ class _Shop:
         take: list[Instruction] = []
         for unit in sorted(units, reverse=True):
             group = tuple(rank - rank % inner + member for member in self.holders[unit])
-            if leads[unit]:
-                give.append(self.offer(unit))
+            give.append(self.offer(unit) if leads[unit] else Release(grad(unit)))
+            if leads[unit] and self.plan.answers:
                 take.append(self.fetch(unit))
-            else:
-                give.append(Release(grad(unit)))
-            if len(group) > 1:
+            if len(group) > 1 and self.plan.answers:
                 take.append(Collective("copy", weight(unit), group))
         return map_row(row, lambda words: self.replaced(words, give, take))
 
     def offer(self, unit: Unit) -> Instruction:
-        make = Send if self.plan.is_synchronous else Push
-        return make(grad(unit), self.server_of(unit), self.plan.compress)
+        if self.plan.is_synchronous:
+            return Send(grad(unit), self.server_of(unit), self.plan.compress)
+        return Push(grad(unit), self.server_of(unit), self.plan.compress, "push" if self.plan.answers else "tell")
 
     def fetch(self, unit: Unit) -> Instruction:
         make = Recv if self.plan.is_synchronous else Pull
@@ -279,7 +297,8 @@ class _Shop:
         for unit in units:
             together.setdefault(self.leaders(unit), []).append(unit)
         bound = self.plan.staleness if self.plan.consistency == "ssp" else None
-        return Row(tuple(Serve(tuple(kept), workers, bound) for workers, kept in together.items()))
+        verb: Literal["serve", "take"] = "serve" if self.plan.answers else "take"
+        return Row(tuple(Serve(tuple(kept), workers, bound, verb) for workers, kept in together.items()))
 
     def bsp_words(self, units: Sequence[Unit]) -> Iterable[Instruction]:
         everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
