@@ -15,13 +15,11 @@ from counterpoint.model.timing import Timing
 from counterpoint.model.timing_file import load_timing
 from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.elastic import Elastic
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.recomputation import PASS, Recomputation
 from counterpoint.strategies.rhythm import Rhythm, TurnName
-from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Need, Strategy
-from counterpoint.strategies.table import WITH_SERVERS
+from counterpoint.strategies.table import RHYTHMIC, WITH_SERVERS
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.terms import fold_terms, microbatches_in, parse_term
 from counterpoint.strategies.written import Written, blamed, read_fields
@@ -29,8 +27,6 @@ from counterpoint.strategies.zero import Zero
 from counterpoint.world.mesh import Axis, Mesh
 
 _PASSES = ("overlap", PASS)
-RHYTHMIC = (Data, Server, Elastic)
-"""The strategies whose steps need not be alike."""
 PASSES = ("overlap",)
 """What is done to a program where nobody says what."""
 

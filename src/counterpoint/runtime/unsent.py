@@ -15,7 +15,22 @@ from counterpoint.checkpoint.piece import Piece, whole
 from counterpoint.fabric.fabric import Group
 from counterpoint.model.spec import Unit
 from counterpoint.program.codes import find_code
-from counterpoint.program.instruction import Collective, Instruction, Push, Send
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recompute,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Swap,
+    Update,
+)
 from counterpoint.program.text import format_group, format_unit
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.build import Rank
@@ -63,7 +78,9 @@ def _left_by(rank: int, word: Instruction) -> Iterator[tuple[Unit, Group]]:
             yield value.blocks, group
         case Send(value, peer, code) | Push(value, peer, code) if code:
             yield value.blocks, way_to(peer, rank)
-        case _:
+        case Forward() | Recompute() | Backward() | Collective() | Send() | Push() | Recv() | Pull() | Serve():
+            pass
+        case Commit() | Update() | Swap() | Release():
             pass
 
 

@@ -272,6 +272,8 @@ STRATEGIES: dict[str, Named] = {
 }
 
 
+RHYTHMIC = (Data, Server, Elastic)
+"""The strategies whose steps need not be alike."""
 WITH_SERVERS = {
     "server", "bsp", "ssp", "asp", "elastic", "kvstore", "mxnet_mpi", "downpour", "project_adam",
     "parameter_server_strategy", "easgd",

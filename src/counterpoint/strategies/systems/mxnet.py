@@ -48,18 +48,14 @@ def kvstore(
 ) -> tuple[Strategy, ...]:
     """Return MXNet's KVStore: gradients are pushed by key, and weights pulled.
 
-    ======================================================  =======================================================
-    type                                                    what it is here
-    ======================================================  =======================================================
-    ``local``, ``local_update_cpu``,                        one rank has the weights and updates: ``tree(n,
-    ``local_allreduce_cpu``                                 shape=star)``
-    ``device``, ``local_allreduce_device``, ``nccl``        each key is updated on one of the ranks: ``data(n,
-                                                            update=shared)``
-    ``dist``, ``dist_sync``, ``dist_device``,               ``server(n, consistency=bsp)``
-    ``dist_sync_device``, ``dist_device_sync``
-    ``dist_async``, ``dist_async_device``,                  ``server(n, consistency=asp)``
-    ``dist_device_async``
-    ======================================================  =======================================================
+    * ``local``, ``local_update_cpu``, ``local_allreduce_cpu``: one rank has the weights and updates, which is
+      ``tree(n, shape=star)``.
+    * ``device``, ``local_allreduce_device``, ``nccl``: each key is updated on one of the ranks, which is
+      ``data(n, update=shared)``.
+    * ``dist``, ``dist_sync``, ``dist_device``, ``dist_sync_device``, ``dist_device_sync``: servers wait for all
+      workers, which is ``server(n, consistency=bsp)``.
+    * ``dist_async``, ``dist_async_device``, ``dist_device_async``: servers apply each push when it comes, which is
+      ``server(n, consistency=asp)``.
 
     With ``update_on_kvstore=off`` the store only adds up and every rank updates, ``data(n)`` with each key by itself;
     ``dist_async`` has no such form, there or here. A worker with several devices adds up over these first:
