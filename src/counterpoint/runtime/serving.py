@@ -48,6 +48,11 @@ class Counter:
         self.clocks: dict[Unit, dict[int, int]] = {}  # how often each worker has pushed a unit
         self.waiting: dict[Unit, list[int]] = {}  # for their answers, in the order in which they came
 
+    def drop(self) -> None:
+        """Nobody waits for an answer, and all workers begin the next step together."""
+        self.clocks.clear()
+        self.waiting.clear()
+
     def serve(self, words: Sequence[Serve]) -> None:
         """Take as many pushes as the words say, in the order they come; answer those whose workers may go on.
 
