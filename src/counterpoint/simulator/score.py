@@ -137,8 +137,9 @@ class Score:
         assert isinstance(word, Serve), "nothing else answers"
         unit, worker = word.units[seat % len(word.units)], word.workers[seat // len(word.units)]
         update_s, answer_s = self.costs.serve_s(unit, rank, worker)
-        said = [Recv(grad(unit), worker), *([Send(weight(unit), worker)] if word.answers else [])]
-        update_s += sum(self.costs.hand_s(each, Fraction(1), rank) for each in said)
+        update_s += self.costs.hand_s(Recv(grad(unit), worker), Fraction(1), rank)
+        if word.answers:
+            update_s += self.costs.hand_s(Send(weight(unit), worker), Fraction(1), rank)
         crossing_s = 0.0
         if self.places.has_cards:
             crossing_s = self.costs.crossing_s(Send(weight(unit), worker), Fraction(1), rank)
