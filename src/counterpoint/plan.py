@@ -19,6 +19,7 @@ from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.recomputation import PASS, Recomputation
 from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Need, Strategy
+from counterpoint.strategies.table import RHYTHMIC, WITH_SERVERS
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.terms import fold_terms, microbatches_in, parse_term
 from counterpoint.strategies.written import Written, blamed, read_fields
@@ -60,7 +61,7 @@ class Plan:
             if strategy.degree < 1:
                 raise PlanError(f"{strategy} spreads over {strategy.degree} ranks; give 1 or more")
         for strategy in self.strategies[:-1]:
-            if isinstance(strategy, Data) and len(strategy.rhythm.turns) > 1:
+            if isinstance(strategy, RHYTHMIC) and len(strategy.rhythm.turns) > 1:
                 raise PlanError(
                     f"{strategy} has steps that are not all alike, and {self.strategies[-1]} stands behind it; write "
                     "it last, outside of all that makes one replica"
@@ -172,7 +173,7 @@ class Plan:
     def rhythm(self) -> Rhythm:
         """Which kind of step comes when; only the last strategy may have steps that are not all alike."""
         last = self.strategies[-1] if self.strategies else None
-        return last.rhythm if isinstance(last, Data) else Rhythm()
+        return last.rhythm if isinstance(last, RHYTHMIC) else Rhythm()
 
     @property
     def buckets(self) -> Buckets:
@@ -182,7 +183,7 @@ class Plan:
     def at(self, turn: TurnName) -> Plan:
         """Return the plan whose program is that of one kind of step."""
         last = self.strategies[-1] if self.strategies else None
-        return replace(self, strategies=(*self.strategies[:-1], last.at(turn))) if isinstance(last, Data) else self
+        return replace(self, strategies=(*self.strategies[:-1], last.at(turn))) if isinstance(last, RHYTHMIC) else self
 
     @property
     def mesh(self) -> Mesh:
@@ -233,7 +234,7 @@ class Plan:
         strategies = fold_terms(
             [(name, str(free) if inside is None else inside) for name, inside in terms], text, hosts
         )
-        if bare and free == 1 and len(terms) == 1 and bare[0] not in {"server", "bsp", "asp"}:
+        if bare and free == 1 and len(terms) == 1 and bare[0] not in WITH_SERVERS:
             strategies = ()
         return Plan(strategies, count)
 

@@ -11,6 +11,7 @@ from counterpoint.model.spec import Block, ModelSpec, Param, Piece, chain
 from counterpoint.model.values import INPUT, Made
 from counterpoint.plan import Plan
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.elastic import Elastic
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.tensor import Tensor
@@ -128,7 +129,16 @@ def pipelines(draw, model, num_micros, most):
 def servers(draw, most):
     degree = draw(st.integers(2, most - 1))
     count = draw(st.integers(1, most - degree))
-    return Server(degree, count, draw(st.sampled_from(["bsp", "asp"])))
+    consistency = draw(st.sampled_from(["bsp", "ssp", "asp"]))
+    staleness = draw(st.integers(0, 3)) if consistency == "ssp" else 0
+    return Server(degree, count, consistency, staleness, draw(st.sampled_from(["", "", "int8", "twobit", "topk:0.3"])))
+
+
+def centers(most):
+    """Servers that draw workers to a center, or give them weights now and then: with them a plan ends."""
+    parts = st.sampled_from(["0.5", "0.125"])
+    drawn = st.builds(Elastic, st.integers(2, most - 1), st.integers(1, 2), parts, st.sampled_from([1, 3]))
+    return drawn | st.builds(Server, st.integers(2, most - 1), st.just(1), st.just("asp"), fetch_every=st.just(4))
 
 
 def trees(most):
@@ -153,6 +163,13 @@ def passes_for(strategies):
     return st.sampled_from([(), ("overlap",), ("recompute",), ("overlap", "recompute:50%")])
 
 
+def is_sliced(strategies):
+    return any(isinstance(strategy, Tensor) for strategy in strategies)
+
+
+KINDS = ["tensor", "pipeline", "data", "tree", "zero", "server", "center", "more data"]
+
+
 @st.composite
 def legal_plans(draw, model):
     """Strategies in an order that makes sense, each only while there is room for it."""
@@ -165,7 +182,7 @@ def legal_plans(draw, model):
             chosen.append(strategy)
             ranks = strategy.num_ranks(ranks)
 
-    kinds = draw(st.sets(st.sampled_from(["tensor", "pipeline", "data", "tree", "zero", "server", "more data"])))
+    kinds = draw(st.sets(st.sampled_from(KINDS)))
     if "tensor" in kinds and any(piece.split for piece in model.pieces):
         add(Tensor(draw(degrees(4))))
     if "pipeline" in kinds and model.num_blocks > 1:
@@ -176,12 +193,12 @@ def legal_plans(draw, model):
     if has_tree:
         add(draw(trees(4)))
     is_coded = any(isinstance(strategy, Data) and strategy.code for strategy in chosen)
-    served = "server" in kinds and not has_tree and not any(isinstance(strategy, Tensor) for strategy in chosen)
+    served = not {"server", "center"}.isdisjoint(kinds) and not has_tree and not is_sliced(chosen)
     if served:
-        add(draw(servers(4)))
+        add(draw(servers(4) if "server" in kinds else centers(4)))
     elif "zero" in kinds and not has_tree:
         add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
-    if "more data" in kinds and not any(getattr(s, "consistency", "") == "asp" for s in chosen):
+    if "more data" in kinds and not any(kind(strategy) in {"ssp", "asp", "elastic"} for strategy in chosen):
         add(draw(outermost({type(strategy) for strategy in chosen})))
     return Plan(tuple(chosen), num_micros, draw(passes_for(chosen)))
 
@@ -227,7 +244,8 @@ def any_strategy():
         st.builds(Data, st.sampled_from([2, 3])),
         st.builds(Data, st.just(2), compress=st.sampled_from(["sign", "powersgd"])),
         st.builds(Zero, st.just(2), st.sampled_from([1, 2, 3])),
-        st.builds(Server, st.just(2), st.just(1), st.sampled_from(["bsp", "asp"])),
+        st.builds(Server, st.just(2), st.just(1), st.sampled_from(["bsp", "ssp", "asp"])),
+        st.builds(Elastic, st.just(2)),
         trees(3),
     )
 
@@ -245,16 +263,20 @@ def kind(strategy):
 
 
 ZEROS = {"zero", "zero that shares gradients"}
+LATE = {"ssp", "asp"}
+"""Servers that do not wait."""
 MAY_NOT_FOLLOW = {
-    "tensor": {"tensor", "asp"},
-    "pipeline": {"pipeline", "data", "coded data", "tree", "bsp", "asp", *ZEROS},
-    "data": {"asp"},
-    "coded data": {"asp", *ZEROS},
-    "tree": {"bsp", "asp", *ZEROS},
-    "zero": {"tree", "bsp", "asp", *ZEROS},
-    "zero that shares gradients": {"tree", "bsp", "asp", "coded data", *ZEROS},
-    "bsp": {"tensor", "tree", "bsp", "asp", *ZEROS},
-    "asp": {"tensor", "tree", "bsp", "asp", *ZEROS},
+    "tensor": {"tensor", "elastic", *LATE},
+    "pipeline": {"pipeline", "data", "coded data", "tree", "bsp", "elastic", *LATE, *ZEROS},
+    "data": {"elastic", *LATE},
+    "coded data": {"elastic", *LATE, *ZEROS},
+    "tree": {"bsp", "elastic", *LATE, *ZEROS},
+    "zero": {"tree", "bsp", "elastic", *LATE, *ZEROS},
+    "zero that shares gradients": {"tree", "bsp", "elastic", "coded data", *LATE, *ZEROS},
+    "bsp": {"tensor", "tree", "bsp", "elastic", *LATE, *ZEROS},
+    "ssp": {"tensor", "tree", "bsp", "elastic", *LATE, *ZEROS},
+    "asp": {"tensor", "tree", "bsp", "elastic", *LATE, *ZEROS},
+    "elastic": {"tensor", "tree", "bsp", "elastic", *LATE, *ZEROS},
 }
 
 

@@ -20,7 +20,7 @@ ROWS = {
 }  # fmt: skip
 
 
-SERVED = {2: [], 3: ["asp(2)", "asp(1, servers=2)"]}
+SERVED = {2: [], 3: ["asp(2)", "asp(1, servers=2)", "ssp(2, staleness=0)", "elastic(2, every=2)"]}
 PERIODS = [("data(2, sync_every=3)", 2), ("data(2, staleness=1)", 2)]
 SAVED = {2: [*(ROWS[2][index] for index in (3, 5)), *PERIODS], 3: [ROWS[3][8], ROWS[3][-1]]}
 

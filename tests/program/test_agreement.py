@@ -40,6 +40,8 @@ COMMITS = [
            "commit@2 decides on no microbatch"),
     Damage("a server commits with one of its workers", 6, "server(2)", narrowed("0-2", "0,2", "1", "0,2"),
            "decides on microbatch 0"),
+    Damage("the ranks of a drawn worker commit alone", 6, "data(2) * elastic(2)",
+           narrowed("0,1:0,1", "0:0", "1:1"), "gradients counted wrongly B0.1"),
     Damage("workers that push apart commit together", 6, "asp(2)", ((0, "commit@0", "commit@0,1"),
            (1, "commit@1", "commit@0,1")), "but commit@0,1 decides on microbatches 0, 1"),
     Damage("the ranks of one worker commit alone", 6, "data(2) * asp(2)",

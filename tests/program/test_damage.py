@@ -31,6 +31,10 @@ MESSAGES = [
     Damage("a server does not serve a worker", 2, "asp(2)", ((2, "@0,1", "@0"),), "1 of 3 ranks"),
     Damage("a pull stands before its push", 2, "asp(2)",
            ((0, "push(grad1)>2 push(grad0)>2 pull(weight1)<2", "pull(weight1)<2 push(grad1)>2 push(grad0)>2"),)),
+    Damage("a gradient in a code is received as it is", 1, "bsp(2, compress=int8)", ((2, "grad1:int8<0", "grad1<0"),),
+           "grad1 in int8 from rank 0 to rank 2 is never received"),
+    Damage("a worker does not come to the center", 2, "elastic(2)",
+           ((0, "push(weight1)>2", ""), (0, "pull(weight1)<2", "")), "[draw:0.5(0,1)@0,1] <- waits here"),
     Damage("a receive stands before the send that leads to it", 2, "pipeline(2)",
            ((0, "x1.0>1 g0.0<1", "g0.0<1 x1.0>1"),), "2 of 2 ranks wait for each other"),
 ]  # fmt: skip

@@ -46,6 +46,9 @@ phases = st.sampled_from(["", "+", "-"])
 codes = st.sampled_from(
     ["fp16", "int8", "sign", "twobit", "twobit:0.5", "topk:0.01", "topk:1", "powersgd:12", "adasum"]
 )
+gradients = st.builds(Value, st.just("grad"), units)
+alone = st.sampled_from(["fp16", "int8", "sign", "twobit:0.5", "topk:0.01"])
+served = st.lists(units, min_size=1, max_size=3).map(tuple)
 instructions = st.one_of(
     st.builds(Forward, numbers, numbers, st.integers(-9, 0)),
     st.builds(Backward, numbers, numbers, st.integers(-9, 0), st.sampled_from(["", "input", "weight"])),
@@ -56,8 +59,13 @@ instructions = st.one_of(
     st.builds(Collective, st.sampled_from(["sum", "share", "join", "copy"]), values, groups, phases),
     st.builds(Collective, st.just("sum"), st.builds(Value, st.just("grad"), units), groups, phases, codes),
     st.builds(Push, parameters, ranks),
+    st.builds(Push, gradients, ranks, alone, st.sampled_from(["push", "tell"])),
+    st.builds(Send, gradients, ranks, alone),
+    st.builds(Recv, gradients, ranks, alone),
     st.builds(Pull, parameters, ranks),
-    st.builds(Serve, st.lists(units, min_size=1, max_size=3).map(tuple), groups),
+    st.builds(Serve, served, groups, st.none() | st.integers(0, 9)),
+    st.builds(Serve, served, groups, verb=st.just("take")),
+    st.builds(Serve, served, groups, verb=st.just("draw"), part=st.sampled_from(["0.5", "0.0225"])),
     st.builds(Release, values),
 )
 words = st.lists(instructions, max_size=5).map(tuple)

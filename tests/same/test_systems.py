@@ -7,12 +7,14 @@ from counterpoint.testing import parity
 
 STREAMS = {"pipedream", "pipedream_2bw"}
 """Their law is another one, and stands in test_streams."""
+LATE = {"downpour", "project_adam", "parameter_server_strategy", "easgd"}
+"""Theirs stand in test_ssp and test_elastic."""
 NAMES_OF_ITS_OWN = {"placement"}
 SYNCHRONOUS = [
     *(
         named.example or f"{name}(2)"
         for name, named in STRATEGIES.items()
-        if not isinstance(named.parent, type) and name not in STREAMS | NAMES_OF_ITS_OWN
+        if not isinstance(named.parent, type) and name not in STREAMS | LATE | NAMES_OF_ITS_OWN
     ),
     "placement(2, modules=0:0+2:1+4:0)",
     "placement(3, modules=0:2+3:0+6:1)",
@@ -23,6 +25,12 @@ SYNCHRONOUS = [
     "chainermn(4, communicator=two_dimensional, per_host=2)",
     "horovod(4, hierarchical_allreduce=on, per_host=2)",
     "pipeline(2) * firecaffe(2)",
+    "kvstore(4, type=device)",
+    "kvstore(2, type=dist_sync, servers=2)",
+    "kvstore(4, type=dist_device_sync, devices=2)",
+    "kvstore(2, type=dist_sync, update_on_kvstore=off)",
+    "mxnet_mpi(4, groups=1, servers=0)",
+    "parameter_server_strategy(2, mode=sync)",
 ]
 
 

@@ -10,7 +10,8 @@ from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.simulate import simulate, simulate_turn
 from tests.simulator.played import Ticks, compiled, program
 
-PLANS = ["solo", "zero2(2)", "gpipe(2)", "pipeline(2) * data(2)", "gpipe(2, checkpoint=always)", "bsp(2)", "asp(2)"]
+PLANS = ["solo", "zero2(2)", "gpipe(2)", "pipeline(2) * data(2)", "gpipe(2, checkpoint=always)", "bsp(2)", "asp(2)",
+         "elastic(2)", "ssp(2, staleness=0, compress=int8)"]  # fmt: skip
 
 
 def ten(value, code=""):

@@ -13,6 +13,7 @@ PLANS = [
     "pipeline(2, replicas=(2,1))", "pipeline(2) * data(3)", "gpipe(2) * zero2(2)", "tensor(2) * data(2)",
     "pipeline(2) * tensor(2)", "pipeline(2) * tensor(2) * data(2)", "zero3(2) * data(2)", "zero1(2) * data(3)",
     "data(2) * server(3, servers=2, consistency=asp)", "pipeline(2) * bsp(2)", "data(2) * asp(2)",
+    "ssp(3, staleness=0)", "asp(3, compress=twobit)", "elastic(3)",
 ]  # fmt: skip
 
 

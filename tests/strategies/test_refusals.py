@@ -131,7 +131,11 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
             "replicas=(1, 2, 3) of pipeline(2) must be 2 positive numbers, one per stage",
         ),
         ("pipeline(2, balance=(4,0))", "balance=(4, 0) of pipeline(2) must be 2 positive numbers, one per stage"),
-        ("server(2, consistency=ssp)", "server has the consistencies bsp and asp, not 'ssp'"),
+        ("server(2, consistency=eventual)", "server has the consistencies bsp, ssp and asp, not 'eventual'"),
+        (
+            "server(2, consistency=ssp, fetch_every=2)",
+            "fetch_every=2 of server is a number of steps, from 1, and 1 but",
+        ),
         (
             "data(2, sync_every=0)",
             "sync_every=0, sync_first=0 of data are no numbers of steps; give sync_every=1 or more, and sync_first=0 "

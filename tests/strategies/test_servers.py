@@ -1,8 +1,12 @@
 """Who keeps which unit, and who talks to whom."""
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given, strategies as st
 
+from counterpoint.errors import PlanError
+from counterpoint.plan import Plan
 from counterpoint.program.instruction import Serve
 from counterpoint.program.text import format_program
 from counterpoint.server.placement import assign
@@ -41,3 +45,75 @@ def test_asynchrony_promises_no_bound_and_bsp_promises_freshness():
     assert compiled("asp(2)").forecast.staleness is None
     assert compiled("bsp(2)").forecast.staleness == 0
     assert compiled("data(2) * asp(2)").forecast.staleness is None
+
+
+@pytest.mark.parametrize(("staleness", "bound"), [(0, 2), (1, 6), (3, 14)])
+def test_a_bounded_server_promises_how_old_gradients_may_be(staleness, bound):
+    made = compiled(f"ssp(3, staleness={staleness})")
+    assert made.forecast.staleness == bound
+    assert not made.is_synchronous
+    assert compiled("ssp(1)").forecast.staleness == 0
+
+
+def test_a_worker_that_fetches_now_and_then_is_sent_fewer_bytes():
+    """In two steps of three the servers send nothing."""
+    made = compiled("asp(2, fetch_every=3)")
+    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
+    assert [turn.name for turn in made.turns] == ["quiet", "meeting"]
+    assert made.sent_bytes() == (size, size, Fraction(2 * size, 3))
+
+
+def test_a_code_makes_pushes_smaller_and_answers_not():
+    made = compiled("asp(2, compress=twobit)")
+    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
+    assert made.sent_bytes() == (size / 16, size / 16, 2 * size)
+
+
+def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
+    made = compiled("elastic(2, every=4)")
+    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
+    assert made.sent_bytes() == (size / 4, size / 4, size / 2)
+    assert not made.is_synchronous
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("server(2, consistency=asp, staleness=1)", "asp has none: give consistency=ssp, staleness=1"),
+        ("ssp(2, staleness=-1)", "staleness=-1 of server is a number of pushes, from 0"),
+        ("server(2, compress=powersgd:2)", "compress=powersgd:2 of server is about what all workers sum together"),
+        ("server(2, compress=2bit)", "there is no code '2bit'; the codes are"),
+        ("ssp(2, fetch_every=2)", "ssp has no option 'fetch_every=2'"),
+        (
+            "server(2, consistency=ssp, fetch_every=2)",
+            "fetch_every=2 of server is a number of steps, from 1, and 1 but",
+        ),
+        ("asp(2, fetch_every=0)", "fetch_every=0 of server is a number of steps"),
+        ("asp(2, fetch_every=2) * data(2)", "has steps that are not all alike, and data(2) stands behind it"),
+        ("elastic(2, part=1)", "part=1 of elastic is no part of a way; give a number between 0 and 1 in digits"),
+        ("elastic(2, servers=0)", "elastic(2, servers=0, every=1) never meets a center"),
+    ],
+)
+def test_what_a_server_cannot_mean_says_what_to_write(text, said):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("zero(2) * elastic(2)", "stands behind zero or a shared update"),
+        ("server(2) * elastic(2)", "stands behind server, whose workers update nothing"),
+        ("tree(2) * elastic(2)", "stands behind tree, of whose copies only the first updates"),
+        ("tensor(2) * elastic(2)", "stands behind tensor, whose slices need a center each; write data(...) instead"),
+        ("elastic(2) * tensor(2)", "stands behind an asynchronous server"),
+        ("elastic(2) * data(2)", "stands after an asynchronous server"),
+        ("elastic(2) * zero(2)", "stands in a plan whose weights live on servers"),
+        ("elastic(2) * elastic(2)", "stands behind server"),
+    ],
+)
+def test_a_center_is_refused_where_it_cannot_stand(text, said):
+    with pytest.raises(PlanError) as caught:
+        compiled(text)
+    assert said in str(caught.value)

@@ -63,6 +63,21 @@ def test_a_gradient_that_was_set_aside_is_applied_once_whatever_became_of_the_st
     assert off("data(2, staleness=1)", "raises", ValueError, 2) <= 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["ssp(2, staleness=0)", "ssp(2)", "asp(2)", "elastic(2)"])
+def test_workers_begin_together_behind_a_step_that_failed_on_one_of_them(strategy):
+    """The other one has been served, and would be ahead for ever."""
+    model = mlp()
+    start = params_of(model)
+    with cp.parallelize(model, ADAMW, strict_loss, strategy=strategy) as step:
+        for number, batch in enumerate(batches("nan", 1)):
+            if number == 1:
+                with pytest.raises(cp.DataError):
+                    step(*batch)
+            else:
+                step(*batch)
+    assert distance(params_of(model), start) > 1e-3
+
+
 STREAM = "pipedream(2)"
 
 

@@ -62,6 +62,10 @@ def _contrast(colour: Iterable[float]) -> float:
     return 1.05 / (sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
 
 
+_SERVES = ("serve", "take", "draw")
+"""With these a server's words begin, whose time on the processor goes into updates."""
+
+
 def kind_of_word(word: str) -> Kind:
     """Return the kind of an instruction's text; whatever is neither computing nor a commit is communication."""
     if word.startswith("commit@"):
@@ -80,7 +84,7 @@ def kind_of(event: Event) -> Kind:
         case "link":
             return "communication"
         case "compute":
-            return "update" if event.words.startswith("serve(") else kind
+            return "update" if event.words.startswith(_SERVES) else kind
 
 
 def short_name(words: str) -> str:

@@ -16,6 +16,7 @@ from counterpoint.planner.remedies import Question, explain_excess, settle_all
 from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.program.trace import Trace
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.elastic import Elastic
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.world.cluster import Cluster
@@ -201,7 +202,8 @@ def is_late(plan: Plan) -> bool:
     """Tell whether gradients meet newer weights than they were computed with, so that it need not be ranked."""
     return any(
         (isinstance(strategy, Pipeline) and strategy.is_stream)
-        or (isinstance(strategy, Server) and strategy.consistency == "asp")
+        or (isinstance(strategy, Server) and not strategy.is_synchronous)
+        or isinstance(strategy, Elastic)
         for strategy in plan.strategies
     )
 

@@ -100,7 +100,7 @@ def _kept_states(rank: int, row: Words) -> Iterator[tuple[Unit, Span]]:
                 shared[unit] = _place(rank, group)
             case Update(unit):
                 yield unit, shared.get(unit, WHOLE)
-            case Serve(served):
+            case Serve(served) if word.updates:
                 yield from ((unit, WHOLE) for unit in served)
             case _:
                 pass

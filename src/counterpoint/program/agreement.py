@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.accounts import Decision, Entry
-from counterpoint.program.instruction import Backward, Commit, Serve
+from counterpoint.program.instruction import Backward, Commit, Group, Serve
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program, Words
 from counterpoint.program.text import format_group, format_instruction, format_unit
@@ -20,12 +20,15 @@ from counterpoint.program.units import Unit
 from counterpoint.program.walk import show_places
 
 
-def law_6_all_concerned_decide(program: Program, rows: Sequence[Words], ledger: Ledger) -> None:
+def law_6_all_concerned_decide(
+    program: Program, rows: Sequence[Words], ledger: Ledger, *, is_bounded: bool = True
+) -> None:
     """Prove that each update is decided on by all who had a part in it, and that a body decides once.
 
     Those are the ranks that ran any block on its microbatches, and those that update the same unit. The stages of a
     stream update at different times and some more often than others: there, the ranks that went backward through the
-    unit's blocks, as often as they update.
+    unit's blocks, as often as they update. Where no bound on staleness is promised, replicas that update apart decide
+    apart.
 
     Raises:
         ProgramError: law 6; a commit is too narrow, too wide, or not the only one of its body.
@@ -38,7 +41,7 @@ def law_6_all_concerned_decide(program: Program, rows: Sequence[Words], ledger: 
                 f"once\n{show_places([row.body for row in program.rows], {rank: places[1]}, 'here')}",
                 law=6,
             )
-    concerned = _Concerned.of(program, rows, ledger)
+    concerned = _Concerned.of(program, rows, ledger, is_bounded=is_bounded)
     for entry in sorted(ledger.entries, key=lambda entry: (entry.rank, entry.index)):
         concerned.judge(entry)
 
@@ -51,28 +54,31 @@ class _Concerned:
         rows: the flat rows.
         is_stream: whether stages decide at different times.
         runners: the ranks that went backward, by block and microbatch.
-        updaters: the ranks that update each unit; a server that does not wait decides nothing.
+        updaters: the ranks that update each unit, and for replicas that decide apart those of each; a server that does
+            not wait decides nothing.
+        is_bounded: whether replicas that update apart decide together all the same.
         judged: what needs no second look: equal marks under one decision.
     """
 
     rows: Sequence[Words]
     is_stream: bool
     runners: dict[int, dict[int, set[int]]]
-    updaters: dict[Unit, set[int]]
+    updaters: dict[tuple[Unit, Group], set[int]]
+    is_bounded: bool
     judged: set[tuple[Unit, int, int]] = field(default_factory=set)
 
     @staticmethod
-    def of(program: Program, rows: Sequence[Words], ledger: Ledger) -> _Concerned:
+    def of(program: Program, rows: Sequence[Words], ledger: Ledger, *, is_bounded: bool) -> _Concerned:
         runners: defaultdict[int, defaultdict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for rank, row in enumerate(rows):
             for word in row:
                 if type(word) is Backward:
                     runners[word.micro][word.block].add(rank)
-        updaters: defaultdict[Unit, set[int]] = defaultdict(set)
+        updaters: defaultdict[tuple[Unit, Group], set[int]] = defaultdict(set)
         for entry in ledger.entries:
             if not isinstance(rows[entry.rank][entry.index], Serve):
-                updaters[entry.unit].add(entry.rank)
-        return _Concerned(rows, program.is_stream, dict(runners), updaters)
+                updaters[entry.unit, () if is_bounded else entry.replica].add(entry.rank)
+        return _Concerned(rows, program.is_stream, dict(runners), dict(updaters), is_bounded)
 
     def judge(self, entry: Entry) -> None:
         key = (entry.unit, id(entry.decision), id(entry.marks))
@@ -101,7 +107,7 @@ class _Concerned:
 
     def missing(self, entry: Entry, decision: Decision) -> set[int]:
         """Return the ranks that should take part in a decision and do not."""
-        found = set(self.updaters.get(entry.unit, ()))
+        found = set(self.updaters.get((entry.unit, () if self.is_bounded else entry.replica), ()))
         for micro in decision.micros:
             by_block = self.runners.get(micro, {})
             blocks: Iterable[int] = entry.unit if self.is_stream else by_block

@@ -39,6 +39,7 @@ class Kind:
         size: the bytes of one parameter, as one member sends it to one other.
         number: what the number means, and its value where none is written; None where there is none.
         keeps: whether what was not sent is kept and added to the next gradient.
+        is_readable_alone: whether one member's bytes say its gradient, so that it can be sent to one other.
     """
 
     summary: str
@@ -46,6 +47,7 @@ class Kind:
     size: Size
     number: tuple[str, Fraction] | None = None
     keeps: bool = True
+    is_readable_alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,9 @@ CODES: dict[str, Kind] = {
     "topk": Kind("the largest {}% of each parameter, with their places", "gather", _largest,
                  ("part", Fraction(1, 100))),
     "powersgd": Kind("two thin factors of rank {} for each matrix, all else as it is", "reduce twice", _factors,
-                     ("rank", Fraction(1))),
+                     ("rank", Fraction(1)), is_readable_alone=False),
     "adasum": Kind("every number as it is; what is parallel is averaged, what is orthogonal is added", "gather", _whole,
-                   keeps=False),
+                   keeps=False, is_readable_alone=False),
 }  # fmt: skip
 """All codes by name."""
 

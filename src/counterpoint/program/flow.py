@@ -31,10 +31,11 @@ from counterpoint.program.walk import broken
 
 
 def law_6_updates_follow_a_commit(rows: Sequence[Words]) -> None:
-    """Prove that between the gradients and the updates or pushes of a row stands a commit.
+    """Prove that between the gradients and the updates or pushes of a row stands a commit; weights have no code.
 
     Raises:
-        ProgramError: law 6; an update would be applied that nobody has agreed on.
+        ProgramError: law 6; an update would be applied that nobody has agreed on, or weights would be changed on their
+            way.
     """
     for rank, row in enumerate(rows):
         agreed = False
@@ -42,6 +43,10 @@ def law_6_updates_follow_a_commit(rows: Sequence[Words]) -> None:
             match word:
                 case Commit():
                     agreed = True
+                case Send(value, code=code) | Recv(value, code=code) | Push(value, code=code) if (
+                    code and value.name != "grad"
+                ):
+                    raise broken(rows, (rank, index), 6, "only gradients have a code")
                 case Update() | Push() if not agreed:
                     raise broken(rows, (rank, index), 6, "no commit stands between the gradients and this word")
                 case Backward() | Recv(Value("grad")) | Collective(_, Value("grad")) | Swap():

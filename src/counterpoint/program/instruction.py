@@ -150,18 +150,23 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a value to a peer without waiting for it. Text: ``x3.0>1``."""
+    """Hand a value to a peer without waiting for it. Text: ``x3.0>1``, or ``grad3:int8>1`` for a gradient in a code.
+
+    What a code does not send stays here, and is added to the next gradient that goes the same way.
+    """
 
     value: Value
     peer: int
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for a value from a peer; a received gradient is added to the own one. Text: ``x3.0<0``."""
+    """Wait for a value from a peer; a received gradient is added to the own one. Text: ``x3.0<0``, ``grad3:int8<0``."""
 
     value: Value
     peer: int
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +208,27 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Give a gradient to a server, which applies it when it comes. Text: ``push(grad3)>2``."""
+    """Give a gradient to a server, which applies it when it comes. Text: ``push(grad3)>2``, ``push:int8(grad3)>2``.
+
+    ``push(weight3)>2`` gives weights to a server that draws them and its own together. ``tell(grad3)>2`` is a push
+    without an answer.
+
+    Args:
+        value: a gradient or weights.
+        peer: the server.
+        code: how a gradient is written on the way; ``""`` for as it is.
+        verb: ``push`` is answered, and a pull waits for that; ``tell`` is not.
+    """
 
     value: Value
     peer: int
+    code: str = ""
+    verb: Literal["push", "tell"] = "push"
+
+    @property
+    def name(self) -> str:
+        """The verb with its code, as in the text."""
+        return f"{self.verb}:{self.code}" if self.code else self.verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +243,47 @@ class Pull:
 class Serve:
     """Take as many pushes of every unit as there are workers, in the order they come, and answer each.
 
-    Text: ``serve(0,1,0+4)@0,1``. Every push becomes one update of its own.
+    Text: ``serve(0,1,0+4)@0,1``. Every push becomes one update of its own. ``serve:2(0)@0,1`` answers a worker only
+    while it has pushed a unit at most twice more often than the worker that has pushed it least; until then it waits.
+
+    =========  ============================================================================================
+    verb       what is done with each push
+    =========  ============================================================================================
+    ``serve``  its gradient is applied, and the weights go back
+    ``take``   its gradient is applied
+    ``draw``   its weights and those here move towards each other, ``draw:0.25(0)@0,1`` each by a quarter of
+               the way, and its own go back
+    =========  ============================================================================================
 
     Args:
         units: the units that this server keeps.
         workers: the ranks that push to it.
+        staleness: how many pushes ahead of the slowest a worker may be when it is answered; None for any number.
+        verb: what is done with each push.
+        part: of a draw, which part of the way, in digits.
     """
 
     units: tuple[tuple[int, ...], ...]
     workers: Group
+    staleness: int | None = None
+    verb: Literal["serve", "take", "draw"] = "serve"
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """The verb with its number, as in the text."""
+        number = self.part if self.staleness is None else str(self.staleness)
+        return f"{self.verb}:{number}" if number else self.verb
+
+    @property
+    def answers(self) -> bool:
+        """Whether a push is answered with weights."""
+        return self.verb != "take"
+
+    @property
+    def updates(self) -> bool:
+        """Whether a push is a gradient that the optimizer applies."""
+        return self.verb != "draw"
 
 
 @dataclass(frozen=True, slots=True)

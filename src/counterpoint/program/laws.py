@@ -34,7 +34,7 @@ from counterpoint.program.flow import (
     laws_6_and_7_what_is_started_is_awaited,
 )
 from counterpoint.program.inputs import law_4_inputs_are_there
-from counterpoint.program.instruction import Backward, Forward
+from counterpoint.program.instruction import Backward, Forward, Serve
 from counterpoint.program.ledger import Ledger, keep_ledger
 from counterpoint.program.messages import law_1_messages_pair_up
 from counterpoint.program.program import Program, Words, versions_held
@@ -126,7 +126,7 @@ def check(
     law_6_every_gradient_counts_once(program, rows, ledger, units)
     laws_6_and_7_what_is_started_is_awaited(rows)
     law_6_updates_follow_a_commit(rows)
-    law_6_all_concerned_decide(program, rows, ledger)
+    law_6_all_concerned_decide(program, rows, ledger, is_bounded=promise.staleness is not None)
     law_7_all_is_released(program, rows, ledger, promise)
     if promise.tapes is not None:
         law_7_tapes_are_as_promised(rows, promise.tapes)
@@ -268,7 +268,10 @@ def _judge_leftovers(rows: Sequence[Words], ledger: Ledger) -> None:
 
 def _judge_ends(rows: Sequence[Words], ledger: Ledger) -> None:
     newest: dict[Unit, tuple[int, int]] = {}
+    answered = {unit for row in rows for word in row if isinstance(word, Serve) for unit in word.units}
     for (rank, unit), state in ledger.states.items():
+        if unit in answered:  # push by push: each copy is as old as its answer
+            continue
         first, version = newest.setdefault(unit, (rank, state.versions[-1]))
         if version != state.versions[-1]:
             raise ProgramError(

@@ -96,8 +96,8 @@ class _Book:
         self.groups = Groups()
         self.waiting: defaultdict[tuple[int, Value], list[int]] = defaultdict(list)
         self.pushes: defaultdict[tuple[int, Unit], list[tuple[Decision | None, Marks]]] = defaultdict(list)
-        self.undecided: list[set[int]] = [set() for _ in rows]
-        self.decisions: list[Decision | None] = [None] * len(rows)
+        self.served: set[tuple[int, Unit]] = set()
+        self.undecided, self.decisions = [set[int]() for _ in rows], list[Decision | None]([None] * len(rows))
         self.deciding: dict[int, Decision] = {}
         self.ages: dict[tuple[int, Unit], tuple[Marks, int]] = {}
         self.brought: Brought = {}
@@ -132,18 +132,18 @@ class _Book:
                 self.send(rank, value, peer)
             case Recv(value, peer):
                 self.receive(rank, value, peer)
-            case Push(value, peer):
-                self.pushes[peer, value.blocks].append((self.decisions[rank], self.taken(rank, value.blocks)))
+            case Push(Value("grad", unit), peer):
+                self.pushes[peer, unit].append((self.decisions[rank], self.taken(rank, unit)))
             case Serve(units):
                 self.serve(rank, index, units)
-            case Pull(value, peer):
+            case Pull(value, peer) if (peer, value.blocks) in self.served:
                 self.states[rank, value.blocks].versions.append(self.states[peer, value.blocks].versions[-1])
             case Release(value):
                 self.release(rank, index, value)
             case Commit():
                 self.commit(rank, index, word)
-            case Collective():
-                pass
+            case Collective() | Push() | Pull():
+                pass  # weights that are drawn together are of no version that others have
 
     def commit(self, rank: int, index: int, word: Commit) -> None:
         """The members of a commit come one after the other; the last one closes it."""
@@ -335,6 +335,7 @@ class _Book:
 
     def serve(self, rank: int, index: int, units: Sequence[Unit]) -> None:
         for unit in units:
+            self.served.add((rank, unit))
             for decision, marks in self.pushes.pop((rank, unit), []):
                 self.record((rank, index), unit, (WHOLE, marks), decision)
                 self.states[rank, unit].versions.append(self.states[rank, unit].versions[-1] + 1)

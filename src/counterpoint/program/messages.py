@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
-from counterpoint.program.instruction import Instruction, Pull, Push, Recv, Send, Value
+from counterpoint.program.instruction import Instruction, Pull, Push, Recv, Send, Serve, Value
 from counterpoint.program.program import Words
 from counterpoint.program.text import format_value
 from counterpoint.program.walk import show_places
 
-_Message: TypeAlias = tuple[str, Value, int, int]
-"""A send or a push: which, of what, from whom, to whom."""
-_MESSAGES = {Send, Recv, Push, Pull}
+_Message: TypeAlias = tuple[str, Value, int, int, str]
+"""A send or a push: which, of what, from whom, to whom, in which code."""
+_MESSAGES = {Send, Recv, Push, Pull, Serve}
 
 
 def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
@@ -27,24 +27,26 @@ def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
     for rank, row in enumerate(rows):
         for word in row:
             if type(word) in _MESSAGES:
-                key, weight = _message(rank, word)
-                if key is not None:
+                for key, weight in _messages(rank, word):
                     balance[key] += weight
     for key, count in balance.items():
         if count:
-            kind, value, source, target = key
+            kind, value, source, target, code = key
+            coded = f" in {code}" if code else ""
             excess = "is never received" if count > 0 else "is never sent"
             if kind == "push":
                 excess = "is never answered by a pull" if count > 0 else "is pulled without a push"
+            elif kind == "tell":
+                excess = "is never taken" if count > 0 else "is taken, but never told"
             rank, index = max(
                 (at, index)
                 for at, row in enumerate(rows)
                 for index, word in enumerate(row)
-                if _message(at, word)[0] == key
+                if any(found == key for found, _ in _messages(at, word))
             )
             raise ProgramError(
-                f"{format_value(value)} from rank {source} to rank {target} {excess}; every {kind} has exactly one "
-                f"counterpart\n{show_places(rows, {rank: index}, 'here')}",
+                f"{format_value(value)}{coded} from rank {source} to rank {target} {excess}; every {kind} has exactly "
+                f"one counterpart\n{show_places(rows, {rank: index}, 'here')}",
                 law=1,
             )
 
@@ -74,15 +76,20 @@ def _judge_sequences(rows: Sequence[Words]) -> None:
                 )
 
 
-def _message(rank: int, word: Instruction) -> tuple[_Message | None, int]:
+def _messages(rank: int, word: Instruction) -> Iterator[tuple[_Message, int]]:
+    """Yield what a word says, 1, or takes, -1. What is pulled is told apart by its unit alone."""
     match word:
-        case Send(value, peer):
-            return ("send", value, rank, peer), 1
-        case Recv(value, peer):
-            return ("send", value, peer, rank), -1
+        case Send(value, peer, code):
+            yield ("send", value, rank, peer, code), 1
+        case Recv(value, peer, code):
+            yield ("send", value, peer, rank, code), -1
+        case Push(value, peer, verb="tell"):
+            yield ("tell", value, rank, peer, ""), 1
         case Push(value, peer):
-            return ("push", value, rank, peer), 1
+            yield ("push", Value("grad", value.blocks), rank, peer, ""), 1
         case Pull(value, peer):
-            return ("push", Value("grad", value.blocks), rank, peer), -1
+            yield ("push", Value("grad", value.blocks), rank, peer, ""), -1
+        case Serve(units, workers, verb="take"):
+            yield from ((("tell", Value("grad", unit), worker, rank, ""), -1) for worker in workers for unit in units)
         case _:
-            return None, 0
+            pass

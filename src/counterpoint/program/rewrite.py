@@ -81,10 +81,10 @@ def _copied(words: Words, by: tuple[int, int], seen: dict[int, Group]) -> Iterat
                 yield Collective(verb, _later(value, micros), _among(group, ranks, seen), phase, code)
             case Commit(group, own):
                 yield Commit(_among(group, ranks, seen), _among(own, ranks, seen))
-            case Send(value, peer):
-                yield Send(_later(value, micros), peer + ranks)
-            case Recv(value, peer):
-                yield Recv(_later(value, micros), peer + ranks)
+            case Send(value, peer, code):
+                yield Send(_later(value, micros), peer + ranks, code)
+            case Recv(value, peer, code):
+                yield Recv(_later(value, micros), peer + ranks, code)
             case _:
                 yield moved(shifted(word, ranks), micros)
 

@@ -172,7 +172,7 @@ def outline_of(row: Row, words: Words) -> Hashable:
     return row.num_slices, tuple([_plain(word, first) for word in words])
 
 
-def _plain(word: Instruction, first: int) -> Hashable:  # noqa: PLR0911 - one case each
+def _plain(word: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911, PLR0912 - one case each
     match word:
         case Forward():
             return "F", word.block, word.micro - first, word.version
@@ -180,7 +180,11 @@ def _plain(word: Instruction, first: int) -> Hashable:  # noqa: PLR0911 - one ca
             return "B", word.block, word.micro - first, word.version, word.part
         case Collective():
             return word.verb, word.code, _value(word.value, first), len(word.group), word.phase
-        case Send() | Recv() | Push() | Pull() | Release():
+        case Send() | Recv():
+            return type(word), word.code, _value(word.value, first)
+        case Push():
+            return word.name, _value(word.value, first)
+        case Pull() | Release():
             return type(word), _value(word.value, first)
         case Recompute():
             return "R", word.block, word.micro - first, word.version
@@ -191,7 +195,7 @@ def _plain(word: Instruction, first: int) -> Hashable:  # noqa: PLR0911 - one ca
         case Swap(unit):
             return "swap", unit
         case Serve(units, workers):
-            return "serve", units, len(workers)
+            return word.name, units, len(workers)
 
 
 def _value(value: Value, first: int) -> Hashable:

@@ -44,10 +44,10 @@ _WORD = re.compile(
     rf"|swap\(grad(?P<swapped>{_UNIT})\)$"
     rf"|(?P<verb>sum|share|join|copy|mean)(?::(?P<code>{CODE}))?"
     rf"\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
-    rf"|(?P<ask>push(?=\S*>)|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
-    rf"|serve\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
+    rf"|(?:(?P<push>push|tell)(?=\S*>)(?::(?P<pushed>{CODE}))?|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
+    rf"|(?:serve(?::(?P<ahead>\d+))?|(?P<take>take)|draw:(?P<part>0\.\d+))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|release\((?P<released>{_VALUE})\)$"
-    rf"|(?P<value>{_VALUE})(?P<arrow>[<>])(?P<peer>\d+)$"
+    rf"|(?P<value>{_VALUE})(?::(?P<how>{CODE}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
 _VALUE_PARTS = re.compile(r"(grad|late|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
@@ -101,18 +101,17 @@ def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noq
             return f"commit@{format_group(group)}" + (f":{format_group(own)}" if own else "")
         case Swap(unit):
             return f"swap(grad{format_unit(unit)})"
-        case Send(value, peer):
-            return f"{format_value(value, ahead=ahead)}>{peer}"
-        case Recv(value, peer):
-            return f"{format_value(value, ahead=ahead)}<{peer}"
+        case Send(value, peer, code) | Recv(value, peer, code):
+            coded, arrow = f":{code}" if code else "", ">" if isinstance(word, Send) else "<"
+            return f"{format_value(value, ahead=ahead)}{coded}{arrow}{peer}"
         case Collective(_, value, group, phase):
             return f"{word.name}({format_value(value, ahead=ahead)})@{format_group(group)}{phase}"
         case Push(value, peer):
-            return f"push({format_value(value)})>{peer}"
+            return f"{word.name}({format_value(value)})>{peer}"
         case Pull(value, peer):
             return f"pull({format_value(value)})<{peer}"
         case Serve(units, workers):
-            return f"serve({','.join(map(format_unit, units))})@{format_group(workers)}"
+            return f"{word.name}({','.join(map(format_unit, units))})@{format_group(workers)}"
         case Release(value):
             return f"release({format_value(value, ahead=ahead)})"
         case _:
@@ -177,7 +176,7 @@ def parse_instruction(word: str) -> Instruction:
     if found["verb"] or found["all"]:
         return _parse_together(found)
     if found["units"]:
-        return Serve(tuple(map(parse_unit, found["units"].split(","))), parse_group(found["workers"]))
+        return _parse_serve(found)
     return _parse_message(found)
 
 
@@ -195,13 +194,38 @@ def _parse_together(found: re.Match[str]) -> Instruction:
 
 
 def _parse_message(found: re.Match[str]) -> Instruction:
-    if found["ask"]:
-        ask = Push if found["ask"] == "push" else Pull
-        return ask(parse_value(found["asked"]), int(found["server"]))
+    if found["asked"]:
+        value, server = parse_value(found["asked"]), int(found["server"])
+        if not found["push"]:
+            return Pull(value, server)
+        verb = cast("Literal['push', 'tell']", found["push"])
+        return Push(value, server, _gradient_code(found, found["pushed"], value), verb)
     if found["released"]:
         return Release(parse_value(found["released"]))
     make = Send if found["arrow"] == ">" else Recv
-    return make(parse_value(found["value"]), int(found["peer"]))
+    value = parse_value(found["value"])
+    return make(value, int(found["peer"]), _gradient_code(found, found["how"], value))
+
+
+def _parse_serve(found: re.Match[str]) -> Instruction:
+    units, workers = tuple(map(parse_unit, found["units"].split(","))), parse_group(found["workers"])
+    if found["part"]:
+        return Serve(units, workers, verb="draw", part=found["part"])
+    if found["take"]:
+        return Serve(units, workers, verb="take")
+    return Serve(units, workers, None if found["ahead"] is None else int(found["ahead"]))
+
+
+def _gradient_code(found: re.Match[str], code: str | None, value: Value) -> str:
+    """Return the code of a message; only gradients of units travel in one that can be read alone."""
+    if not code:
+        return ""
+    if value.name != "grad" or not find_code(code).kind.is_readable_alone:
+        raise ProgramError(
+            f"only gradients travel in a code from rank to rank, and in none that is about a sum, but {found[0]!r} "
+            f"does; leave out :{code}"
+        )
+    return code
 
 
 def format_row(row: Row, *, stream: bool = False) -> str:

@@ -64,9 +64,9 @@ def _moves(rank: int, words: Words, size_of: Sizes) -> Iterator[tuple[Instructio
                     if verb == "share":
                         parts[value.blocks] = Fraction(1, len(group))
                 yield word, sent, size_of(value)
-            case Send(value) | Push(value):
-                yield word, 1, size_of(value)
-            case Serve(units, workers):
+            case Send(value, code=code) | Push(value, code=code):
+                yield word, 1, size_of(value, code)
+            case Serve(units, workers) if word.answers:
                 yield word, len(workers), sum(size_of(weight(unit)) for unit in units)
             case _:
                 yield word, 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from counterpoint.program.instruction import Backward, Forward
+from counterpoint.program.instruction import Backward, Forward, Group, Serve
 from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program, moved
 
@@ -42,6 +42,12 @@ class Turn:
             return 0
         micros = [word.micro for _, word in self.program.words() if isinstance(word, Forward)]
         return max(micros) // self.stride
+
+    @property
+    def center(self) -> Group:
+        """The ranks whose weights are the model's, to which those of others are drawn; none in most programs."""
+        draws = (rank for rank, word in self.program.words() if isinstance(word, Serve) and not word.updates)
+        return tuple(sorted(set(draws)))
 
     @property
     def stride(self) -> int:

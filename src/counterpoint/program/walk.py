@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.instruction import (
@@ -175,11 +176,12 @@ class _Walk:
         return None
 
     def serve(self, rank: int, word: Serve) -> object | None:
-        pushes = [(Value("grad", unit), worker, rank) for worker in word.workers for unit in word.units]
+        name: Literal["grad", "weight"] = "grad" if word.updates else "weight"
+        pushes = [(Value(name, unit), worker, rank) for worker in word.workers for unit in word.units]
         if any(self.pushed[key] == 0 for key in pushes):
             return "server", rank
         self.pushed.subtract(pushes)
-        for worker in word.workers:
+        for worker in word.workers if word.answers else ():
             for unit in word.units:
                 key = (Value("weight", unit), rank, worker)
                 self.answered[key] += 1

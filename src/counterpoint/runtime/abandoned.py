@@ -18,6 +18,7 @@ def abandon(interpreter: Interpreter) -> None:
     take_back_late(interpreter, sums_of_late(exchange))
     interpreter.compute.drop()
     exchange.drop()
+    interpreter.counter.drop()
     store.settle(applied=False)
     for arena in store.arenas():
         arena.release_weights()

@@ -17,11 +17,12 @@ from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.model.values import INPUT, carried_by
 from counterpoint.plan import Plan
 from counterpoint.program.early import early_sums
-from counterpoint.program.instruction import BACKWARDS, Backward, Collective, Commit, Forward, Group, Recv
+from counterpoint.program.instruction import BACKWARDS, Backward, Collective, Commit, Forward, Group, Recv, Serve
 from counterpoint.program.program import Program, versions_held
 from counterpoint.program.turn import Turn
 from counterpoint.runtime.calls import Script, boundaries, fuse
 from counterpoint.runtime.interpreter import Interpreter
+from counterpoint.runtime.layout import WHOLE
 from counterpoint.runtime.model import Model
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import roles_of
@@ -242,7 +243,14 @@ def holdings(parts: Parts, turn: Turn | None = None) -> list[Holding]:
         known = found.get(key)
         if known is None or entry.rank < known.rank:
             found[key] = Holding(entry.rank, *key)
-    return [found[key] for key in sorted(found)]
+    drawn = [
+        Holding(rank, unit, WHOLE, 0, replicas[chosen.center])
+        for rank in chosen.center
+        for word in chosen.program.rows[rank].body
+        if isinstance(word, Serve)
+        for unit in word.units
+    ]
+    return [*(found[key] for key in sorted(found)), *drawn]
 
 
 def twins_of(parts: Parts, turn: Turn) -> list[Group]:
@@ -260,8 +268,12 @@ def twins_of(parts: Parts, turn: Turn) -> list[Group]:
 
 
 def replicas_of(turn: Turn) -> list[Group]:
-    """Return the groups of ranks that update apart from each other; none where all ranks update alike."""
-    return sorted({entry.replica for entry in turn.ledger.entries if entry.replica})
+    """Return the groups of ranks that update apart from each other; none where all ranks update alike.
+
+    Servers that draw all of them together have weights of their own as well, and stand last.
+    """
+    apart = sorted({entry.replica for entry in turn.ledger.entries if entry.replica})
+    return [*apart, *([turn.center] if turn.center else [])]
 
 
 def commit_group(program: Program, rank: int) -> Group:

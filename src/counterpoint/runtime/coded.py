@@ -1,4 +1,4 @@
-"""Sums of gradients that travel in a code, and what stays behind on each rank.
+"""Gradients that travel in a code, to be summed or to one other rank, and what stays behind on each rank.
 
 What a rank has not sent stays in its residual: ``residual' = (gradient + residual) - decoded(sent)``. The sum is
 rounded once, as sums of floats are. The difference is exact for casts, ``int8`` and ``topk``, and for ``twobit`` with a
@@ -9,6 +9,7 @@ round it once. A new residual counts only when a commit has decided that the ste
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -94,6 +95,46 @@ def coded_sum(fabric: Fabric, label: str, arena: Summand, group: Group, code: Co
     if code.name == "powersgd":
         return _Factors(fabric, label, arena, group, code)
     return _Gathered(fabric, label, arena, group, code, parts)
+
+
+def coded_message(arena: Summand, way: Group, code: Code) -> list[Tensor]:
+    """Return an arena's gradient in a code as tensors to be sent; what it leaves out stays behind.
+
+    Tables with sparse gradients follow as they are.
+
+    Args:
+        arena: whose gradient.
+        way: the sender and the receiver, upwards.
+        code: how it travels.
+    """
+    total, written = arena.leftovers(way).begin(arena.fold(), arena.strewn), []
+    for slot in dense_slots(arena):
+        mine = total[slot.start : slot.stop]
+        if code.name in NARROW:
+            sent = narrowed(mine, NARROW[code.name], 1)
+            written.append(sent.view(torch.uint8))
+            mine -= sent
+        else:
+            sent = encoded(code, mine)
+            written.append(sent)
+            mine -= decoded(code, sent, mine)
+    nothing = total.new_empty(0, dtype=torch.uint8)
+    return [torch.cat([nothing, *written]), *(arena.strewn.message() if arena.strewn.slots else ())]
+
+
+def read_message(arena: Summand, message: Iterator[Tensor], code: Code) -> list[Tensor]:
+    """Return what :func:`coded_message` of an equal arena stands for, as :meth:`Arena.message` would have sent it."""
+    dtype = arena.layout.dtype
+    written, *rest = islice(message, 1 + arena.strewn.num_tensors)
+    parts, start = [torch.empty(0, dtype=dtype)], 0
+    for slot in dense_slots(arena):
+        count = slot.stop - slot.start
+        stop = start + code.num_bytes(slot.shape, dtype.itemsize)
+        mine, like = written[start:stop], torch.empty(count, dtype=dtype)
+        narrow = NARROW.get(code.name)
+        parts.append(decoded(code, mine, like) if narrow is None else mine.clone().view(narrow).to(dtype))
+        start = stop
+    return [torch.cat(parts), *rest]
 
 
 class _Cast(Work):

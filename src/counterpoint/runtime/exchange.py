@@ -16,7 +16,7 @@ from counterpoint.program.strands import strand_of
 from counterpoint.program.text import format_value
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.buckets import Range
-from counterpoint.runtime.coded import coded_sum
+from counterpoint.runtime.coded import coded_message, coded_sum, read_message
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.early import Early
 from counterpoint.runtime.layout import Span
@@ -65,8 +65,8 @@ class Exchange:
         self.over.clear()
         self.early.drop()
 
-    def send(self, value: Value, peer: int) -> None:
-        """Send values, their gradients, a gradient of parameters, or parameters."""
+    def send(self, value: Value, peer: int, code: str = "") -> None:
+        """Send values, their gradients, a gradient of parameters, be it in a code, or parameters."""
         label = format_value(value)
         if value.micro is not None:
             if self.compute.is_empty(value.micro):
@@ -77,10 +77,17 @@ class Exchange:
         if value.name == "weight":
             self.fabric.send(peer, label, [arena.weights for arena in unit.arenas])
         else:
-            self.fabric.send(peer, label, [tensor for arena in unit.arenas for tensor in arena.message()])
+            self.fabric.send(peer, label, self.gradient_message(unit, peer, code))
             unit.clear()
 
-    def recv(self, value: Value, peer: int) -> None:
+    def gradient_message(self, unit: UnitStore, peer: int, code: str) -> list[Tensor]:
+        """Return a unit's gradient as tensors to be sent to a peer; :func:`add_gradient` is its opposite."""
+        if not code:
+            return [tensor for arena in unit.arenas for tensor in arena.message()]
+        way = way_to(peer, self.fabric.rank)
+        return [tensor for arena in unit.arenas for tensor in coded_message(arena, way, find_code(code))]
+
+    def recv(self, value: Value, peer: int, code: str = "") -> None:
         """Receive what the peer's :meth:`send` of the same value sent."""
         label = format_value(value)
         if value.micro is not None:
@@ -93,7 +100,7 @@ class Exchange:
         if value.name == "weight":
             put_weights(unit, tensors)
         else:
-            add_gradient(unit, tensors)
+            add_gradient(unit, tensors, code)
 
     def packed(self, value: Value, micro: int) -> list[Tensor]:
         """Return the message that a strand or its gradient is: a mask, then the tensors.
@@ -277,8 +284,16 @@ def put_weights(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
         arena.weights.data.copy_(tensor)
 
 
-def add_gradient(unit: UnitStore, tensors: Sequence[Tensor]) -> None:
+def add_gradient(unit: UnitStore, tensors: Sequence[Tensor], code: str = "") -> None:
     """Add a received gradient to a unit's."""
     left = iter(tensors)
     for arena in unit.arenas:
-        arena.receive(left)
+        if code:
+            arena.receive(iter(read_message(arena, left, find_code(code))))
+        else:
+            arena.receive(left)
+
+
+def way_to(peer: int, rank: int) -> Group:
+    """Return the two ends of a way, as what a code keeps for it is named by."""
+    return (min(peer, rank), max(peer, rank))

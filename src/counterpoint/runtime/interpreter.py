@@ -12,9 +12,9 @@ import torch
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
-from counterpoint.program.instruction import Collective, Commit, Pull, Push, Recv, Release, Send, Swap, Value
+from counterpoint.program.instruction import Collective, Commit, Pull, Push, Recv, Release, Send, Swap
 from counterpoint.program.tapes import computed_again
-from counterpoint.program.text import format_value, parse_value
+from counterpoint.program.text import format_value
 from counterpoint.runtime.calls import (
     BackwardRun,
     Call,
@@ -29,14 +29,15 @@ from counterpoint.runtime.calls import (
     later,
 )
 from counterpoint.runtime.compute import Compute
-from counterpoint.runtime.exchange import Exchange, add_gradient, put_weights
+from counterpoint.runtime.exchange import Exchange, put_weights, way_to
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.later import Desk
 from counterpoint.runtime.model import Model
 from counterpoint.runtime.optimizers import clip_by_value, squared_norm
 from counterpoint.runtime.polling import gather_ballots
-from counterpoint.runtime.records import Note, RankState, Served
+from counterpoint.runtime.records import Note, RankState
 from counterpoint.runtime.seeds import Dice
+from counterpoint.runtime.serving import Counter, push_label
 from counterpoint.runtime.shares import Shares, domain_of, shares_of
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.twins import Twins
@@ -109,7 +110,7 @@ class Interpreter:
         self.twins = Twins((), store)
         self.state = RankState()
         self.clock: Callable[[], float] | None = None
-        self.versions: dict[tuple[int, ...], int] = {}
+        self.counter = Counter(store, fabric, self.state.journal)
 
     def step(self, number: int, feed: Feed, turn: str) -> Verdict | None:
         """Run the row of one kind of step once.
@@ -177,10 +178,10 @@ class Interpreter:
                 self.compute.backward_weight(first, last, micro)
             case CollectiveRun(words):
                 self.collect(words)
-            case Send(value, peer):
-                self.exchange.send(value, peer)
-            case Recv(value, peer):
-                self.exchange.recv(value, peer)
+            case Send(value, peer, code):
+                self.exchange.send(value, peer, code)
+            case Recv(value, peer, code):
+                self.exchange.recv(value, peer, code)
             case Commit(group, own):
                 self.commit(group, own)
             case Swap(unit):
@@ -189,14 +190,12 @@ class Interpreter:
                 self.update(units)
             case Release(value):
                 self.exchange.release(value)
-            case Push(value, peer):
-                self.push(value, peer)
+            case Push():
+                self.push(call)
             case Pull(value, peer):
                 put_weights(self.store.units[value.blocks], self.fabric.recv(peer, format_value(value)))
             case ServeRun(words):
-                self.serve(
-                    {(word_unit, worker) for word in words for word_unit in word.units for worker in word.workers}
-                )
+                self.counter.serve(words)
 
     def collect(self, words: Sequence[Collective]) -> None:
         """Run collectives of one phase."""
@@ -293,34 +292,23 @@ class Interpreter:
         """Tell whether the last commit decided to leave out the updates behind it; nobody does before a commit."""
         return self.state.leaves_out
 
-    def push(self, value: Value, peer: int) -> None:
-        """Send a gradient to its server; nothing but the label when the step is left out here."""
-        unit = self.store.units[value.blocks]
-        arenas = [] if self.is_left_out() else unit.arenas
-        gradients = [tensor for arena in arenas for tensor in arena.message()]
-        self.fabric.send(peer, format_value(value), gradients)
+    def push(self, word: Push) -> None:
+        """Send weights or a gradient to a server; nothing but the label of a gradient that is left out here."""
+        unit = self.store.units[word.value.blocks]
+        if word.value.name == "weight":
+            self.fabric.send(word.peer, push_label(word), [arena.weights.detach() for arena in unit.arenas])
+            return
+        gradients = [] if self.is_left_out() else self.exchange.gradient_message(unit, word.peer, word.code)
+        self.fabric.send(word.peer, push_label(word), gradients)
+        for arena in unit.arenas if word.code else ():
+            arena.leftovers(way_to(word.peer, self.fabric.rank)).settle(applied=bool(gradients))
         unit.clear()
-
-    def serve(self, expected: set[tuple[tuple[int, ...], int]]) -> None:
-        """Take one push for each expected unit and worker, in the order they come, and answer each."""
-        workers = sorted({worker for _, worker in expected})
-        for _ in range(len(expected)):
-            worker, label, gradients = self.fabric.recv_any(workers)
-            unit = parse_value(label).blocks
-            store = self.store.units[unit]
-            if gradients:
-                add_gradient(store, gradients)
-                self.store.update((unit,))
-            self.versions[unit] = self.versions.get(unit, 0) + bool(gradients)
-            self.state.journal.append(Served(unit, worker, self.versions[unit]))
-            answer = format_value(Value("weight", unit))
-            self.fabric.send(worker, answer, [arena.weights.detach() for arena in store.arenas])
 
     def update_runs(self) -> list[tuple[tuple[int, ...], ...]]:
         """Return the units of every optimizer that this row steps."""
         runs = list(dict.fromkeys(call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)))
         served = [call for call, _, _ in self.calls if isinstance(call, ServeRun)]
-        return runs + [(unit,) for call in served for word in call.words for unit in word.units]
+        return runs + [(unit,) for call in served for word in call.words if word.updates for unit in word.units]
 
     def changed_buffers(self) -> dict[str, int]:
         """Return for every buffer that this row may change how many microbatches do so in a step."""

@@ -9,9 +9,10 @@ from counterpoint.runtime.vote import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One push to a server and its answer: which unit, from which worker, giving back which version.
+    """One push to a server: which unit, from which worker, and which version was there afterwards.
 
-    A push that brings no gradient makes no version; it is noted because of what the worker got back.
+    That version is what the worker gets back, or a later one where it has to wait for slower workers. A push that
+    brings no gradient makes no version; it is noted because of what the worker got back.
     """
 
     unit: tuple[int, ...]
@@ -41,7 +42,7 @@ class RankState:
         leaves_out: whether the updates behind the last commit are left out.
         leaves_out_late: whether those with the gradients that were set aside will be.
         has_told: whether it has been said that parameters get gradients on some ranks only.
-        journal: the pushes that a server answered, in order.
+        journal: the pushes that a server has applied, in order.
         notes: the calls of the last step with their times, when they are kept.
     """
 

@@ -93,7 +93,7 @@ class _Notes:
                 self.updates.add(unit)
                 self.homes.setdefault(unit, WHOLE)
             case Serve(units):
-                self.updates.update(units)
+                self.updates.update(units if word.updates else ())
                 self.moved.update(units)
                 self.homes.update(dict.fromkeys(units, WHOLE))
             case Collective() | Send() | Recv() | Push() | Pull():

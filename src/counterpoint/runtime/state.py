@@ -57,6 +57,11 @@ class Book:
         """How many replicas have weights of their own."""
         return max(1, len(replicas_of(self.parts.turns[-1])))
 
+    @property
+    def center(self) -> int | None:
+        """The replica whose weights are the model's; None where these are the mean of all."""
+        return self.num_replicas - 1 if self.parts.turns[-1].center else None
+
     def replica_of(self, rank: int) -> int:
         """Return the replica that a rank belongs to."""
         owners = replicas_of(self.parts.turns[-1])
@@ -79,7 +84,7 @@ def flat_weights(store: UnitStore, layout: Layout, low: int, high: int) -> Tenso
 
 
 def gather_weights(book: Book, rank: Rank, fabric: Fabric) -> dict[str, Tensor]:
-    """Return every trainable parameter in full on every rank, the mean of all replicas; all ranks call it together."""
+    """Return every trainable parameter of the model in full on every rank; all ranks call it together."""
     everyone = tuple(range(fabric.num_ranks))
     copies: dict[tuple[tuple[int, ...], int, torch.dtype], dict[int, Tensor]] = {}
     for holding in book.holdings():
@@ -94,7 +99,12 @@ def gather_weights(book: Book, rank: Rank, fabric: Fabric) -> dict[str, Tensor]:
             if len(everyone) > 1 and high > low:
                 label = f"gather weight{format_unit(holding.unit)}"
                 fabric.broadcast(label, whole[low:high], everyone, holding.rank).wait()
-    return dict(_assembled(book, {key: mean_of(list(found.values())) for key, found in copies.items()}))
+    return dict(_assembled(book, {key: model_of(found, book.center) for key, found in copies.items()}))
+
+
+def model_of(copies: Mapping[int, Tensor], center: int | None) -> Tensor:
+    """Return what the model has, of what each replica has: the mean, or what the center has where there is one."""
+    return mean_of(list(copies.values())) if center is None else copies[center]
 
 
 def mean_of(copies: Sequence[Tensor]) -> Tensor:

@@ -116,6 +116,11 @@ class Strewn:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, shape[1], dtype=self.dtype)
         return joined(pieces).expanded()
 
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors a message of the rows has."""
+        return 2 * len(self.slots)
+
     def message(self) -> list[Tensor]:
         """Return the rows as tensors, to be sent; :meth:`receive` is its opposite."""
         return [tensor for name, slot in self.slots.items() for tensor in self._flat(self.pieces(name), slot.shape)]

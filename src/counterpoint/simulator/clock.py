@@ -24,7 +24,6 @@ from counterpoint.program.instruction import (
     Commit,
     Compute,
     Forward,
-    Instruction,
     Pull,
     Push,
     Recompute,
@@ -38,7 +37,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.partners import Place
 from counterpoint.program.trace import Lane
 from counterpoint.simulator import places
-from counterpoint.simulator.score import Key, Score, Transfer
+from counterpoint.simulator.score import Key, Score, Transfer, goes_on_beside, lane_of
 from counterpoint.simulator.sharing import Pool
 
 Span: TypeAlias = tuple[int, float, float, Lane]
@@ -75,6 +74,7 @@ class Clock:
         self.asleep: defaultdict[Key, list[int]] = defaultdict(list)
         self.pushed: defaultdict[Place, deque[int]] = defaultdict(deque)
         self.served: Counter[Place] = Counter()
+        self.held: defaultdict[tuple[Place, int], list[int]] = defaultdict(list)  # seats that wait for slower ones
         self.calls: dict[int, tuple[Place, ...]] = {}
         self.ready: list[tuple[float, int, Place]] = [(0.0, _GO, (rank, 0)) for rank in score.seconds]
         self.wishes: list[tuple[float, int, tuple[Place, ...], int, Transfer]] = []
@@ -241,8 +241,15 @@ class Clock:
         return None
 
     def answer(self, place: Place, seat: int, now: float) -> None:
-        """Send the weights back to whom a server has served, and let it go on."""
-        self.wish(now, self.score.answer(place, seat)[1])
+        """Send the weights back to whom a server has served, and let it go on; all at once where all are waited for."""
+        word = self.score.word(place)
+        assert isinstance(word, Serve), "nothing else answers"
+        held = self.held[place, seat % len(word.units)]
+        held.append(seat)
+        if word.staleness != 0 or len(held) == len(word.workers):
+            for one in held if word.answers else ():
+                self.wish(now, self.score.answer(place, one)[1])
+            held.clear()
         self.served[place] += 1
         self.pause(place[0], now)
 
@@ -324,7 +331,7 @@ class Clock:
     def arrive(self, transfer: Transfer, start: float, stop: float) -> None:
         """Let a transfer be done at a moment; all that wait for it look again then."""
         for rank, index in transfer.members:
-            if transfer.seconds or _goes_on(self.score.rows[rank][index]):
+            if transfer.seconds or goes_on_beside(self.score.rows[rank][index]):
                 self.note(rank, index, (start, stop), "link")
         self.done[transfer.key] = stop
         self.wake(transfer.key, stop)
@@ -332,19 +339,3 @@ class Clock:
             server, at = self.score.partners.source[transfer.members[0]]
             seat = self.score.partners.seat[transfer.members[0]]
             heapq.heappush(self.ready, (stop, seat, (self.score.speaker[server], at)))
-
-
-def lane_of(word: Instruction) -> Lane:
-    """Return where the time goes that a word keeps its rank's processor busy."""
-    match word:
-        case Forward() | Recompute() | Backward() | Update() | Serve():
-            return "compute"
-        case Send() | Push() | Release() | Swap():
-            return "link"
-        case Recv() | Pull() | Commit() | Collective():
-            return "wait"
-
-
-def _goes_on(word: Instruction) -> bool:
-    """Tell whether a rank does its next word while this one is on the link."""
-    return isinstance(word, Send | Push) or (isinstance(word, Collective) and word.phase == "+")

@@ -49,7 +49,7 @@ class _Held:
     shares: dict[_Unit, Fraction] = field(default_factory=dict)
     states: dict[_Unit, Fraction] = field(default_factory=dict)
     residuals: dict[_Unit, Fraction] = field(default_factory=dict)
-    wires: dict[Collective, int] = field(default_factory=dict)
+    wires: dict[Collective | Send | Push, int] = field(default_factory=dict)
     aside: dict[_Unit, Fraction] = field(default_factory=dict)
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
     versions: int = 1
@@ -119,9 +119,9 @@ def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one ca
         case Update() | Swap():
             return (word,)
         case Serve(units):
-            return "serve", units
-        case Send(value) | Recv(value) | Push(value) if value.name == "grad":
-            return type(word), value.blocks
+            return word.verb, units
+        case Send(value, code=code) | Recv(value, code=code) | Push(value, code=code) if value.name == "grad":
+            return type(word), value.blocks, code
         case Send() | Recv() | Push() | Pull() | Commit():
             return ()
 
@@ -165,7 +165,7 @@ def _is_of_units(word: Instruction) -> bool:
             return True
 
 
-def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:
+def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:  # noqa: C901 - one case each
     """Return what a rank holds before its first word: a weight that it gathers first is kept in part."""
     held = _Held(units, versions=versions_held(row))
     parts: dict[_Unit, Fraction] = {}
@@ -179,6 +179,9 @@ def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:
                 kind = find_code(code).kind
                 held.wires[word] = size_of(word.value, code) * (len(group) if kind.way == "gather" else 1)
                 held.residuals[unit] = held.residuals.get(unit, Fraction(0)) + kind.keeps
+            case Send(Value("grad", unit), code=code) | Push(Value("grad", unit), code=code) if code:
+                held.wires[word] = size_of(word.value, code)
+                held.residuals[unit] = held.residuals.get(unit, Fraction(0)) + 1
             case Forward(block):
                 held.weights.update({unit: Fraction(1) for unit in units if block in unit and unit not in held.weights})
             case Update(unit):
@@ -186,7 +189,7 @@ def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:
                 held.states[unit] = parts.get(unit, Fraction(1))
             case Serve(served):
                 held.weights.update(dict.fromkeys(served, Fraction(1)))
-                held.states.update(dict.fromkeys(served, Fraction(1)))
+                held.states.update(dict.fromkeys(served if word.updates else (), Fraction(1)))
             case Swap(unit):
                 held.aside[unit] = Fraction(1)
             case Recompute() | Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():

@@ -73,8 +73,8 @@ class Network:
         if self.is_copied(word, rank):
             return Load(0.0)
         match word:
-            case Send(value, peer) | Push(value, peer):
-                return self._on_way((rank, peer), 1, self.size_of(value))
+            case Send(value, peer, code) | Push(value, peer, code):
+                return self._on_way((rank, peer), 1, self.size_of(value, code))
             case Collective(value=value, code=code) if code:
                 return self._collective(word, self.size_of(value, code))
             case Collective(value=value):
@@ -102,7 +102,7 @@ class Network:
             case Pull(value) if self.size_of(value) > PIPE_BYTES:
                 return 0.0  # taken out while its server puts it in
             case Send(value, peer) | Push(value, peer) | Recv(value, peer) | Pull(value, peer):
-                size = self.size_of(value)
+                size = self.size_of(value, "" if isinstance(word, Pull) else word.code)
                 return self.cluster.link_among((rank, peer)).seconds(size) / (1 if size > PIPE_BYTES else 2)
             case Collective(value=value, group=group):
                 moved = self.size_of(value) * float(part) * passes(word, has_one_copy=has_one_copy)
@@ -112,7 +112,7 @@ class Network:
 
     def is_streamed(self, word: Send | Push, rank: int) -> bool:
         """Tell whether a message of a rank is larger than the pipe that it goes through."""
-        return self.size_of(word.value) > PIPE_BYTES and self.is_copied(word, rank)
+        return self.size_of(word.value, word.code) > PIPE_BYTES and self.is_copied(word, rank)
 
     def _on_way(self, ranks: Group, rounds: int, num_bytes: float) -> Load:
         """Return what it takes to get so many bytes from group to group of these ranks, in so many rounds."""

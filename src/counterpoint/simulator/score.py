@@ -7,7 +7,25 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, TypeAlias
 
-from counterpoint.program.instruction import Instruction, Push, Recv, Send, Serve, grad, weight
+from counterpoint.program import trace
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Forward,
+    Instruction,
+    Pull,
+    Push,
+    Recompute,
+    Recv,
+    Release,
+    Send,
+    Serve,
+    Swap,
+    Update,
+    grad,
+    weight,
+)
 from counterpoint.program.partners import Partners, Place
 from counterpoint.program.program import Words
 from counterpoint.simulator.costs import Costs
@@ -119,8 +137,9 @@ class Score:
         assert isinstance(word, Serve), "nothing else answers"
         unit, worker = word.units[seat % len(word.units)], word.workers[seat // len(word.units)]
         update_s, answer_s = self.costs.serve_s(unit, rank, worker)
-        heard, told = Recv(grad(unit), worker), Send(weight(unit), worker)
-        update_s += sum(self.costs.hand_s(each, Fraction(1), rank) for each in (heard, told))
+        update_s += self.costs.hand_s(Recv(grad(unit), worker), Fraction(1), rank)
+        if word.answers:
+            update_s += self.costs.hand_s(Send(weight(unit), worker), Fraction(1), rank)
         crossing_s = 0.0
         if self.places.has_cards:
             crossing_s = self.costs.crossing_s(Send(weight(unit), worker), Fraction(1), rank)
@@ -136,3 +155,19 @@ class Score:
             return Transfer(key, (place,), seconds)
         uses = self.places.message(*ends) if crossing_s else ()
         return Transfer(key, (place,), seconds, self.places.outwards(ends), crossing_s, uses)
+
+
+def lane_of(word: Instruction) -> trace.Lane:
+    """Return where the time goes that a word keeps its rank's processor busy."""
+    match word:
+        case Forward() | Recompute() | Backward() | Update() | Serve():
+            return "compute"
+        case Send() | Push() | Release() | Swap():
+            return "link"
+        case Recv() | Pull() | Commit() | Collective():
+            return "wait"
+
+
+def goes_on_beside(word: Instruction) -> bool:
+    """Tell whether a rank does its next word while this one is on the link."""
+    return isinstance(word, Send | Push) or (isinstance(word, Collective) and word.phase == "+")

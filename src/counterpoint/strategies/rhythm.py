@@ -13,8 +13,8 @@ TurnName: TypeAlias = Literal["step", "joint", "quiet", "meeting", "first", "ste
 ===========  ==============================================================
 ``step``     the only kind of a synchronous plan
 ``joint``    gradients are summed, before replicas begin to update apart
-``quiet``    replicas update apart
-``meeting``  they do so and average their weights
+``quiet``    replicas update apart, or push gradients and go on with the weights that they have
+``meeting``  they do so and average their weights, meet a center, or are given weights by servers
 ``first``    a gradient is set aside, and none is there yet to be applied
 ``steady``   the one set aside before is summed meanwhile, and applied
 ===========  ==============================================================
@@ -26,7 +26,7 @@ class Rhythm:
     """Which kind of step comes when.
 
     Args:
-        every: replicas average their weights after so many steps; 1 if they never differ.
+        every: after so many steps replicas average their weights, or meet those of servers; 1 if all steps are alike.
         first: so many steps at the beginning are joint.
         late: by how many steps gradients are applied late.
     """

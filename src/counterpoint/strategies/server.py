@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import (
     Collective,
     Commit,
@@ -27,8 +28,11 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Program, Row
 from counterpoint.program.rewrite import map_row, replicate, widen_commits
 from counterpoint.server.placement import assign
+from counterpoint.strategies.rhythm import Rhythm, TurnName
 from counterpoint.strategies.strategy import Forecast, Need, RankForecast
 from counterpoint.strategies.tree import has_tree
+
+Consistency: TypeAlias = Literal["bsp", "ssp", "asp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +40,63 @@ class Server:
     """Set ``degree`` workers side by side and let ``servers`` more ranks keep and update the weights.
 
     Under ``bsp`` the servers wait for all workers, add their gradients and update once; under ``asp`` every
-    push is an update of its own and its worker goes on with what came out. A worker may itself be a group of
-    ranks that already share their gradients: its first holder of a unit talks to the server.
+    push is an update of its own and its worker goes on with what came out. ``ssp`` is ``asp`` with a bound: a worker is
+    given weights only while it has pushed at most ``staleness`` times more often than the slowest, and waits until
+    then. A worker may itself be a group of ranks that already share their gradients: its first holder of a unit talks
+    to the server.
 
     Args:
         degree: number of workers along the new axis.
         servers: ranks that keep weights; units go to the one with the fewest bytes.
-        consistency: ``bsp`` or ``asp``.
+        consistency: ``bsp``, ``ssp`` or ``asp``.
+        staleness: with ssp, how many pushes ahead of the slowest a worker may go on; with 0 all wait for the slowest.
+        compress: the code in which gradients travel to the servers: fp16, bf16, int8, twobit:0.5, sign or topk:0.01.
+        fetch_every: with asp, a worker pushes in every step and is given weights in every such step only.
 
     Promise:
-        bsp changes no numbers. asp applies, to weights that other workers have changed meanwhile, the gradient of
+        bsp changes no numbers. asp and ssp apply, to weights that other workers have changed meanwhile, the gradient of
         the mean loss over the worker's own samples, none where it has none; the order of arrival is journaled and
-        replays exactly.
+        replays exactly. ssp: between reading weights and applying their gradient come at most
+        (n-1) (2 staleness + 1) updates of others, which the server checks before it applies any. With ``compress`` what
+        is applied is what the gradients have become in the code; each worker keeps what it has not sent and adds it to
+        its next gradient. Weights come back as they are.
 
     Cost:
-        Bytes sent per step: each worker its gradients once; each server its weights once per worker.
-        Memory: optimizer state only on the servers.
+        Bytes sent per step: each worker its gradients once, in their code; each server its weights once per worker.
+        Memory: optimizer state only on the servers; with ``compress`` on each worker what it has not sent, twice.
 
     Source:
         Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; Li et al., Parameter Server, OSDI 2014.
+        Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013 (ssp).
+        MXNet's gradient compression, 2018 (twobit).
     """
 
     degree: int
     servers: int = 1
-    consistency: Literal["bsp", "asp"] = "bsp"
+    consistency: Consistency = "bsp"
+    staleness: int = 0
+    compress: str = ""
+    fetch_every: int = 1
+    answers: bool = True
 
     axis: ClassVar[str] = "worker"
     splits_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.consistency not in {"bsp", "asp"}:
-            raise PlanError(f"server has the consistencies bsp and asp, not {self.consistency!r}")
+        if self.consistency not in get_args(Consistency):
+            raise PlanError(f"server has the consistencies bsp, ssp and asp, not {self.consistency!r}")
+        if self.staleness < 0 or (self.staleness and self.consistency != "ssp"):
+            raise PlanError(
+                f"staleness={self.staleness} of server is a number of pushes, from 0, and a bound for consistency=ssp; "
+                f"{self.consistency} has none: give consistency=ssp, staleness=1, for one"
+            )
+        if self.fetch_every < 1 or (self.fetch_every > 1 and self.consistency != "asp"):
+            raise PlanError(
+                f"fetch_every={self.fetch_every} of server is a number of steps, from 1, and 1 but with "
+                f"consistency=asp: {self.consistency} lets workers go on by the weights that it gives them"
+            )
+        if self.compress:
+            require_readable(self.compress)
         if self.servers < 1:
             raise PlanError(
                 f"server({self.degree}, servers={self.servers}) keeps its weights nowhere; give servers=1 or more"
@@ -74,7 +104,34 @@ class Server:
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        return f"server({self.degree}, servers={self.servers}, consistency={self.consistency})"
+        options = [f"servers={self.servers}", f"consistency={self.consistency}"]
+        options += [f"staleness={self.staleness}"] if self.consistency == "ssp" else []
+        options += [f"compress={self.compress}"] if self.compress else []
+        options += [f"fetch_every={self.fetch_every}"] if self.fetch_every != 1 else []
+        return f"server({', '.join([str(self.degree), *options])})"
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """Which kind of step comes when: a worker is given weights where it meets the servers' answer."""
+        return Rhythm(self.fetch_every)
+
+    def at(self, turn: TurnName) -> Server:
+        """Return the strategy that makes the program of one kind of step."""
+        return replace(self, answers=turn != "quiet")
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the servers wait for all workers and update once."""
+        return self.consistency == "bsp"
+
+    @property
+    def bound(self) -> int:
+        """Under ssp, how many updates of others may come between reading weights and applying their gradient.
+
+        A worker that reads after its c-th push has seen c - staleness pushes of every other one, and none of these has
+        pushed more than c + staleness + 1 times when its next push is applied.
+        """
+        return (self.degree - 1) * (2 * self.staleness + 1)
 
     @property
     def need(self) -> Need:
@@ -109,11 +166,11 @@ class Server:
                     "data(...) instead of zero(...), the servers keep the optimizer state anyway"
                 )
         if any(row.num_slices > 1 for row in program.rows):
-            bsp = replace(self, consistency="bsp")
+            bsp = replace(self, consistency="bsp", staleness=0)
             raise PlanError(f"{self} stands behind tensor, whose slices need a server each; write {bsp} * tensor(...)")
         shop = _Shop(self, program, model)
         workers = replicate(program, self.degree)
-        if self.consistency == "bsp":
+        if self.is_synchronous:
             workers = widen_commits(workers, self.degree)
         rows = [shop.worker_row(rank, row) for rank, row in enumerate(workers.rows)]
         rows += [shop.server_row(index) for index in range(self.servers)]
@@ -129,19 +186,37 @@ class Server:
         sent = [rank.sent for rank in before.ranks]
         for unit, holders in groups.items():
             size = before.ranks[holders[0]].updates[unit]
-            sent[holders[0]] += size * len(holders)
+            pushed = model.unit_bytes(unit, self.compress) if self.compress else size
+            sent[holders[0]] += pushed + size * (len(holders) - 1) * self.answers
         workers = tuple(replace(rank, sent=more, updates={}) for rank, more in zip(before.ranks, sent, strict=True))
         kept = [
             {unit: Fraction(model.unit_bytes(unit)) for unit in model.units if owners[unit] == index}
             for index in range(self.servers)
         ]
         servers = tuple(
-            RankForecast((), 0, units, sent=self.degree * sum(units.values(), Fraction(0)), in_flight=0)
+            RankForecast((), 0, units, sent=self.degree * sum(units.values(), Fraction(0)) * self.answers, in_flight=0)
             for units in kept
         )
-        staleness = before.staleness if self.consistency == "bsp" else None
+        staleness = self.bound if self.consistency == "ssp" else before.staleness if self.is_synchronous else None
         copies = replace(before, ranks=workers, staleness=staleness).copied(self.degree)
         return replace(copies, ranks=copies.ranks + servers)
+
+
+def require_readable(compress: str) -> None:
+    """Check that gradients can travel to a server in a code.
+
+    Raises:
+        PlanError: there is no such code, or it is about a sum.
+    """
+    try:
+        kind = find_code(compress).kind
+    except ProgramError as wrong:
+        raise PlanError(str(wrong)) from None
+    if not kind.is_readable_alone:
+        raise PlanError(
+            f"compress={compress} of server is about what all workers sum together, but each sends to the servers by "
+            "itself; give fp16, bf16, int8, twobit, sign or topk, or write data(...)"
+        )
 
 
 @dataclass(slots=True)
@@ -178,21 +253,20 @@ class _Shop:
         take: list[Instruction] = []
         for unit in sorted(units, reverse=True):
             group = tuple(rank - rank % inner + member for member in self.holders[unit])
-            if leads[unit]:
-                give.append(self.offer(unit))
+            give.append(self.offer(unit) if leads[unit] else Release(grad(unit)))
+            if leads[unit] and self.plan.answers:
                 take.append(self.fetch(unit))
-            else:
-                give.append(Release(grad(unit)))
-            if len(group) > 1:
+            if len(group) > 1 and self.plan.answers:
                 take.append(Collective("copy", weight(unit), group))
         return map_row(row, lambda words: self.replaced(words, give, take))
 
     def offer(self, unit: Unit) -> Instruction:
-        make = Push if self.plan.consistency == "asp" else Send
-        return make(grad(unit), self.server_of(unit))
+        if self.plan.is_synchronous:
+            return Send(grad(unit), self.server_of(unit), self.plan.compress)
+        return Push(grad(unit), self.server_of(unit), self.plan.compress, "push" if self.plan.answers else "tell")
 
     def fetch(self, unit: Unit) -> Instruction:
-        make = Pull if self.plan.consistency == "asp" else Recv
+        make = Recv if self.plan.is_synchronous else Pull
         return make(weight(unit), self.server_of(unit))
 
     def replaced(
@@ -202,7 +276,7 @@ class _Shop:
         everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
         for word in words:
             match word:
-                case Commit() if self.plan.consistency == "bsp":
+                case Commit() if self.plan.is_synchronous:
                     yield from (*give, Commit(everyone), *take)
                 case Commit():
                     yield from (word, *give, *take)
@@ -217,17 +291,19 @@ class _Shop:
 
     def server_row(self, index: int) -> Row:
         units = [unit for unit in self.model.units if self.owner[unit] == index]
-        if self.plan.consistency == "bsp":
+        if self.plan.is_synchronous:
             return Row(tuple(self.bsp_words(units)))
         together: dict[Group, list[Unit]] = {}
         for unit in units:
             together.setdefault(self.leaders(unit), []).append(unit)
-        return Row(tuple(Serve(tuple(kept), workers) for workers, kept in together.items()))
+        bound = self.plan.staleness if self.plan.consistency == "ssp" else None
+        verb: Literal["serve", "take"] = "serve" if self.plan.answers else "take"
+        return Row(tuple(Serve(tuple(kept), workers, bound, verb) for workers, kept in together.items()))
 
     def bsp_words(self, units: Sequence[Unit]) -> Iterable[Instruction]:
         everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
         latest_first = sorted(units, reverse=True)
-        yield from (Recv(grad(unit), rank) for unit in latest_first for rank in self.leaders(unit))
+        yield from (Recv(grad(unit), rank, self.plan.compress) for unit in latest_first for rank in self.leaders(unit))
         yield Commit(everyone)
         yield from (Update(unit) for unit in units)
         yield from (Send(weight(unit), rank) for unit in latest_first for rank in self.leaders(unit))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import Buckets
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.elastic import Elastic
 from counterpoint.strategies.options import keywords_of
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
@@ -18,10 +19,13 @@ from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.systems import (
     caffe,
     chainer,
+    distbelief,
+    elastic_averaging,
     gpipe,
     horovod,
     hypar_flow,
     megatron,
+    mxnet,
     pipedream,
     pytorch,
     tensorflow,
@@ -45,6 +49,7 @@ class Named:
             kind its options are.
         instead: options that its users know and that say nothing here: why, and what to write instead.
         example: a plan that shows it.
+        optimizer: the one that it is published with, where that is a part of it.
     """
 
     make: Callable[..., Made]
@@ -53,6 +58,7 @@ class Named:
     parent: Callable[..., Any]
     instead: Mapping[str, str] = field(default_factory=dict)
     example: str = ""
+    optimizer: str = ""
 
     def strategies(self, degree: int, options: Mapping[str, Any]) -> tuple[Strategy, ...]:
         """Return what it amounts to for so many ranks."""
@@ -77,10 +83,6 @@ BUCKETS = ("bucket", "first_bucket", "cycle", "tune")
 def _data(degree: int, **options: Any) -> Strategy:  # noqa: ANN401 - the fields of Data, but for its buckets
     buckets = Buckets.parse(**{name: options.pop(name) for name in BUCKETS if name in options})
     return Data(degree, buckets=buckets, **options)
-
-
-def _server(degree: int, *, servers: int = 1, consistency: Literal["bsp", "asp"] = "bsp") -> Strategy:
-    return Server(degree, servers, consistency)
 
 
 STRATEGIES: dict[str, Named] = {
@@ -119,9 +121,30 @@ STRATEGIES: dict[str, Named] = {
         Pipeline,
     ),
     "tensor": Named(Tensor, "layers sliced along named dims", ("dims",), Tensor),
-    "server": Named(_server, "workers that push to servers and pull from them", ("servers", "consistency"), Server),
-    "bsp": Named(partial(_server, consistency="bsp"), "a server that waits for all workers", ("servers",), Server),
-    "asp": Named(partial(_server, consistency="asp"), "a server that updates at every push", ("servers",), Server),
+    "server": Named(
+        Server,
+        "workers that push to servers and pull from them",
+        ("servers", "consistency", "staleness", "compress", "fetch_every"),
+        Server,
+    ),
+    "bsp": Named(
+        partial(Server, consistency="bsp"), "a server that waits for all workers", ("servers", "compress"), Server
+    ),
+    "ssp": Named(
+        partial(Server, consistency="ssp", staleness=1),
+        "a server that updates at every push, and lets no worker run too far ahead",
+        ("servers", "staleness", "compress"),
+        Server,
+    ),
+    "asp": Named(
+        partial(Server, consistency="asp"),
+        "a server that updates at every push",
+        ("servers", "compress", "fetch_every"),
+        Server,
+    ),
+    "elastic": Named(
+        Elastic, "workers that update apart and are drawn to a center", ("servers", "part", "every"), Elastic
+    ),
     "ddp": _system(
         pytorch.ddp,
         "PyTorch's DistributedDataParallel: buckets of gradients summed during the backward",
@@ -211,8 +234,51 @@ STRATEGIES: dict[str, Named] = {
         example="s_caffe(4, per_host=2)",
     ),
     "intel_caffe": _system(caffe.intel_caffe, "Intel-Caffe: each layer summed as soon as it is there"),
+    "kvstore": _system(
+        mxnet.kvstore,
+        "MXNet's KVStore: gradients pushed and weights pulled by key, on one host or by servers",
+        mxnet.NOT_IN_KVSTORE,
+    ),
+    "mxnet_mpi": _system(
+        mxnet.mxnet_mpi,
+        "MXNet-MPI: sums inside groups, each of which is one worker of parameter servers",
+        mxnet.NOT_IN_MXNET_MPI,
+        "mxnet_mpi(4, groups=2)",
+    ),
+    "downpour": replace(
+        _system(
+            distbelief.downpour,
+            "DistBelief's Downpour SGD: workers push to servers with Adagrad, and wait for nobody",
+            distbelief.NOT_IN_DOWNPOUR,
+        ),
+        optimizer="Adagrad",
+    ),
+    "project_adam": _system(
+        distbelief.project_adam,
+        "Project Adam: updates of weights that all share, without locks",
+        distbelief.NOT_IN_PROJECT_ADAM,
+    ),
+    "parameter_server_strategy": _system(
+        tensorflow.parameter_server_strategy,
+        "tf.distribute's ParameterServerStrategy: variables on servers",
+        tensorflow.NOT_IN_PARAMETER_SERVER_STRATEGY,
+    ),
+    "easgd": _system(
+        elastic_averaging.easgd,
+        "Elastic averaging SGD: workers that are drawn to a center every tau steps",
+        elastic_averaging.NOT_IN_EASGD,
+    ),
     "numa_caffe": _system(caffe.numa_caffe, "NUMA-Caffe: one replica for each NUMA node"),
 }
+
+
+RHYTHMIC = (Data, Server, Elastic)
+"""The strategies whose steps need not be alike."""
+WITH_SERVERS = {
+    "server", "bsp", "ssp", "asp", "elastic", "kvstore", "mxnet_mpi", "downpour", "project_adam",
+    "parameter_server_strategy", "easgd",
+}  # fmt: skip
+"""The names whose plans have ranks beside those that compute, so that one worker is no plan for one rank."""
 
 
 def find(name: str) -> Named:

@@ -10,23 +10,26 @@ from typing import Any
 from counterpoint.errors import PlanError
 from counterpoint.strategies.options import Micros, kinds_of, read_option
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.table import find
+from counterpoint.strategies.table import STRATEGIES, find
 from counterpoint.world.hosts import neighbours
 
+OF_MICROS = ("chunks", "n_push")
+"""The options that say how many microbatches the plan has."""
 _TERM = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<inside>[^()]*(?:\([^()]*\)[^()]*)*)\))?\s*$")
 
 
 def chunks_in(text: str) -> int | None:
-    """Return how many microbatches the text of a plan says with ``chunks=``; None where it leaves that open.
+    """Return how many microbatches the text of a plan says with ``chunks=``, or None where it leaves that open.
 
     Raises:
         PlanError: two of its strategies say different numbers, or one says none.
     """
-    found = re.findall(r"\bchunks\s*=([^,()*]*)", text)
-    said = sorted({read_option("chunks", count.strip(), Micros, text) for count in found})
+    found = re.findall(rf"\b({'|'.join(OF_MICROS)})\s*=([^,()*]*)", text)
+    said = sorted({read_option(name, count.strip(), Micros, text): name for name, count in found}.items())
     if len(said) > 1:
-        raise PlanError(f"{text!r} says chunks={said[0]} and chunks={said[1]}; a plan has one number of microbatches")
-    return said[0] if said else None
+        (one, its), (other, name) = said[:2]
+        raise PlanError(f"{text!r} says {its}={one} and {name}={other}; a plan has one number of microbatches")
+    return said[0][0] if said else None
 
 
 def microbatches_in(text: str, given: int | None) -> int:
@@ -39,6 +42,17 @@ def microbatches_in(text: str, given: int | None) -> int:
     if said is not None and given not in {None, said}:
         raise PlanError(f"{text!r} says chunks={said}, but num_microbatches={given}; give one of the two")
     return next((count for count in (said, given) if count is not None), 1)
+
+
+def optimizers_in(text: str) -> dict[str, str]:
+    """Return the optimizers that the systems named in the text of a plan are published with, by system.
+
+    Example:
+        >>> optimizers_in("data(2) * downpour(4)")
+        {'downpour': 'Adagrad'}
+    """
+    named = {name: STRATEGIES[name].optimizer for name in re.findall(r"\w+", text) if name in STRATEGIES}
+    return {name: wanted for name, wanted in named.items() if wanted}
 
 
 def parse_term(term: str, start: int, text: str) -> tuple[str, str | None]:

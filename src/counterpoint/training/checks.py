@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from counterpoint.data.fetch import MapDataset
 from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.plan import Plan
 from counterpoint.runtime.optimizers import Face, Factory
+from counterpoint.strategies.terms import optimizers_in
 
 
 def require_folder(path: Path | None) -> None:
@@ -50,8 +52,8 @@ def instead_of(loader: object) -> str:
     return f": {call}"
 
 
-def make_face(optimizer: optim.Optimizer | Factory, model: nn.Module) -> Face:
-    """Return the user's optimizer as the ranks see it.
+def make_face(optimizer: optim.Optimizer | Factory, model: nn.Module, strategy: str | Plan = "") -> Face:
+    """Return the user's optimizer as the ranks see it; warn where a plan names a system that is published with another.
 
     Raises:
         PlanError: it is none, or does not fit the model.
@@ -61,7 +63,17 @@ def make_face(optimizer: optim.Optimizer | Factory, model: nn.Module) -> Face:
             f"optimizer={optimizer!r} is neither an optimizer nor a way to make one; pass a torch optimizer on the "
             "model's parameters, or a factory such as partial(torch.optim.Adam, lr=1e-3)"
         )
-    return Face(optimizer, dict(model.named_parameters()))
+    face = Face(optimizer, dict(model.named_parameters()))
+    for system, wanted in optimizers_in(strategy).items() if isinstance(strategy, str) else ():
+        if face.kind.__name__ != wanted:
+            warnings.warn(
+                f"{system} is published with {wanted} on its servers, and this run has {face.kind.__name__}; pass "
+                f"optimizer=torch.optim.{wanted} to train as there, or write the strategies that it stands for, which "
+                f"counterpoint strategies {system} shows, for any optimizer",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return face
 
 
 def require_own_memory(model: nn.Module, plan: Plan) -> None:

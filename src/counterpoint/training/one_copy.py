@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from counterpoint.plan import Plan
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.elastic import Elastic
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tree import Tree
@@ -32,7 +33,10 @@ def with_one_copy(plan: Plan, hosts: Sequence[int]) -> Plan:
         >>> print(with_one_copy(Plan.parse("data(4)"), (0, 0, 1, 1)))
         data(2, update=shared) * data(2)
     """
-    if any(isinstance(strategy, Zero | Server | Tree) for strategy in plan.strategies) or len(plan.rhythm.turns) > 1:
+    if (
+        any(isinstance(strategy, Zero | Server | Elastic | Tree) for strategy in plan.strategies)
+        or len(plan.rhythm.turns) > 1
+    ):
         return plan
     if any(isinstance(strategy, Data) and strategy.code for strategy in plan.strategies):
         return plan

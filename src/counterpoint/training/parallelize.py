@@ -338,7 +338,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     chosen = make_options(options)
     found = environment if environment is not None else detect()
     plan = make_plan(strategy, found, num_microbatches, passes)
-    face = make_face(optimizer, model)
+    face = make_face(optimizer, model, strategy)
     world = open_world(found, plan.num_ranks, chosen.deadline_s)
     team = Team(world, plan, model, loss, face, chosen)
     fixed = says_microbatches(strategy, num_microbatches)

@@ -30,6 +30,7 @@ from counterpoint.runtime.aside import asides_of, late_pieces, restore_late
 from counterpoint.runtime.build import slices_of
 from counterpoint.runtime.state import frozen_values, mean_of, pieces_of, restore_optimizers, write_weights
 from counterpoint.runtime.unsent import is_unsent, places_in, restore_unsent, unsent_pieces
+from counterpoint.training.reader import Reader
 from counterpoint.training.team import Team
 
 
@@ -159,6 +160,7 @@ def state_of(team: Team, progress: Progress, extra: Mapping[str, Any]) -> dict[s
         "cursor": progress.cursor.to_dict(),
         "plan": str(team.plan),
         "replicas": team.book().num_replicas,
+        "has_center": team.book().center is not None,
         "late": late_of(team),
         "slices": {name: list(how) for name, how in slices_of(team.parts.spec).items()} if team.parts else {},
         "model": model_print(team),
@@ -224,7 +226,9 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
         How far the saved run had come, and what was kept with it.
     """
     state: Any = checkpoint.state
-    reader = _Reader(checkpoint, state["slices"], int(state.get("replicas", 1)))
+    reader = Reader(
+        checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
+    )
     late: Mapping[str, Any] = state.get("late", {"replicas": 0, "left_out": False})
     team.has_late = late["replicas"] > 0 and team.plan.rhythm.late > 0
     if late["replicas"] > 0 and not team.has_late:
@@ -286,62 +290,3 @@ def unsent_for(team: Team, checkpoint: Checkpoint) -> list[str]:
             stacklevel=2,
         )
     return []
-
-
-class _Reader:
-    """Reads full parameters, putting slices together; those of one replica, or the mean of all.
-
-    Args:
-        checkpoint: what is read.
-        slices: for each sliced parameter its dim and the number of slices.
-        num_replicas: how many replicas have saved their own.
-        replica: whose is read; None for the mean.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        slices: Mapping[str, tuple[int, int]],
-        num_replicas: int,
-        replica: int | None = None,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.slices = slices
-        self.num_replicas = num_replicas
-        self.replica = replica
-        self.names = set(checkpoint.names())
-
-    def of_replica(self, replica: int, num_replicas: int) -> _Reader:
-        """Return the reader for a replica: of its own, where as many have saved theirs, else of the mean."""
-        own = replica if num_replicas == self.num_replicas else None
-        return _Reader(self.checkpoint, self.slices, self.num_replicas, own)
-
-    def endings(self) -> list[str]:
-        """Return what the names that are read end with."""
-        if self.num_replicas == 1:
-            return [""]
-        wanted = range(self.num_replicas) if self.replica is None else [self.replica]
-        return [f"~{replica}/{self.num_replicas}" for replica in wanted]
-
-    def scalars(self, saved: Mapping[str, Mapping[str, Json]]) -> dict[str, Mapping[str, Json]]:
-        """Return the plain numbers by parameter; of replicas whose mean is read, those of the first."""
-        ending = self.endings()[0]
-        return {name.split("@")[0].split("~")[0]: found for name, found in saved.items() if name.endswith(ending)}
-
-    def whole(self, kind: str, name: str, ending: str) -> Tensor:
-        """Return a parameter's tensor of one kind in full, as it was saved with this ending."""
-        if name not in self.slices:
-            return self.checkpoint.read(f"{kind}:{name}{ending}")
-        dim, count = self.slices[name]
-        parts = [self.checkpoint.read(f"{kind}:{name}@{index}/{count}{ending}") for index in range(count)]
-        return torch.cat(parts, dim=dim)
-
-    def read(self, kind: str, name: str) -> Tensor:
-        """Return a parameter's tensor of one kind in full."""
-        return mean_of([self.whole(kind, name, ending) for ending in self.endings()])
-
-    def maybe(self, kind: str, name: str) -> Tensor | None:
-        """Return a parameter's tensor of one kind in full; None when it was not saved."""
-        at = f"@0/{self.slices[name][1]}" if name in self.slices else ""
-        there = all(f"{kind}:{name}{at}{ending}" in self.names for ending in self.endings())
-        return self.read(kind, name) if there else None

@@ -227,7 +227,7 @@ class Team:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Have the mean of all replicas on every rank inside, and what each had before afterwards."""
+        """Have the model's weights on every rank inside, where replicas have their own, and these afterwards."""
         book = self.book()
         if book.num_replicas == 1:
             yield
@@ -267,7 +267,7 @@ class Team:
         """Bring running statistics, and weights that live on servers, to the same state on all ranks."""
         assert self.parts is not None, "built"
         book = self.book()
-        has_servers = any(isinstance(word, Serve) for _, word in self.parts.program.words())
+        has_servers = any(isinstance(word, Serve) and word.updates for _, word in self.parts.program.words())
         names = [name for name, _ in self.model.named_buffers()]
 
         def work(fabric: Fabric) -> None:

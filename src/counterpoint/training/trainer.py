@@ -104,7 +104,7 @@ class Trainer:
         self.auto = make_auto(strategy, self.plan, num_microbatches, self.options)
         self.choice: Choice | None = None  # what the plan was weighed against, where that was left open
         self.has_fixed_micros = says_microbatches(strategy, num_microbatches)
-        self.face = make_face(optimizer, model)
+        self.face = make_face(optimizer, model, strategy)
         self.schedule = schedule(self.face.optimizer) if schedule is not None else None
         require_schedule(self.schedule)
         self.callbacks = list(callbacks)

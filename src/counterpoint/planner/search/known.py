@@ -152,7 +152,9 @@ def _part_of(word: Compute) -> str:
 def _without_micro(word: Talk) -> Hashable:
     """Return all that a word's cost depends on."""
     match word:
-        case Send(value, peer) | Push(value, peer) | Recv(value, peer) | Pull(value, peer):
+        case Send(value, peer, code) | Push(value, peer, code) | Recv(value, peer, code):
+            return type(word), value.name, value.blocks, peer, code
+        case Pull(value, peer):
             return type(word), value.name, value.blocks, peer
         case Collective(_, value, group):
             return word.name, value.name, value.blocks, group

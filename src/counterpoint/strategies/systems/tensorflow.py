@@ -8,6 +8,7 @@ from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import BY_DEFAULT
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.options import Bytes, require_word
+from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.systems.fusion import EACH_ALONE, IN_ONE_PIECE, up_to
 from counterpoint.strategies.tree import Tree
@@ -135,4 +136,37 @@ def central_storage(degree: int) -> tuple[Strategy, ...]:
 NOT_IN_CENTRAL_STORAGE = {
     "compute_devices": "ranks are given by their number; write central_storage(4)",
     "parameter_device": "it is that of rank 0; leave it out, or write server(4) for one more rank",
+}
+
+
+def parameter_server_strategy(
+    degree: int, *, servers: int = 1, mode: Literal["async", "sync"] = "async"
+) -> tuple[Strategy, ...]:
+    """Return tf.distribute's ParameterServerStrategy: variables on servers, each step on one of the workers.
+
+    Args:
+        degree: number of workers along the new axis.
+        servers: ranks that keep variables.
+        mode: ``async`` as in TensorFlow 2, where every gradient is applied when it comes, or ``sync`` as in TensorFlow
+            1 with SyncReplicasOptimizer, where servers wait for all workers.
+
+    Promise:
+        sync: the same numbers as on one rank, to rounding. async what asp promises.
+
+    Cost:
+        Bytes sent per step: each worker its gradients once; each server its variables once per worker. Optimizer state
+        only on the servers.
+
+    Source:
+        tf.distribute.ParameterServerStrategy; tf.compat.v1.train.SyncReplicasOptimizer.
+    """
+    require_word("parameter_server_strategy", "mode", mode, ("async", "sync"))
+    return (Server(degree, servers, "asp" if mode == "async" else "bsp"),)
+
+
+NOT_IN_PARAMETER_SERVER_STRATEGY = {
+    "variable_partitioner": "the parameters of a unit lie on one server as a whole, and units go to the server with "
+    "the fewest bytes; leave it out, and give servers= as many as there are large layers",
+    "cluster_resolver": "the launcher tells each process its rank; use counterpoint run or torchrun",
+    "coordinator": "every worker knows its own batches, and no coordinator schedules them; leave it out",
 }

@@ -1,0 +1,217 @@
+"""MXNet's key-value store in all its types, and MXNet-MPI, whose workers are groups."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from counterpoint.errors import PlanError
+from counterpoint.strategies.data import Data
+from counterpoint.strategies.elastic import Elastic
+from counterpoint.strategies.options import require_word
+from counterpoint.strategies.server import Consistency, Server
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.strategies.systems.elastic_averaging import alpha_of
+from counterpoint.strategies.systems.fusion import EACH_ALONE, split_by_host
+from counterpoint.strategies.tree import Tree
+
+Place: TypeAlias = Literal["host", "devices", "sync", "async"]
+
+TYPES: dict[str, Place] = {
+    "local": "host",
+    "local_update_cpu": "host",
+    "local_allreduce_cpu": "host",
+    "device": "devices",
+    "local_allreduce_device": "devices",
+    "nccl": "devices",
+    "dist": "sync",
+    "dist_sync": "sync",
+    "dist_device": "sync",
+    "dist_sync_device": "sync",
+    "dist_device_sync": "sync",
+    "dist_async": "async",
+    "dist_async_device": "async",
+    "dist_device_async": "async",
+}
+"""Where each documented type adds up; MXNet itself looks for ``dist``, ``device`` and ``_async`` in any name."""
+
+_ELSEWHERE = {"horovod": "horovod(...)", "byteps": "data(...)", "p3": "data(..., bucket=...)"}
+
+
+def kvstore(
+    degree: int,
+    *,
+    type: str = "local",  # noqa: A002 - MXNet's word
+    update_on_kvstore: bool = True,
+    gradient_compression: str = "",
+    servers: int = 0,
+    devices: int = 1,
+) -> tuple[Strategy, ...]:
+    """Return MXNet's KVStore: gradients are pushed by key, and weights pulled.
+
+    * ``local``, ``local_update_cpu``, ``local_allreduce_cpu``: one rank has the weights and updates, which is
+      ``tree(n, shape=star)``.
+    * ``device``, ``local_allreduce_device``, ``nccl``: each key is updated on one of the ranks, which is
+      ``data(n, update=shared)``.
+    * ``dist``, ``dist_sync``, ``dist_device``, ``dist_sync_device``, ``dist_device_sync``: servers wait for all
+      workers, which is ``server(n, consistency=bsp)``.
+    * ``dist_async``, ``dist_async_device``, ``dist_device_async``: servers apply each push when it comes, which is
+      ``server(n, consistency=asp)``.
+
+    With ``update_on_kvstore=off`` the store only adds up and every rank updates, ``data(n)`` with each key by itself;
+    ``dist_async`` has no such form, there or here. A worker with several devices adds up over these first:
+    ``data(k) * server(n/k)``, for types with ``device`` in their name and for others alike.
+
+    Args:
+        degree: ranks that compute, on all workers.
+        type: one of those above.
+        update_on_kvstore: ``off`` for updates on every rank.
+        gradient_compression: ``2bit`` or ``2bit:0.5`` with the threshold, of what goes to servers, or from device to
+            device; what is not sent is kept and added to the next gradient.
+        servers: for ``dist`` types, how many; 1 by default.
+        devices: for ``dist`` types, ranks of each worker.
+
+    Promise:
+        The same numbers as on one rank, to rounding; dist_async what asp promises, and with gradient_compression what
+        server or data promise with ``compress``.
+
+    Cost:
+        Bytes sent per step, of P: local the first rank n-1 times P, each other rank P; device, nccl and
+        update_on_kvstore=off 2 (n-1)/n P on every rank; dist each worker P, 1/16 of it in 2 bits, each server its
+        weights once per worker.
+
+    Source:
+        MXNet, src/kvstore/kvstore.cc and kvstore_dist_server.h; its FAQ on distributed training and on gradient
+        compression.
+    """
+    if type not in TYPES:
+        raise PlanError(_no_type(type))
+    place, code = TYPES[type], _code(gradient_compression)
+    if place in {"host", "devices"}:
+        if servers or devices != 1:
+            raise PlanError(
+                f"kvstore({degree}, type={type}) is one worker without servers; leave out servers= and devices=, or "
+                "give type=dist_sync"
+            )
+        return (_on_one_host(degree, type, code, updates=update_on_kvstore),)
+    if devices < 1 or degree % devices:
+        raise PlanError(
+            f"kvstore({degree}, devices={devices}) cannot have as many ranks in each worker; give devices= that "
+            f"divides {degree}"
+        )
+    if not update_on_kvstore:
+        if place == "async":
+            raise PlanError(
+                f"kvstore(type={type}, update_on_kvstore=off) has no optimizer on the server, which is to apply each "
+                "push when it comes; leave out update_on_kvstore=off, or give type=dist_sync"
+            )
+        if servers:
+            raise PlanError(
+                f"servers={servers} of kvstore with update_on_kvstore=off would only add up, which ranks do among "
+                "themselves; leave it out"
+            )
+        return (Data(degree, compress=code, buckets=EACH_ALONE),)
+    consistency: Consistency = "asp" if place == "async" else "bsp"
+    store = Server(degree // devices, servers or 1, consistency, compress=code)
+    return (store,) if devices == 1 else (Data(devices, buckets=EACH_ALONE), store)
+
+
+def _on_one_host(degree: int, kind: str, code: str, *, updates: bool) -> Strategy:
+    if code and (TYPES[kind] == "host" or kind == "nccl"):
+        raise PlanError(
+            f"gradient_compression of kvstore is for type=device and the dist types, as in MXNet; {kind} has none: "
+            "leave it out, or give type=device"
+        )
+    if code or not updates:
+        return Data(degree, compress=code, buckets=EACH_ALONE)
+    return Tree(degree, shape="star") if TYPES[kind] == "host" else Data(degree, update="shared")
+
+
+def _no_type(kind: str) -> str:
+    if kind in _ELSEWHERE:
+        return f"type={kind} of kvstore is another system here; write {_ELSEWHERE[kind]}"
+    return f"kvstore has no type={kind}; give one of {', '.join(TYPES)}"
+
+
+def _code(compression: str) -> str:
+    name, colon, threshold = compression.partition(":")
+    if name in {"", "none"} and not colon:
+        return ""
+    if name != "2bit":
+        raise PlanError(
+            f"gradient_compression={compression} of kvstore is none that MXNet documents; give 2bit:0.5 with the "
+            "threshold, or take server(..., compress=sign) for one bit"
+        )
+    return f"twobit:{threshold}" if colon else "twobit:0.5"
+
+
+NOT_IN_KVSTORE = {
+    "optimizer": "it is the trainer's, and made where the weights are; pass optimizer=... to Trainer",
+    "bigarray_bound": "a unit lies on one server as a whole; leave it out, and give more servers= for more layers",
+    "priority": "gradients are sent as soon as they are there, the last layer's first; leave it out",
+    "row_sparse": "gradients of tables with sparse=True travel as the rows that were touched; leave it out",
+}
+
+
+def mxnet_mpi(
+    degree: int,
+    *,
+    groups: int = 0,
+    servers: int = 1,
+    mode: Literal["sgd", "asgd", "esgd"] = "sgd",
+    alpha: float = 0.0,
+    tau: int = 1,
+    per_host: int = 0,
+) -> tuple[Strategy, ...]:
+    """Return MXNet-MPI: ranks of a group add up among themselves, and each group is one worker of parameter servers.
+
+    ``data(k) * server(g)`` with g groups of k ranks. The first rank of a group talks to the servers and hands on
+    weights to the others. The gradient of a group is that of the mean loss over its samples, whatever its size.
+
+    Args:
+        degree: ranks that compute.
+        groups: how many groups there are; by default one for each host.
+        servers: ranks that keep weights; 0 with one group and mode=sgd, which is a sum and nothing else.
+        mode: ``sgd`` waits for all groups, ``asgd`` applies each group's gradient when it comes, ``esgd`` lets groups
+            update apart and draws them and the servers' weights together every tau steps.
+        alpha: with esgd, how far they are drawn; 0.9 divided by the number of groups by default.
+        tau: with esgd, after so many steps.
+        per_host: ranks on each host; by default as they have been started, and all on one where none were.
+
+    Promise:
+        sgd: the same numbers as on one rank, to rounding. asgd what asp promises, of g workers. esgd what elastic does.
+
+    Cost:
+        Bytes sent per step, of P: 2 (k-1)/k P on every rank; from the first rank of a group P to the servers and (k-1)
+        P to the others; from the servers g P. With esgd what is said of servers only in every tau-th step.
+
+    Source:
+        Mamidala et al., MXNET-MPI: Embedding MPI Parallelism in Parameter Server Task Model, 2018.
+    """
+    require_word("mxnet_mpi", "mode", mode, ("sgd", "asgd", "esgd"))
+    count = groups or split_by_host("mxnet_mpi", degree, per_host)[1]
+    if count < 1 or degree % count:
+        raise PlanError(
+            f"mxnet_mpi({degree}, groups={count}) cannot have as many ranks in each group; give groups= that divides "
+            f"{degree}"
+        )
+    if mode != "esgd" and (alpha or tau != 1):
+        raise PlanError(f"alpha and tau of mxnet_mpi are for mode=esgd; leave them out of mode={mode}")
+    inside = Data(degree // count)
+    if not servers:
+        if count > 1 or mode != "sgd":
+            raise PlanError(
+                f"mxnet_mpi({degree}, groups={count}, servers=0, mode={mode}) keeps its weights nowhere; give "
+                "servers=1, or groups=1 and mode=sgd, which is a sum over all ranks"
+            )
+        return (inside,)
+    if mode == "esgd":
+        outside: Strategy = Elastic(count, servers, alpha_of("mxnet_mpi", count, alpha), tau)
+    else:
+        outside = Server(count, servers, "asp" if mode == "asgd" else "bsp")
+    return (outside,) if inside.degree == 1 else (inside, outside)
+
+
+NOT_IN_MXNET_MPI = {
+    "kvstore": "the mode says it; write mode=sgd, mode=asgd or mode=esgd",
+    "num_workers": "ranks stand first and groups= is the number of workers; write mxnet_mpi(8, groups=2)",
+}

@@ -1,0 +1,68 @@
+"""Workers that are drawn to a center equal the paper's loop, meeting by meeting; the model is the center."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from counterpoint.data.sampler import split
+from counterpoint.strategies.elastic import Elastic
+from counterpoint.testing import parity
+from counterpoint.testing.subjects import Recipe, plan_for, subject
+from tests.references.easgd import easgd
+
+SGD = partial(optim.SGD, lr=0.1)
+NESTEROV = partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+PLANS = ["elastic(2, part=0.25)", "elastic(3, servers=2, part=0.3)", "easgd(2, tau=2)", "easgd(3, tau=2, alpha=0.125)"]
+
+
+def came_to(strategy, optimizer, per_worker=1):
+    """What a plan has come to, and what the reference makes of its journal; the last two batches fill all workers."""
+    plan = plan_for(strategy, 6)
+    elastic = plan.strategies[-1]
+    assert isinstance(elastic, Elastic)
+    count, each = elastic.degree, 6 // elastic.degree
+    recipe, trained = Recipe(optimizer, num_micros=6), subject("mlp")
+    run = parity.train(trained, plan, recipe)
+    parts: dict[int, list[Any]] = {worker * per_worker: [] for worker in range(count)}
+    for inputs, targets in trained.batches:
+        places = split(len(inputs), 6)
+        for at, part in enumerate(parts.values()):
+            start, stop = places[at * each][0], places[(at + 1) * each - 1][1]
+            part.append((inputs[start:stop], targets[start:stop]))
+    center, _ = easgd(trained.build(), units=run.compiled.model.units, parts=parts, loss=trained.loss,
+                      journals=[[(one.unit, one.worker) for one in journal] for journal in run.journals],
+                      optimizer=optimizer, alpha=float(elastic.part), tau=elastic.every)  # fmt: skip
+    return run, dict(center.named_parameters())
+
+
+@pytest.mark.parametrize("optimizer", [SGD, NESTEROV])
+@pytest.mark.parametrize("strategy", PLANS)
+def test_an_elastic_plan_equals_the_papers_loop(strategy, optimizer):
+    run, center = came_to(strategy, optimizer)
+    off = parity.largest(parity.difference(run.params[name], value.detach()) for name, value in center.items())
+    assert off <= parity.BAR
+    assert len(run.journals[0]) > 0
+
+
+def test_one_worker_with_one_microbatch_plays_back_bit_for_bit():
+    """Sums over microbatches are rounded otherwise, so that there is one here."""
+    trained, plan = subject("mlp"), plan_for("elastic(2, part=0.25)", 2)
+    run = parity.train(trained, plan, Recipe(SGD, num_micros=2))
+    parts: dict[int, list[Any]] = {0: [], 1: []}
+    for inputs, targets in trained.batches:
+        for worker, (start, stop) in enumerate(split(len(inputs), 2)):
+            parts[worker].append((inputs[start:stop], targets[start:stop]))
+    center, _ = easgd(trained.build(), units=run.compiled.model.units, parts=parts, loss=trained.loss,
+                      journals=[[(one.unit, one.worker) for one in journal] for journal in run.journals],
+                      optimizer=SGD, alpha=0.25, tau=1)  # fmt: skip
+    assert all(torch.equal(run.params[name], value) for name, value in center.named_parameters())
+
+
+def test_a_worker_may_be_a_group_of_ranks():
+    """Three workers of two ranks each: the group's gradient is that of the mean over its samples."""
+    run, center = came_to("mxnet_mpi(6, groups=3, mode=esgd, alpha=0.25, tau=2)", SGD, per_worker=2)
+    off = parity.largest(parity.difference(run.params[name], value.detach()) for name, value in center.items())
+    assert off <= parity.BAR
