@@ -90,8 +90,8 @@ def plan(
     read = None if plan is None else own_plan(plan, ranks, size)
     question = Question(model, place_of(cluster, ranks, memory), size, timing_of(model, timing, read))
     asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
-    plans = candidates(ranks, question, asked, read)
-    ranking = rank_for(plans, question, ENDLESS if limit is None else Limit.within(limit.left_s / 2))
+    plans = candidates(ranks, question, asked, read, part_of(limit, 4))
+    ranking = rank_for(plans, question, part_of(limit, 2))
     if limit is not None:
         starts = [found.plan for found in ranking.kept[:MOST_STARTS]]
         budget = Budget(time_s=limit.left_s, seed=seed)
@@ -144,13 +144,22 @@ def searched(
     return search_plans(space, question.cluster, budget=budget, starts=starts, timing=question.timing)
 
 
-def candidates(num_ranks: int, question: Question, passes: tuple[str, ...], read: Plan | None) -> tuple[Plan, ...]:
+def part_of(limit: Limit | None, times: int) -> Limit:
+    """Return when so many times less than what is left will be over."""
+    return ENDLESS if limit is None else Limit.within(limit.left_s / times)
+
+
+def candidates(
+    num_ranks: int, question: Question, passes: tuple[str, ...], read: Plan | None, limit: Limit
+) -> tuple[Plan, ...]:
     """Return the plans that are ranked, the simplest first; one that was read from a file stands behind them."""
     model, size, timing = question.model, question.batch_size, question.timing
     found = (
         *enumerate_plans(num_ranks, model, batch_size=size),
-        *staged_plans(num_ranks, model.unsliced, question.cluster, size, timing=timing),
+        *staged_plans(num_ranks, model.unsliced, question.cluster, size, timing=timing, limit=limit),
     )
+    if limit.is_over:
+        typer.echo("the time was over before all stages with replicas of their own were looked for", err=True)
     return settle_all(
         (*(replace(one, passes=passes) for one in found), *([read] if read is not None else [])), question
     )
