@@ -179,6 +179,15 @@ def test_a_budget_that_is_no_time_is_refused():
     assert result.output == "PlanError: --time-budget soon is no time; give seconds, as 10s\n"
 
 
+def test_a_budget_of_time_ends_the_list_too_and_what_was_not_looked_at_is_told():
+    words = ("-n", "8", "--blocks", "8", "--time-budget", "0.0s")
+    told, found = plan(*words), json.loads(plan(*words, "--json").stdout)
+    assert "the time was over before " in told.output
+    assert " more plans of the list were looked at; a longer --time-budget looks at all of them" in told.output
+    assert found["plans"]
+    assert len(found["unseen"]) > len(found["plans"])
+
+
 def test_a_cluster_file_says_where_the_plans_would_run(tmp_path):
     file = tmp_path / "cluster.yaml"
     slow, fast = (replace(Cluster(), link=Link(1e-3, rate)) for rate in (1e6, 1e12))

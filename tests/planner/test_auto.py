@@ -159,16 +159,17 @@ def test_a_batch_that_no_plan_can_cut_is_refused_before_anything_starts():
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("is_shared", [False, True], ids=["links", "cards"])
-def test_a_gpt_is_planned_for_eight_hosts_in_less_than_twenty_seconds_of_the_processor(capsys, is_shared):
+@pytest.mark.parametrize("per_host", [1, 4])
+def test_a_gpt_is_planned_for_eight_hosts_in_less_than_twenty_seconds_of_the_processor(capsys, per_host, is_shared):
     """GPT B of the benchmark of data parallelism, from its first batch on; in seconds of this process."""
     model = GPT(GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4096, dropout=0.0))
     network = Level("network", 8, Link(50e-6, 125e6), is_shared=is_shared)
-    options = Options(cluster=Cluster(levels=(Level("host", 1, Link(5e-6, 5e9)), network)))
+    options = Options(cluster=Cluster(levels=(Level("host", per_host, Link(5e-6, 5e9)), network)))
     inputs = torch.randint(0, 4096, (8, 128))
     began = time.process_time()
-    plan = Auto(8, None, PASSES).choose(model, face_of(model), inputs, options, 64)
+    plan = Auto(8 * per_host, None, PASSES).choose(model, face_of(model), inputs, options, 64)
     took_s = time.process_time() - began
     with capsys.disabled():
-        sys.stdout.write(f"\nauto plans GPT B for 8 hosts in {took_s:.1f} s: {plan}\n")
-    assert plan.num_ranks == 8
+        sys.stdout.write(f"\nauto plans GPT B for 8 hosts of {per_host} in {took_s:.1f} s: {plan}\n")
+    assert plan.num_ranks == 8 * per_host
     assert took_s < 20

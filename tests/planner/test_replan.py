@@ -6,8 +6,8 @@ from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import NEARLY_AS_FAST, weigh
 from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.given import compiled_for
 from counterpoint.planner.holdings import holdings, missing_bytes
-from counterpoint.planner.rank import compiled_for
 from counterpoint.planner.remedies import Question
 from counterpoint.planner.replan import replan
 from counterpoint.world.cluster import Cluster, Level, Link

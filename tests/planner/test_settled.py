@@ -9,8 +9,9 @@ from counterpoint.compiler.compile import compile as compile_plan
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import weigh
 from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.given import compiled_for
 from counterpoint.planner.orders import rank_with_orders
-from counterpoint.planner.rank import compiled_for, predict
+from counterpoint.planner.rank import predict
 from counterpoint.planner.remedies import Question
 from counterpoint.planner.replan import replan
 from counterpoint.planner.settled import settled

@@ -7,8 +7,9 @@ import pytest
 
 from counterpoint.compiler.compile import compile as compile_plan
 from counterpoint.plan import Plan
+from counterpoint.planner.given import in_one_block
 from counterpoint.planner.playing import costs_on
-from counterpoint.planner.rank import foresee, in_one_block, predict
+from counterpoint.planner.rank import foresee, predict
 from counterpoint.program.text import format_instruction
 from counterpoint.simulator.portions import Portion, portions_of
 from counterpoint.simulator.spent import spend

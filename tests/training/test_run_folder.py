@@ -3,12 +3,14 @@
 import json
 import math
 import struct
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import yaml
 
 from counterpoint.errors import PlanError
+from counterpoint.model.spec import chain
 from counterpoint.plan import Plan
 from counterpoint.program.instruction import Backward
 from counterpoint.program.text import parse_program
@@ -17,6 +19,7 @@ from counterpoint.training.events import RunEnd
 from counterpoint.training.fitted import fit, simulated_beside
 from counterpoint.training.run_folder import RunFolder
 from counterpoint.training.tensorboard import EventFile, crc32c
+from tests.model.timings import timing_of, took
 from tests.training.runs import PLAN, Clock, begun, play, step, timed
 
 
@@ -49,6 +52,13 @@ def test_plan_and_program_can_be_read_back(tmp_path):
     play(RunFolder(tmp_path, clock=Clock()))
     assert str(Plan.from_yaml((tmp_path / "plan.yaml").read_text())) == PLAN
     assert parse_program((tmp_path / "program.txt").read_text()).num_ranks == 4
+
+
+def test_a_plan_that_was_cut_by_a_timing_has_it_beside_it(tmp_path):
+    timing = timing_of(chain(2), [took(1.0, 2.0), took(1.0, 2.0)])
+    RunFolder(tmp_path).write_plan(replace(Plan.parse("pipeline(2, balance=(1,1))"), timing=timing))
+    assert (tmp_path / "plan.timing.json").exists()
+    assert Plan.from_file(tmp_path / "plan.yaml").timing == timing
 
 
 def test_metrics_have_a_line_for_every_step_and_evaluation(tmp_path):

@@ -54,6 +54,7 @@ def test_a_pipeline_with_a_timing_is_cut_where_the_seconds_are_even():
 def test_a_run_tells_the_plan_with_the_cut_that_a_timing_gave_it_and_repeats_it_without_the_timing():
     made = compiled(timing=timing())
     assert str(made.plan) == "pipeline(2, balance=(3,1))"
+    assert made.plan.timing == timing()
     again = compiled(strategy=cp.Plan.from_yaml(made.plan.to_yaml()))
     assert again.program == made.program
 

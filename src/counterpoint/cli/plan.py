@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,14 +15,16 @@ from counterpoint.cli.verdict import Asked, show, to_json, write_report
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec, chain
 from counterpoint.model.timing import Timing
-from counterpoint.model.timing_file import load_timing, write_timing
+from counterpoint.model.timing_file import file_beside, load_timing, write_timing
 from counterpoint.plan import PASSES, Plan
 from counterpoint.planner.choose import Choice, pick, rank_for
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import Ranking, fitted_to, merged
+from counterpoint.planner.given import fitted_to
+from counterpoint.planner.limit import ENDLESS, Limit
+from counterpoint.planner.rank import Ranking, merged
 from counterpoint.planner.remedies import Question, settle_all
 from counterpoint.planner.search.moves import Space
-from counterpoint.planner.search.search import Budget, search as search_plans
+from counterpoint.planner.search.search import MOST_STARTS, Budget, search as search_plans
 from counterpoint.planner.staged import staged_plans
 from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import load_cluster
@@ -64,7 +66,10 @@ def plan(
         bool, typer.Option("--search", help="Look for plans that are on no list, by random walks.")
     ] = False,
     time_budget: Annotated[
-        str | None, typer.Option(metavar="SECONDS", help="How long to search, as 10s; 2000 proposals if left out.")
+        str | None,
+        typer.Option(
+            metavar="SECONDS", help="How long to rank and search, as 10s; all, and 2000 proposals, if left out."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan that is taken.")] = None,
@@ -79,14 +84,20 @@ def plan(
     if graph is not None:
         show_graph(graph, place_of(cluster, ranks, memory), ranks, batch_size, (top, as_json))
         return
+    budget_s = None if time_budget is None else seconds_of(time_budget)
     model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
+    limit = None if budget_s is None else Limit.within(budget_s)
     read = None if plan is None else own_plan(plan, ranks, size)
     question = Question(model, place_of(cluster, ranks, memory), size, timing_of(model, timing, read))
     asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
-    plans = candidates(ranks, question, asked, read)
-    ranking = rank_for(plans, question)
-    if search or time_budget is not None:
-        ranking = merged(ranking, searched(ranks, question, asked, budget_of(time_budget, seed)))
+    plans = candidates(ranks, question, asked, read, part_of(limit, 4))
+    ranking = rank_for(plans, question, part_of(limit, 2))
+    if limit is not None:
+        starts = [found.plan for found in ranking.kept[:MOST_STARTS]]
+        budget = Budget(time_s=limit.left_s, seed=seed)
+        ranking = merged(ranking, searched(ranks, question, asked, budget, starts))
+    elif search:
+        ranking = merged(ranking, searched(ranks, question, asked, Budget(steps=PROPOSALS, seed=seed)))
     verdict: Choice | PlanError
     try:
         verdict = pick(ranking, plans, question)
@@ -121,19 +132,34 @@ def require_one_model(job: str | None, blocks: int | None, graph: Path | None, m
         raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
 
 
-def searched(num_ranks: int, question: Question, passes: tuple[str, ...], budget: Budget) -> Ranking:
-    """Return what random walks have found."""
+def searched(
+    num_ranks: int,
+    question: Question,
+    passes: tuple[str, ...],
+    budget: Budget,
+    starts: Sequence[Plan] | None = None,
+) -> Ranking:
+    """Return what random walks have found, from the best of the list or from some plans on."""
     space = Space.of(question.model, num_ranks, question.batch_size, passes)
-    return search_plans(space, question.cluster, budget=budget, timing=question.timing)
+    return search_plans(space, question.cluster, budget=budget, starts=starts, timing=question.timing)
 
 
-def candidates(num_ranks: int, question: Question, passes: tuple[str, ...], read: Plan | None) -> tuple[Plan, ...]:
+def part_of(limit: Limit | None, times: int) -> Limit:
+    """Return when so many times less than what is left will be over."""
+    return ENDLESS if limit is None else Limit.within(limit.left_s / times)
+
+
+def candidates(
+    num_ranks: int, question: Question, passes: tuple[str, ...], read: Plan | None, limit: Limit
+) -> tuple[Plan, ...]:
     """Return the plans that are ranked, the simplest first; one that was read from a file stands behind them."""
     model, size, timing = question.model, question.batch_size, question.timing
     found = (
         *enumerate_plans(num_ranks, model, batch_size=size),
-        *staged_plans(num_ranks, model.unsliced, question.cluster, size, timing=timing),
+        *staged_plans(num_ranks, model.unsliced, question.cluster, size, timing=timing, limit=limit),
     )
+    if limit.is_over:
+        typer.echo("the time was over before all stages with replicas of their own were looked for", err=True)
     return settle_all(
         (*(replace(one, passes=passes) for one in found), *([read] if read is not None else [])), question
     )
@@ -166,20 +192,18 @@ def timing_of(model: ModelSpec, path: Path | None, read: Plan | None = None) -> 
     return timing
 
 
-def budget_of(time_budget: str | None, seed: int) -> Budget:
-    """Return how long to search.
+def seconds_of(time_budget: str) -> float:
+    """Return the seconds of a budget of time.
 
     Raises:
-        PlanError: the time is no number of seconds.
+        PlanError: it is no number of seconds, or a negative one.
 
     Example:
-        >>> budget_of("1.5s", 0).time_s
+        >>> seconds_of("1.5s")
         1.5
     """
-    if time_budget is None:
-        return Budget(steps=PROPOSALS, seed=seed)
     try:
-        return Budget(time_s=float(time_budget.strip().removesuffix("s")), seed=seed)
+        return Budget(time_s=float(time_budget.strip().removesuffix("s"))).time_s or 0.0
     except ValueError:
         raise PlanError(f"--time-budget {time_budget} is no time; give seconds, as 10s") from None
 
@@ -187,7 +211,7 @@ def budget_of(time_budget: str | None, seed: int) -> Budget:
 def keep(choice: Choice, subject: Asked, out: Path | None, report: Path | None) -> None:
     """The plan that is taken, with its timing, and the page about it are in their files, where these were asked for."""
     timing = choice.question.timing
-    beside = None if out is None or timing is None else out.with_suffix(".timing.json")
+    beside = None if out is None or timing is None else file_beside(out)
     texts: list[tuple[Path | None, Callable[[], str]]] = [
         (out, lambda: choice.plan.to_yaml("" if beside is None else beside.name)),
         (beside, lambda: "" if timing is None else write_timing(timing)),

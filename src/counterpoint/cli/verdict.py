@@ -12,7 +12,17 @@ from counterpoint.cli.tables import Column, show_table
 from counterpoint.drawing.weighing import write_weighing
 from counterpoint.errors import PlanError
 from counterpoint.plan import Plan
-from counterpoint.planner.account import TEXTS, TITLES, TRIAL_TITLES, account, cells, explain, figures, trial_cells
+from counterpoint.planner.account import (
+    TEXTS,
+    TITLES,
+    TRIAL_TITLES,
+    account,
+    cells,
+    explain,
+    explain_unseen,
+    figures,
+    trial_cells,
+)
 from counterpoint.planner.choose import Choice
 from counterpoint.planner.rank import Prediction, Ranking, named
 
@@ -50,7 +60,7 @@ def show(asked: Asked, ranking: Ranking, verdict: Choice | PlanError, top: int |
     if isinstance(verdict, Choice) and verdict.trials:
         typer.echo("")
         show_table(TRIAL_COLUMNS, trial_cells(verdict))
-    notes += explain(verdict) if isinstance(verdict, Choice) else [str(verdict)]
+    notes += explain(verdict) if isinstance(verdict, Choice) else [str(verdict), *explain_unseen(ranking)]
     typer.echo("\n".join(["", *notes]), nl=True)
 
 
@@ -105,7 +115,7 @@ def listed(ranking: Ranking, top: int | None) -> dict[str, Any]:
         why_not = found.why_not(ranking.predictions[0])
         plans.append({**parts(found.plan), **own, "fits": found.fits, "why_not": why_not})
     refused = [{**parts(one.plan), "reason": one.reason} for one in ranking.refusals]
-    return {"plans": plans, "refused": refused}
+    return {"plans": plans, "refused": refused, "unseen": [parts(one) for one in ranking.unseen]}
 
 
 def to_json(ranking: Ranking, verdict: Choice | PlanError, top: int | None) -> dict[str, Any]:

@@ -31,6 +31,16 @@ def write_timing(timing: Timing) -> str:
     return json.dumps({KIND: VERSION, **asdict(timing)}, indent=1) + "\n"
 
 
+def file_beside(plan: Path) -> Path:
+    """Return where the timing stands by which a plan in a file was ranked and cut.
+
+    Example:
+        >>> file_beside(Path("plan.yaml")).name
+        'plan.timing.json'
+    """
+    return plan.with_suffix(".timing.json")
+
+
 def read_timing(text: str) -> Timing:
     """Return the timing that a text holds.
 

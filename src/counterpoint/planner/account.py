@@ -10,7 +10,7 @@ from counterpoint.drawing.scale import format_bytes, format_number, format_secon
 from counterpoint.drawing.weighing import Weighed, Weighing
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import NEARLY_AS_FAST, PERHAPS_AS_FAST, Choice
-from counterpoint.planner.rank import Prediction, foresee, named
+from counterpoint.planner.rank import Prediction, Ranking, foresee, named
 from counterpoint.program.text import format_group
 
 TITLES = ("plan", "micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory", "why not")
@@ -63,7 +63,7 @@ def explain(choice: Choice) -> list[str]:
     """Return what is taken and why, and what could not be tried."""
     within = f"{100 * ((NEARLY_AS_FAST if choice.trials else PERHAPS_AS_FAST) - 1):.0f} %"
     if not choice.trials:
-        kept = [found for found in choice.ranking.predictions if found.is_synchronous and found.fits]
+        kept = choice.ranking.kept
         reason = _reason(choice.plan, kept[0].plan, within, "predicted")
     else:
         best = min(choice.trials, key=lambda trial: trial.step_s)
@@ -72,7 +72,17 @@ def explain(choice: Choice) -> list[str]:
         f"{named(choice.plan)} is taken: {reason}",
         *_held(choice),
         *(f"{named(one.plan)} could not be tried: {one.reason}" for one in choice.untried),
+        *explain_unseen(choice.ranking),
     ]
+
+
+def explain_unseen(ranking: Ranking) -> list[str]:
+    """Return which plans nobody has looked at, if there are any."""
+    if not ranking.unseen:
+        return []
+    first, *others = map(named, ranking.unseen)
+    rest = f" and {len(others)} more plans of the list were" if others else " was"
+    return [f"the time was over before {first}{rest} looked at; a longer --time-budget looks at all of them"]
 
 
 def _held(choice: Choice) -> list[str]:
@@ -117,7 +127,7 @@ def _with_trial(choice: Choice, row: tuple[str, ...], plan: Plan) -> tuple[str, 
 def _steps(choice: Choice, count: int) -> Iterator[Weighed]:
     """Yield the plan that is taken, then those that were tried, or else those predicted to be fastest."""
     question = choice.question
-    kept = [found.plan for found in choice.ranking.predictions if found.is_synchronous and found.fits]
+    kept = [found.plan for found in choice.ranking.kept]
     tried = [trial.plan for trial in sorted(choice.trials, key=lambda trial: trial.step_s)]
     wanted = dict.fromkeys([choice.plan, *(tried or kept)])
     for plan in islice(wanted, count):

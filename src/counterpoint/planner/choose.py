@@ -10,6 +10,7 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.limit import ENDLESS, Limit
 from counterpoint.planner.orders import rank_with_orders
 from counterpoint.planner.rank import Prediction, Ranking, Refusal
 from counterpoint.planner.remedies import Question, explain_excess, settle_all
@@ -118,10 +119,15 @@ def weigh(plans: Iterable[Plan], question: Question) -> Choice:
     return pick(rank_for(candidates, question), candidates, question)
 
 
-def rank_for(plans: Iterable[Plan], question: Question) -> Ranking:
+def rank_for(plans: Iterable[Plan], question: Question, limit: Limit = ENDLESS) -> Ranking:
     """Return the plans for a question by what is predicted of them; see :func:`rank_with_orders`."""
     return rank_with_orders(
-        plans, question.model, question.cluster, batch_size=question.batch_size, timing=question.timing
+        plans,
+        question.model,
+        question.cluster,
+        batch_size=question.batch_size,
+        timing=question.timing,
+        limit=limit,
     )
 
 
@@ -136,7 +142,7 @@ def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choi
     Raises:
         PlanError: none keeps the numbers and fits; the message says what stands in the way.
     """
-    kept = _kept(ranking)
+    kept = ranking.kept
     if not kept:
         raise PlanError(_obstacle(ranking, simplest, question))
     times = {found.plan: found.step_s for found in kept}
@@ -152,7 +158,7 @@ def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
         choice: by what was predicted.
         count: how many beside data parallelism.
     """
-    kept = _kept(choice.ranking)
+    kept = choice.ranking.kept
     best = list(dict.fromkeys([choice.plan, *(found.plan for found in kept)]))
     plain = [found.plan for found in kept if _is_plain(found.plan)]
     wanted = list(dict.fromkeys([*plain, *[plan for plan in best if plan not in plain][:count]]))
@@ -187,10 +193,6 @@ def _simplest_of_fastest(times: dict[Plan, float], simplest: Sequence[Plan], mar
     near = [plan for plan, seconds in times.items() if seconds <= margin * least]
     order = {plan: at for at, plan in enumerate(simplest)}
     return min(near, key=lambda plan: order.get(plan, len(order)))
-
-
-def _kept(ranking: Ranking) -> list[Prediction]:
-    return [found for found in ranking.predictions if found.is_synchronous and found.fits]
 
 
 def _is_plain(plan: Plan) -> bool:

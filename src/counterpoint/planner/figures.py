@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
+from counterpoint.planner.given import compiled_for, fitted_to, held_bytes
 from counterpoint.planner.playing import Playing
-from counterpoint.planner.rank import compiled_for, fitted_to, held_bytes
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.world.cluster import Cluster
 

@@ -9,7 +9,9 @@ from functools import partial
 from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
-from counterpoint.planner.rank import Prediction, Ranking, merged, rank_plans, settle
+from counterpoint.planner.given import settle
+from counterpoint.planner.limit import ENDLESS, Limit
+from counterpoint.planner.rank import Prediction, Ranking, merged, rank_plans
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.world.cluster import Cluster
 
@@ -20,7 +22,13 @@ MOST_TRIED = 4
 
 
 def rank_with_orders(
-    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+    plans: Iterable[Plan],
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    timing: Timing | None = None,
+    limit: Limit = ENDLESS,
 ) -> Ranking:
     """Return plans as :func:`rank_plans` does, and among them their pipelines in other orders that may be fastest.
 
@@ -33,8 +41,10 @@ def rank_with_orders(
         cluster: where they would run.
         batch_size: samples of one global batch.
         timing: of the model's pieces; None where their work is only counted.
+        limit: when to end, as for :func:`rank_plans`.
     """
-    ranking = rank_plans(plans, model, cluster, batch_size=batch_size, timing=timing)
+    rank = partial(rank_plans, model=model, cluster=cluster, batch_size=batch_size, timing=timing, limit=limit)
+    ranking = rank(plans)
     settled = partial(settle, model=model, cluster=cluster, batch_size=batch_size, timing=timing)
     fitting = [found.step_s for found in ranking.predictions if found.is_synchronous and found.fits]
     if not fitting:
@@ -49,7 +59,7 @@ def rank_with_orders(
     tried = sorted(hopes, key=hopes.__getitem__)[:MOST_TRIED]
     if not tried:
         return ranking
-    return merged(ranking, rank_plans(tried, model, cluster, batch_size=batch_size, timing=timing))
+    return merged(ranking, rank(tried))
 
 
 def _variants(found: Prediction, num_blocks: int, settled: Callable[[Plan], Plan]) -> Iterator[tuple[Plan, float]]:

@@ -20,11 +20,11 @@ from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import Plan
 from counterpoint.planner.estimate import Estimates
+from counterpoint.planner.given import held_bytes
 from counterpoint.planner.graphs import joined, linear, model_of
 from counterpoint.planner.objectives import Alone, Objective, Published, Released, Streamed
 from counterpoint.planner.partition import Level, partition
 from counterpoint.planner.profile import Profile
-from counterpoint.planner.rank import held_bytes
 from counterpoint.planner.staging import Staging, Wanted
 from counterpoint.planner.states import States
 from counterpoint.simulator.costs import model_costs, update_s

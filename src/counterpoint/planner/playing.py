@@ -14,10 +14,11 @@ from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Trace
 from counterpoint.program.turn import Turn
 from counterpoint.simulator.costs import Costs, model_costs
-from counterpoint.simulator.portions import portions_of, spread
+from counterpoint.simulator.portions import Portion, portions_of, spread
 from counterpoint.simulator.simulate import simulate_turn
 from counterpoint.simulator.spent import Spent, spend
 from counterpoint.simulator.timed import timed_costs
+from counterpoint.strategies.buckets import Buckets
 from counterpoint.world.cluster import Cluster
 
 
@@ -90,19 +91,39 @@ class Playing:
     ) -> tuple[Turn, list[Costs], tuple[tuple[int, ...], ...]]:
         """Return a kind of step as it is played, its costs, and where its words come from if it was made finer."""
         model = self.compiled.model
-        if model.num_blocks > 1 or len(model.pieces) < 2:
+        if not is_divisible(model):
             return turn, list(costs), ()
-        whole_s = costs[0].compute_s(Backward(0, 0), Fraction(1))
-        if self.timing is None:
-            work = [piece.cost for piece in model.pieces]
-        else:
-            work = [piece.backward_s for piece in self.timing.at(self.samples).pieces]
-        total = sum(work)
-        seconds = [whole_s * one / total for one in work] if total else work
-        finer = spread(turn, portions_of(model, seconds, self.compiled.plan.buckets), cluster)
+        portions = backward_portions(model, costs[0], self.compiled.plan.buckets, self.samples, self.timing)
+        finer = spread(turn, portions, cluster)
         if finer is None:
             return turn, list(costs), ()
         return finer.turn, [finer.costs(one) for one in costs], finer.origins
+
+
+def is_divisible(model: ModelSpec) -> bool:
+    """Tell whether the backward of a model is one word for several pieces, so that sums may begin inside of it."""
+    return model.num_blocks == 1 and len(model.pieces) > 1
+
+
+def backward_portions(
+    model: ModelSpec, costs: Costs, buckets: Buckets, samples: int, timing: Timing | None
+) -> tuple[Portion, ...]:
+    """Return the portions of the backward of a model in one block, by what its pieces take or, untimed, cost.
+
+    Args:
+        model: in one block.
+        costs: of its words.
+        buckets: of its sums.
+        samples: of one microbatch.
+        timing: of the model's own pieces; None where their work is only counted.
+    """
+    whole_s = costs.compute_s(Backward(0, 0), Fraction(1))
+    if timing is None:
+        work = [piece.cost for piece in model.pieces]
+    else:
+        work = [piece.backward_s for piece in timing.at(samples).pieces]
+    total = sum(work)
+    return portions_of(model, [whole_s * one / total for one in work] if total else work, buckets)
 
 
 def _mean(parts: Sequence[tuple[float, Spent]]) -> Spent:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 
-from counterpoint.compiler.compile import Compiled, compile, value_bytes  # noqa: A004 - read as cp.compile
+from counterpoint.compiler.compile import Compiled
 from counterpoint.drawing.scale import format_seconds
 from counterpoint.errors import PlanError
-from counterpoint.model.spec import Block, ModelSpec
+from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
+from counterpoint.planner.given import compiled_for, fitted_to, held_bytes
+from counterpoint.planner.limit import ENDLESS, Limit
 from counterpoint.planner.playing import Playing
-from counterpoint.planner.settled import settled
-from counterpoint.planner.unlike import balanced
-from counterpoint.program.instruction import Value
+from counterpoint.planner.rows.replay import Played, Replay
 from counterpoint.program.trace import Trace
-from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.strategies.written import blamed
 from counterpoint.world.cluster import Cluster, Link
 
 FREE = Link(latency_s=0.0, bytes_per_s=float("inf"))
@@ -96,10 +94,22 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The plans that can be carried out, the fastest first and those that do not fit last; then the others."""
+    """The plans that can be carried out, the fastest first and those that do not fit last; then the others.
+
+    Args:
+        predictions: of those that can be carried out.
+        refusals: those that cannot.
+        unseen: those that nobody has looked at, because the time was over.
+    """
 
     predictions: tuple[Prediction, ...]
     refusals: tuple[Refusal, ...]
+    unseen: tuple[Plan, ...] = ()
+
+    @property
+    def kept(self) -> list[Prediction]:
+        """Those that keep solo's numbers and fit."""
+        return [found for found in self.predictions if found.is_synchronous and found.fits]
 
 
 def named(plan: Plan) -> str:
@@ -108,7 +118,13 @@ def named(plan: Plan) -> str:
 
 
 def rank_plans(
-    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+    plans: Iterable[Plan],
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    timing: Timing | None = None,
+    limit: Limit = ENDLESS,
 ) -> Ranking:
     """Return plans by the predicted seconds for one and the same global batch.
 
@@ -121,21 +137,29 @@ def rank_plans(
         cluster: where they would run.
         batch_size: samples of one global batch.
         timing: of the model's pieces; None where their work is only counted.
+        limit: when to end; the first plan that can be carried out is looked at in any case.
     """
-    predictions, refusals = [], []
+    predictions: list[Prediction] = []
+    refusals: list[Refusal] = []
+    unseen: list[Plan] = []
+    replay = replay_for(model, cluster, batch_size, timing)
     for plan in plans:
+        if predictions and limit.is_over:
+            unseen.append(plan)
+            continue
         try:
-            predictions.append(predict(plan, model, cluster, batch_size=batch_size, timing=timing))
+            predictions.append(predict_among(plan, replay))
         except PlanError as error:
             refusals.append(Refusal(plan, str(error).splitlines()[0]))
-    return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals))
+    return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals), tuple(unseen))
 
 
 def merged(one: Ranking, other: Ranking) -> Ranking:
     """Return two rankings for one model as one, in which a plan that both have stands once."""
     predictions = {found.plan: found for found in (*one.predictions, *other.predictions)}
     refusals = {refused.plan: refused for refused in (*one.refusals, *other.refusals)}
-    return Ranking(tuple(sorted(predictions.values(), key=_place)), tuple(refusals.values()))
+    unseen = dict.fromkeys(plan for plan in (*one.unseen, *other.unseen) if plan not in predictions | refusals)
+    return Ranking(tuple(sorted(predictions.values(), key=_place)), tuple(refusals.values()), tuple(unseen))
 
 
 def _place(found: Prediction) -> tuple[bool, float, int, int]:
@@ -155,24 +179,54 @@ def predict(
     """
     timing = fitted_to(plan, model, timing)
     compiled, samples = compiled_for(plan, model, cluster, batch_size, timing)
-    spent, free = Playing(compiled, samples, timing).spend((cluster, _with_free_links(cluster)))
+    spent = Playing(compiled, samples, timing).spend((cluster, with_free_links(cluster)))
+    rank_bytes = _rank_bytes(compiled, samples, timing)
+    played = Played(compiled.plan, samples, tuple(spent), int(max(compiled.sent_bytes())), rank_bytes)
+    return _prediction(played, cluster, is_synchronous=compiled.is_synchronous)
+
+
+def predict_among(plan: Plan, replay: Replay) -> Prediction:
+    """Return what :func:`predict` says of a plan, with the help of what is known of others.
+
+    Args:
+        plan: one of many for a model, a cluster and a batch.
+        replay: for these, as :func:`replay_for` makes it.
+
+    Raises:
+        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
+    """
+    played = None
+    with suppress(PlanError):  # it is raised again by the whole plan, which says more
+        played = replay.played(plan)
+    if played is not None:
+        return _prediction(played, replay.cluster, is_synchronous=True)
+    return predict(plan, replay.model, replay.cluster, batch_size=replay.batch_size, timing=replay.timing)
+
+
+def replay_for(model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None = None) -> Replay:
+    """Return what plans are predicted with by the rows that they have in common; see :func:`predict_among`."""
+    return Replay(model, (cluster, with_free_links(cluster)), batch_size, timing)
+
+
+def _prediction(played: Played, cluster: Cluster, *, is_synchronous: bool) -> Prediction:
+    """Return what is said of a plan that was played on a cluster and on the same one with free links."""
+    spent, free = played.spent
     step_s, more_s = spent.step_s, spent.step_s - free.step_s
     communication_s = more_s if more_s > ROUNDING * step_s else 0.0
     idle_s = step_s - communication_s - spent.compute_s - spent.update_s
-    rank_bytes = _rank_bytes(compiled, samples, timing)
     return Prediction(
-        plan=compiled.plan,
-        samples_per_micro=samples,
+        plan=played.plan,
+        samples_per_micro=played.samples,
         step_s=step_s,
         compute_s=spent.compute_s,
         communication_s=communication_s,
         idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=spent.update_s,
-        sent_bytes=int(max(compiled.sent_bytes())),
-        memory_bytes=max(rank_bytes),
+        sent_bytes=played.sent_bytes,
+        memory_bytes=max(played.rank_bytes),
         room_bytes=cluster.device.memory_bytes,
-        is_synchronous=compiled.is_synchronous,
-        rank_bytes=rank_bytes,
+        is_synchronous=is_synchronous,
+        rank_bytes=played.rank_bytes,
     )
 
 
@@ -200,93 +254,11 @@ def hold(
     return _rank_bytes(compiled, samples, timing)
 
 
-def compiled_for(
-    plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None = None
-) -> tuple[Compiled, int]:
-    """Return a plan's program, unproved, and the samples of its microbatches; with a timing, cut by its seconds.
-
-    Raises:
-        PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
-    """
-    plan, given, samples = _cut_as_it_runs(plan, model, cluster, batch_size, timing)
-    return compile(plan, given, samples_per_micro=samples, proves=False), samples
-
-
-def settle(plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None) -> Plan:
-    """Return the plan with its cut written into it where that depends on more than the model: on speeds, or a timing.
-
-    Raises:
-        PlanError: it cannot be cut for this model or this batch, or the timing is of another model.
-    """
-    return _cut_as_it_runs(plan, model, cluster, batch_size, fitted_to(plan, model, timing))[0]
-
-
-def _cut_as_it_runs(
-    plan: Plan, model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None
-) -> tuple[Plan, ModelSpec, int]:
-    """Return a plan with its cut, the model as it gets it, and the samples of its microbatches."""
-    plan.require_batch(batch_size)
-    samples = batch_size // plan.num_micros
-    given = model_for(plan, model, samples, timing)
-    plan = balanced(plan, given, cluster)
-    return (plan if timing is None else settled(plan, given)), given, samples
-
-
-def fitted_to(plan: Plan, model: ModelSpec, timing: Timing | None) -> Timing | None:
-    """Return the times of the pieces of a model as a plan gets it: those given, or else those that the plan came with.
-
-    Raises:
-        PlanError: the timing is of another model.
-    """
-    if timing is None and plan.timing is not None:
-        with blamed(plan.written, "timing"):
-            return plan.timing.fitted(_cut_for(plan, model))
-    return None if timing is None else timing.fitted(_cut_for(plan, model))
-
-
-def model_for(plan: Plan, model: ModelSpec, samples: int, timing: Timing | None = None) -> ModelSpec:
-    """Return a model as a plan gets it: in one block where nothing has to be cut, with seconds where it was timed.
-
-    Raises:
-        PlanError: the timing is of another model.
-    """
-    given = _cut_for(plan, model)
-    weighed = given if timing is None else timing.weigh(given, samples)
-    return weighed if plan.need != "none" else in_one_block(weighed)
-
-
-def _cut_for(plan: Plan, model: ModelSpec) -> ModelSpec:
-    return model if plan.need == "regions" else model.unsliced
-
-
 def _rank_bytes(compiled: Compiled, samples: int, timing: Timing | None) -> tuple[int, ...]:
     return peak_bytes(compiled.turns[-1].playable, held_bytes(compiled.model, samples, timing))
 
 
-def in_one_block(model: ModelSpec) -> ModelSpec:
-    """Return the model as one block, as the runtime takes it where nothing has to be cut."""
-    return replace(model, blocks=(Block(model.pieces, 0),))
-
-
-def _with_free_links(cluster: Cluster) -> Cluster:
+def with_free_links(cluster: Cluster) -> Cluster:
+    """Return the cluster with links on which nothing takes any time."""
     levels = tuple(replace(level, link=FREE) for level in cluster.levels)
     return replace(cluster, link=FREE, levels=levels)
-
-
-def held_bytes(model: ModelSpec, samples: int, timing: Timing | None = None) -> Sizes:
-    """Return the bytes of values where they are kept: for its backward, a block keeps what was seen to stay.
-
-    Where nothing was, it keeps what each of its pieces gave.
-    """
-    point = timing.at(samples) if timing is not None else None
-
-    @cache
-    def size_of(value: Value, code: str) -> int:
-        if value.name == "g":
-            block = model.blocks[value.blocks[0]]
-            if point is not None:
-                return int(point.over(block).kept_bytes)
-            return samples * sum(piece.output_bytes for piece in block.pieces)
-        return value_bytes(value, model, samples, code)
-
-    return lambda value, code="": size_of(Value(value.name, value.blocks), code)  # the microbatch changes no size

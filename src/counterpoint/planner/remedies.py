@@ -11,7 +11,8 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import PASSES, Plan
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import Prediction, hold, named, settle
+from counterpoint.planner.given import settle
+from counterpoint.planner.rank import Prediction, hold, named
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.recomputation import PASS

@@ -12,8 +12,9 @@ from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import NEARLY_AS_FAST, Choice, weigh
 from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.given import compiled_for, fitted_to
 from counterpoint.planner.holdings import Holding, holdings, missing_bytes
-from counterpoint.planner.rank import Prediction, compiled_for, fitted_to, named
+from counterpoint.planner.rank import Prediction, named
 from counterpoint.planner.remedies import Question
 from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.world.cluster import Cluster

@@ -12,6 +12,7 @@ from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.estimate import Estimate, Estimates
 from counterpoint.planner.graphs import linear, prefixes, profile_of
+from counterpoint.planner.limit import ENDLESS, Limit
 from counterpoint.planner.pipelines import find_pipeline, partitions, plan_of, settle_all, stage_model
 from counterpoint.planner.profile import Profile
 from counterpoint.planner.rank import Prediction, Ranking, merged, predict, rank_plans
@@ -35,7 +36,7 @@ MOST_PLANS = 4
 """Of each order those that promise most are worth a simulation, so many of them."""
 
 
-def staged_plans(
+def staged_plans(  # noqa: PLR0913 - what is planned for, and how long
     num_ranks: int,
     model: ModelSpec,
     cluster: Cluster,
@@ -43,6 +44,7 @@ def staged_plans(
     orders: Sequence[str] = TRIED_ORDERS,
     *,
     timing: Timing | None = None,
+    limit: Limit = ENDLESS,
 ) -> tuple[Plan, ...]:
     """Return pipelines with the cuts and replicas that promise most by the estimate, a few for each order.
 
@@ -53,6 +55,7 @@ def staged_plans(
         batch_size: samples of a global batch, which the microbatches divide.
         orders: of the pipelines.
         timing: of the model's pieces, by whose seconds it is then cut; None where their work is only counted.
+        limit: when to end; what is found by then is returned.
 
     Example:
         >>> from counterpoint.model.spec import chain
@@ -66,6 +69,8 @@ def staged_plans(
     for order in orders:
         hopes: dict[Plan, Estimate] = {}
         for samples in _samples(num_ranks, batch_size) if order not in STREAMS else [max(1, batch_size // num_ranks)]:
+            if limit.is_over:
+                break
             hopes |= _hopes(num_ranks, model, cluster, _Order(order, batch_size, samples), timing)
         plans |= dict.fromkeys(sorted(hopes, key=hopes.__getitem__)[:MOST_PLANS])
     return tuple(plans)

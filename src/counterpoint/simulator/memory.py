@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
+from typing import TypeAlias
 
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import (
-    OF_UNITS,
     Backward,
     Collective,
     Commit,
@@ -32,7 +34,11 @@ from counterpoint.program.tapes import Again, computed_again
 from counterpoint.program.traffic import Sizes
 from counterpoint.program.units import units_named
 
-_Unit = tuple[int, ...]
+_Unit: TypeAlias = tuple[int, ...]
+_Users: TypeAlias = defaultdict[int, list[_Unit]]
+"""The units that each block uses."""
+
+WHOLE = Fraction(1)
 
 ADAM_STATES = 2
 """How many values per parameter Adam keeps."""
@@ -53,16 +59,39 @@ class _Held:
     aside: dict[_Unit, Fraction] = field(default_factory=dict)
     alive: dict[tuple[int, int], int] = field(default_factory=dict)
     versions: int = 1
+    sums: defaultdict[int, int] = field(default_factory=partial(defaultdict, int))
 
-    def fixed_bytes(self, num_states: int) -> Fraction:
-        """Return the bytes of everything held but what is alive between forwards and backwards."""
-        sums: defaultdict[int, int] = defaultdict(int)  # by denominator: adding fractions one by one is slow
+    def count(self, num_states: int) -> None:
+        """Add up what is held, by denominator: from then on it is only changed by :meth:`put` and :meth:`drop`."""
         gradients = ((self.grads, 1), (self.shares, 1), (self.aside, 1), (self.residuals, 2))
         for parts, times in ((self.weights, self.versions), *gradients, (self.states, num_states)):
             for unit, part in parts.items():
-                sums[part.denominator] += times * part.numerator * self.sizes[unit]
-        wires = Fraction(sum(self.wires.values()))
-        return sum((Fraction(total, denominator) for denominator, total in sums.items()), wires)
+                self.sums[part.denominator] += times * part.numerator * self.sizes[unit]
+        self.sums[1] += sum(self.wires.values())
+
+    def put(self, parts: dict[_Unit, Fraction], unit: _Unit, part: Fraction, times: int = 1) -> None:
+        """Hold so much of a unit, so many times."""
+        if parts.get(unit) != part:
+            self.drop(parts, unit, times)
+            parts[unit] = part
+            self.sums[part.denominator] += times * part.numerator * self.sizes[unit]
+
+    def put_all(self, parts: dict[_Unit, Fraction], units: Iterable[_Unit]) -> None:
+        """Hold the whole of some units."""
+        for unit in units:
+            self.put(parts, unit, WHOLE)
+
+    def drop(self, parts: dict[_Unit, Fraction], unit: _Unit, times: int = 1) -> None:
+        """Hold nothing of a unit, of which there may have been nothing."""
+        part = parts.pop(unit, None)
+        if part is not None:
+            self.sums[part.denominator] -= times * part.numerator * self.sizes[unit]
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The bytes of everything held but what is alive between forwards and backwards, rounded up."""
+        whole = math.lcm(*self.sums)
+        return -(-sum(total * (whole // denominator) for denominator, total in self.sums.items()) // whole)
 
 
 def peak_bytes(program: Program, size_of: Sizes, *, num_states: int = ADAM_STATES) -> tuple[int, ...]:
@@ -128,21 +157,28 @@ def _outline(word: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one ca
 
 def _row_bytes(row: Words, units: dict[_Unit, int], size_of: Sizes, num_states: int) -> list[int]:
     """Return the bytes that are held before a row, and then during each of its words."""
-    held = _begin(row, units, size_of)
-    again = computed_again(row)
-    fixed = held.fixed_bytes(num_states)
-    found = [math.ceil(fixed)]
+    users: _Users = defaultdict(list)
+    for unit in units:
+        for block in unit:
+            users[block].append(unit)
+    held = _begin(row, units, users, size_of)
+    held.count(num_states)
+    again, alive_bytes = computed_again(row), 0
+    fixed = held.fixed_bytes
+    found = [fixed]
     for word in row:
-        num_grads = len(held.grads)
-        if isinstance(word, Forward | Recompute):
-            held.alive[word.block, word.micro] = _kept_by(word, again, size_of)
-        _hold(held, word, units, size_of)
-        if len(held.grads) != num_grads or _is_of_units(word):
-            fixed = held.fixed_bytes(num_states)
+        key = (word.block, word.micro) if isinstance(word, Forward | Recompute | Backward) else None
+        if key is not None and isinstance(word, Forward | Recompute):
+            alive_bytes -= held.alive.pop(key, 0)
+            held.alive[key] = _kept_by(word, again, size_of)
+            alive_bytes += held.alive[key]
+        if not isinstance(word, Forward | Recompute):
+            _hold(held, word, users)
+            fixed = held.fixed_bytes
         in_hand = max(units[unit] for unit in word.units) if isinstance(word, Serve) else 0  # one at a time
-        found.append(math.ceil(fixed) + sum(held.alive.values()) + in_hand)
-        if isinstance(word, Backward) and word.has_weight:  # it holds what it reads and what it writes at once
-            held.alive.pop((word.block, word.micro), None)
+        found.append(fixed + alive_bytes + in_hand)
+        if key is not None and isinstance(word, Backward) and word.has_weight:  # it holds what it reads and writes
+            alive_bytes -= held.alive.pop(key, 0)
     return found
 
 
@@ -154,18 +190,7 @@ def _kept_by(word: Forward | Recompute, again: Again, size_of: Sizes) -> int:
     return size_of(Value("x", (word.block,), word.micro)) if word.block > 0 and key not in again.fed else 0
 
 
-def _is_of_units(word: Instruction) -> bool:
-    """Tell whether a word may change what is held of units; a backward does where it makes a gradient."""
-    match word:
-        case Forward() | Recompute() | Backward() | Commit():
-            return False
-        case Send(value) | Recv(value) | Collective(_, value):
-            return value.name in OF_UNITS
-        case Update() | Swap() | Serve() | Push() | Pull() | Release():
-            return True
-
-
-def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:  # noqa: C901 - one case each
+def _begin(row: Words, units: dict[_Unit, int], users: _Users, size_of: Sizes) -> _Held:  # noqa: C901 - one case each
     """Return what a rank holds before its first word: a weight that it gathers first is kept in part."""
     held = _Held(units, versions=versions_held(row))
     parts: dict[_Unit, Fraction] = {}
@@ -183,39 +208,39 @@ def _begin(row: Words, units: dict[_Unit, int], size_of: Sizes) -> _Held:  # noq
                 held.wires[word] = size_of(word.value, code)
                 held.residuals[unit] = held.residuals.get(unit, Fraction(0)) + 1
             case Forward(block):
-                held.weights.update({unit: Fraction(1) for unit in units if block in unit and unit not in held.weights})
+                held.weights.update({unit: WHOLE for unit in users[block] if unit not in held.weights})
             case Update(unit):
-                held.weights.setdefault(unit, Fraction(1))
-                held.states[unit] = parts.get(unit, Fraction(1))
+                held.weights.setdefault(unit, WHOLE)
+                held.states[unit] = parts.get(unit, WHOLE)
             case Serve(served):
-                held.weights.update(dict.fromkeys(served, Fraction(1)))
-                held.states.update(dict.fromkeys(served if word.updates else (), Fraction(1)))
+                held.weights.update(dict.fromkeys(served, WHOLE))
+                held.states.update(dict.fromkeys(served if word.updates else (), WHOLE))
             case Swap(unit):
-                held.aside[unit] = Fraction(1)
+                held.aside[unit] = WHOLE
             case Recompute() | Backward() | Collective() | Send() | Recv() | Push() | Pull() | Release() | Commit():
                 pass
     held.kept = dict(held.weights)
     return held
 
 
-def _hold(held: _Held, word: Instruction, units: dict[_Unit, int], size_of: Sizes) -> None:
+def _hold(held: _Held, word: Instruction, users: _Users) -> None:
     match word:
         case Backward(block):
-            held.grads.update({unit: Fraction(1) for unit in units if block in unit})
+            held.put_all(held.grads, users[block])
         case Collective("share", Value("grad", unit), group, phase) if phase != "+":
-            held.shares[unit] = Fraction(1, len(group))
-            held.grads.pop(unit, None)
+            held.put(held.shares, unit, Fraction(1, len(group)))
+            held.drop(held.grads, unit)
         case Collective("join", Value("weight", unit)):
-            held.weights[unit] = Fraction(1)
+            held.put(held.weights, unit, WHOLE, held.versions)
         case Release(Value("weight", unit)):
-            held.weights[unit] = held.kept[unit]
+            held.put(held.weights, unit, held.kept[unit], held.versions)
         case Release(value) if value.name == "grad":
-            held.grads.pop(value.blocks, None)
+            held.drop(held.grads, value.blocks)
         case Recv(Value("grad", unit)):
-            held.grads[unit] = Fraction(1)
+            held.put(held.grads, unit, WHOLE)
         case Update(unit) | Send(Value("grad", unit)) | Push(Value("grad", unit)):
-            held.grads.pop(unit, None)
-            held.shares.pop(unit, None)
+            held.drop(held.grads, unit)
+            held.drop(held.shares, unit)
         case Collective() | Send() | Recv() | Push() | Pull() | Release() | Serve() | Commit() | Swap():
             pass
         case Forward() | Recompute():

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from counterpoint.model.spec import ModelSpec, Unit
-from counterpoint.program.early import Early, early_sums
+from counterpoint.program.early import Early, candidates, early_sums
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -29,7 +29,8 @@ from counterpoint.program.instruction import (
     Update,
     grad,
 )
-from counterpoint.program.program import Words
+from counterpoint.program.ledger import Ledger
+from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.turn import Turn
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.network import Talk
@@ -115,17 +116,40 @@ def spread(turn: Turn, portions: Sequence[Portion], cluster: Cluster) -> Spread 
         return None
     rows, origins = [], []
     for rank, row in enumerate(turn.program.rows):
-        early = early_sums(turn.program, rank)
-        begun = {word for sums in early.values() for word in sums}
-        sums = {word for word in row.body if isinstance(word, Collective) and word.value.name == "grad"}
-        if sums != begun | set(map(_wait_of, begun)) or any(_sees_memory(word.group, cluster) for word in begun):
+        found = _spread_row(row, early_sums(turn.program, rank), portions, cluster)
+        if found is None:
             return None
-        made = list(_spread_words(row.body, early, portions))
-        rows.append(replace(row, body=tuple(word for _, word in made)))
-        origins.append(tuple(at for at, _ in made))
+        rows.append(found[0])
+        origins.append(found[1])
     if tuple(rows) == turn.program.rows:
         return None
     return Spread(replace(turn, program=replace(turn.program, rows=tuple(rows))), tuple(origins), tuple(portions))
+
+
+def spread_alike(row: Row, portions: Sequence[Portion], cluster: Cluster) -> Spread | None:
+    """Return what :func:`spread` makes of a step in which all members of the row's groups have rows like this one.
+
+    Args:
+        row: of the first rank, the only one that is in what is returned.
+        portions: of the backward.
+        cluster: where it runs; its ranks see no memory of others.
+    """
+    found = _spread_row(row, candidates(row.body), portions, cluster) if len(portions) > 1 else None
+    if found is None or found[0] == row:
+        return None
+    return Spread(Turn("step", Program((found[0],)), Ledger(), ()), (found[1],), tuple(portions))
+
+
+def _spread_row(
+    row: Row, early: Early, portions: Sequence[Portion], cluster: Cluster
+) -> tuple[Row, tuple[int, ...]] | None:
+    """Return a row with its early sums in buckets, and where its words come from; None where it has others, too."""
+    begun = {word for sums in early.values() for word in sums}
+    sums = {word for word in row.body if isinstance(word, Collective) and word.value.name == "grad"}
+    if sums != begun | set(map(_wait_of, begun)) or any(_sees_memory(word.group, cluster) for word in begun):
+        return None
+    made = list(_spread_words(row.body, early, portions))
+    return replace(row, body=tuple(word for _, word in made)), tuple(at for at, _ in made)
 
 
 def _sees_memory(group: Group, cluster: Cluster) -> bool:

@@ -67,8 +67,8 @@ def with_timing_of(plan: Plan, options: Options) -> Options:
 
 
 def as_cut(plan: Plan, spec: ModelSpec, timing: Timing | None) -> Plan:
-    """Return the plan that is compiled for a model: with the cut in it that a timing gives it."""
-    return plan if timing is None else settled(plan, spec)
+    """Return the plan that is compiled for a model: with the cut in it that a timing gives it, and the timing."""
+    return plan if timing is None else replace(settled(plan, spec), timing=timing)
 
 
 def described(cut: Cut, face: Face, plan: Plan, timing: Timing | None, samples: int) -> ModelSpec:

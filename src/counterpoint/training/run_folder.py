@@ -14,6 +14,8 @@ from typing import IO, Any
 
 from counterpoint.drawing.perfetto import write_perfetto
 from counterpoint.errors import PlanError
+from counterpoint.model.timing_file import file_beside, write_timing
+from counterpoint.plan import Plan
 from counterpoint.planner.account import account
 from counterpoint.program.text import format_program
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, StepEnd, Timed
@@ -36,9 +38,10 @@ def now_s() -> float:
 class RunFolder(Callback):
     """Writes one folder for a run.
 
-    ``plan.yaml`` and ``program.txt`` stand there before the first step; ``metrics.jsonl`` and TensorBoard's events grow
-    with every step; ``trace.json`` (open it in ui.perfetto.dev) comes with the first measured step; ``report.html`` is
-    rewritten now and then, and at the end, early or not. ``checkpoints/`` is the place for checkpoints.
+    ``plan.yaml``, with ``plan.timing.json`` beside it if it was cut by a timing, and ``program.txt`` stand there before
+    the first step; ``metrics.jsonl`` and TensorBoard's events grow with every step; ``trace.json`` (open it in
+    ui.perfetto.dev) comes with the first measured step; ``report.html`` is rewritten now and then, and at the end,
+    early or not. ``checkpoints/`` is the place for checkpoints.
 
     Args:
         folder: is made; one that holds another run is refused, unless this run goes on from it.
@@ -79,12 +82,20 @@ class RunFolder(Callback):
         replace(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in kept))
         for line in kept:
             self.story.recall(line)
-        replace(self.folder / "plan.yaml", event.compiled.plan.to_yaml())
+        self.write_plan(event.compiled.plan)
         replace(self.folder / "program.txt", format_program(event.compiled.program) + "\n")
         if self.config:
             replace(self.folder / "config.yaml", self.config)
         self.metrics = (self.folder / METRICS).open("a", encoding="utf-8")
         self.events = EventFile(self.folder, self.clock, event.first_step)
+
+    def write_plan(self, plan: Plan) -> None:
+        """The plan is in its file, and the timing that it was cut by beside it, so that it is predicted alike."""
+        file = self.folder / "plan.yaml"
+        beside = file_beside(file)
+        if plan.timing is not None:
+            replace(beside, write_timing(plan.timing))
+        replace(file, plan.to_yaml("" if plan.timing is None else beside.name))
 
     def on_step(self, event: StepEnd) -> None:
         """The step is a line of the metrics and a point of TensorBoard's curves."""

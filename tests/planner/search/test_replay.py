@@ -12,8 +12,8 @@ from counterpoint.model.timing import Fixed
 from counterpoint.plan import Plan
 from counterpoint.planner.figures import figures_of
 from counterpoint.planner.rank import predict
+from counterpoint.planner.rows.replay import Replay
 from counterpoint.planner.search.moves import Space
-from counterpoint.planner.search.replay import Replay
 from tests.model.timings import timing_of, took
 from tests.planner.search.spaces import COPIES, FLAT, HOSTS, MODELS, changes
 
@@ -32,7 +32,7 @@ def timed(count, plan):
 
 def compared(space, cluster, seed, count):
     """Seconds of both over so many changes, each of which must be equal."""
-    replay = Replay(space.model, cluster, space.batch_size)
+    replay = Replay(space.model, (cluster,), space.batch_size)
     spent = [0.0, 0.0]
     for plan in islice(changes(space, seed), count):
         found, own_s = timed(replay.figures, plan)
@@ -53,14 +53,14 @@ def test_random_changes_say_what_full_simulations_say(name, cluster, passes):
 @pytest.mark.parametrize("text", ["server(3)", "pipeline(2, order=pipedream)", "data(2) * server(2)", "tree(4)"])
 def test_plans_of_other_kinds_are_simulated_in_full(text):
     plan, model = Plan.parse(text, num_microbatches=4), MODELS["layers"]
-    assert Replay(model, FLAT, 48).figures(plan) == figures_of(plan, model, FLAT, batch_size=48)
+    assert Replay(model, (FLAT,), 48).figures(plan) == figures_of(plan, model, FLAT, batch_size=48)
 
 
 def test_plans_for_a_model_that_was_timed_are_cut_by_its_seconds_and_take_them():
     model = MODELS["layers"]
     pieces = [took(1e-3 * (1 + at), 2e-3) for at in range(len(model.pieces))]
     timing = timing_of(model, pieces, fixed=Fixed(1e-4, 2e-4))
-    replay = Replay(model, FLAT, 48, timing)
+    replay = Replay(model, (FLAT,), 48, timing)
     for text in ("solo", "pipeline(2) * data(2)", "pipeline(4)", "zero(4, level=3)"):
         for count in (1, 4):
             plan = Plan.parse(text, num_microbatches=count)
@@ -69,7 +69,7 @@ def test_plans_for_a_model_that_was_timed_are_cut_by_its_seconds_and_take_them()
 
 def test_figures_are_those_of_a_prediction():
     plan, model = Plan.parse("pipeline(2) * zero(2)", num_microbatches=4), MODELS["transformer"]
-    found, one = Replay(model, FLAT, 32).figures(plan), predict(plan, model, FLAT, batch_size=32)
+    found, one = Replay(model, (FLAT,), 32).figures(plan), predict(plan, model, FLAT, batch_size=32)
     assert (found.step_s, found.compute_s, found.update_s) == (one.step_s, one.compute_s, one.update_s)
     assert (found.sent_bytes, found.memory_bytes) == (one.sent_bytes, one.memory_bytes)
 

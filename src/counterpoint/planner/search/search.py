@@ -14,11 +14,12 @@ from counterpoint.plan import Plan
 from counterpoint.planner.choose import is_late
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.figures import Figures
+from counterpoint.planner.limit import ENDLESS, Limit
 from counterpoint.planner.rank import Ranking, rank_plans
+from counterpoint.planner.rows.replay import Replay
 from counterpoint.planner.search.bound import least_bytes
 from counterpoint.planner.search.configuration import Configuration
 from counterpoint.planner.search.moves import Space
-from counterpoint.planner.search.replay import Replay
 from counterpoint.planner.search.walk import Walk, cost_s
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.tensor import Tensor
@@ -46,7 +47,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         bounds = [bound for bound in (self.steps, self.time_s) if bound is not None]
-        if not bounds or min(bounds) < 0:
+        if not bounds or not all(0 <= bound < math.inf for bound in bounds):
             raise PlanError(
                 f"a search of {self.steps} steps and {self.time_s} seconds has no end or none that can be; give 0 or "
                 "more steps, or seconds"
@@ -70,7 +71,7 @@ def search(
     Args:
         space: what there is to choose from.
         cluster: where it runs.
-        budget: how long it goes on.
+        budget: how long it goes on, with the ranking in the end.
         starts: plans from elsewhere; by default the best of an enumeration, which takes at most half of the time.
         timing: of the model's pieces; None where their work is only counted.
 
@@ -85,6 +86,7 @@ def search(
         True
     """
     met, spent = _Met(space, cluster, timing), _Spent(budget)
+    limit = ENDLESS if budget.time_s is None else Limit.within(budget.time_s)
     if starts is None:
         met.look_at(_listed(space, cluster), spent)
         starts = met.best()[:MOST_STARTS]
@@ -93,13 +95,15 @@ def search(
     begin = list(dict.fromkeys(begin))
     draw = Random(budget.seed)
     for number, at in enumerate(begin):
+        if limit.is_over:
+            break
         walk = Walk(space, met.figures_at, cluster.device.memory_bytes, Random(draw.random()))
         walk.start(at)
         spent.begin(walks_left=len(begin) - number)
-        while spent.goes_on:
+        while spent.goes_on and limit.left_s > met.closing_s:
             spent.count(is_best=walk.step())
     found = dict.fromkeys([*starts, *met.best()])
-    return rank_plans(found, space.model, cluster, batch_size=space.batch_size, timing=timing)
+    return rank_plans(found, space.model, cluster, batch_size=space.batch_size, timing=timing, limit=limit)
 
 
 def _listed(space: Space, cluster: Cluster) -> Iterator[Plan]:
@@ -116,9 +120,10 @@ class _Met:
 
     def __init__(self, space: Space, cluster: Cluster, timing: Timing | None) -> None:
         self.space, self.room_bytes = space, cluster.device.memory_bytes
-        self.replay = Replay(space.model, cluster, space.batch_size, timing)
+        self.replay = Replay(space.model, (cluster,), space.batch_size, timing)
         self.plans: dict[Configuration, Plan] = {}
         self.found: dict[Plan, Figures | None] = {}
+        self.took_s = 0.0
 
     def look_at(self, plans: Iterable[Plan], spent: _Spent) -> None:
         """Simulate plans for at most half of the time."""
@@ -137,11 +142,18 @@ class _Met:
     def figures(self, plan: Plan) -> Figures | None:
         """Return what a plan takes; None where it cannot be carried out."""
         if plan not in self.found:
+            began_s = time.perf_counter()
             try:
                 self.found[plan] = self.replay.figures(plan)
             except PlanError:
                 self.found[plan] = None
+            self.took_s += time.perf_counter() - began_s
         return self.found[plan]
+
+    @property
+    def closing_s(self) -> float:
+        """About how long it takes to rank the best of them in the end, each on links as they are and on free ones."""
+        return 2 * MOST_RANKED * self.took_s / max(1, len(self.found))
 
     def best(self) -> list[Plan]:
         """Return the best of them, those that fit first."""

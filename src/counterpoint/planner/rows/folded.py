@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from counterpoint.planner.search.known import KnownRow
+from counterpoint.planner.rows.known import KnownRow
 from counterpoint.program.instruction import Collective, Commit, Group
 from counterpoint.program.partners import Kinds, Partners, Place, by_kind, find_partners
 from counterpoint.program.program import Words
@@ -85,22 +85,27 @@ class Fold:
             by = copy * self.num_written + at
             for (rank, index), (other, there) in partners.source.items():
                 spread.source[rank + by, index] = (other + by, there)
+        sets: dict[Group, list[tuple[Group, list[int]]]] = {}
         for members in partners.members:
-            for places in self._calls(members):
+            group, index_of = self._group(members[0]), dict(members)
+            if group not in sets:
+                sets[group] = list(self._alike(group))
+            for ranks, written in sets[group]:
+                places = list(zip(ranks, map(index_of.__getitem__, written), strict=True))
                 spread.call.update(dict.fromkeys(places, len(spread.members)))
                 spread.members.append(places)
         return spread
 
-    def _calls(self, members: Sequence[Place]) -> Iterator[list[Place]]:
-        """Yield a call as each set of copies and slices makes it that makes one together."""
-        group, index_of = self._group(members[0]), dict(members)
+    def _alike(self, group: Group) -> Iterator[tuple[Group, list[int]]]:
+        """Yield a group of ranks as each set of copies and slices has it, and who is written down for its ranks."""
         inside = {(rank // self.num_written, rank % self.num_slices) for rank in group}
+        written = [self._written(rank) for rank in group]
         made: set[tuple[int, int]] = set()
         for copy, at in product(range(self.num_copies), range(self.num_slices)):
             if (copy, at) not in made:
                 made |= {(one + copy, other + at) for one, other in inside}
                 by = copy * self.num_written + at
-                yield [(rank + by, index_of[self._written(rank)]) for rank in group]
+                yield tuple(rank + by for rank in group), written
 
     def _group(self, place: Place) -> Group:
         word = self.row(place[0]).words[place[1]]

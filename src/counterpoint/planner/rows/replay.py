@@ -18,9 +18,11 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
 from counterpoint.planner.figures import Figures, figures_of
-from counterpoint.planner.rank import fitted_to, model_for
-from counterpoint.planner.search.folded import Fold
-from counterpoint.planner.search.known import Cut, KnownRow
+from counterpoint.planner.given import fitted_to, model_for
+from counterpoint.planner.playing import is_divisible
+from counterpoint.planner.rows.folded import Fold
+from counterpoint.planner.rows.known import Cut, KnownRow
+from counterpoint.planner.settled import settled
 from counterpoint.planner.unlike import balanced
 from counterpoint.program.program import Program, Row
 from counterpoint.program.symmetry import Nearness
@@ -28,7 +30,7 @@ from counterpoint.simulator.clock import Clash, Clock
 from counterpoint.simulator.places import Places, nearness
 from counterpoint.simulator.score import Score
 from counterpoint.simulator.simulate import Cast
-from counterpoint.simulator.spent import spent_in
+from counterpoint.simulator.spent import Spent, spent_in
 from counterpoint.strategies.chunks import Chunks
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline import Pipeline
@@ -59,30 +61,50 @@ class Parts:
 
     @staticmethod
     def of(plan: Plan) -> Parts | None:
-        """Return the parts of a plan; None where it has others, steps that are not all alike, or sums in buckets."""
+        """Return the parts of a plan; None where it has others, or steps that are not all alike."""
         rest = [strategy for strategy in plan.strategies if strategy.degree > 1]
         slices = (rest.pop(0),) if rest and isinstance(rest[0], Tensor) else ()
         first = rest.pop(0) if rest and isinstance(rest[0], Pipeline) else None
         stages = first if isinstance(first, Pipeline) else None
         is_known = all(isinstance(strategy, Data | Zero) for strategy in rest) and len(plan.rhythm.turns) == 1
         is_stream = stages is not None and stages.is_stream
-        is_early = plan.need == "none" and "overlap" in plan.passes  # sums in buckets, which are no words of its rows
-        is_replayed = is_known and not is_stream and not plan.rhythm.late and not is_early
+        is_replayed = is_known and not is_stream and not plan.rhythm.late
         return Parts(slices, stages, tuple(rest)) if is_replayed else None
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What was found out about a plan.
+
+    Args:
+        plan: as it runs, with its cut.
+        samples: of one microbatch.
+        spent: on each cluster.
+        sent_bytes: what the busiest rank sends.
+        rank_bytes: what each rank holds at most.
+    """
+
+    plan: Plan
+    samples: int
+    spent: tuple[Spent, ...]
+    sent_bytes: int
+    rank_bytes: tuple[int, ...]
+
+
 class Replay:
-    """The figures of plans for one model, cluster and batch, each as :func:`figures_of` would give it.
+    """What plans for one model, clusters and batch take, each as a simulation of it alone would say.
 
     Args:
         model: in its finest blocks.
-        cluster: where it runs.
+        clusters: where it runs; on others than the first, links are others, and ranks are where they are on it.
         batch_size: samples of one global batch.
         timing: of the model's pieces; None where their work is only counted.
     """
 
-    def __init__(self, model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None = None) -> None:
-        self.model, self.cluster, self.batch_size = model, cluster, batch_size
+    def __init__(
+        self, model: ModelSpec, clusters: Sequence[Cluster], batch_size: int, timing: Timing | None = None
+    ) -> None:
+        self.model, self.clusters, self.batch_size = model, tuple(clusters), batch_size
         self.timing = timing
         self.given: dict[tuple[str, int], ModelSpec] = {}
         self.models: dict[Hashable, ModelSpec] = {}
@@ -96,12 +118,36 @@ class Replay:
         Raises:
             PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
         """
+        played = self.played(plan)
+        if played is None:
+            return figures_of(plan, self.model, self.cluster, batch_size=self.batch_size, timing=self.timing)
+        return Figures(
+            step_s=played.spent[0].step_s,
+            compute_s=played.spent[0].compute_s,
+            update_s=played.spent[0].update_s,
+            sent_bytes=played.sent_bytes,
+            memory_bytes=max(played.rank_bytes),
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """The first of the clusters."""
+        return self.clusters[0]
+
+    def played(self, plan: Plan) -> Played | None:
+        """Return what a plan takes; None for one that has rows which are not kept, or not its clusters' alone to say.
+
+        Raises:
+            PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
+        """
+        if self.timing is None and plan.timing is not None:
+            return None
         plan.require_batch(self.batch_size)
         given = self._model(plan)
         plan = balanced(plan, given, self.cluster)
+        plan = plan if self.timing is None else settled(plan, given)
         parts = Parts.of(plan)
-        found = None if parts is None else self._replayed(plan, parts, given)
-        return found or figures_of(plan, self.model, self.cluster, batch_size=self.batch_size, timing=self.timing)
+        return None if parts is None else self._replayed(plan, parts, given)
 
     def _model(self, plan: Plan) -> ModelSpec:
         """Return the model as a plan gets it; plans that get the same get one and the same."""
@@ -111,17 +157,24 @@ class Replay:
             self.given[key] = model_for(plan, self.model, samples, self.timing)
         return self.given[key]
 
-    def _replayed(self, plan: Plan, parts: Parts, given: ModelSpec) -> Figures | None:
+    def _replayed(self, plan: Plan, parts: Parts, given: ModelSpec) -> Played | None:
         """Return what rows that are known say; None where not all ranks are of the classes of those written down."""
         cut = self._cut(plan, parts, given)
+        if is_divisible(cut.model) and "overlap" in plan.passes and self.cluster.link_at(0, (0,)).is_copied:
+            return None  # sums in memory that members see stay whole, and who sees whose depends on where each stands
         fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
         if plan.num_ranks not in self.near:
             self.near[plan.num_ranks] = nearness(self.cluster, plan.num_ranks)
         cast = fold.cast(self.near[plan.num_ranks])
         try:
-            return None if cast is None else _played(fold, cast, cut)
+            spent = None if cast is None else _spent(fold, cast, cut)
         except Clash:
             return None
+        if spent is None:
+            return None
+        sent_bytes = int(max(row.bill.sent_bytes for row in fold.rows))
+        rank_bytes = tuple(fold.row(rank).bill.memory_bytes for rank in range(plan.num_ranks))
+        return Played(plan, cut.samples, spent, sent_bytes, rank_bytes)
 
     def _cut(self, plan: Plan, parts: Parts, given: ModelSpec) -> Cut:
         """Return the model with the blocks of a plan; plans with equal blocks and microbatches get the same."""
@@ -137,7 +190,7 @@ class Replay:
         samples = self.batch_size // plan.num_micros
         if (id(model), samples) not in self.cuts:
             timing = fitted_to(plan, self.model, self.timing)
-            self.cuts[id(model), samples] = Cut(model, self.cluster, samples, plan.num_micros, timing)
+            self.cuts[id(model), samples] = Cut(model, self.clusters, samples, plan.num_micros, timing)
         return self.cuts[id(model), samples]
 
     def _rows(self, plan: Plan, parts: Parts, cut: Cut) -> list[KnownRow]:
@@ -153,7 +206,9 @@ class Replay:
             self._write_stages(plan, parts, cut, {seat: seats[seat][0] for seat in missing})
             written = [cut.stages[key] if seat in missing else Row(()) for seat, (key, _) in enumerate(seats)]
             made = self._finished(written, plan, parts, cut)
-            cut.rows |= {keys[seat]: cut.know(made[seat], seat * parts.num_slices) for seat in missing}
+            for seat in missing:
+                finer = cut.finer(made[seat], plan.buckets)
+                cut.rows[keys[seat]] = cut.know(made[seat], seat * parts.num_slices, finer)
         return [cut.rows[key] for key in keys]
 
     def _seats(self, plan: Plan, parts: Parts, cut: Cut) -> list[tuple[Hashable, Collection[int]]]:
@@ -200,22 +255,19 @@ class Replay:
         return list(program.rows[:: parts.num_slices])
 
 
-def _played(fold: Fold, cast: Cast, cut: Cut) -> Figures | None:
+def _spent(fold: Fold, cast: Cast, cut: Cut) -> tuple[Spent, ...] | None:
     """Return what the clock says of rows that ranks have in common; None where they come to no end."""
     every, places = fold.words(), Places(cut.cluster, cast.speaker)
-    times = {rank: fold.row(rank).times for rank in dict.fromkeys(cast.speaker)}
-    seconds = {rank: known.seconds for rank, known in times.items()}
-    crossings = {rank: known.crossings for rank, known in times.items()} if places.has_cards else {}
-    hands = {rank: known.hands for rank, known in times.items()}
-    clock = Clock(Score(every, cast.partners, cast.speaker, seconds, crossings, hands, cut.costs, places))
-    clock.run()
-    if clock.stuck:
-        return None
-    spent = spent_in(every, cast.speaker, clock)
-    return Figures(
-        step_s=spent.step_s,
-        compute_s=spent.compute_s,
-        update_s=spent.update_s,
-        sent_bytes=int(max(row.bill.sent_bytes for row in fold.rows)),
-        memory_bytes=max(row.bill.memory_bytes for row in fold.rows),
-    )
+    speakers = list(dict.fromkeys(cast.speaker))
+    found = []
+    for at, costs in enumerate(cut.costs):
+        times = {rank: fold.row(rank).times[at] for rank in speakers}
+        seconds = {rank: known.seconds for rank, known in times.items()}
+        crossings = {rank: known.crossings for rank, known in times.items()} if places.has_cards else {}
+        hands = {rank: known.hands for rank, known in times.items()}
+        clock = Clock(Score(every, cast.partners, cast.speaker, seconds, crossings, hands, costs, places))
+        clock.run()
+        if clock.stuck:
+            return None
+        found.append(spent_in(every, cast.speaker, clock))
+    return tuple(found)

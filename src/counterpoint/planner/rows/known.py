@@ -9,8 +9,8 @@ from fractions import Fraction
 from counterpoint.compiler.compile import sizes_in
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.model.timing import Timing
-from counterpoint.planner.playing import costs_on
-from counterpoint.planner.rank import held_bytes
+from counterpoint.planner.given import held_bytes
+from counterpoint.planner.playing import backward_portions, costs_on, is_divisible
 from counterpoint.program.instruction import (
     Backward,
     Collective,
@@ -31,8 +31,10 @@ from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.network import Talk
+from counterpoint.simulator.portions import Portion, Spread, spread_alike
 from counterpoint.simulator.score import Hand
 from counterpoint.simulator.simulate import row_crossings, row_hands, row_seconds
+from counterpoint.strategies.buckets import Buckets
 from counterpoint.strategies.recomputation import Recomputation
 from counterpoint.strategies.solo import solo
 from counterpoint.strategies.strategy import Strategy
@@ -69,16 +71,16 @@ class KnownRow:
     Args:
         words: what the rank does.
         kinds: the places of words of each kind.
-        outline: a number that rows have in common which are equal but for ranks and microbatches.
+        outline: a number that rows have in common which are equal but for ranks and microbatches, and cost alike.
         bill: what it holds and sends.
-        times: what its words take.
+        times: what its words take, on each cluster.
     """
 
     words: Words
     kinds: Kinds
     outline: int
     bill: Bill
-    times: Times
+    times: tuple[Times, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ class Kept:
 
     def compute_s(self, word: Compute | Update, part: Fraction) -> float:
         """Return what the costs say."""
-        key = (type(word), word.unit, part) if isinstance(word, Update) else (type(word), word.block, _part_of(word))
+        if isinstance(word, Update):
+            key: Hashable = (Update, word.unit, part.numerator, part.denominator)
+        else:
+            key = (type(word), word.block, word.part if isinstance(word, Backward) else "")
         if key not in self.found:
             self.found[key] = self.costs.compute_s(word, part)
         return self.found[key]
@@ -110,21 +115,21 @@ class Kept:
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what the costs say."""
-        key = ("link", _without_micro(word), part, rank)
+        key = ("link", _without_micro(word), part.numerator, part.denominator, rank)
         if key not in self.found:
             self.found[key] = self.costs.link_s(word, part, rank)
         return self.found[key]
 
     def crossing_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what the costs say."""
-        key = ("crossing", _without_micro(word), part, rank)
+        key = ("crossing", _without_micro(word), part.numerator, part.denominator, rank)
         if key not in self.found:
             self.found[key] = self.costs.crossing_s(word, part, rank)
         return self.found[key]
 
     def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
         """Return what the costs say."""
-        key = ("hand", type(word), _without_micro(word), part, rank, has_one_copy)
+        key = ("hand", _without_micro(word), part.numerator, part.denominator, rank, has_one_copy)
         if key not in self.found:
             self.found[key] = self.costs.hand_s(word, part, rank, has_one_copy=has_one_copy)
         return self.found[key]
@@ -145,19 +150,15 @@ class Kept:
         return self.costs.serve_s(unit, server, worker)
 
 
-def _part_of(word: Compute) -> str:
-    return word.part if isinstance(word, Backward) else ""
-
-
 def _without_micro(word: Talk) -> Hashable:
-    """Return all that a word's cost depends on."""
+    """Return all that a word's cost depends on, but for the part of its value that is at hand."""
     match word:
+        case Collective(_, value, group):
+            return word.name, value.name, value.blocks, group
         case Send(value, peer, code) | Push(value, peer, code) | Recv(value, peer, code):
             return type(word), value.name, value.blocks, peer, code
         case Pull(value, peer):
             return type(word), value.name, value.blocks, peer
-        case Collective(_, value, group):
-            return word.name, value.name, value.blocks, group
         case Commit(group):
             return group
 
@@ -168,37 +169,43 @@ class Cut:
 
     Args:
         model: with these blocks.
-        cluster: where it runs.
+        clusters: where it runs; ranks are where they are on the first one.
         samples: of one microbatch.
         num_micros: microbatches of a step, of all ranks.
         timing: of the model's own pieces; None where their work is only counted.
     """
 
     model: ModelSpec
-    cluster: Cluster
+    clusters: tuple[Cluster, ...]
     samples: int
     num_micros: int
     timing: Timing | None = None
     sizes: Sizes = field(init=False)
     held: Sizes = field(init=False)
-    costs: Costs = field(init=False)
+    costs: tuple[Kept, ...] = field(init=False)
     is_chain: bool = field(init=False)
     outlines: dict[Hashable, int] = field(default_factory=dict)
     bills: dict[int, Bill] = field(default_factory=dict)
-    times: dict[tuple[int, int], Times] = field(default_factory=dict)
+    times: dict[tuple[int, int], tuple[Times, ...]] = field(default_factory=dict)
     rows: dict[Hashable, KnownRow] = field(default_factory=dict)
     stages: dict[Hashable, Row] = field(default_factory=dict)
     inner: dict[Hashable, Program] = field(default_factory=dict)
+    portions: dict[Buckets, tuple[Portion, ...]] = field(default_factory=dict)
     again: dict[Recomputation, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sizes = sizes_in(self.model, self.samples)
         self.held = held_bytes(self.model, self.samples, self.timing)
-        (costs,) = costs_on(
-            (self.cluster,), self.model, samples=self.samples, num_micros=self.num_micros, timing=self.timing
+        costs = costs_on(
+            self.clusters, self.model, samples=self.samples, num_micros=self.num_micros, timing=self.timing
         )
-        self.costs = Kept(costs)
+        self.costs = tuple(map(Kept, costs))
         self.is_chain = _is_chain(self.model)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The first of the clusters."""
+        return self.clusters[0]
 
     def inner_program(self, num_microbatches: int, slices: tuple[Strategy, ...]) -> Program:
         """Return the program of one stage that runs everything: solo's, or the first slice beside empty rows."""
@@ -221,21 +228,40 @@ class Cut:
             self.again[asked] = asked.blocks(self.model)
         return self.again[asked]
 
-    def know(self, row: Row, rank: int) -> KnownRow:
-        """Return the row of a rank with all that it says by itself."""
-        outline = self.outlines.setdefault(outline_of(row, row.body), len(self.outlines))
-        if outline not in self.bills:
+    def know(self, row: Row, rank: int, finer: Spread | None) -> KnownRow:
+        """Return the row of a rank with all that it says by itself; its words are those of what is played, finer."""
+        own = self._outline(row, ())
+        if own not in self.bills:
             alone = Program((row,))
-            self.bills[outline] = Bill(sent_bytes(alone, self.sizes)[0], peak_bytes(alone, self.held)[0])
+            self.bills[own] = Bill(sent_bytes(alone, self.sizes)[0], peak_bytes(alone, self.held)[0])
+        shown, outline, costs = row, own, tuple[Costs, ...](self.costs)
+        if finer is not None:
+            (shown,) = finer.turn.program.rows
+            outline = self._outline(shown, finer.portions)
+            costs = tuple(finer.costs(one) for one in self.costs)
         place = rank if self.cluster.levels or self.cluster.slow_links or self.cluster.speeds else 0
         if (outline, place) not in self.times:
-            speed = self.cluster.speed(rank)
-            seconds = row_seconds(row.body, self.costs, rank=rank, speed=speed)
-            has_cards = any(level.is_shared for level in self.cluster.levels)
-            crossings = row_crossings(row.body, self.costs, rank) if has_cards else []
-            hands = row_hands(row.body, self.costs, rank, self.cluster)
-            self.times[outline, place] = Times(seconds, crossings, hands)
-        return KnownRow(row.body, by_kind(row.body), outline, self.bills[outline], self.times[outline, place])
+            self.times[outline, place] = tuple(self._times(shown.body, rank, one) for one in costs)
+        return KnownRow(shown.body, by_kind(shown.body), outline, self.bills[own], self.times[outline, place])
+
+    def finer(self, row: Row, buckets: Buckets) -> Spread | None:
+        """Return a step in which all ranks have rows like this with early sums in buckets; None without such sums."""
+        if not is_divisible(self.model):
+            return None
+        if buckets not in self.portions:
+            self.portions[buckets] = backward_portions(self.model, self.costs[0], buckets, self.samples, self.timing)
+        return spread_alike(row, self.portions[buckets], self.cluster)
+
+    def _outline(self, row: Row, portions: tuple[Portion, ...]) -> int:
+        return self.outlines.setdefault((outline_of(row, row.body), portions), len(self.outlines))
+
+    def _times(self, words: Words, rank: int, costs: Costs) -> Times:
+        has_cards = any(level.is_shared for level in self.cluster.levels)
+        return Times(
+            row_seconds(words, costs, rank=rank, speed=self.cluster.speed(rank)),
+            row_crossings(words, costs, rank) if has_cards else [],
+            row_hands(words, costs, rank, self.cluster),
+        )
 
 
 def _is_chain(model: ModelSpec) -> bool:
