@@ -27,7 +27,7 @@ def tried(*times):
 
 def test_it_says_what_is_taken_and_why():
     assert explain(chosen()) == [
-        "data(2) is taken: it is predicted within 2 % of zero(2, level=1), the fastest that keeps the numbers, and "
+        "data(2) is taken: it is predicted within 10 % of zero(2, level=1), the fastest that keeps the numbers, and "
         "simpler"
     ]
     assert explain(tried(2.0, 1.0)) == [

@@ -13,12 +13,17 @@ from counterpoint.program.instruction import (
     OF_UNITS,
     Backward,
     Collective,
+    Commit,
+    Forward,
     Instruction,
     Pull,
     Push,
+    Recompute,
     Recv,
     Release,
     Send,
+    Serve,
+    Swap,
     Update,
 )
 from counterpoint.program.program import Words
@@ -76,7 +81,9 @@ class _Moves:
             case Release(value) if value.name in OF_UNITS and value.name != "weight":
                 self.flat.discard(value.blocks)
                 return COPY_PASSES / self.parts[value.blocks] if value.blocks in self.parts else 0.0
-            case _:
+            case Forward() | Recompute() | Backward() | Send() | Recv() | Push() | Pull() | Collective() | Release():
+                pass
+            case Commit() | Serve() | Swap():
                 pass
         return 0.0
 
