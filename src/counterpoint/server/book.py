@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
-from counterpoint.server.calls import Keepers, Leased, View
+from counterpoint.server.calls import Keepers, Leased, Promised, View
 from counterpoint.server.job import Job
 from counterpoint.server.lines import (
     Asked,
@@ -25,7 +25,7 @@ from counterpoint.server.messages import Done, Member
 from counterpoint.server.staffing import without
 from counterpoint.server.tasks import Queue
 
-Reply: TypeAlias = Done | Leased
+Reply: TypeAlias = Done | Leased | Promised
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Book:
                 self.queue.end(line.task, "preempted", 0, "its lease is over")
             case Asked():
                 self.cut = self.cut or CutState(len(self.cuts))
-                self._reply(line.worker, Done(-1, line.sequence))
+                self._reply(line.worker, Promised(line.sequence, self.cut.number))
             case Drained() | Stored():
                 self._cut(line)
             case Lost():

@@ -28,7 +28,7 @@ Message: TypeAlias = (
     | messages.Pushed | messages.Pulled | messages.Done | messages.Refused
     | states.Install | states.Replicate | states.Kept
     | calls.Hello | calls.Welcome | calls.View | calls.Heartbeat | calls.Lease | calls.Leased | calls.Report
-    | calls.Leave | calls.Complete | calls.Checkpoint | calls.Cut | calls.Saved
+    | calls.Leave | calls.Complete | calls.Checkpoint | calls.Promised | calls.Cut | calls.Saved
 )  # fmt: skip
 """Everything that may travel by itself."""
 
