@@ -33,6 +33,10 @@ class Carrier(Protocol):
     def has_room(self) -> bool:
         """Tell whether more may be sent: what was sent before has been taken, but for a bounded rest."""
 
+    @property
+    def trouble(self) -> CounterpointError | None:
+        """What stood in the way of messages last; a ProtocolError where trying again would not help."""
+
     def close(self) -> None:
         """Nothing of it is left."""
 

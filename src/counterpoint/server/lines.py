@@ -95,5 +95,20 @@ class Lost:
     text: str
 
 
-Decision: TypeAlias = Joined | Gone | Assigned | Given | Ended | Overdue | Asked | Drained | Stored | Lost
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Everybody is gone, and the job goes on from this cut; what was decided after it is not in the log any more.
+
+    Args:
+        cut: which.
+        generation: the newest that there was.
+        incarnation: the newest life that there was.
+    """
+
+    cut: int
+    generation: int
+    incarnation: int
+
+
+Decision: TypeAlias = Joined | Gone | Assigned | Given | Ended | Overdue | Asked | Drained | Stored | Lost | Resumed
 Line: TypeAlias = Decision | Entry

@@ -246,6 +246,11 @@ class LocalCarrier:
         """More may always be sent."""
         return True
 
+    @property
+    def trouble(self) -> None:
+        """Nothing stands in the way."""
+        return None
+
     def close(self) -> None:
         """The worker is out of the job."""
         self._job.remove(self.seat)

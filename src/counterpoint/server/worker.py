@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, DataError, LaunchError, PeerError, PlanError
+from counterpoint.errors import CounterpointError, DataError, LaunchError, PeerError, PlanError, ProtocolError
 from counterpoint.server.actions import Action, Deliver, Stop
 from counterpoint.server.asking import Asked, Carrier, PartAnswer
 from counterpoint.server.calling import Calling
@@ -273,12 +273,20 @@ class WorkerSession:
         Raises:
             LaunchError: another worker has the name, this worker has another job, or nobody has answered in time.
         """
-        if not self._carrier.wait(lambda: self._client.is_ready or self._error is not None, deadline_s):
+        is_told = self._carrier.wait(self._is_settled, deadline_s)
+        trouble = self._carrier.trouble
+        if not self._client.is_ready and self._error is None:
             here = f"{len(self.view.servers)} of {self.job.num_servers} servers are there"
             missing = here if self._client.presence.is_welcome else "the coordinator has not answered"
-            raise LaunchError(f"{self.name} waited {deadline_s:g} s for job {self.job.name}: {missing}; look at why")
+            waited = "could not join" if is_told else f"waited {deadline_s:g} s for"
+            raise LaunchError(f"{self.name} {waited} job {self.job.name}: {trouble or missing}") from trouble
         self._require_in()
         return self
+
+    def _is_settled(self) -> bool:
+        """Whether it belongs to the job, or never will."""
+        is_hopeless = isinstance(self._carrier.trouble, ProtocolError)
+        return self._client.is_ready or self._error is not None or is_hopeless
 
     def lease(self, wait_s: float = 0.0) -> Task | Later | None:
         """Return data to work on; None when all data of all epochs has been counted."""
