@@ -26,6 +26,7 @@ def serve(
     folder: Annotated[
         Path | None, typer.Option(help="For logs and cuts, so that this process can be started again.")
     ] = None,
+    journal: Annotated[bool, typer.Option(help="Keep everything that is counted in the folder's journals.")] = False,
     cut: Annotated[int | None, typer.Option(help="The cut that the job goes on from.")] = None,
 ) -> None:
     """Run the coordinator of a job, or one of its servers, until Ctrl-C or SIGTERM.
@@ -42,7 +43,9 @@ def serve(
             if not name or not listen:
                 raise LaunchError("a server needs --name and --listen, as --name server-0 --listen tcp:10.0.0.2:0")
             place = parse_place(listen)
-            serve_shards(contact, name, place, key, folder, cut=cut, is_over=lambda: bool(received))
+            serve_shards(
+                contact, name, place, key, folder, cut=cut, is_journaled=journal, is_over=lambda: bool(received)
+            )
 
 
 def read_any_key(key_file: Path | None, key_fd: int | None) -> JobKey | None:

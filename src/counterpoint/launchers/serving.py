@@ -50,7 +50,13 @@ class Child:
 
 
 def start(
-    job: Job, *, spares: int = 0, folder: Path | None = None, key: JobKey | None = None, threads: int = 1
+    job: Job,
+    *,
+    spares: int = 0,
+    folder: Path | None = None,
+    key: JobKey | None = None,
+    threads: int = 1,
+    is_journaled: bool = False,
 ) -> ServerProcesses:
     """Return the coordinator and the servers of a job, running as processes of this host.
 
@@ -64,13 +70,15 @@ def start(
             ends with its processes.
         key: which workers must have, too; None among processes of this user.
         threads: for the arithmetic of each process.
+        is_journaled: whether everything that is counted is written to the folder's journals, to be looked at later.
 
     Raises:
         LaunchError: a process could not be started.
         CheckpointError: what is in the folder cannot be gone on from.
     """
     cut = resume(folder, job) if folder is not None and log_path(folder, LOG).exists() else None
-    found = ServerProcesses(job, folder, key, threads, cut)
+    options = [] if cut is None else ["--cut", str(cut)]
+    found = ServerProcesses(job, folder, key, threads, [*options, *(["--journal"] if is_journaled else [])])
     try:
         found.begin(spares)
     except BaseException:
@@ -87,10 +95,10 @@ class ServerProcesses:
         contact_path: a file that says so, for workers that are processes of their own.
     """
 
-    def __init__(self, job: Job, folder: Path | None, key: JobKey | None, threads: int, cut: int | None) -> None:
+    def __init__(self, job: Job, folder: Path | None, key: JobKey | None, threads: int, options: list[str]) -> None:
         self._stack = ExitStack()
         self._name = f"{os.getpid()}-{secrets.token_hex(6)}"
-        self._folder, self._key, self._threads, self._cut = folder, key, threads, cut
+        self._folder, self._key, self._threads, self._options = folder, key, threads, options
         self._children: dict[str, Child] = {}
         self._lock = threading.RLock()
         self._is_closing = threading.Event()
@@ -116,8 +124,8 @@ class ServerProcesses:
         with self._lock:
             if name in self._children:
                 raise LaunchError(f"there is a server {name} already; give another name")
-            cut = [] if self._cut is None else ["--cut", str(self._cut)]
-            self._start(name, ["server", "--name", name, "--listen", f"unix:{self._name}-{name}", *cut])
+            place = f"unix:{self._name}-{name}"
+            self._start(name, ["server", "--name", name, "--listen", place, *self._options])
 
     def join(self, name: str, *, deadline_s: float = READY_S) -> WorkerSession:
         """Return the session of a worker in this process; see :func:`counterpoint.server.hosting.join`."""

@@ -110,5 +110,14 @@ class Resumed:
     incarnation: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Noted:
+    """This entry has this position in the journal of a shard; for those who keep journals to look at them later."""
+
+    shard: int
+    position: int
+    entry: Entry
+
+
 Decision: TypeAlias = Joined | Gone | Assigned | Given | Ended | Overdue | Asked | Drained | Stored | Lost | Resumed
-Line: TypeAlias = Decision | Entry
+Line: TypeAlias = Decision | Entry | Noted

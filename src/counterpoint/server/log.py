@@ -13,11 +13,11 @@ from torch import Tensor
 from counterpoint.errors import CheckpointError, PeerError
 from counterpoint.fabric.frames import MAGIC, PREFIX_BYTES, Kind, Stamp, decode, pieces_of, raw_bytes, read_prefix
 from counterpoint.server.form import read_as, to_plain
-from counterpoint.server.lines import Decision, Line
+from counterpoint.server.lines import Decision, Line, Noted
 from counterpoint.server.states import Entry
 
 STAMP = Stamp(Kind.VALUE, 0, 0, 0, 0, bytes(16))
-LINES: Mapping[str, type] = {kind.__name__.lower(): kind for kind in (*get_args(Decision), *get_args(Entry))}
+LINES: Mapping[str, type] = {kind.__name__.lower(): kind for kind in (*get_args(Decision), *get_args(Entry), Noted)}
 
 
 def record(line: Line) -> bytes:

@@ -41,20 +41,28 @@ def part_path(folder: Path, cut: int, shard: int) -> Path:
 
 
 def recovered_log(folder: Path, log: str) -> list[Any]:
-    """Return the lines of a log; what a crash has torn off its end is gone.
+    """Return the lines of a log that nobody writes to; what a crash has torn off its end is gone.
 
     Raises:
         CheckpointError: the log is damaged otherwise, or cannot be read.
     """
     path = log_path(folder, log, last_base(folder, log))
+    lines, size = lines_of(path)
+    if path.exists() and size < path.stat().st_size:
+        os.truncate(path, size)
+    return lines
+
+
+def lines_of(path: Path) -> tuple[list[Any], int]:
+    """Return the whole lines of a log, to which somebody may be writing, and how many bytes they are.
+
+    Raises:
+        CheckpointError: the log is damaged, or cannot be read.
+    """
     try:
-        raw = path.read_bytes() if path.exists() else b""
-        lines, size = read_log(raw)
-        if size < len(raw):
-            os.truncate(path, size)
+        return read_log(path.read_bytes() if path.exists() else b"")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; look at the disk") from error
-    return lines
 
 
 def write_durably(path: Path, value: object) -> None:

@@ -11,6 +11,7 @@ from counterpoint.server.actions import COORDINATOR, Action, Deliver, Note, Save
 from counterpoint.server.calls import View, Welcome
 from counterpoint.server.coordinator import Coordinator
 from counterpoint.server.form import Message
+from counterpoint.server.hosting.journals import Journal
 from counterpoint.server.hosting.post import Peer, Post
 from counterpoint.server.hosting.writer import Writer
 from counterpoint.server.job import Job
@@ -23,6 +24,7 @@ from counterpoint.server.worker import WorkerSession
 Machine: TypeAlias = Coordinator | Node | WorkerSession
 TICKS = 4
 """Looks at the clock within the shortest time that the job's patience knows."""
+SETTLE_S = 60.0
 MAX_EARLY = 4096
 """Requests of a generation that this machine has not heard of yet, which wait until it has."""
 
@@ -36,16 +38,24 @@ class Host:
         secret: of the job.
         coordinator: where it listens; None on the coordinator itself.
         folder: for what is to be durable; None if nothing is.
+        journal: for the journals of the shards, all that was ever pushed; None if nobody is to look at them.
     """
 
     def __init__(
-        self, job: Job, loop: Loop, secret: Secret, coordinator: Place | None = None, folder: Path | None = None
+        self,
+        job: Job,
+        loop: Loop,
+        secret: Secret,
+        coordinator: Place | None = None,
+        folder: Path | None = None,
+        journal: Path | None = None,
     ) -> None:
         self._job, self._loop = job, loop
         self._coordinator = "" if coordinator is None else str(coordinator)
         self.post = Post(loop, secret, self._hear, job.patience.retry_s)
         self._machine: Machine | None = None
         self._writer = None if folder is None else Writer(folder, self._durable, self._failed)
+        self._journal = None if journal is None else Journal(Writer(journal, lambda _: None, self._failed))
         self._num_ordered = self._num_durable = 0
         self._held: deque[tuple[int, Send, Peer | None]] = deque()
         self._early: list[tuple[Message, Peer]] = []
@@ -60,6 +70,8 @@ class Host:
             self._machine, self.stopped = machine, ""
             self._early.clear()
             self._held.clear()
+            if self._journal is not None and isinstance(machine, Node):
+                self._journal.begin(machine)
             self._loop.watch(self, 0)
             self.expire()
 
@@ -77,20 +89,29 @@ class Host:
         """
         for action in actions:
             match action:
+                case Send() if self._num_durable < self._num_ordered:
+                    self._held.append((self._num_ordered, action, source))
                 case Send():
-                    if self._num_durable < self._num_ordered:
-                        self._held.append((self._num_ordered, action, source))
-                    else:
-                        self._send(action, source)
+                    self._send(action, source)
                 case Write() | Save():
-                    if self._writer is not None:
-                        self._num_ordered = self._writer.order(action)
+                    self._order(action)
                 case Stop():
                     self.stopped = action.text
+                case Note() if self._journal is not None:
+                    self._journal.note(action)
                 case Note() | Deliver():
                     pass
                 case _:
                     assert_never(action)
+
+    def _order(self, action: Write | Save) -> None:
+        if self._writer is not None:
+            self._num_ordered = self._writer.order(action)
+
+    def settle(self) -> None:
+        """What the machine has written is durable; a PeerError where the disk takes too long."""
+        what = f"the disk to take {self._num_ordered - self._num_durable} lines"
+        self._loop.wait_for(lambda: self._num_durable >= self._num_ordered or self.error is not None, SETTLE_S, what)
 
     def close(self) -> None:
         """The machine does nothing any more; what it has written is durable, and its connections say goodbye."""
@@ -98,8 +119,9 @@ class Host:
             self._loop.forget(self)
             self._machine = None
             self.post.close()
-        if self._writer is not None:
-            self._writer.close()
+        for writer in (self._writer, self._journal):
+            if writer is not None:
+                writer.close()
         self._loop.wait(lambda: self.post.is_over, 1.0)
 
     # What the loop calls
@@ -145,8 +167,13 @@ class Host:
             self._hear(message, peer)
 
     def _take(self, message: Message | None, peer: Peer | None) -> None:
-        if self._machine is not None and not self.is_stopped:
-            self.act(self._machine.on_event(message, self._loop.clock()), peer)
+        if self._machine is None or self.is_stopped:
+            return
+        if self._journal is not None:
+            self._journal.before(message)
+        self.act(self._machine.on_event(message, self._loop.clock()), peer)
+        if self._journal is not None:
+            self._journal.after()
 
     def _send(self, send: Send, source: Peer | None) -> None:
         peer = self._peer(send, source)

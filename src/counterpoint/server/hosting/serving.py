@@ -13,6 +13,7 @@ from counterpoint.server.hosting.contact import Contact
 from counterpoint.server.hosting.folder import Parts, last_base, part_path, read_state, recovered_log
 from counterpoint.server.hosting.host import Host
 from counterpoint.server.hosting.joining import TOKEN_BITS
+from counterpoint.server.hosting.journals import journals_in
 from counterpoint.server.job import Job
 from counterpoint.server.node import Node
 from counterpoint.server.wire.greeting import Secret
@@ -55,6 +56,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
     folder: Path | None,
     *,
     cut: int | None = None,
+    is_journaled: bool = False,
     is_over: Callable[[], bool],
 ) -> None:
     """A server of a job has run until it was over; a life that the others went on without was followed by another.
@@ -66,6 +68,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
         key: the job's; None among processes of one host that trust it.
         folder: for cuts, and for the logs of a shard that it keeps alone.
         cut: that the job goes on from; None where it has begun with nothing.
+        is_journaled: whether everything that is counted is written to the folder's journals, to be looked at later.
         is_over: tells whether to stop.
 
     Raises:
@@ -73,11 +76,13 @@ def serve_shards(  # noqa: PLR0913 - what a server is
         CheckpointError: a log is damaged, or cannot be written.
     """
     with Loop() as loop:
-        host = Host(contact.job, loop, Secret(key, contact.job.name), contact.coordinator, folder)
+        journal = journals_in(folder) if is_journaled and folder is not None else None
+        host = Host(contact.job, loop, Secret(key, contact.job.name), contact.coordinator, folder, journal)
         found = host.post.listen(place)
         while not is_over():
             host.run(begun(contact.job, name, str(found), folder, cut))
             _run(loop, host, lambda: is_over() or bool(host.stopped))
+            host.settle()
         host.close()
 
 
