@@ -49,7 +49,7 @@ class Ordeal:
         return not self.errors and self.values == [-1.0] * total_of(self.job)
 
 
-def run(seed, folder, *, every_s=1.0):
+def run(seed, folder, *, num_strikes=8):
     """A job has been done to its end in spite of everything; what came out of it."""
     random = Random(seed)
     found = Ordeal(seed, draw_job(random))
@@ -63,9 +63,14 @@ def run(seed, folder, *, every_s=1.0):
         for _ in range(2):
             fate.add_worker()
         pause = threading.Event()
+        for _ in range(num_strikes):
+            if not fate.is_over:
+                pause.wait(2 * random.random())
+                fate.strike()
         while not fate.is_over and time.monotonic() - began < END_S:
-            pause.wait(every_s * random.random())
-            fate.strike()
+            pause.wait(0.1)
+            if not fate.workers:
+                fate.add_worker()
         work(observer)
         pulled = observer.pull(KEY).wait()
         found.values, found.versions = pulled.values.tolist(), pulled.versions
@@ -135,7 +140,7 @@ class Fate:
         view = self.observer.view
         lives = {member.name: member.incarnation for member in view.servers}
         are_up = all(lives.get(name) != life for name, life in self.killed.items() if name != COORDINATOR)
-        if are_up and all(keepers.is_complete for keepers in view.shards):
+        if lives and are_up and all(keepers.is_complete for keepers in view.shards):
             name = self.random.choice(sorted(lives))
             self.killed[name] = lives[name]
             self.servers.kill(name)
