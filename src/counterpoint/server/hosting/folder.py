@@ -29,7 +29,7 @@ def log_path(folder: Path, log: str, cut: int | None = None) -> Path:
     return folder / (f"{log}.log" if cut is None else f"{log}.{cut:06d}.log")
 
 
-def last_base(folder: Path, log: str) -> int | None:
+def cut_before(folder: Path, log: str) -> int | None:
     """Return the cut after which the newest log with this name goes on; None where it begins with nothing."""
     cuts = [int(path.name.split(".")[-2]) for path in folder.glob(f"{log}.*.log")]
     return max(cuts, default=None)
@@ -46,7 +46,7 @@ def recovered_log(folder: Path, log: str) -> list[Any]:
     Raises:
         CheckpointError: the log is damaged otherwise, or cannot be read.
     """
-    path = log_path(folder, log, last_base(folder, log))
+    path = log_path(folder, log, cut_before(folder, log))
     lines, size = lines_of(path)
     if path.exists() and size < path.stat().st_size:
         os.truncate(path, size)

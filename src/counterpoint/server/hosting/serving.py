@@ -10,7 +10,7 @@ from counterpoint.errors import CheckpointError
 from counterpoint.server.coordinator import LOG, Coordinator
 from counterpoint.server.holding import log_of
 from counterpoint.server.hosting.contact import Contact
-from counterpoint.server.hosting.folder import Parts, last_base, part_path, read_state, recovered_log
+from counterpoint.server.hosting.folder import Parts, cut_before, part_path, read_state, recovered_log
 from counterpoint.server.hosting.host import Host
 from counterpoint.server.hosting.joining import TOKEN_BITS
 from counterpoint.server.hosting.journals import journals_in
@@ -93,7 +93,7 @@ def begun(job: Job, name: str, address: str, folder: Path | None, cut: int | Non
         return Node(job, name, token, address)
     if job.num_servers > 1 or not job.is_logged:
         return Node(job, name, token, address, saved=Parts(folder, cut) if cut is not None else {})
-    base = last_base(folder, log_of(0))
+    base = cut_before(folder, log_of(0))
     saved = {} if base is None else {0: read_state(part_path(folder, base, 0))}
     return Node(job, name, token, address, saved=saved, logs={0: recovered_log(folder, log_of(0))})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from counterpoint.errors import CheckpointError, CounterpointError
 from counterpoint.server.actions import Save, Write
 from counterpoint.server.holding import log_of
-from counterpoint.server.hosting.folder import last_base, log_path, part_path, sync_folder, write_all, write_pieces
+from counterpoint.server.hosting.folder import cut_before, log_path, part_path, sync_folder, write_all, write_pieces
 from counterpoint.server.log import pieces
 
 JOIN_S = 60.0
@@ -92,7 +92,7 @@ class Writer:
     def _go_on_after(self, save: Save) -> None:
         """What is saved stands in no log any more, if it stood in one."""
         log = log_of(save.shard)
-        before = log_path(self._folder, log, last_base(self._folder, log))
+        before = log_path(self._folder, log, cut_before(self._folder, log))
         if log not in self._files and not before.exists():
             return
         if (fd := self._files.pop(log, None)) is not None:
@@ -104,7 +104,7 @@ class Writer:
     def _opened(self, log: str) -> int:
         fd = self._files.get(log)
         if fd is None:
-            path = log_path(self._folder, log, last_base(self._folder, log))
+            path = log_path(self._folder, log, cut_before(self._folder, log))
             fd = self._files[log] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             sync_folder(self._folder)
         return fd
