@@ -54,6 +54,7 @@ MESSAGES: list[Message] = [
     calls.Leave(ORIGIN),
     calls.Complete(ORIGIN, 0),
     calls.Checkpoint(ORIGIN),
+    calls.Promised(5, 1),
     calls.Cut(7, 1),
     calls.Saved(ORIGIN, 0, 1, 9),
 ]

@@ -29,6 +29,7 @@ class Entry:
 COMMANDS = {
     "train": Entry("Train a built-in job on real data and write a report."),
     "run": Entry("Start a script on several ranks, as torchrun would.", {"allow_interspersed_args": False}),
+    "serve": Entry("Run the coordinator of a job with parameter servers, or one of these."),
     "plan": Entry("List the plans that fit so many ranks, with predicted figures."),
     "profile": Entry("Time a job's model piece by piece, or count what it would take."),
     "probe": Entry("Measure what ranks compute and what messages take, as a cluster file."),

@@ -107,7 +107,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     if placement.note:
         sys.stderr.write(f"counterpoint: {placement.note}\n")
     with ExitStack() as stack:
-        received = stack.enter_context(_caught_signals())
+        received = stack.enter_context(caught_signals())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
         lines = LineReader(on_line)
         stack.callback(lines.close)
@@ -253,7 +253,7 @@ def _variables(found: RankEnvironment, folder: Path, threads: int) -> dict[str, 
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
+def caught_signals() -> Iterator[list[int]]:
     """Signals that would end this process are collected instead; only the main thread can do that."""
     received: list[int] = []
 

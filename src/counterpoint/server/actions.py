@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from counterpoint.server.calls import Leased
+from counterpoint.server.calls import Leased, Promised
 from counterpoint.server.form import Message
 from counterpoint.server.lines import Line
 from counterpoint.server.messages import Done, Origin, Pulled, Pushed, Refused
@@ -61,7 +61,7 @@ class Save:
 class Deliver:
     """Give an answer to the program on whose behalf it was asked."""
 
-    answer: Pushed | Pulled | Done | Refused | Leased
+    answer: Pushed | Pulled | Done | Refused | Leased | Promised
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
-from counterpoint.server.calls import Keepers, Leased, View
+from counterpoint.server.calls import Keepers, Leased, Promised, View
 from counterpoint.server.job import Job
 from counterpoint.server.lines import (
     Asked,
@@ -19,13 +19,14 @@ from counterpoint.server.lines import (
     Joined,
     Lost,
     Overdue,
+    Resumed,
     Stored,
 )
 from counterpoint.server.messages import Done, Member
 from counterpoint.server.staffing import without
 from counterpoint.server.tasks import Queue
 
-Reply: TypeAlias = Done | Leased
+Reply: TypeAlias = Done | Leased | Promised
 
 
 @dataclass(slots=True)
@@ -100,11 +101,11 @@ class Book:
                 self.queue.end(line.task, "preempted", 0, "its lease is over")
             case Asked():
                 self.cut = self.cut or CutState(len(self.cuts))
-                self._reply(line.worker, Done(-1, line.sequence))
+                self._reply(line.worker, Promised(line.sequence, self.cut.number))
             case Drained() | Stored():
                 self._cut(line)
-            case Lost():
-                self.lost = line.text
+            case Lost() | Resumed():
+                self._break_off(line)
             case _:
                 assert_never(line)
 
@@ -145,6 +146,16 @@ class Book:
         if self.job.num_servers > 1:
             self.keepers = [without(keepers, name) or keepers for keepers in self.keepers]
 
+    def _break_off(self, line: Lost | Resumed) -> None:
+        if isinstance(line, Lost):
+            self.lost = line.text
+            return
+        self.generation = max(self.generation, line.generation) + 1
+        self.incarnation = max(self.incarnation, line.incarnation)
+        self.lives.clear()
+        self.keepers.clear()
+        self.cut, self.lost = None, ""
+
     def load(self, silent: set[str]) -> dict[str, int]:
         """Return how many shards each server keeps, of those that are not silent."""
         named = [name for keepers in self.keepers for name in (keepers.primary, keepers.backup)]
@@ -152,10 +163,11 @@ class Book:
 
     def is_needed(self, name: str) -> bool:
         """Tell whether a member that is silent may have what nobody else has, so that it is waited for."""
-        if self.job.num_servers == 1:
+        if self.job.num_servers == 1 and self.job.is_logged:
             return False
         return any(name in {one.primary, one.backup, one.former} for one in self.keepers)
 
     def is_last(self, name: str) -> bool:
         """Tell whether there is a shard of which only this server has everything."""
-        return self.job.num_servers > 1 and any(without(keepers, name) is None for keepers in self.keepers)
+        is_only_in_memory = self.job.num_servers > 1 or not self.job.is_logged
+        return is_only_in_memory and any(without(keepers, name) is None for keepers in self.keepers)

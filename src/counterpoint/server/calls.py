@@ -165,6 +165,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Promised:
+    """The answer to a checkpoint: it will be this cut, once nothing is counted by halves."""
+
+    sequence: int
+    cut: int
+
+    def __post_init__(self) -> None:
+        require_numbers(self.sequence, self.cut)
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Save your shards now, as this cut."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from counterpoint.server.actions import COORDINATOR, Action, Deliver, Send, Stop
-from counterpoint.server.calls import Checkpoint, Lease, Leased, Leave, Report, View, Welcome
+from counterpoint.server.calls import Checkpoint, Lease, Leased, Leave, Promised, Report, View, Welcome
 from counterpoint.server.form import Message
 from counterpoint.server.job import Job
 from counterpoint.server.messages import Done, Origin, Pull, Pulled, Pushed, Refused
@@ -110,7 +110,7 @@ class Client:
                     yield Stop(f"the job goes on without this life of {self.name}")
                 else:
                     yield from self._again(now)
-            case Pushed() | Done() | Leased() | Pulled():
+            case Pushed() | Done() | Leased() | Promised() | Pulled():
                 yield from self._settle(message)
             case Refused():
                 yield from self._refused(message)
@@ -138,11 +138,11 @@ class Client:
             self.call = replace(self.call, origin=self.presence.origin(self.call.origin.sequence))
             yield Send(COORDINATOR, self.call)
 
-    def _settle(self, answer: Pushed | Done | Leased | Pulled) -> Iterator[Action]:
+    def _settle(self, answer: Pushed | Done | Leased | Promised | Pulled) -> Iterator[Action]:
         """Yield an answer that was waited for."""
         if isinstance(answer, Pulled):
             found: object = self.lines[answer.shard].pulls.pop(answer.ticket, None)
-        elif isinstance(answer, Leased) or answer.shard < 0:
+        elif isinstance(answer, Leased | Promised) or answer.shard < 0:
             found = self._settle_call(answer.sequence)
         else:
             found = self.lines[answer.shard].changes.pop(answer.sequence, None)

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 from torch import Tensor
 
 from counterpoint.errors import ProtocolError
-from counterpoint.server import calls, choices, messages, states
+from counterpoint.server import calls, choices, job, messages, states
 from counterpoint.server.messages import MAX_NUMBER
 
 Plain: TypeAlias = Any
@@ -28,7 +28,7 @@ Message: TypeAlias = (
     | messages.Pushed | messages.Pulled | messages.Done | messages.Refused
     | states.Install | states.Replicate | states.Kept
     | calls.Hello | calls.Welcome | calls.View | calls.Heartbeat | calls.Lease | calls.Leased | calls.Report
-    | calls.Leave | calls.Complete | calls.Checkpoint | calls.Cut | calls.Saved
+    | calls.Leave | calls.Complete | calls.Checkpoint | calls.Promised | calls.Cut | calls.Saved
 )  # fmt: skip
 """Everything that may travel by itself."""
 
@@ -42,6 +42,7 @@ PARTS: Mapping[str, type] = {
         choices.Aggregate, choices.Sgd, choices.Adagrad, choices.Adam,
         choices.Constant, choices.Uniform, choices.Normal,
         messages.Members,
+        job.Bsp, job.Ssp, job.Asp,
     )
 }  # fmt: skip
 """What stands where several may, and so has to say what it is."""

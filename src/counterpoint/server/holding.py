@@ -105,7 +105,8 @@ class Primary:
     def append(self, origin: Origin, entry: Entry, now: float) -> Iterator[Action]:
         """Yield what makes an entry part of the journal."""
         if self.is_alone:
-            yield Write(log_of(self.shard.index), entry)
+            if self.shard.job.is_logged:
+                yield Write(log_of(self.shard.index), entry)
             yield from self.apply(entry)
             return
         self.pending.append(entry)

@@ -114,6 +114,8 @@ class Job:
         budget: how often tasks may go wrong.
         patience: how long one waits.
         capacity_bytes: of one shard.
+        is_logged: whether a server that keeps a shard alone writes every change down before it answers; if not, what
+            it has counted since the last cut is lost with it, and the job says so.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Job:
     budget: Budget = field(default_factory=Budget)
     patience: Patience = field(default_factory=Patience)
     capacity_bytes: int = 1 << 40
+    is_logged: bool = True
 
     def __post_init__(self) -> None:
         if self.num_servers < 1:

@@ -95,5 +95,29 @@ class Lost:
     text: str
 
 
-Decision: TypeAlias = Joined | Gone | Assigned | Given | Ended | Overdue | Asked | Drained | Stored | Lost
-Line: TypeAlias = Decision | Entry
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Everybody is gone, and the job goes on from this cut; what was decided after it is not in the log any more.
+
+    Args:
+        cut: which.
+        generation: the newest that there was.
+        incarnation: the newest life that there was.
+    """
+
+    cut: int
+    generation: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Noted:
+    """This entry has this position in the journal of a shard; for those who keep journals to look at them later."""
+
+    shard: int
+    position: int
+    entry: Entry
+
+
+Decision: TypeAlias = Joined | Gone | Assigned | Given | Ended | Overdue | Asked | Drained | Stored | Lost | Resumed
+Line: TypeAlias = Decision | Entry | Noted

@@ -8,22 +8,43 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from counterpoint.errors import CheckpointError, PeerError
-from counterpoint.fabric.frames import MAGIC, PREFIX_BYTES, Kind, Stamp, decode, encode, read_prefix
+from counterpoint.fabric.frames import MAGIC, PREFIX_BYTES, Kind, Stamp, decode, pieces_of, raw_bytes, read_prefix
 from counterpoint.server.form import read_as, to_plain
-from counterpoint.server.lines import Decision, Line
+from counterpoint.server.lines import Decision, Line, Noted
 from counterpoint.server.states import Entry
 
 STAMP = Stamp(Kind.VALUE, 0, 0, 0, 0, bytes(16))
-LINES: Mapping[str, type] = {kind.__name__.lower(): kind for kind in (*get_args(Decision), *get_args(Entry))}
+LINES: Mapping[str, type] = {kind.__name__.lower(): kind for kind in (*get_args(Decision), *get_args(Entry), Noted)}
 
 
 def record(line: Line) -> bytes:
     """Return a line as it is appended to a log."""
-    kind, plain, tensors = to_plain(line)
+    return b"".join(map(raw_bytes, pieces(line)))
+
+
+def pieces(value: object) -> list[Tensor]:
+    """Return a line, or a value like it, as flat bytes one behind the other; large tensors of it are not copied."""
+    kind, plain, tensors = to_plain(value)
     text = np.frombuffer(json.dumps(plain).encode(), dtype=np.uint8).copy()
-    return encode(STAMP, kind, [torch.from_numpy(text), *tensors]).numpy().tobytes()
+    return pieces_of(STAMP, kind, [torch.from_numpy(text), *tensors])
+
+
+def read_whole(kinds: Mapping[str, type], room: Tensor) -> Any:  # noqa: ANN401 - one of the kinds
+    """Return the one value that these bytes are.
+
+    Args:
+        kinds: what it may be.
+        room: flat bytes; the value's tensors are views of them.
+
+    Raises:
+        PeerError: they are not what :func:`pieces` wrote of such a value.
+    """
+    frame = decode(room)
+    text, *tensors = frame.tensors
+    return read_as(kinds, frame.label, json.loads(text.numpy().tobytes()), tensors)
 
 
 def read_log(raw: bytes) -> tuple[list[Any], int]:
@@ -47,9 +68,7 @@ def read_log(raw: bytes) -> tuple[list[Any], int]:
 def _read(raw: bytes, at: int) -> tuple[Any, int]:
     start = torch.frombuffer(bytearray(raw[at : at + PREFIX_BYTES]), dtype=torch.uint8)
     size = read_prefix(start).frame_bytes
-    frame = decode(torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.uint8))
-    text, *tensors = frame.tensors
-    return read_as(LINES, frame.label, json.loads(text.numpy().tobytes()), tensors), size
+    return read_whole(LINES, torch.frombuffer(bytearray(raw[at : at + size]), dtype=torch.uint8)), size
 
 
 def _require_end(raw: bytes, at: int, error: PeerError) -> None:

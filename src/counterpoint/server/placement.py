@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -40,6 +41,26 @@ def place(sizes: Mapping[str, int], num_shards: int, *, bound: int = BOUND) -> d
     return {
         key: (Place(owner[key], 0, size),) if key in small else cut(size, num_shards) for key, size in sizes.items()
     }
+
+
+def home(key: str, size: int, num_shards: int, *, bound: int = BOUND) -> tuple[Place, ...]:
+    """Return where a key is kept by itself, whatever other keys there are.
+
+    Args:
+        key: its name, which chooses the shard of a small key.
+        size: its elements.
+        num_shards: shards there are.
+        bound: from so many elements on, it is spread over all shards, as evenly as can be.
+
+    Example:
+        >>> home("weight", 10, 2, bound=8)
+        (Place(shard=0, low=0, high=5), Place(shard=1, low=5, high=10))
+        >>> home("bias", 2, 2, bound=8)
+        (Place(shard=1, low=0, high=2),)
+    """
+    if size >= bound:
+        return cut(size, num_shards)
+    return (Place(zlib.crc32(key.encode()) % num_shards, 0, size),)
 
 
 def cut(size: int, num_shards: int) -> tuple[Place, ...]:

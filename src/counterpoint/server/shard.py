@@ -207,7 +207,7 @@ class Shard:
         return Pushed(self.index, push.origin.sequence, key.tally.version, not is_known)
 
     def _require_room(self, more_bytes: int, key: str) -> None:
-        if self.num_bytes + more_bytes > self.job.capacity_bytes:
+        if more_bytes and self.num_bytes + more_bytes > self.job.capacity_bytes:
             raise MemoryError(
                 f"shard {self.index} keeps {self.num_bytes} of at most {self.job.capacity_bytes} bytes and has no room "
                 f"for {more_bytes} more of {key}; give the job more servers or a larger capacity_bytes"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ class Range:
         value = parts[0].clone()
         self.parts = (value, *(part.clone() for part in parts[1:] or first_parts(spec.rule, value)))
         _require_parts(spec, self.parts, (spec.high - spec.low,))
-        self._is_lent = False
+        self._lent: list[weakref.ref[Any]] = []
 
     rows: Tensor | None = None
 
@@ -59,15 +61,16 @@ class Range:
 
     def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
         """The numbers are as after one step more."""
-        if self._is_lent:
+        if any(lent() is not None for lent in self._lent):
             self.parts = (self.parts[0].clone(), *self.parts[1:])
-            self._is_lent = False
+        self._lent.clear()
         update_range(self.spec.rule, step, self.parts[0], self.parts[1:], values)
 
     def read(self, rows: Tensor | None) -> Tensor:
         """Return the numbers; what was read does not change with them."""
-        self._is_lent = True
-        return self.parts[0]
+        raw = self.parts[0].view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
+        self._lent.append(weakref.ref(raw))
+        return torch.from_numpy(raw).view(self.parts[0].dtype)
 
 
 class Rows:

@@ -106,15 +106,25 @@ class Loop:
         Raises:
             PeerError: time is up.
         """
+        if not self.wait(holds, deadline_s):
+            raise PeerError(f"waited {deadline_s} s for {what}; look at what the other side does instead")
+
+    def wait(self, holds: Callable[[], bool], deadline_s: float) -> bool:
+        """Tell whether the condition holds, or comes to hold in time; meanwhile the loop turns.
+
+        Args:
+            holds: the condition.
+            deadline_s: the longest that this lasts.
+        """
         end = self.clock() + deadline_s
         while True:
             with self.lock:
                 self._raise_failure()
                 if holds():
-                    return
+                    return True
                 left = end - self.clock()
                 if left <= 0:
-                    raise PeerError(f"waited {deadline_s} s for {what}; look at what the other side does instead")
+                    return False
                 if self._thread is not None and self._thread is not threading.current_thread():
                     self._turned.wait(min(left, 1.0))
                     continue

@@ -1,0 +1,85 @@
+"""A worker of a job with real servers: its session, and the thread that carries its messages."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from counterpoint.errors import CounterpointError
+from counterpoint.server.actions import Action
+from counterpoint.server.client import Client
+from counterpoint.server.hosting.contact import Contact
+from counterpoint.server.hosting.host import Host
+from counterpoint.server.wire.greeting import Secret
+from counterpoint.server.wire.key import JobKey
+from counterpoint.server.wire.loop import Loop
+from counterpoint.server.worker import WorkerSession
+
+READY_S = 60.0
+TOKEN_BITS = 62
+
+
+def join(contact: Contact, name: str, key: JobKey | None = None, *, deadline_s: float = READY_S) -> WorkerSession:
+    """Return the session of a new worker, which belongs to the job.
+
+    A thread carries its messages and gives signs of life, while the worker's own computes.
+
+    Args:
+        contact: where the job is found.
+        name: of the worker; one at a time may have it.
+        key: the job's; None among processes of one host that trust it.
+        deadline_s: how long to wait for the coordinator, and for servers.
+
+    Raises:
+        LaunchError: the name is taken, the job is another one, or nobody has answered in time; the error says why.
+    """
+    loop = Loop()
+    host = Host(contact.job, loop, Secret(key, contact.job.name), contact.coordinator)
+    session = WorkerSession(Client(contact.job, name, secrets.randbits(TOKEN_BITS)), LoopCarrier(loop, host))
+    loop.start()
+    try:
+        host.run(session)
+        return session.await_ready(deadline_s)
+    except BaseException:
+        session.close()
+        raise
+
+
+class LoopCarrier:
+    """Carries a session's messages over the wire.
+
+    Args:
+        loop: turns in a thread of its own.
+        host: of the session.
+    """
+
+    def __init__(self, loop: Loop, host: Host) -> None:
+        self._loop, self._host = loop, host
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """The loop's."""
+        return self._loop.lock
+
+    def act(self, actions: Sequence[Action]) -> None:
+        """Messages are on their way; called with the lock."""
+        self._host.act(list(actions))
+
+    def wait(self, holds: Callable[[], bool], deadline_s: float) -> bool:
+        """Tell whether the condition holds, or comes to hold within the time; called without the lock."""
+        return self._loop.wait(holds, deadline_s)
+
+    def has_room(self) -> bool:
+        """Tell whether more may be sent."""
+        return self._host.post.has_room
+
+    @property
+    def trouble(self) -> CounterpointError | None:
+        """Why the last connection that was lost, or not made, is not there."""
+        return self._host.post.last_error
+
+    def close(self) -> None:
+        """No connection and no thread is left."""
+        self._host.close()
+        self._loop.close()

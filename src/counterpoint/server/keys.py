@@ -1,0 +1,175 @@
+"""What a worker knows of a key: which shards keep parts of it, how a tensor is divided over them, and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from counterpoint.errors import PlanError
+from counterpoint.server.choices import Rule, Start
+from counterpoint.server.messages import DTYPES, Spec
+from counterpoint.server.placement import Place, shard_of_row
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What goes to one shard, or comes from it."""
+
+    shard: int
+    values: Tensor
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A tensor, of which shards keep ranges.
+
+    Args:
+        name: of the key.
+        shape: of the tensor.
+        dtype: of its numbers.
+        places: which shard keeps which range.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    places: tuple[Place, ...]
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shards that keep a part."""
+        return tuple(place.shard for place in self.places)
+
+    def specs(self, rule: Rule) -> Iterator[Spec]:
+        """Yield what each shard is to keep."""
+        for place in self.places:
+            yield Spec(self.name, NAMES[self.dtype], place.low, place.high, 0, rule)
+
+    def parts(self, values: Tensor, rows: Tensor | None) -> list[Part]:
+        """Return what to tell each shard; views, where the values are contiguous."""
+        if rows is not None:
+            raise PlanError(f"{self.name} has no rows; push it as a whole, or make it with init_rows")
+        require_look(self.name, values, self.shape, self.dtype)
+        flat = values.detach().reshape(-1)
+        return [Part(place.shard, flat[place.low : place.high]) for place in self.places]
+
+    def wanted(self, rows: Tensor | None) -> list[tuple[int, Tensor | None]]:
+        """Return which rows to ask of each shard."""
+        if rows is not None:
+            raise PlanError(f"{self.name} has no rows; pull it as a whole, or make it with init_rows")
+        return [(place.shard, None) for place in self.places]
+
+    def joined(self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None) -> Tensor:
+        """Return the tensor, in ``out`` if given; what was found, if that is all of it."""
+        del rows
+        if out is None and len(found) == 1:
+            return found[0].view(self.shape)
+        values = torch.empty(self.shape, dtype=self.dtype) if out is None else out
+        flat = values.detach().view(-1)
+        for place, part in zip(self.places, found, strict=True):
+            flat[place.low : place.high].copy_(part)
+        return values
+
+    def require_out(self, out: Tensor, rows: Tensor | None) -> None:
+        """The answer fits there; a PlanError where it does not."""
+        del rows
+        require_look(self.name, out, self.shape, self.dtype)
+        if not out.is_contiguous():
+            raise PlanError(f"{self.name} cannot be pulled into a tensor that is not contiguous; give another one")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, which are dealt out to all shards.
+
+    Args:
+        name: of the key.
+        num_rows: how many there may be.
+        width: numbers of one.
+        dtype: of these.
+        num_shards: of the job.
+    """
+
+    name: str
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+    num_shards: int
+
+    @cached_property
+    def shards(self) -> tuple[int, ...]:
+        """The shards that keep a part."""
+        return tuple(range(self.num_shards))
+
+    def specs(self, rule: Rule, start: Start) -> Iterator[Spec]:
+        """Yield what each shard is to keep."""
+        for _ in self.shards:
+            yield Spec(self.name, NAMES[self.dtype], 0, self.num_rows, self.width, rule, start)
+
+    def parts(self, values: Tensor, rows: Tensor | None) -> list[Part]:
+        """Return what to tell each shard."""
+        rows = self._required(rows)
+        require_look(self.name, values, (len(rows), self.width), self.dtype)
+        values = values.detach()
+        if self.num_shards == 1:
+            return [Part(0, values, rows)]
+        return [Part(shard, values[mask], rows[mask]) for shard, mask in self._masks(rows)]
+
+    def wanted(self, rows: Tensor | None) -> list[tuple[int, Tensor | None]]:
+        """Return which rows to ask of each shard."""
+        rows = self._required(rows)
+        if self.num_shards == 1:
+            return [(0, rows)]
+        return [(shard, rows[mask]) for shard, mask in self._masks(rows)]
+
+    def joined(self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None) -> Tensor:
+        """Return the rows in their order, in ``out`` if given; what was found, if that is all of it."""
+        rows = self._required(rows)
+        if self.num_shards == 1:
+            return found[0] if out is None else out.detach().copy_(found[0])
+        values = torch.empty((len(rows), self.width), dtype=self.dtype) if out is None else out
+        plain = values.detach()
+        for (_, mask), part in zip(self._masks(rows), found, strict=True):
+            plain[mask] = part
+        return values
+
+    def require_out(self, out: Tensor, rows: Tensor | None) -> None:
+        """The answer fits there; a PlanError where it does not."""
+        require_look(self.name, out, (len(self._required(rows)), self.width), self.dtype)
+
+    def _masks(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        owner = shard_of_row(rows, self.num_shards)
+        for shard in self.shards:
+            yield shard, (owner == shard).nonzero().view(-1)
+
+    def _required(self, rows: Tensor | None) -> Tensor:
+        """Return the rows; a PlanError where they are not rows of this table, in order and each once."""
+        if rows is None:
+            raise PlanError(f"{self.name} is a table of {self.num_rows} rows; name those that are meant")
+        if rows.dtype != torch.int64 or rows.dim() != 1:
+            raise PlanError(f"rows of {self.name} as {rows.dtype} with {rows.dim()} dims; give int64 with one dim")
+        if len(rows) > 1 and not bool((rows[1:] > rows[:-1]).all()):
+            raise PlanError(f"rows of {self.name} that do not ascend, each once; give rows.unique(), or coalesce()")
+        if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < self.num_rows):
+            raise PlanError(f"rows {int(rows[0])} to {int(rows[-1])} of {self.name}, which has {self.num_rows}")
+        return rows
+
+
+Key: TypeAlias = Dense | Table
+
+
+def require_look(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The tensor has this shape and dtype and is on the CPU; a PlanError where not."""
+    if tuple(values.shape) != shape or values.dtype != dtype or values.device.type != "cpu":
+        raise PlanError(
+            f"{values.dtype} {tuple(values.shape)} on {values.device} does not fit {name}, which is {dtype} {shape} "
+            "on the cpu; give it so"
+        )
