@@ -1,7 +1,7 @@
 """Codes: how a sum of gradients may be written on the wire, and how many bytes that takes.
 
 A code is pure data: a name, perhaps a number, and the formula of its bytes. What it does with tensors is written in
-``runtime/coding.py``. Every parameter of a unit is written apart, so that the bytes follow from its shape.
+``fabric/coding.py``. Every parameter of a unit is written apart, so that the bytes follow from its shape.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.algorithms.adasum import adasum
+from counterpoint.fabric.coding import NARROW, decoded, encoded, first_columns, narrowed, next_columns, orthogonal
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.program.codes import Code, factor_rank
-from counterpoint.runtime.coding import NARROW, decoded, encoded, first_columns, narrowed, next_columns, orthogonal
 from counterpoint.runtime.layout import Layout, Slot
 from counterpoint.runtime.strewn import Strewn
 

@@ -10,7 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import PlanError, ProgramError
+from counterpoint.fabric.coding import ALONE, decoded, encoded
+from counterpoint.program.codes import find_code
 from counterpoint.server.choices import Rule, Start
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import Place, shard_of_row
@@ -53,13 +55,18 @@ class Dense:
         for place in self.places:
             yield Spec(self.name, NAMES[self.dtype], place.low, place.high, 0, rule)
 
-    def parts(self, values: Tensor, rows: Tensor | None) -> list[Part]:
-        """Return what to tell each shard; views, where the values are contiguous."""
+    def parts(self, values: Tensor, rows: Tensor | None, code: str = "") -> list[Part]:
+        """Return what to tell each shard; views, where the values are contiguous; bytes of a code."""
         if rows is not None:
             raise PlanError(f"{self.name} has no rows; push it as a whole, or make it with init_rows")
         require_look(self.name, values, self.shape, self.dtype)
+        if code:
+            require_alone(code)
+        if code and not values.is_contiguous():
+            raise PlanError(f"what is pushed to {self.name} in {code} becomes what was not sent; give it contiguous")
         flat = values.detach().reshape(-1)
-        return [Part(place.shard, flat[place.low : place.high]) for place in self.places]
+        parts = [Part(place.shard, flat[place.low : place.high]) for place in self.places]
+        return [Part(part.shard, written(code, part.values)) for part in parts] if code else parts
 
     def wanted(self, rows: Tensor | None) -> list[tuple[int, Tensor | None]]:
         """Return which rows to ask of each shard."""
@@ -114,8 +121,10 @@ class Table:
         for _ in self.shards:
             yield Spec(self.name, NAMES[self.dtype], 0, self.num_rows, self.width, rule, start)
 
-    def parts(self, values: Tensor, rows: Tensor | None) -> list[Part]:
+    def parts(self, values: Tensor, rows: Tensor | None, code: str = "") -> list[Part]:
         """Return what to tell each shard."""
+        if code:
+            raise PlanError(f"rows of {self.name} in {code}; tables are pushed as they are, so leave the code out")
         rows = self._required(rows)
         require_look(self.name, values, (len(rows), self.width), self.dtype)
         values = values.detach()
@@ -164,6 +173,31 @@ class Table:
 
 
 Key: TypeAlias = Dense | Table
+
+
+def written(text: str, values: Tensor) -> Tensor:
+    """Return a range in a code; the values become what it leaves out."""
+    code = find_code(text)
+    found = encoded(code, values)
+    values -= decoded(code, found, values)
+    return found
+
+
+def require_alone(text: str) -> None:
+    """A push can be written in this code.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    try:
+        name = find_code(text).name
+    except ProgramError as error:
+        raise PlanError(str(error)) from error
+    if name not in ALONE:
+        raise PlanError(
+            f"{text} sums gradients in a way of its own, but a server counts pushes one by one; give one of "
+            f"{', '.join(ALONE)}"
+        )
 
 
 def require_look(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

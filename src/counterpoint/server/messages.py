@@ -14,6 +14,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from counterpoint.errors import ProgramError
+from counterpoint.fabric.coding import ALONE
+from counterpoint.program.codes import find_code
 from counterpoint.server.choices import Aggregate, Rule, Start, require, unmeant
 
 MAX_NAME = 512
@@ -114,8 +117,9 @@ class Push:
         key: of which key.
         portion: the data it comes from, counted over the whole run; -1 where that has no name.
         read: the version of the key it was computed from.
-        values: ``(high - low,)`` for a range, ``(len(rows), width)`` for rows.
+        values: ``(high - low,)`` for a range, ``(len(rows), width)`` for rows; the bytes of a code.
         rows: their numbers, int64, ascending and each once; None for a range.
+        code: how a range is written, as ``int8``; empty for as it is.
     """
 
     origin: Origin
@@ -125,16 +129,31 @@ class Push:
     read: int
     values: Tensor
     rows: Tensor | None = None
+    code: str = ""
 
     def __post_init__(self) -> None:
         require_name(self.key)
         require_numbers(self.shard, self.read, self.portion + 1)
         require_rows(self.rows, self.key)
+        if self.code:
+            require_written(self)
+            return
         dims = 1 if self.rows is None else 2
         if self.values.dim() != dims or self.values.dtype not in DTYPES.values():
             raise unmeant(f"a push to {self.key} of {self.values.dtype} {tuple(self.values.shape)}")
         if self.rows is not None and len(self.rows) != len(self.values):
             raise unmeant(f"{len(self.rows)} rows and {len(self.values)} values pushed to {self.key}")
+
+
+def require_written(push: Push) -> None:
+    """The values are bytes of a range in a code that stands for itself."""
+    try:
+        is_known = find_code(push.code).name in ALONE
+    except ProgramError:
+        is_known = False
+    require(is_known, f"a push to {push.key} in the code {push.code[:40]!r}; the codes are {', '.join(ALONE)}")
+    fits = push.rows is None and push.values.dim() == 1 and push.values.dtype == torch.uint8
+    require(fits, f"a push to {push.key} in {push.code} of {push.values.dtype} with {push.values.dim()} dims")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -130,6 +130,7 @@ class Session(Protocol):
         portion: int = NO_PORTION,
         read: Versions | None = None,
         rows: Tensor | None = None,
+        code: str = "",
     ) -> Pending[Pushes]:
         """A gradient is on its way; its tensors must stay as they are until it has been answered.
 
@@ -139,6 +140,8 @@ class Session(Protocol):
             portion: the data it comes from, ``task.epoch * job.work.num_portions + number``; bsp counts by it.
             read: the versions it was computed from; those last pulled by this session, if not given.
             rows: their numbers, int64, ascending and each once; none is a push, too, for a step has all portions.
+            code: how a key that is no table is written on the wire, as ``int8``, each part by itself; ``values`` then
+                become what was not sent, to be added to the next gradient.
 
         Raises:
             PlanError: there is no such key, or the values are not of its shape or dtype.

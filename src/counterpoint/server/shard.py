@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
 from counterpoint.errors import ProtocolError
+from counterpoint.fabric.coding import decoded
+from counterpoint.program.codes import find_code
 from counterpoint.server.choices import Aggregate, require, unmeant
 from counterpoint.server.form import to_plain
 from counterpoint.server.job import Bsp, Job
 from counterpoint.server.messages import (
+    DTYPES,
     Done,
     Enter,
     Init,
@@ -193,6 +196,7 @@ class Shard:
 
     def _push(self, worker: str, push: Push) -> Pushed:
         key = self._known(push.key)
+        push = plain(push, key.spec) if push.code else push
         is_known = key.tally.is_known(worker, push)
         key.table.check(push.values, push.rows)
         self._require_room(key.table.more_bytes(push.rows), push.key)
@@ -239,6 +243,26 @@ class Shard:
         for tensor in tensors:
             facts.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return facts.hexdigest()
+
+
+def plain(push: Push, spec: Spec) -> Push:
+    """Return a push whose values are what its code says.
+
+    Raises:
+        ProtocolError: no such range has these bytes.
+    """
+    count, dtype = spec.high - spec.low, DTYPES[spec.dtype]
+    code = find_code(push.code)
+    num_bytes = code.num_bytes((count,), dtype.itemsize)
+    require(
+        not spec.width and len(push.values) == num_bytes,
+        f"{len(push.values)} bytes of {push.code} pushed to {spec.key}, which takes {num_bytes}",
+    )
+    try:
+        values = decoded(code, push.values, torch.empty(count, dtype=dtype))
+    except (IndexError, RuntimeError) as error:
+        raise unmeant(f"bytes pushed to {spec.key} that {push.code} cannot have written") from error
+    return replace(push, values=values, code="")
 
 
 def added(held: Sequence[Held]) -> tuple[Tensor, Tensor | None]:

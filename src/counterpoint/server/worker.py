@@ -156,6 +156,7 @@ class WorkerSession:
         portion: int = NO_PORTION,
         read: Versions | None = None,
         rows: Tensor | None = None,
+        code: str = "",
     ) -> Asked[Pushes]:
         """A gradient is on its way; its tensors must stay as they are until it has been answered."""
         known = self._known(key)
@@ -168,10 +169,10 @@ class WorkerSession:
             (
                 part.shard,
                 lambda origin, part=part, version=version: Push(  # type: ignore[misc]
-                    origin, part.shard, key, portion, version, part.values, part.rows
+                    origin, part.shard, key, portion, version, part.values, part.rows, code
                 ),
             )
-            for part, version in zip(known.parts(values, rows), from_versions, strict=True)
+            for part, version in zip(known.parts(values, rows, code), from_versions, strict=True)
         ]
         return self._change(f"the servers to count a push to {key}", makes, self._pushed, values)
 

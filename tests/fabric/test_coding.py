@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from counterpoint.fabric.coding import NARROW, decoded, encoded, narrowed, orthogonal
 from counterpoint.program.codes import find_code
-from counterpoint.runtime.coding import NARROW, decoded, encoded, narrowed, orthogonal
 
 GATHERED = ["int8", "sign", "twobit:0.5", "topk:0.3"]
 DTYPES = [torch.float64, torch.float32]

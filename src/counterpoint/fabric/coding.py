@@ -37,7 +37,7 @@ class Coder:
 
 
 def encoded(code: Code, values: Tensor) -> Tensor:
-    """Return the bytes that stand for a flat gradient in a code whose bytes are gathered."""
+    """Return the bytes that stand for a flat gradient in a code whose bytes are gathered, or in a narrower dtype."""
     parts = CODERS[code.name].encode(code, values)
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
@@ -166,6 +166,14 @@ def _from_largest(code: Code, written: Tensor, count: int, dtype: torch.dtype) -
     return zeros.index_put_((places,), _read(written, middle, len(written), dtype))
 
 
+def _to_narrow(code: Code, values: Tensor) -> tuple[Tensor, ...]:
+    return (narrowed(values, NARROW[code.name], 1),)
+
+
+def _from_narrow(code: Code, written: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return _read(written, 0, len(written), NARROW[code.name]).to(dtype)
+
+
 def _to_itself(code: Code, values: Tensor) -> tuple[Tensor, ...]:
     return (values,)
 
@@ -175,10 +183,15 @@ def _from_itself(code: Code, written: Tensor, count: int, dtype: torch.dtype) ->
 
 
 CODERS: dict[str, Coder] = {
+    "fp16": Coder(_to_narrow, _from_narrow),
+    "bf16": Coder(_to_narrow, _from_narrow),
     "int8": Coder(_to_int8, _from_int8),
     "twobit": Coder(_to_two_bits, _from_two_bits),
     "sign": Coder(_to_signs, _from_signs),
     "topk": Coder(_to_largest, _from_largest),
     "adasum": Coder(_to_itself, _from_itself),
 }
-"""How the codes whose bytes are gathered write and read."""
+"""How the codes write and read whose bytes stand for themselves."""
+
+ALONE = tuple(name for name in CODERS if name != "adasum")
+"""The codes whose bytes stand for one gradient, whatever the others are."""
