@@ -1,0 +1,278 @@
+"""A table on the worker: what a module looks up is fetched row by row, and only rows that were looked up are pushed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from counterpoint.errors import DataError
+from counterpoint.server.choices import Rule, Start
+from counterpoint.server.job import Asp, Bsp
+from counterpoint.server.session import Pending, Pulls, Pushes, Session, Versions
+from counterpoint.server.working.rhythm import Moment
+from counterpoint.server.working.rows import Distinct, distinct, merged, require_plain
+from counterpoint.server.working.weights import UNDER_WAY
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """How a table is kept.
+
+    Args:
+        start: how rows begin that nobody has pushed; the module's own weight is not looked at.
+        rule: what a push does to rows; that of the optimizer, if not given.
+        indices: from the inputs of the model to what will be looked up, for fetching ahead; found out, if not given,
+            where an input itself is looked up.
+    """
+
+    start: Start
+    rule: Rule | None = None
+    indices: Callable[..., Tensor] | None = None
+
+
+@dataclass(slots=True)
+class Touch:
+    """Rows that have been looked up.
+
+    Attributes:
+        rows: their numbers, ascending.
+        leaf: what they were, and zeros behind them where the padding row was among them.
+        is_complete: whether their gradient has come.
+    """
+
+    rows: Tensor
+    leaf: Tensor
+    is_complete: bool = False
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Rows that are fetched before they are looked up.
+
+    Attributes:
+        wanted: what will be looked up.
+        parts: places among the rows (None for all), and the answers under way.
+        late: places of rows to be asked for after the push that is still to come.
+    """
+
+    wanted: Distinct
+    parts: list[tuple[Tensor | None, Pending[Pulls]]]
+    late: Tensor | None = None
+
+
+class Lookups:
+    """A table's modules, and what they have looked up.
+
+    Args:
+        session: the way to the servers.
+        key: the table's name.
+        modules: of torch, which share it.
+        rule: what a push does to rows.
+        table: how rows begin.
+        moment: what is being computed, kept up to date by whoever computes.
+    """
+
+    def __init__(
+        self, session: Session, key: str, modules: Sequence[nn.Module], rule: Rule, table: Table, moment: Moment
+    ) -> None:
+        self.session, self.key, self.modules, self.table, self.moment = session, key, modules, table, moment
+        first = modules[0]
+        require_plain(key, first)
+        self.num_rows, self.width = int(first.num_embeddings), int(first.embedding_dim)  # type: ignore[arg-type]
+        self.padding: int | None = first.padding_idx  # type: ignore[assignment]
+        self.dtype: torch.dtype = first.get_parameter("weight").dtype
+        session.init_rows(key, self.num_rows, self.width, self.dtype, rule, table.start)
+        self.touches: list[Touch] = []
+        self.read: Versions = ()
+        self.is_pushed = False
+        self.field: int | None = None
+        self._ahead: Ahead | None = None
+        self._inputs: Sequence[Tensor] = ()
+        self._accrued: list[tuple[Tensor, Tensor]] = []
+        self._pushing: deque[Pending[Pushes]] = deque()
+        for module in modules:
+            if isinstance(module, nn.EmbeddingBag):
+                module.forward = partial(self.look_up_bags, module)  # type: ignore[method-assign]
+            elif isinstance(module, nn.Embedding):
+                module.forward = partial(self.look_up, module)  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        """The modules are torch's own again."""
+        for module in self.modules:
+            del module.forward
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """A minibatch begins."""
+        self.touches, self._inputs = [], inputs
+        self.is_pushed = False
+
+    def look_up(self, module: nn.Embedding, indices: Tensor) -> Tensor:
+        """Return rows, as the module would."""
+        leaf, wanted, padding = self._fetch(indices)
+        return F.embedding(wanted.places, leaf, padding, scale_grad_by_freq=module.scale_grad_by_freq)
+
+    def look_up_bags(
+        self,
+        module: nn.EmbeddingBag,
+        indices: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return what bags of rows come to, as the module would."""
+        leaf, wanted, padding = self._fetch(indices)
+        return F.embedding_bag(
+            wanted.places,
+            leaf,
+            offsets,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            mode=module.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=padding,
+        )
+
+    def _fetch(self, indices: Tensor) -> tuple[Tensor, Distinct, int | None]:
+        """Return what is looked up as a tensor that gets a gradient, and where in it."""
+        if self.field is None:
+            found = [at for at, one in enumerate(self._inputs) if one is indices]
+            self.field = found[0] if found else None
+        ahead = self._ahead
+        wanted = (
+            ahead.wanted
+            if ahead and ahead.wanted.indices is indices
+            else distinct(self.key, indices, self.num_rows, self.padding)
+        )
+        padding = len(wanted.rows) if wanted.has_padding else None
+        known = next((touch for touch in self.touches if torch.equal(touch.rows, wanted.rows)), None)
+        if known is not None and len(known.leaf) == len(wanted.rows) + wanted.has_padding:
+            return known.leaf, wanted, padding
+        values = self._values(wanted.rows)
+        leaf = torch.cat([values, values.new_zeros(1, self.width)]) if wanted.has_padding else values
+        if self.moment.is_open:
+            if self.is_pushed:
+                raise DataError(
+                    f"{self.key} was looked up after its gradient had been pushed; a forward that is computed again "
+                    "in the backward must look up the same rows"
+                )
+            leaf.requires_grad_()
+            touch = Touch(wanted.rows, leaf)
+            self.touches.append(touch)
+            leaf.register_post_accumulate_grad_hook(lambda _: self._note(touch))  # type: ignore[no-untyped-call]
+        return leaf, wanted, padding
+
+    def _values(self, rows: Tensor) -> Tensor:
+        ahead = self._ahead
+        if ahead is None or not torch.equal(ahead.wanted.rows, rows):
+            return self._saw(self.session.pull(self.key, rows=rows, least=self.moment.step).wait())
+        self._ahead = None
+        self._ask_late(ahead)
+        if len(ahead.parts) == 1 and ahead.parts[0][0] is None:
+            return self._saw(ahead.parts[0][1].wait())
+        values = torch.empty(len(rows), self.width, dtype=self.dtype)
+        for places, pending in ahead.parts:
+            values[places] = self._saw(pending.wait())
+        return values
+
+    def _saw(self, pulls: Pulls) -> Tensor:
+        if self.moment.is_open:
+            versions = pulls.versions
+            self.read = tuple(map(min, self.read, versions)) if self.read else versions
+        return pulls.values
+
+    def expect(self, inputs: Sequence[Tensor], *, following: int) -> None:
+        """What the next minibatch will look up is on its way, if that is known.
+
+        Rows that this worker is about to push are asked for behind that push, so that nothing changes but the time.
+
+        Args:
+            inputs: of the next minibatch.
+            following: the step that it belongs to; 0 where there are no steps.
+        """
+        if self.table.indices is not None:
+            indices = self.table.indices(*inputs)
+        elif self.field is not None and self.field < len(inputs):
+            indices = inputs[self.field]
+        else:
+            return
+        wanted = distinct(self.key, indices, self.num_rows, self.padding)
+        ahead = self._ahead = Ahead(wanted, [])
+        if not self.moment.is_last or isinstance(self.session.job.consistency, Bsp):
+            ahead.parts.append((None, self.session.pull(self.key, rows=wanted.rows, least=following)))
+        elif isinstance(self.session.job.consistency, Asp):
+            touched = torch.isin(wanted.rows, torch.cat(self._touched()))
+            early, ahead.late = (~touched).nonzero().view(-1), touched.nonzero().view(-1)
+            ahead.parts.append((early, self.session.pull(self.key, rows=wanted.rows[early])))
+        else:
+            ahead.late = torch.arange(len(wanted.rows))
+
+    def _touched(self) -> list[Tensor]:
+        return [torch.empty(0, dtype=torch.int64), *(touch.rows for touch in self.touches),
+                *(rows for rows, _ in self._accrued)]  # fmt: skip
+
+    def _ask_late(self, ahead: Ahead | None) -> None:
+        if ahead is not None and ahead.late is not None:
+            late, ahead.late = ahead.late, None
+            ahead.parts.append((late, self.session.pull(self.key, rows=ahead.wanted.rows[late])))
+
+    def _note(self, touch: Touch) -> None:
+        touch.is_complete = True
+        if self.moment.is_open and self.moment.is_last and all(one.is_complete for one in self.touches):
+            self.complete()
+
+    def complete(self) -> None:
+        """The gradient of this minibatch is here: it is added to the portion's, and pushed with the last one."""
+        if self.is_pushed:
+            return
+        for touch in self.touches:
+            if touch.leaf.grad is not None:
+                self._accrued.append((touch.rows, touch.leaf.grad[: len(touch.rows)]))
+                touch.leaf.grad = None
+        if self.moment.is_last:
+            self.push()
+            self.is_pushed = True
+        else:
+            self.touches = []
+
+    def push(self) -> None:
+        """The rows that a portion has looked up are on their way; under asp only if there are any."""
+        rows, values = merged(self._accrued, self.width, self.dtype)
+        read, self._accrued, self.read = self.read, [], ()
+        consistency = self.session.job.consistency
+        if len(rows) or not isinstance(consistency, Asp):
+            if isinstance(consistency, Bsp):
+                read = read or (self.moment.step,) * self.session.job.num_shards
+            while len(self._pushing) >= UNDER_WAY:
+                self._pushing.popleft().wait()
+            pushed = self.session.push(self.key, values, portion=self.moment.portion, read=read or None, rows=rows)
+            self._pushing.append(pushed)
+        self._ask_late(self._ahead)
+
+    def drop(self) -> None:
+        """Nothing is left of a portion that was begun."""
+        self._accrued, self.read, self._ahead = [], (), None
+        self.begin(())
+
+    def forget(self) -> None:
+        """What was fetched ahead is too old to be used."""
+        self._ahead = None
+
+    def settle(self) -> None:
+        """Every push has been answered."""
+        while self._pushing:
+            self._pushing.popleft().wait()
+
+    def whole(self, at_once: int = 1 << 16) -> Tensor:
+        """Return all rows as they are now, ``(num_rows, width)``; zeros for the padding row."""
+        found = torch.empty(self.num_rows, self.width, dtype=self.dtype)
+        for low in range(0, self.num_rows, at_once):
+            rows = torch.arange(low, min(low + at_once, self.num_rows))
+            found[rows] = self.session.pull(self.key, rows=rows).wait().values
+        if self.padding is not None:
+            found[self.padding] = 0
+        return found

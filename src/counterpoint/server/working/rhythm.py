@@ -1,0 +1,79 @@
+"""How often a worker pushes and fetches, and what it is computing just now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from counterpoint.errors import PlanError
+from counterpoint.server.job import Asp, Bsp, Consistency
+from counterpoint.server.messages import NO_PORTION
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """How often a worker pushes and fetches, counted in minibatches.
+
+    Args:
+        push_every: a portion is so many minibatches, whose gradients are added up on the worker and pushed as one.
+        fetch_every: weights are fetched anew after so many minibatches; rows of tables for every one.
+        local_lr: between two fetches the worker moves its own weights by so much of each minibatch's gradient.
+
+    Source:
+        Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, appendix: Downpour SGD, whose names for these are
+        n_push, n_fetch and alpha.
+    """
+
+    push_every: int = 1
+    fetch_every: int = 1
+    local_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.push_every, self.fetch_every) < 1 or not self.local_lr >= 0:
+            raise PlanError(f"{self} has a number below what it can be; give 1 or more, and a rate of 0 or more")
+
+    def require_fit(self, consistency: Consistency) -> None:
+        """Check that a job can be worked on in this rhythm.
+
+        Raises:
+            PlanError: its servers would refuse what was computed from weights so old.
+        """
+        is_plain = self.fetch_every == 1 and self.local_lr == 0
+        if not is_plain and not isinstance(consistency, Asp):
+            raise PlanError(
+                f"{self} computes from weights of before, which {consistency} does not count; give Asp(), or "
+                "fetch_every=1 and local_lr=0"
+            )
+
+
+@dataclass(slots=True)
+class Moment:
+    """What is being computed.
+
+    Attributes:
+        portion: of the whole run.
+        step: that it belongs to; 0 where there are no steps.
+        following: the step after it; 0 where there are no steps.
+        is_last: whether this is the portion's last minibatch, after which its gradient is pushed.
+        fetches: whether the next minibatch is computed from newer weights.
+        is_open: whether gradients that are made now are the portion's.
+    """
+
+    portion: int = NO_PORTION
+    step: int = 0
+    following: int = 0
+    is_last: bool = True
+    fetches: bool = True
+    is_open: bool = False
+
+
+def step_of(consistency: Consistency, portion: int) -> tuple[int, int]:
+    """Return the step that a portion of the run belongs to, and the one after it; 0 and 0 where there are no steps.
+
+    Example:
+        >>> step_of(Bsp(4), 9)
+        (2, 3)
+    """
+    if not isinstance(consistency, Bsp):
+        return 0, 0
+    step = portion // consistency.portions
+    return step, step + 1

@@ -1,0 +1,92 @@
+"""Rows of a table as modules look them up and as servers count them: each once, ascending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from counterpoint.errors import DataError, PlanError
+
+
+@dataclass(slots=True)
+class Distinct:
+    """What is looked up, each row once.
+
+    Attributes:
+        indices: as they were given.
+        rows: those to be fetched, ascending.
+        places: for each index its place among the rows; that of padding is behind them.
+        has_padding: whether the padding row is looked up.
+    """
+
+    indices: Tensor
+    rows: Tensor
+    places: Tensor
+    has_padding: bool
+
+
+def distinct(key: str, indices: Tensor, num_rows: int, padding: int | None) -> Distinct:
+    """Return each row of what is looked up once.
+
+    Args:
+        key: the table.
+        indices: what is looked up.
+        num_rows: of the table.
+        padding: the row that stands for nothing.
+
+    Raises:
+        DataError: there is no such row.
+
+    Example:
+        >>> found = distinct("table", torch.tensor([7, 0, 3, 7]), 10, 0)
+        >>> found.rows.tolist(), found.places.tolist()
+        ([3, 7], [1, 2, 0, 1])
+    """
+    rows, places = torch.unique(indices, return_inverse=True)
+    rows = rows.to(torch.int64)
+    if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < num_rows):
+        raise DataError(f"rows {int(rows[0])} to {int(rows[-1])} of {key} are looked up, which has {num_rows}")
+    at = len(rows) if padding is None else int(torch.searchsorted(rows, padding))
+    if at == len(rows) or int(rows[at]) != padding:
+        return Distinct(indices, rows, places, has_padding=False)
+    places = torch.where(places == at, len(rows) - 1, places - (places > at).to(places.dtype))
+    return Distinct(indices, torch.cat([rows[:at], rows[at + 1 :]]), places, has_padding=True)
+
+
+def merged(found: Sequence[tuple[Tensor, Tensor]], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the sum of gradients of rows, each row once and ascending.
+
+    Example:
+        >>> both = [(torch.tensor([1, 4]), torch.ones(2, 1)), (torch.tensor([0, 4]), torch.ones(2, 1))]
+        >>> merged(both, 1, torch.float32)
+        (tensor([0, 1, 4]), tensor([[1.],
+                [1.],
+                [2.]]))
+    """
+    if len(found) == 1:
+        return found[0]
+    rows = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, _ in found)])
+    rows, places = torch.unique(rows, return_inverse=True)
+    total = torch.zeros(len(rows), width, dtype=dtype)
+    if found:
+        total.index_add_(0, places, torch.cat([values for _, values in found]))
+    return rows, total
+
+
+def require_plain(key: str, module: Any) -> None:  # noqa: ANN401 - checked
+    """Check that rows of a module can be kept elsewhere.
+
+    Raises:
+        PlanError: they cannot.
+    """
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        raise PlanError(
+            f"{key} is a weight of {type(module).__name__}, of which rows are not looked up; only nn.Embedding and "
+            "nn.EmbeddingBag can be tables"
+        )
+    if module.max_norm is not None:
+        raise PlanError(f"{key} has max_norm={module.max_norm}, which changes rows as they are read; leave it out")

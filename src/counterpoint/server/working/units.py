@@ -1,0 +1,137 @@
+"""Which keys a module has: one for each module that has parameters of its own, one for each table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from counterpoint.errors import PlanError
+from counterpoint.server.choices import Rule, Sgd
+from counterpoint.server.working.rows import require_plain
+from counterpoint.server.working.weights import Named
+
+FROZEN = Sgd(0.0)
+"""The rule of what is never pushed."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """A key, and which modules have its parameters.
+
+    Attributes:
+        key: names of its parameters.
+        parts: these, in order.
+        rule: what a push does to them.
+        is_trained: whether there are any.
+        owners: paths of the modules that have one of them.
+    """
+
+    key: str
+    parts: list[Named]
+    rule: Rule
+    is_trained: bool
+    owners: set[str] = field(default_factory=set)
+
+
+def dense_units(model: nn.Module, rules: Mapping[str, Rule], *, leave: Iterable[str]) -> list[Unit]:
+    """Return the keys of all parameters but some.
+
+    Args:
+        model: whose.
+        rules: of the parameters that are trained, by name.
+        leave: names of those that are kept otherwise.
+
+    Raises:
+        PlanError: a parameter is not on the CPU.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
+        >>> rules = dict.fromkeys([name for name, _ in model.named_parameters()], Sgd(0.1))
+        >>> [unit.key for unit in dense_units(model, rules, leave=())]
+        ['0.weight+bias', '2.weight']
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    left = {model.get_parameter(name) for name in leave}
+    found: dict[nn.Parameter, Unit] = {}
+    units: list[Unit] = []
+    for path, module in model.named_modules():
+        groups: dict[tuple[Rule, bool, torch.dtype], Unit] = {}
+        for parameter in module.parameters(recurse=False):
+            if parameter in left:
+                continue
+            if parameter in found:
+                found[parameter].owners.add(path)
+                continue
+            require_here(names[parameter], parameter)
+            rule = rules.get(names[parameter], FROZEN)
+            is_trained = names[parameter] in rules and parameter.requires_grad
+            unit = groups.setdefault((rule, is_trained, parameter.dtype), Unit("", [], rule, is_trained, {path}))
+            unit.parts.append(Named(names[parameter], parameter))
+            found[parameter] = unit
+        units += groups.values()
+    for unit in units:
+        first, *others = [part.name for part in unit.parts]
+        unit.key = "+".join([first, *(name.rpartition(".")[2] for name in others)])
+    return units
+
+
+def require_here(name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter has memory that servers can fill.
+
+    Raises:
+        PlanError: it has not.
+    """
+    if parameter.device.type != "cpu":
+        raise PlanError(f"{name} is on {parameter.device}, but workers of servers compute on the CPU; move it there")
+
+
+def modules_of_tables(model: nn.Module, tables: Iterable[str]) -> dict[str, list[nn.Module]]:
+    """Return the modules of each table.
+
+    Args:
+        model: whose.
+        tables: names of weights.
+
+    Raises:
+        PlanError: there is no such weight, it is used by something else, or one that asks for sparse gradients is no
+            table.
+    """
+    wanted = list(tables)
+    known = dict(model.named_parameters())
+    for name in wanted:
+        if name not in known:
+            near = [found for found in known if found.startswith(name)] or list(known)
+            raise PlanError(f"there is no weight {name!r} to be a table; the model has {', '.join(near[:5])}")
+    found: dict[str, list[nn.Module]] = {name: [] for name in wanted}
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            names = [name for name in wanted if known[name] is parameter]
+            if names:
+                require_plain(names[0], module)
+                found[names[0]].append(module)
+            elif getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                name = f"{path}.{own}" if path else own
+                raise PlanError(
+                    f"{name} asks for sparse gradients, so its rows lie on the servers, where they begin when they are "
+                    f"first looked up; say how, as tables={{'{name}': Normal(0, 1)}}, or take sparse=False to have the "
+                    "whole weight on every worker"
+                )
+    return found
+
+
+def require_kept_buffers(model: nn.Module) -> None:
+    """Check that a module has nothing that is trained but is no parameter.
+
+    Raises:
+        PlanError: it has running statistics.
+    """
+    kinds = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 - what all that keep running statistics have in common
+    for path, module in model.named_modules():
+        if isinstance(module, kinds) and module.track_running_stats:
+            raise PlanError(
+                f"{path} keeps running statistics, which servers do not: each worker would have its own; say "
+                "buffers='own' to have it so, or take track_running_stats=False, or a GroupNorm"
+            )

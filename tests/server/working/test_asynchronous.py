@@ -1,0 +1,84 @@
+"""Workers that wait for nobody equal their references, from what they read to what they push."""
+
+from functools import partial
+
+import pytest
+import torch.nn.functional as F
+from torch import optim
+
+from counterpoint.errors import PlanError
+from counterpoint.server.job import Asp, Bsp, Ssp
+from counterpoint.server.shard import replay
+from counterpoint.server.working.rhythm import Rhythm
+from tests.references.downpour import downpour
+from tests.server.working.crews import SGD, Crew, bags, distance, mlp, numbers, portions_of, words
+from tests.server.working.test_same import START
+
+ADAGRAD = partial(optim.Adagrad, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("n_push", "n_fetch", "alpha"), [(1, 1, 0.0), (3, 1, 0.0), (1, 3, 0.0), (2, 3, 0.2), (3, 2, 0.2)]
+)
+def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha):
+    data = numbers(24)
+    portions = portions_of(data, Asp(), batch_size=2, minibatches=n_push)
+    crew = Crew(portions, epochs=1)
+    crew.join("a", mlp(), ADAGRAD, rhythm=Rhythm(n_push, n_fetch, alpha))
+    crew.take_turns()
+    pieces = [one for number in range(portions.num_portions) for one in portions.read(0, number)]
+    options = {"n_push": n_push, "n_fetch": n_fetch, "alpha": alpha, "loss": F.cross_entropy, "optimizer": ADAGRAD}
+    expected = downpour(mlp(), [one.fields for one in pieces], **options)
+    assert distance(crew.model(), expected) < 1e-12
+
+
+@pytest.mark.parametrize("consistency", [Asp(), Ssp(0), Ssp(2), Bsp(3)], ids=str)
+def test_the_journal_says_what_became_of_the_weights(consistency):
+    crew = Crew(portions_of(words(30), consistency, batch_size=6), task_portions=1 if consistency == Bsp(3) else 2)
+    for name in "abc":
+        crew.join(name, bags(), ADAGRAD, tables={"0.weight": START})
+    crew.take_turns()
+    for index in range(2):
+        entries = [entry for _, entry in sorted(crew.job.journals[index].items())]
+        again = replay(crew.job.job, index, entries)
+        assert again.digest() == crew.job.node(f"server-{index}").holdings[index].shard.digest()
+
+
+def test_every_portion_counts_once_whoever_comes_and_goes():
+    crew = Crew(portions_of(numbers(40), Asp(), batch_size=4), task_portions=2)
+    crew.join("a", mlp())
+    crew.take_turns(3)
+    crew.join("b", mlp())
+    crew.take_turns(1)
+    crew.gone.add("a")
+    crew.take_turns()
+    shards = [crew.job.node(f"server-{index}").holdings[index].shard for index in range(2)]
+    counted = [key.tally.portions.bounds for shard in shards for key in shard.keys.values()]
+    assert counted == [[0, 20], [0, 20]]
+
+
+def test_a_worker_that_is_slow_holds_the_others_no_further_back_than_agreed():
+    crew = Crew(portions_of(numbers(40), Ssp(1), batch_size=4))
+    crew.join("a", mlp())
+    crew.join("b", mlp())
+    crew.take_turns()
+    assert sorted(crew.trained) == list(range(20))
+
+
+def test_weights_of_before_are_for_asynchronous_jobs_only():
+    crew = Crew(portions_of(numbers(), Ssp(1)))
+    with pytest.raises(PlanError, match="computes from weights of before"):
+        crew.join("a", mlp(), rhythm=Rhythm(fetch_every=2))
+
+
+def test_one_push_for_several_minibatches_is_the_sum_of_their_gradients():
+    data = numbers(8)
+    crew = Crew(portions_of(data, Asp(), batch_size=4, minibatches=2), epochs=1)
+    crew.join("a", mlp(), rhythm=Rhythm(push_every=2))
+    crew.take_turns()
+    expected, updates = mlp(), SGD
+    updates = SGD(expected.parameters())
+    for one in crew.portions.read(0, 0):
+        F.cross_entropy(expected(one.fields[0]), one.fields[1]).backward()
+    updates.step()
+    assert distance(crew.model(), expected) < 1e-12

@@ -1,0 +1,161 @@
+"""What travels: rows that were looked up and no others, and what a code leaves of a gradient."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from counterpoint.errors import DataError, PlanError
+from counterpoint.server.choices import Constant, Sgd, Uniform
+from counterpoint.server.job import Asp, Bsp
+from counterpoint.server.messages import Push
+from counterpoint.server.shard import plain
+from counterpoint.server.working.lookups import Table
+from tests.server.working.crews import Crew, bags, distance, mlp, numbers, portions_of, seeded, words
+
+START = Uniform(-0.5, 0.5)
+
+
+def pushes(crew, key):
+    return [entry for journal in crew.job.journals.values() for entry in journal.values()
+            if isinstance(entry, Push) and entry.key == key]  # fmt: skip
+
+
+def test_only_rows_that_were_looked_up_are_pushed():
+    data = words(20)
+    crew = Crew(portions_of(data, Asp(), batch_size=2), epochs=1)
+    crew.join("a", bags(), tables={"0.weight": START})
+    crew.take_turns()
+    for portion in range(crew.portions.num_portions):
+        (one,) = crew.portions.read(0, portion)
+        found = [push.rows for push in pushes(crew, "0.weight") if push.portion == portion]
+        assert torch.equal(torch.cat(found).sort().values, one.fields[0].unique())
+
+
+def test_a_table_lies_on_no_worker():
+    crew = Crew(portions_of(words(), Bsp(2)))
+    served = crew.join("a", bags(), tables={"0.weight": START})
+    crew.take_turns(3)
+    assert served.model.get_parameter("0.weight").is_meta
+    assert served.give_back(tables=True).get_parameter("0.weight").shape == (12, 4)
+
+
+def test_a_table_that_two_modules_look_up_is_pushed_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Embedding(12, 2), nn.Embedding(12, 2)
+            self.second.weight = self.first.weight
+
+        def forward(self, rows):
+            return self.first(rows[:, 0]) + self.second(rows[:, 1])
+
+    crew = Crew(portions_of(words(8), Asp(), batch_size=8), epochs=1, num_servers=1)
+    crew.join("a", seeded(Twice), tables={"first.weight": Constant(0.5)})
+    crew.take_turns()
+    (rows,) = [push.rows for push in pushes(crew, "first.weight")]
+    assert torch.equal(rows, words(8).tensors[0][:, :2].unique())
+
+
+def test_the_row_of_padding_never_travels_and_is_zeros():
+    crew = Crew(portions_of(words(), Bsp(2)))
+    served = crew.join("a", bags(padding=4), tables={"0.weight": START})
+    crew.take_turns()
+    assert all(4 not in push.rows for push in pushes(crew, "0.weight"))
+    assert not served.give_back(tables=True).get_parameter("0.weight")[4].any()
+
+
+@pytest.mark.parametrize("code", ["fp16", "int8", "twobit:0.25", "topk:0.1", "sign"])
+def test_a_code_sends_fewer_bytes_and_keeps_the_rest_on_the_worker(code):
+    crew = Crew(portions_of(numbers(80), Asp(), batch_size=4), epochs=4, num_servers=1)
+    served = crew.join("a", mlp(), code=code)
+    crew.take_turns()
+    (push, *_) = pushes(crew, "0.weight+bias")
+    assert push.values.nbytes < 40 * 8
+    assert served.weights[0].residual.any()
+
+
+def test_what_a_code_leaves_out_is_pushed_later():
+    crew = Crew(portions_of(numbers(40), Asp(), batch_size=4), epochs=1, num_servers=1)
+    frozen = {"optimizer": lambda parameters: optim.SGD(parameters, lr=0.0)}
+    coded = crew.join("a", mlp(), code="topk:0.2", **frozen)
+    crew.take_turns()
+    exact = Crew(portions_of(numbers(40), Asp(), batch_size=4), epochs=1, num_servers=1)
+    exact.join("a", mlp(), **frozen)
+    exact.take_turns()
+    shard = crew.job.node("server-0").holdings[0].shard
+    sent = sum(of_code(push, shard) for push in pushes(crew, "0.weight+bias"))
+    whole = sum(push.values for push in pushes(exact, "0.weight+bias"))
+    assert float((sent + coded.weights[0].residual - whole).abs().max()) < 1e-12
+
+
+def of_code(push, shard):
+    return plain(push, shard.keys[push.key].spec).values
+
+
+REFUSED = [
+    (optim.AdamW, "give Adam with weight_decay=0"),
+    (lambda parameters: optim.Adam(parameters, amsgrad=True), "amsgrad=True; leave it out"),
+    (lambda parameters: optim.SGD(parameters, lr=0.1, maximize=True), "maximize=True; leave it out"),
+    (optim.RMSprop, "torch.optim.SGD, Adagrad and Adam"),
+    (optim.Adam, "give SparseAdam, Adagrad or SGD without momentum"),
+    (lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9), "Table\\(rule=...\\)"),
+    (optim.SparseAdam, "1.weight, which is no table"),
+    (3, "neither an optimizer nor a way to make one"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "told"), REFUSED, ids=[told for _, told in REFUSED])
+def test_an_optimizer_that_servers_do_not_know_is_refused_with_a_remedy(optimizer, told):
+    crew = Crew(portions_of(words(), Asp()))
+    with pytest.raises(PlanError, match=told):
+        crew.join("a", bags(), optimizer, tables={"0.weight": START})
+
+
+def test_a_table_may_have_a_rule_of_its_own():
+    crew = Crew(portions_of(words(), Asp()))
+    served = crew.join("a", bags(), optim.Adam, tables={"0.weight": Table(START, Sgd(0.1, momentum=0.9))})
+    assert served.rules["0.weight"] == Sgd(0.1, momentum=0.9)
+
+
+def test_sparse_gradients_ask_for_a_table():
+    crew = Crew(portions_of(words(), Asp()))
+    with pytest.raises(PlanError, match=r"tables={'0.weight': Normal\(0, 1\)}"):
+        crew.join("a", nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (bags(), {"tables": {"0.wait": START}}, "there is no weight '0.wait'"),
+        (mlp(), {"tables": {"0.weight": START}}, "a weight of Linear"),
+        (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), {}, "buffers='own'"),
+        (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {"tables": {"0.weight": START}}, "max_norm=1.0"),
+        (nn.Linear(4, 2, device="meta"), {}, "on meta, but workers of servers compute on the CPU"),
+        (mlp(), {"code": "powersgd:1"}, "counts pushes one by one"),
+        (mlp(), {"code": "zip"}, "there is no code 'zip'"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused(model, options, told):
+    crew = Crew(portions_of(words(), Asp()))
+    with pytest.raises(PlanError, match=told):
+        crew.join("a", model, **options)
+
+
+def test_a_row_that_is_not_there_is_an_error_of_the_data():
+    crew = Crew(portions_of(words(), Asp()))
+    served = crew.join("a", nn.Sequential(nn.Embedding(5, 2)).double(), tables={"0.weight": START})
+    with (
+        served.reading() as model,
+        pytest.raises(DataError, match=r"rows 0 to 9 of 0\.weight are looked up, which has 5"),
+    ):
+        model(torch.tensor([0, 9]))
+
+
+def test_weights_that_nobody_trains_are_the_first_worker_s():
+    crew = Crew(portions_of(numbers(), Asp()))
+    models = [nn.Linear(4, 2).double(), nn.Linear(4, 2).double()]
+    for name, model in zip("ab", models, strict=True):
+        model.weight.requires_grad_(requires_grad=False)
+        crew.join(name, model)
+    assert distance(*models) > 0  # the biases have not been fetched yet
+    assert torch.equal(models[0].weight, models[1].weight)
