@@ -31,6 +31,7 @@ MESSAGES: list[Message] = [
     messages.Init(ORIGIN, 0, TABLE),
     PUSH,
     messages.Push(ORIGIN, 0, "weight", -1, 3, torch.ones(4)),
+    messages.Push(ORIGIN, 0, "weight", 5, 3, torch.zeros(1, dtype=torch.uint8), None, "twobit:0.5"),
     messages.Pull(ORIGIN, 0, "table", 8, 0, ROWS),
     messages.Pull(ORIGIN, 0, "weight", 9, 2),
     messages.Enter(ORIGIN, 0),

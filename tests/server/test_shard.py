@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from counterpoint.errors import ProtocolError
 from counterpoint.server.choices import Aggregate, Sgd
 from counterpoint.server.job import Asp, Bsp, Job
 from counterpoint.server.messages import Done, Init, Member, Members, Origin, Pull, Push, Pushed, Refused, Spec
@@ -30,7 +31,13 @@ def shard(consistency=None, **more):
     return replay(Job("job", consistency or Asp(), **more), 0, [MEMBERS, init()])
 
 
+def coded(code, written):
+    return Push(origin(1), 0, "weight", -1, 0, torch.tensor(written, dtype=torch.uint8), None, code)
+
+
 WRONG = {
+    "too few bytes": (coded("int8", [1, 2]), "2 bytes of int8 pushed to weight, which takes 10"),
+    "a place that is not there": (coded("topk:0.5", [9, 0, 0, 0, *[0] * 8]), "bytes pushed to weight that topk:0.5"),
     "an unknown key": (push(1, key="wieght"), "there is no key 'wieght'"),
     "a wrong shape": (push(1, values=(1.0,)), r"\(1,\) pushed to weight, which is \(2,\)"),
     "a wrong dtype": (push(1, dtype=torch.float32), "float32 pushed to weight, which is float64"),
@@ -51,6 +58,18 @@ def test_a_request_that_cannot_be_meant_changes_no_number(name):
     assert re.search(found, answer.text)
     assert torch.equal(one.keys["weight"].table.read(None), before[0])
     assert one.keys["weight"].tally.counts == before[1]
+
+
+def test_a_push_in_a_code_counts_what_its_bytes_say():
+    one = shard()
+    one.apply(coded("twobit:0.5", [0b1001]))
+    assert one.keys["weight"].table.read(None).tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("code", ["zip", "powersgd", "adasum", "topk:0", "x" * 999])
+def test_a_code_that_no_push_has_is_no_message(code):
+    with pytest.raises(ProtocolError, match="in the code"):
+        coded(code, [0])
 
 
 def test_asynchronous_keys_need_an_optimizer_on_the_server():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 from counterpoint.server.actions import Action, Send, Write, answer
 from counterpoint.server.book import Book, Life
@@ -39,6 +41,8 @@ from counterpoint.server.messages import Done, Origin, Reason, Refused
 from counterpoint.server.staffing import staffed
 
 LOG = "coordinator"
+MOST_LASTED = 101
+"""Of so many tasks that were done last, it is known how long they took."""
 
 
 class Coordinator:
@@ -55,6 +59,7 @@ class Coordinator:
         self.book = Book(job, lines)
         self._heard = dict.fromkeys(self.book.lives, now)
         self._leased = {task: now for task, _ in self.book.queue.doing.values()}
+        self._lasted_s: deque[float] = deque(maxlen=MOST_LASTED)
         self._asked_at = now
         self._actions: list[Action] = []
 
@@ -179,7 +184,9 @@ class Coordinator:
             case Lease():
                 self._give(origin, now)
             case Report():
-                self._leased.pop(message.task, None)
+                since = self._leased.pop(message.task, None)
+                if since is not None and message.outcome == "done":
+                    self._lasted_s.append(now - since)
                 self._decide(
                     Ended(origin.member, origin.sequence, message.task, message.outcome, message.version, message.text)
                 )
@@ -198,12 +205,27 @@ class Coordinator:
             self._refuse(origin, "lost", stopped)
             return
         task = self.book.queue.upcoming(begun_only=self.book.cut is not None)
+        slow = self._slow_task(origin.member, now) if task == "later" else None
+        if slow is not None:
+            self._decide(Overdue(slow))
+            task = self.book.queue.upcoming(begun_only=True)
         if task == "later":
             self._refuse(origin, "later", "all tasks that may be begun are being done")
             return
         if isinstance(task, Task):
             self._leased[task] = now
         self._decide(Given(origin.member, origin.sequence, task))
+
+    def _slow_task(self, worker: str, now: float) -> Task | None:
+        """Return the task of another worker that is to be given to this one, too; None where all go on as usual."""
+        if not self.job.budget.backup_after or not self._lasted_s:
+            return None
+        usual_s = max(median(self._lasted_s), self.job.patience.beat_s)
+        others = [
+            (self._leased.get(task, now), task) for task, owner in self.book.queue.doing.values() if owner != worker
+        ]
+        since, slowest = min(others, key=lambda pair: pair[0], default=(now, None))
+        return slowest if now - since > self.job.budget.backup_after * usual_s else None
 
     def _may_leave(self, name: str, now: float) -> bool:
         """Tell whether everything that a server keeps is kept completely by another that is heard."""

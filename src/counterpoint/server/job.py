@@ -79,10 +79,20 @@ class Budget:
     Args:
         failures: what is the task's or the program's fault.
         preemptions: what is not: machines taken away, workers that die or fall silent.
+        backup_after: a task that lasts so many times as long as others did is given to a second worker, too, when
+            nothing else is left to be given; who is done first, counts. 0 for never.
+
+    Source:
+        Backup tasks: Dean and Ghemawat, MapReduce, OSDI 2004; for portions of a gradient: Dean et al., NIPS 2012.
     """
 
     failures: int = 3
     preemptions: int = 1000
+    backup_after: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.failures, self.preemptions) < 0 or not self.backup_after >= 0:
+            raise PlanError(f"{self} has a number below 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from torch.utils.data import TensorDataset
 
 from counterpoint.server.job import Budget, Consistency, Job
 from counterpoint.server.local import LocalJob
+from counterpoint.server.shard import Shard
 from counterpoint.server.working.loop import Ended, Event, Trained, Worker
 from counterpoint.server.working.portions import Portions, sampler_of
 from counterpoint.server.working.served import Served
 
 SGD = partial(torch.optim.SGD, lr=0.3)
 NUM_ROWS = 12
+TWO = Budget(failures=2)
 
 
 def numbers(num_samples: int = 22) -> TensorDataset:
@@ -54,10 +56,12 @@ def portions_of(data: TensorDataset, consistency: Consistency, batch_size: int =
 class Crew:
     """Workers of one job, which take turns: each computes a portion, then the next one does."""
 
-    def __init__(self, portions: Portions, *, epochs: int = 2, task_portions: int = 1, num_servers: int = 2) -> None:
+    def __init__(
+        self, portions: Portions, *, epochs: int = 2, task_portions: int = 1, num_servers: int = 2, budget: Budget = TWO
+    ) -> None:
         self.portions = portions
         work = portions.work(epochs, task_portions=task_portions)
-        job = Job("crew", portions.consistency, num_servers, work, Budget(failures=2))
+        job = Job("crew", portions.consistency, num_servers, work, budget)
         self.job = LocalJob(job, is_journaled=True)
         self.turns: dict[str, Iterator[Event]] = {}
         self.events: list[tuple[str, Event]] = []
@@ -89,6 +93,16 @@ class Crew:
     @property
     def ended(self) -> list[str]:
         return [event.outcome for _, event in self.events if isinstance(event, Ended)]
+
+    @property
+    def failures(self) -> list[str]:
+        return [event.text for _, event in self.events if isinstance(event, Ended) and event.outcome == "failed"]
+
+    def shard(self, index: int) -> Shard:
+        """A shard as its first keeper has it."""
+        shard = self.job.node(f"server-{index}").holdings[index].shard
+        assert shard is not None
+        return shard
 
     def model(self) -> nn.Module:
         """The model as the servers have it, told by a worker that is still there."""

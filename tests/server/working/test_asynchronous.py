@@ -41,7 +41,7 @@ def test_the_journal_says_what_became_of_the_weights(consistency):
     for index in range(2):
         entries = [entry for _, entry in sorted(crew.job.journals[index].items())]
         again = replay(crew.job.job, index, entries)
-        assert again.digest() == crew.job.node(f"server-{index}").holdings[index].shard.digest()
+        assert again.digest() == crew.shard(index).digest()
 
 
 def test_every_portion_counts_once_whoever_comes_and_goes():
@@ -52,7 +52,7 @@ def test_every_portion_counts_once_whoever_comes_and_goes():
     crew.take_turns(1)
     crew.gone.add("a")
     crew.take_turns()
-    shards = [crew.job.node(f"server-{index}").holdings[index].shard for index in range(2)]
+    shards = [crew.shard(index) for index in range(2)]
     counted = [key.tally.portions.bounds for shard in shards for key in shard.keys.values()]
     assert counted == [[0, 20], [0, 20]]
 
@@ -76,7 +76,7 @@ def test_one_push_for_several_minibatches_is_the_sum_of_their_gradients():
     crew = Crew(portions_of(data, Asp(), batch_size=4, minibatches=2), epochs=1)
     crew.join("a", mlp(), rhythm=Rhythm(push_every=2))
     crew.take_turns()
-    expected, updates = mlp(), SGD
+    expected = mlp()
     updates = SGD(expected.parameters())
     for one in crew.portions.read(0, 0):
         F.cross_entropy(expected(one.fields[0]), one.fields[1]).backward()

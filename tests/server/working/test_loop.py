@@ -7,7 +7,7 @@ from torch import nn
 
 from counterpoint.errors import PeerError, PlanError
 from counterpoint.server.job import Asp, Bsp
-from counterpoint.server.working.loop import Ended, Habits, Trained
+from counterpoint.server.working.loop import Habits, Trained
 from tests.server.working.crews import SGD, Crew, distance, mlp, numbers, portions_of, solo
 
 
@@ -29,8 +29,7 @@ def test_a_task_that_fails_is_told_and_done_again():
     crew = Crew(portions_of(data, Bsp(2)))
     crew.join("a", mlp(), loss=Failing(3, 4))
     crew.take_turns()
-    texts = [event.text for _, event in crew.events if isinstance(event, Ended) and event.outcome == "failed"]
-    assert texts == ["RuntimeError: a disk is gone"] * 2
+    assert crew.failures == ["RuntimeError: a disk is gone"] * 2
     assert distance(crew.model(), solo(mlp(), data, crew.portions)) < 1e-12
 
 
@@ -58,8 +57,8 @@ def test_a_loss_that_is_not_finite_fails_the_task():
     crew = Crew(portions_of(numbers(), Asp()))
     crew.join("a", mlp(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets) * torch.nan)
     crew.take_turns(1)
-    (event,) = [event for _, event in crew.events]
-    assert event.text.startswith("DataError: the loss of portion 0 is nan; look at its samples")
+    (text,) = crew.failures
+    assert text.startswith("DataError: the loss of portion 0 is nan; look at its samples")
 
 
 def test_a_loss_that_is_not_finite_may_count_as_zeros():
@@ -82,7 +81,7 @@ def test_a_parameter_without_a_gradient_is_named():
     crew = Crew(portions_of(numbers(), Asp()), epochs=1)
     crew.join("a", Idle().double())
     crew.take_turns(1)
-    assert "idle.weight got no gradient from portion 0" in crew.events[0][1].text
+    assert "idle.weight got no gradient from portion 0" in crew.failures[0]
     crew.gone.add("a")
     crew.join("b", Idle().double(), unused="zero")
     crew.take_turns()

@@ -82,7 +82,7 @@ def test_what_a_code_leaves_out_is_pushed_later():
     exact = Crew(portions_of(numbers(40), Asp(), batch_size=4), epochs=1, num_servers=1)
     exact.join("a", mlp(), **frozen)
     exact.take_turns()
-    shard = crew.job.node("server-0").holdings[0].shard
+    shard = crew.shard(0)
     sent = sum(of_code(push, shard) for push in pushes(crew, "0.weight+bias"))
     whole = sum(push.values for push in pushes(exact, "0.weight+bias"))
     assert float((sent + coded.weights[0].residual - whole).abs().max()) < 1e-12
@@ -155,7 +155,7 @@ def test_weights_that_nobody_trains_are_the_first_worker_s():
     crew = Crew(portions_of(numbers(), Asp()))
     models = [nn.Linear(4, 2).double(), nn.Linear(4, 2).double()]
     for name, model in zip("ab", models, strict=True):
-        model.weight.requires_grad_(requires_grad=False)
+        model.weight.requires_grad = False
         crew.join(name, model)
     assert distance(*models) > 0  # the biases have not been fetched yet
     assert torch.equal(models[0].weight, models[1].weight)

@@ -167,7 +167,7 @@ class Lookups:
         return leaf, wanted, padding
 
     def _values(self, rows: Tensor) -> Tensor:
-        ahead = self._ahead
+        ahead = self._ahead if self.moment.is_open else None
         if ahead is None or not torch.equal(ahead.wanted.rows, rows):
             return self._saw(self.session.pull(self.key, rows=rows, least=self.moment.step).wait())
         self._ahead = None

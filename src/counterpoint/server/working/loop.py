@@ -134,6 +134,7 @@ class Worker:
         self.session = served.session
         self.habits = habits or Habits()
         self.must_go = must_go
+        self.has_left = False
         self._is_in = False
         portions.require_work(self.session.job.work)
         if self.habits.schedule is not None:
@@ -153,6 +154,7 @@ class Worker:
                 continue
             yield from self._carry_out(task)
         self.session.leave()
+        self.has_left = True
 
     def run(self) -> list[Event]:
         """Work until all data is counted or the worker has to go; return what was done."""

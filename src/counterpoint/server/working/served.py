@@ -89,6 +89,7 @@ class Served:
         self._since_fetch = 0
         self._owners = {unit.key: unit.owners for unit in units}
         self._called: list[str] | None = None
+        self._has_learnt = False
         self._is_reading = False
         self._lazy: dict[str, list[Weights]] = {}
         self._eager = list(self.weights)
@@ -128,7 +129,7 @@ class Served:
         """A forward begins: what cannot wait for its own layer is waited for."""
         if not self.moment.is_open or self._is_reading:
             return
-        is_lazy = self.overlap and self._called is not None and self.model.training
+        is_lazy = self._has_learnt and self.model.training
         for one in self._eager if is_lazy else self.weights:
             one.arrive(self.moment)
         if self._called is None:
@@ -139,13 +140,14 @@ class Served:
             return
         for one in self._lazy.get(path, ()):
             one.arrive(self.moment)
-        if not self._lazy and self._called is not None:
+        if not self._has_learnt and self._called is not None:
             self._called.append(path)
 
     def _learn(self) -> None:
         """Weights all of whose modules were called wait for the first of them; the others for the whole model."""
-        if self._lazy or not self._called or not self.overlap:
+        if self._has_learnt or not self._called or not self.overlap:
             return
+        self._has_learnt = True
         called, self._eager = set(self._called), []
         for one in self.weights:
             owners = self._owners[one.key]
