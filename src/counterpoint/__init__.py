@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from counterpoint.strategies.server import Server
     from counterpoint.strategies.tensor import Tensor
     from counterpoint.strategies.zero import Zero
+    from counterpoint.training.elastic import Elastic
     from counterpoint.training.events import Callback, History
     from counterpoint.training.launch import launch
     from counterpoint.training.parallelize import parallelize
@@ -50,6 +51,7 @@ _HOMES = {
     "CounterpointError": "errors",
     "Data": "strategies.data",
     "DataError": "errors",
+    "Elastic": "training.elastic",
     "History": "training.events",
     "LAMB": "optim.lamb",
     "LARS": "optim.lars",
@@ -88,6 +90,7 @@ __all__ = [
     "CounterpointError",
     "Data",
     "DataError",
+    "Elastic",
     "History",
     "LaunchError",
     "ModelSpec",

@@ -1,0 +1,187 @@
+"""Worker processes of this host that elastic jobs share: they go from one job to another as jobs begin and end."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from time import monotonic
+from typing import TypeAlias
+
+from counterpoint.errors import LaunchError
+from counterpoint.server.working.pool import Move, Pool, Want
+
+MustGo: TypeAlias = Callable[[], bool]
+Work: TypeAlias = Callable[[str, str, MustGo], bool]
+"""From a job's name, the worker's and what tells it to go to whether all data of the job is counted."""
+
+GRACE_S = 10.0
+MOST_DEATHS = 3
+
+
+@dataclass(slots=True)
+class Hand:
+    """One worker process and our end of its pipe."""
+
+    process: BaseProcess
+    pipe: Connection
+    num_deaths: int = 0
+
+
+class WorkerPool:
+    """Worker processes, and the jobs that they are at; close it.
+
+    A worker that is wanted elsewhere finishes its minibatch, gives its task back, and joins the other job; the process
+    stays, so nothing is imported or started again. One that dies is started again: ``worker-0.1`` after ``worker-0``.
+
+    Args:
+        num_workers: processes.
+        work: works for a job; its function stands at the top of a file, for every process imports it.
+
+    Raises:
+        LaunchError: a process cannot be started.
+    """
+
+    def __init__(self, num_workers: int, work: Work) -> None:
+        self._work = work
+        self._pool = Pool()
+        self._hands: dict[str, Hand] = {}
+        try:
+            for index in range(num_workers):
+                name = f"worker-{index}"
+                self._hands[name] = Hand(*self._start(name))
+                self._pool.enter(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, name: str) -> tuple[BaseProcess, Connection]:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=obey, args=(self._work, name, theirs), name=name, daemon=True)
+        try:
+            process.start()
+        except Exception as error:
+            ours.close()
+            raise LaunchError(
+                f"{name} could not be started: {type(error).__name__}: {error}; what a pool does is a function at the "
+                "top of a file"
+            ) from error
+        finally:
+            theirs.close()
+        return process, ours
+
+    @property
+    def at(self) -> dict[str, str]:
+        """The job of each worker; empty where it has none."""
+        return dict(self._pool.at)
+
+    def begin(self, want: Want) -> list[Move]:
+        """A job gets workers from now on; returns who goes where."""
+        return self._order(self._pool.begin(want))
+
+    def end(self, job: str) -> list[Move]:
+        """A job gets no workers any more, whether it is complete or not; returns who goes where."""
+        return self._order(self._pool.end(job))
+
+    def _order(self, moves: Iterable[Move]) -> list[Move]:
+        ordered = list(moves)
+        for move in ordered:
+            self._tell(move.worker, move.target)
+        return ordered
+
+    def _tell(self, worker: str, job: str) -> None:
+        with suppress(OSError):  # if it has died, that is seen when it is next listened to
+            self._hands[worker].pipe.send(job)
+
+    def wait(self, deadline_s: float) -> str:
+        """Return the job that is complete next; its workers have gone to the others.
+
+        Args:
+            deadline_s: the longest that this lasts.
+
+        Raises:
+            LaunchError: no job has begun, none is complete in time, or a worker dies again and again.
+        """
+        end_s = monotonic() + deadline_s
+        while self._pool.jobs:
+            sources = {hand.pipe: name for name, hand in self._hands.items()}
+            found = wait(list(sources), max(0.0, end_s - monotonic()))
+            if not found:
+                raise LaunchError(
+                    f"none of the jobs {', '.join(self._pool.jobs)} is complete after {deadline_s:g} s; give more "
+                    "time, or look at what their workers do"
+                )
+            for pipe in found:
+                assert isinstance(pipe, Connection)
+                job = self._hear(sources[pipe])
+                if job in self._pool.jobs:
+                    self.end(job)
+                    return job
+        raise LaunchError("no job has begun that could be complete; call begin(Want(...)) first")
+
+    def _hear(self, name: str) -> str:
+        """Return the job that a worker says is complete; empty where it says nothing of the kind."""
+        hand = self._hands[name]
+        try:
+            job, is_complete = hand.pipe.recv()
+        except (EOFError, OSError):
+            self._replace(name)
+            return ""
+        return str(job) if is_complete else ""
+
+    def _replace(self, name: str) -> None:
+        hand = self._hands[name]
+        hand.process.join(GRACE_S)
+        hand.num_deaths += 1
+        if hand.num_deaths > MOST_DEATHS:
+            raise LaunchError(
+                f"{name} has ended {hand.num_deaths} times, the last time with exit code {hand.process.exitcode} at "
+                f"job {self._pool.at[name] or 'none'}; what it wrote last says why"
+            )
+        hand.pipe.close()
+        hand.process, hand.pipe = self._start(f"{name}.{hand.num_deaths}")  # jobs may not know yet that the other died
+        self._tell(name, self._pool.at[name])
+
+    def close(self) -> None:
+        """No worker process is left."""
+        for name in self._hands:
+            self._tell(name, "")
+        for hand in self._hands.values():
+            hand.pipe.close()
+        for hand in self._hands.values():
+            hand.process.join(GRACE_S)
+            if hand.process.is_alive():
+                hand.process.kill()
+                hand.process.join()
+            hand.process.close()
+        self._hands.clear()
+
+    def __enter__(self) -> WorkerPool:
+        """Use the pool in a ``with`` block, which closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def obey(work: Work, worker: str, orders: Connection) -> None:
+    """Work for one job after the other, as one is told, until nobody is there any more to tell."""
+    with suppress(EOFError, ConnectionError):
+        while True:
+            job = orders.recv()
+            while orders.poll():
+                job = orders.recv()
+            if job:
+                orders.send((job, _outcome(work, job, worker, orders)))
+
+
+def _outcome(work: Work, job: str, worker: str, orders: Connection) -> bool:
+    """Return whether a job is complete; whatever its work raises ends the process, and is told as it ends."""
+    try:
+        return work(job, worker, orders.poll)
+    except (EOFError, ConnectionError) as error:
+        raise LaunchError(f"{worker} failed at job {job}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,54 @@
+"""ElasticDL's options: what they become, and what is refused with a remedy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from counterpoint.compat.elasticdl import elasticdl
+from counterpoint.errors import PlanError
+from counterpoint.server.job import Asp, Bsp, Work
+from counterpoint.server.local import LocalJob
+from tests.server.working.crews import SGD, distance, mlp, numbers
+
+
+def test_synchronous_training_averages_the_gradients_it_waits_for():
+    plan, model, expected = elasticdl(numbers(20), minibatch_size=5, grads_to_wait=2), mlp(), mlp()
+    assert plan.job.consistency == Bsp(2)
+    plan.train(LocalJob(plan.job).join("a"), model, loss=F.cross_entropy, optimizer=SGD)
+    updates = SGD(expected.parameters())
+    for step in range(2):
+        updates.zero_grad()
+        for portion in (2 * step, 2 * step + 1):
+            (one,) = plan.portions.read(0, portion)
+            (F.cross_entropy(expected(one.fields[0]), one.fields[1]) / 2).backward()
+        updates.step()
+    assert distance(model, expected) < 1e-12
+
+
+def test_asynchronous_training_gives_tasks_of_several_minibatches():
+    job = elasticdl(numbers(40), minibatch_size=5, use_async=True, num_minibatches_per_task=3, num_ps_pods=2).job
+    assert (job.consistency, job.num_servers, job.work) == (Asp(), 2, Work(8, 1, 3, 0))
+
+
+def test_a_task_that_fails_is_never_dropped():
+    assert elasticdl(numbers(), minibatch_size=5).job.budget.failures == 3
+    assert elasticdl(numbers(), minibatch_size=5, task_fault_tolerance=False).job.budget.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"lr_staleness_modulation": True}, "which a server's rule does not know"),
+        ({"sync_version_tolerance": 1}, "depends on who was late"),
+        ({"get_model_steps": 2}, "give use_async=True"),
+        ({"max_step": 10}, "here all data counts"),
+        ({"distribution_strategy": "AllreduceStrategy"}, "grads_to_wait"),
+        ({"distribution_strategy": "Local"}, "strategy='solo'"),
+        ({"distribution_strategy": "Horovod"}, "there is no distribution_strategy"),
+        ({"num_epochs": 0}, "num_epochs"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_with_a_remedy(options, told):
+    data = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    with pytest.raises(PlanError, match=told):
+        elasticdl(data, minibatch_size=2, **options)
