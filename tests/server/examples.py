@@ -29,6 +29,7 @@ VIEW = calls.View(7, MEMBERS, (messages.Member("server-0", 1),), (calls.Keepers(
 MESSAGES: list[Message] = [
     messages.Init(ORIGIN, 0, RANGE, torch.arange(4.0)),
     messages.Init(ORIGIN, 0, TABLE),
+    messages.Init(ORIGIN, 0, TABLE, torch.ones(2, 2), ROWS),
     PUSH,
     messages.Push(ORIGIN, 0, "weight", -1, 3, torch.ones(4)),
     messages.Push(ORIGIN, 0, "weight", 5, 3, torch.zeros(1, dtype=torch.uint8), None, "twobit:0.5"),

@@ -90,20 +90,31 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Init:
-    """Make a key, unless it is there as described; a range begins as ``value``, rows by their start."""
+    """Make a key, unless it is there as described; a range begins as ``value``, rows by their start.
+
+    Args:
+        origin: who asks.
+        shard: where.
+        spec: what the key is.
+        value: ``(high - low,)`` for a range, ``(len(rows), width)`` for rows that begin otherwise.
+        rows: the numbers of these, int64, ascending and each once; None for a range, or where there are none.
+    """
 
     origin: Origin
     shard: int
     spec: Spec
     value: Tensor | None = None
+    rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         require_numbers(self.shard)
-        spec, value = self.spec, self.value
-        require((value is None) == (spec.width > 0), f"{spec.key} begins as a tensor if it is a range, and only then")
+        require_rows(self.rows, self.spec.key)
+        spec, value, rows = self.spec, self.value, self.rows
+        has_value = rows is not None if spec.width else rows is None
+        require((value is not None) == has_value, f"{spec.key} begins as a tensor if it is a range, or for given rows")
         if value is not None:
             require(value.dtype == DTYPES[spec.dtype], f"{spec.key} of {spec.dtype} begins as {value.dtype}")
-            expected = (spec.high - spec.low,)
+            expected = (spec.high - spec.low,) if rows is None else (len(rows), spec.width)
             require(tuple(value.shape) == expected, f"{spec.key} of {expected} begins as {tuple(value.shape)}")
 
 

@@ -6,7 +6,7 @@ pulls of many keys are under way together, and a pull sees every push that the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias, TypeVar
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.server.calls import Task, View
-from counterpoint.server.choices import Rule, Start
+from counterpoint.server.choices import Constant, Rule, Start
 from counterpoint.server.job import Job
 from counterpoint.server.messages import NO_PORTION, Outcome
 
@@ -58,6 +58,21 @@ class Pulls:
 
     values: Tensor
     versions: Versions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """How a table begins of which some rows have their values already.
+
+    Attributes:
+        rows: their numbers, int64, ascending and each once.
+        values: ``(len(rows), width)``.
+        others: how all other rows begin.
+    """
+
+    rows: Tensor
+    values: Tensor
+    others: Start = field(default_factory=Constant)
 
 
 class Pending(Protocol[Answer_co]):
@@ -107,7 +122,7 @@ class Session(Protocol):
             PlanError: the key is there otherwise, a server is full, or a job that is not bsp needs an optimizer.
         """
 
-    def init_rows(self, key: str, rows: int, width: int, dtype: torch.dtype, rule: Rule, start: Start) -> None:
+    def init_rows(self, key: str, rows: int, width: int, dtype: torch.dtype, rule: Rule, start: Start | Given) -> None:
         """The table of rows exists; its rows begin when they are first asked for.
 
         Args:
@@ -116,10 +131,11 @@ class Session(Protocol):
             width: numbers of one.
             dtype: of these.
             rule: what a push does to the rows that it names.
-            start: how a row begins.
+            start: how a row begins; given rows count where this session is the first to make the table.
 
         Raises:
-            PlanError: the key is there otherwise.
+            PlanError: the key is there otherwise, or rows are given under a momentum with dampening.
+            DataError: a number of a given row is not finite.
         """
 
     def push(

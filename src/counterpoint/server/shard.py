@@ -14,7 +14,7 @@ from torch import Tensor
 from counterpoint.errors import ProtocolError
 from counterpoint.fabric.coding import decoded
 from counterpoint.program.codes import find_code
-from counterpoint.server.choices import Aggregate, require, unmeant
+from counterpoint.server.choices import Aggregate, Sgd, require, unmeant
 from counterpoint.server.form import to_plain
 from counterpoint.server.job import Bsp, Job
 from counterpoint.server.messages import (
@@ -33,6 +33,7 @@ from counterpoint.server.messages import (
     Rest,
     Spec,
 )
+from counterpoint.server.rules import first_parts
 from counterpoint.server.states import Change, Entry, Held, KeyState, Session, ShardState
 from counterpoint.server.tables import Range, Rows
 from counterpoint.server.tally import Tally
@@ -187,12 +188,20 @@ class Shard:
             is_bsp = isinstance(self.job.consistency, Bsp)
             mode = type(self.job.consistency).__name__.lower()
             require(is_bsp, f"{spec.key} without an optimizer on the server, which {mode} needs; give it a rule")
-        table = self._table(spec, () if entry.value is None else (entry.value,), None)
+        table = self._first_table(entry)
         self._require_room(table.num_bytes, spec.key)
         tally = Tally(self.job.consistency)
         for worker in sorted(self.entered):
             tally.enter(worker)
         self.keys[spec.key] = Key(spec, table, tally)
+
+    def _first_table(self, entry: Init) -> Range | Rows:
+        spec, value, rows = entry.spec, entry.value, entry.rows
+        if value is None or rows is None:
+            return self._table(spec, () if value is None else (value,), None)
+        self._table(spec, (), None).check(value, rows)
+        require(not (isinstance(spec.rule, Sgd) and spec.rule.dampening), f"given rows of {spec.key} under dampening")
+        return self._table(spec, (value, *first_parts(spec.rule, value)), rows)
 
     def _push(self, worker: str, push: Push) -> Pushed:
         key = self._known(push.key)

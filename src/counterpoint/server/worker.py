@@ -36,7 +36,7 @@ from counterpoint.server.messages import (
 )
 from counterpoint.server.placement import home
 from counterpoint.server.presence import Presence
-from counterpoint.server.session import Later, Pulls, Pushes, Versions
+from counterpoint.server.session import Given, Later, Pulls, Pushes, Versions
 from counterpoint.server.states import Change
 
 Result = TypeVar("Result")
@@ -121,7 +121,7 @@ class WorkerSession:
         dense = Dense(key, tuple(value.shape), value.dtype, home(key, value.numel(), self.job.num_shards))
         self._make(dense, list(dense.specs(rule)), [part.values.clone() for part in dense.parts(value, None)])
 
-    def init_rows(self, key: str, rows: int, width: int, dtype: torch.dtype, rule: Rule, start: Start) -> None:
+    def init_rows(self, key: str, rows: int, width: int, dtype: torch.dtype, rule: Rule, start: Start | Given) -> None:
         """The table of rows exists; its rows begin when they are first asked for."""
         if dtype not in NAMES or rows < 1 or width < 1:
             raise PlanError(
@@ -130,7 +130,12 @@ class WorkerSession:
         if isinstance(rule, Aggregate):
             raise PlanError(f"rows of {key} without an optimizer on the server; give them a rule")
         table = Table(key, rows, width, dtype, self.job.num_shards)
-        self._make(table, list(table.specs(rule, start)), [None] * self.job.num_shards)
+        if isinstance(start, Given):
+            parts = table.parts(start.values, start.rows)
+            values, numbers = [part.values for part in parts], [part.rows for part in parts]
+            self._make(table, list(table.specs(rule, start.others)), values, numbers)
+        else:
+            self._make(table, list(table.specs(rule, start)), [None] * self.job.num_shards)
 
     def _require_optimizer(self, key: str, rule: Rule) -> None:
         if isinstance(rule, Aggregate) and not isinstance(self.job.consistency, Bsp):
@@ -139,10 +144,13 @@ class WorkerSession:
                 f"{key} without an optimizer on the server, which {mode} needs; give it a rule, as Sgd(0.1)"
             )
 
-    def _make(self, key: Key, specs: Sequence[Spec], values: Sequence[Tensor | None]) -> None:
+    def _make(
+        self, key: Key, specs: Sequence[Spec], values: Sequence[Tensor | None], rows: Sequence[Tensor | None] = ()
+    ) -> None:
+        begins = zip(key.shards, specs, values, rows or [None] * len(specs), strict=True)
         makes: list[tuple[int, Callable[[Origin], Change]]] = [
-            (shard, lambda origin, shard=shard, spec=spec, value=value: Init(origin, shard, spec, value))  # type: ignore[misc]
-            for shard, spec, value in zip(key.shards, specs, values, strict=True)
+            (shard, lambda origin, shard=shard, begin=begin: Init(origin, shard, *begin))  # type: ignore[misc]
+            for shard, *begin in begins
         ]
         self._change(f"the servers to make {key.name}", makes, lambda _: None).wait()
         self._keys[key.name] = key
