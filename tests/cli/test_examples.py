@@ -101,3 +101,8 @@ def test_a_script_of_horovod_runs_on_ranks():
     reached = lines("-m", "counterpoint", "run", "-n", "2", "examples/horovod_mnist.py", "--epochs", "1")
     assert len(reached) == 1
     assert reached[0].endswith(" % of the held-out digits")
+
+
+def test_a_script_of_kvstore_learns_the_digits(capsys):
+    assert example("kvstore_digits").main(["--epochs", "1"]) > 0.8
+    assert capsys.readouterr().out.startswith("dist_sync with 1 workers: ")

@@ -41,6 +41,32 @@ class HorovodVariables:
     timeline: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KvstoreVariables:
+    """What users of MXNet's KVStore set in the environment, as far as it means something here.
+
+    Args:
+        num_servers: of a job.
+        role: what MXNet's own launcher has started this process as; None where it has not.
+    """
+
+    num_servers: int = 1
+    role: str | None = None
+
+
+def kvstore_variables(environ: Mapping[str, str] | None = None) -> KvstoreVariables:
+    """Return DMLC_NUM_SERVER and DMLC_ROLE.
+
+    Raises:
+        LaunchError: the number of servers is none.
+    """
+    variables = os.environ if environ is None else environ
+    text = variables.get("DMLC_NUM_SERVER", "").strip()
+    if text and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise LaunchError(f"DMLC_NUM_SERVER={text!r} is not a number of servers; give 1 or more, or unset it")
+    return KvstoreVariables(int(text) if text else KvstoreVariables().num_servers, variables.get("DMLC_ROLE") or None)
+
+
 def horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodVariables:
     """Return HOROVOD_FUSION_THRESHOLD, in bytes, and HOROVOD_TIMELINE.
 

@@ -1,0 +1,136 @@
+"""What ``set_optimizer`` takes: a torch optimizer as it is made, and the rule of the servers that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn, optim
+
+from counterpoint.errors import PlanError
+from counterpoint.server.choices import Adagrad, Adam, Aggregate, Rule, Sgd
+
+Factory: TypeAlias = Callable[[list[nn.Parameter]], optim.Optimizer]
+REMEDY = "give a factory such as partial(torch.optim.SGD, lr=0.1)"
+SERVED = "SGD, Adagrad, Adam and SparseAdam"
+
+
+def factory_of(optimizer: object) -> Factory:
+    """Return what makes an optimizer like this one.
+
+    Args:
+        optimizer: a factory such as ``partial(SGD, lr=0.1)``, a rule of the servers, or a torch optimizer, of which the
+            class and the options of its one group are taken.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if isinstance(optimizer, Sgd | Adagrad | Adam):
+        return _factory_of_rule(optimizer)
+    if isinstance(optimizer, optim.Optimizer):
+        return _factory_of_made(optimizer)
+    if isinstance(optimizer, str) or not callable(optimizer):
+        raise PlanError(f"set_optimizer({optimizer!r}): {REMEDY}")
+    return optimizer
+
+
+def _factory_of_made(optimizer: optim.Optimizer) -> Factory:
+    kind, groups = type(optimizer), optimizer.param_groups
+    if len(groups) != 1:
+        raise PlanError(
+            f"set_optimizer: {kind.__name__} has {len(groups)} groups, but all keys have one rule; {REMEDY}"
+        )
+    options = {name: groups[0][name] for name in optimizer.defaults if name in groups[0]}
+    return lambda params: kind(params, **options)
+
+
+def _factory_of_rule(rule: Sgd | Adagrad | Adam) -> Factory:
+    """Return what makes the torch optimizer whose arithmetic the rule has."""
+    options: dict[str, Any]
+    match rule:
+        case Sgd(lr, momentum, dampening, weight_decay, is_nesterov):
+            options = {"momentum": momentum, "dampening": dampening, "nesterov": is_nesterov}
+            return lambda params: optim.SGD(params, lr=lr, weight_decay=weight_decay, **options)
+        case Adagrad(lr, lr_decay, weight_decay, first_sum, eps):
+            options = {"initial_accumulator_value": first_sum, "eps": eps}
+            return lambda params: optim.Adagrad(params, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, **options)
+        case Adam(lr, beta1, beta2, eps, weight_decay):
+            return lambda params: optim.Adam(params, lr, (beta1, beta2), eps, weight_decay)
+
+
+def made_by(factory: Factory, param: nn.Parameter) -> optim.Optimizer:
+    """Return the optimizer that a factory makes of a parameter.
+
+    Raises:
+        PlanError: it makes something else, or fails.
+    """
+    try:
+        made: object = factory([param])
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"set_optimizer: the factory fails on a list of one parameter, {error}; {REMEDY}") from error
+    if not isinstance(made, optim.Optimizer):
+        raise PlanError(f"set_optimizer: the factory makes a {type(made).__name__}; {REMEDY}")
+    return made
+
+
+def rule_of(optimizer: object) -> Rule:
+    """Return the rule by which servers do what an optimizer does.
+
+    Args:
+        optimizer: see :func:`factory_of`.
+
+    Raises:
+        PlanError: no rule does.
+
+    Example:
+        >>> from functools import partial
+        >>> rule_of(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        Sgd(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, is_nesterov=False)
+    """
+    if isinstance(optimizer, Aggregate):
+        raise PlanError(
+            f"set_optimizer({optimizer!r}): the sum replaces the value where no optimizer is set; leave it out"
+        )
+    if isinstance(optimizer, Sgd | Adagrad | Adam):
+        return optimizer
+    made = made_by(factory_of(optimizer), nn.Parameter(torch.zeros(1)))
+    options = made.param_groups[0]
+    kind = type(made)
+    for name in ("amsgrad", "maximize", "decoupled_weight_decay"):
+        if kind in RULES and options.get(name):
+            raise PlanError(
+                f"set_optimizer: {kind.__name__} with {name}={options[name]} has no rule on the servers, which have "
+                f"{SERVED} without it; leave it out, or update on the workers what pull gives without set_optimizer"
+            )
+    if kind not in RULES:
+        raise PlanError(
+            f"set_optimizer: {kind.__name__} has no rule on the servers, which have {SERVED}; take one of these, or "
+            "update on the workers what pull of a dist_sync store gives without set_optimizer"
+        )
+    return RULES[kind](options)
+
+
+def _sgd(options: Mapping[str, Any]) -> Rule:
+    lr, momentum, dampening, weight_decay = (
+        float(options[name]) for name in ("lr", "momentum", "dampening", "weight_decay")
+    )
+    return Sgd(lr, momentum, dampening, weight_decay, bool(options["nesterov"]))
+
+
+def _adagrad(options: Mapping[str, Any]) -> Rule:
+    names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+    return Adagrad(*(float(options[name]) for name in names))
+
+
+def _adam(options: Mapping[str, Any]) -> Rule:
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    return Adam(float(options["lr"]), beta1, beta2, float(options["eps"]), float(options.get("weight_decay", 0.0)))
+
+
+RULES: dict[type[optim.Optimizer], Callable[[Mapping[str, Any]], Rule]] = {
+    optim.SGD: _sgd,
+    optim.Adagrad: _adagrad,
+    optim.Adam: _adam,
+    optim.SparseAdam: _adam,
+}
