@@ -134,8 +134,8 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, said):
         ("server(2, consistency=eventual)", "server has the consistencies bsp, ssp and asp, not 'eventual'"),
         (
             "server(2, consistency=ssp, fetch_every=2)",
-            "fetch_every=2 of server is a number of steps, from 1, and 1 but with consistency=asp: ssp lets workers go on "
-            "by the weights that it gives them",
+            "fetch_every=2 of server is a number of steps, from 1, and 1 but with consistency=asp: ssp lets workers go "
+            "on by the weights that it gives them",
         ),
         (
             "data(2, sync_every=0)",
