@@ -3,9 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN    := .venv/bin
 READY  := .venv/ready
 CLAIM  ?=
+SEEDS  ?= 0:100000
 APART  := -n auto --maxprocesses 4 --dist worksteal  # a process of pytest for each core: most tests keep one core busy
 
-.PHONY: setup check test test-all golden docs bench demo clean
+.PHONY: setup check test test-all soak golden docs bench demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
@@ -22,6 +23,8 @@ test: $(READY)  ## every test but the slow ones and those that need a GPU
 	$(BIN)/pytest -m "alone and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 test-all: $(READY)  ## every test, the laws on fresh random examples
 	$(BIN)/pytest --hypothesis-profile=explore
+soak: $(READY)  ## 100,000 simulated worlds of a parameter server, in all cores; SEEDS=40000:100000 goes on from there
+	$(BIN)/python -m tests.server.soak $(SEEDS)
 golden: $(READY)  ## rewrite tests/golden with what is produced now; read the difference before you commit it
 	$(BIN)/pytest --golden
 docs: $(READY)  ## the pages, every warning an error, every example in them run

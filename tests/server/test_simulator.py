@@ -15,17 +15,9 @@ def job(consistency, *, num_servers=2, epochs=2):
     return Job("jj", consistency, num_servers, Work(6, epochs, 1, step), BUDGET, PATIENCE)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 20))
-def test_nothing_is_lost_or_counted_twice_in_200_worlds(first):
-    found = {seed: simulate(seed).violations for seed in range(first, first + 20)}
-    assert {seed: violations for seed, violations in found.items() if violations} == {}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(200, 2000, 200))
+@pytest.mark.parametrize("first", range(0, 2000, 40))
 def test_nothing_is_lost_or_counted_twice_in_2000_worlds(first):
-    found = {seed: simulate(seed).violations for seed in range(first, first + 200)}
+    found = {seed: simulate(seed).violations for seed in range(first, first + 40)}
     assert {seed: violations for seed, violations in found.items() if violations} == {}
 
 

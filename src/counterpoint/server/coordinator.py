@@ -57,6 +57,7 @@ class Coordinator:
     def __init__(self, job: Job, lines: Sequence[Decision] = (), now: float = 0.0) -> None:
         self.job = job
         self.book = Book(job, lines)
+        self._digest = job.digest()
         self._heard = dict.fromkeys(self.book.lives, now)
         self._leased = {task: now for task, _ in self.book.queue.doing.values()}
         self._lasted_s: deque[float] = deque(maxlen=MOST_LASTED)
@@ -100,7 +101,7 @@ class Coordinator:
 
     def _greet(self, hello: Hello, now: float) -> None:
         life = self.book.lives.get(hello.name)
-        if hello.job != self.job.digest():
+        if hello.job != self._digest:
             text = f"{hello.name} has another job than this coordinator; start all with the same settings"
             self._refuse(Origin(hello.name, 0, 0), "identity", text)
             return

@@ -7,12 +7,12 @@ ProtocolError says which field has not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -22,6 +22,13 @@ from counterpoint.server.messages import MAX_NUMBER
 
 Plain: TypeAlias = Any
 """None, a bool, an int, a float, a string, or a list or a mapping of these."""
+
+Where: TypeAlias = "str | tuple[Where, str]"
+"""A place in a message: a kind, or a field of a place."""
+
+Reader: TypeAlias = Callable[[Plain, Where, "_Tensors"], Any]
+
+SCALARS = frozenset({int, str, bool, float, NoneType})
 
 Message: TypeAlias = (
     messages.Init | messages.Push | messages.Pull | messages.Enter | messages.Rest
@@ -115,11 +122,12 @@ class _Tensors:
         self.tensors = tensors
         self.taken = 0
 
-    def take(self, place: Plain, where: str) -> Tensor:
-        if type(place) is not int or place != self.taken or place >= len(self.tensors):
-            raise malformed(f"{where} is tensor {_shown(place)}, where {self.taken} of {len(self.tensors)} comes next")
+    def take(self, plain: Plain, where: Where) -> Tensor:
+        if type(plain) is not int or plain != self.taken or plain >= len(self.tensors):
+            count = len(self.tensors)
+            raise malformed(f"{_path(where)} is tensor {_shown(plain)}, where {self.taken} of {count} comes next")
         self.taken += 1
-        return self.tensors[place]
+        return self.tensors[plain]
 
 
 @lru_cache(maxsize=256)
@@ -130,79 +138,98 @@ def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a class
 
 def _fields(value: object, tensors: list[Tensor]) -> dict[str, Plain]:
     kind: Any = type(value)
-    found = {name: (hint, getattr(value, name)) for name, hint in _hints(kind).items()}
-    return {name: float(one) if hint is float else _written(one, tensors) for name, (hint, one) in found.items()}
+    found: dict[str, Plain] = {}
+    for name, hint in _hints(kind).items():
+        one = getattr(value, name)
+        found[name] = float(one) if hint is float else one if type(one) in SCALARS else _written(one, tensors)
+    return found
 
 
 def _written(value: object, tensors: list[Tensor]) -> Plain:
+    if type(value) in SCALARS:
+        return value
+    if isinstance(value, tuple):
+        return [_written(item, tensors) for item in value]
     if isinstance(value, Tensor):
         tensors.append(value)
         return len(tensors) - 1
-    if isinstance(value, tuple):
-        return [_written(item, tensors) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        named = {"is": type(value).__name__.lower()} if _is_named(type(value)) else {}
-        return named | _fields(value, tensors)
-    return value
+    kind: Any = type(value)
+    return ({"is": kind.__name__.lower()} if _is_named(kind) else {}) | _fields(value, tensors)
 
 
+@lru_cache(maxsize=256)
 def _is_named(kind: type) -> bool:
     name = kind.__name__.lower()
     return PARTS.get(name) is kind or KINDS.get(name) is kind
 
 
-def _dataclass(kind: Any, plain: Plain, where: str, tensors: _Tensors) -> Any:  # noqa: ANN401 - a class, one of it
-    hints = _hints(kind)
+@lru_cache(maxsize=256)
+def _readers(kind: Any) -> dict[str, Reader]:  # noqa: ANN401 - a class
+    return {name: _reader(hint) for name, hint in _hints(kind).items()}
+
+
+def _dataclass(kind: Any, plain: Plain, where: Where, tensors: _Tensors) -> Any:  # noqa: ANN401 - a class, one of it
+    readers = _readers(kind)
     if not isinstance(plain, dict):
-        raise malformed(f"{where} is {_shown(plain)} instead of its fields")
-    if plain.keys() != hints.keys():
-        unlike = sorted(map(_shown, plain.keys() ^ hints.keys()))
-        raise malformed(f"{where} has or lacks {', '.join(unlike[:5])}")
-    return kind(**{name: _read(hint, plain[name], f"{where}.{name}", tensors) for name, hint in hints.items()})
+        raise malformed(f"{_path(where)} is {_shown(plain)} instead of its fields")
+    if plain.keys() != readers.keys():
+        unlike = sorted(map(_shown, plain.keys() ^ readers.keys()))
+        raise malformed(f"{_path(where)} has or lacks {', '.join(unlike[:5])}")
+    return kind(**{name: read(plain[name], (where, name), tensors) for name, read in readers.items()})
 
 
-def _read(hint: Any, plain: Plain, where: str, tensors: _Tensors) -> Any:  # noqa: ANN401 - of the hint
+@lru_cache(maxsize=256)
+def _reader(hint: Any) -> Reader:  # noqa: ANN401 - a type
+    """Return what reads values of a type; made once for each."""
     origin = get_origin(hint)
     if hint is Tensor:
-        return tensors.take(plain, where)
+        return lambda plain, where, tensors: tensors.take(plain, where)
     if origin is tuple:
-        if not isinstance(plain, list) or len(plain) > MAX_ITEMS:
-            raise malformed(f"{where} is {_shown(plain)} instead of a list of at most {MAX_ITEMS}")
-        return tuple(_read(get_args(hint)[0], item, where, tensors) for item in plain)
+        return partial(_items, _reader(get_args(hint)[0]))
     if origin is Literal:
-        if not isinstance(plain, str) or plain not in get_args(hint):
-            raise malformed(f"{where} is {_shown(plain)} instead of one of {', '.join(get_args(hint))}")
-        return plain
+        return partial(_choice, get_args(hint))
     if origin in {Union, UnionType}:
-        return _one_of(get_args(hint), plain, where, tensors)
+        kinds = [one for one in get_args(hint) if one is not NoneType]
+        reader = _reader(kinds[0]) if len(kinds) == 1 else partial(_one_of, {k.__name__.lower(): k for k in kinds})
+        return partial(_unless_none, reader) if NoneType in get_args(hint) else reader
     if is_dataclass(hint):
-        return _dataclass(hint, _unnamed(hint, plain, where), where, tensors)
-    return _scalar(hint, plain, where)
+        return partial(_named if _is_named(cast(type, hint)) else _dataclass, hint)
+    return partial(_scalar, hint)
 
 
-def _one_of(hints: tuple[Any, ...], plain: Plain, where: str, tensors: _Tensors) -> Any:  # noqa: ANN401 - of one
-    if plain is None and NoneType in hints:
-        return None
-    kinds = [hint for hint in hints if hint is not NoneType]
-    if len(kinds) == 1:
-        return _read(kinds[0], plain, where, tensors)
-    named = {kind.__name__.lower(): kind for kind in kinds}
+def _items(read: Reader, plain: Plain, where: Where, tensors: _Tensors) -> tuple[Any, ...]:
+    if not isinstance(plain, list) or len(plain) > MAX_ITEMS:
+        raise malformed(f"{_path(where)} is {_shown(plain)} instead of a list of at most {MAX_ITEMS}")
+    return tuple([read(item, where, tensors) for item in plain])
+
+
+def _choice(words: tuple[str, ...], plain: Plain, where: Where, _tensors: _Tensors) -> str:
+    if not isinstance(plain, str) or plain not in words:
+        raise malformed(f"{_path(where)} is {_shown(plain)} instead of one of {', '.join(words)}")
+    return plain
+
+
+def _unless_none(read: Reader, plain: Plain, where: Where, tensors: _Tensors) -> Any:  # noqa: ANN401 - of the reader
+    return None if plain is None else read(plain, where, tensors)
+
+
+def _one_of(kinds: Mapping[str, Any], plain: Plain, where: Where, tensors: _Tensors) -> Any:  # noqa: ANN401 - of one
     said = plain.get("is") if isinstance(plain, dict) else None
-    if not isinstance(said, str) or said not in named:
-        raise malformed(f"{where} is {_shown(plain)} instead of one of {', '.join(named)}")
-    return _read(named[said], plain, where, tensors)
+    if not isinstance(said, str) or said not in kinds:
+        raise malformed(f"{_path(where)} is {_shown(plain)} instead of one of {', '.join(kinds)}")
+    return _reader(kinds[said])(plain, where, tensors)
 
 
-def _unnamed(kind: Any, plain: Plain, where: str) -> Plain:  # noqa: ANN401 - a class
-    """Return the fields without the word that says what they are, which must be right where one is due."""
-    if not _is_named(kind) or not isinstance(plain, dict):
-        return plain
-    if plain.get("is") != kind.__name__.lower():
-        raise malformed(f"{where} is {_shown(plain.get('is'))} instead of {kind.__name__.lower()}")
-    return {name: value for name, value in plain.items() if name != "is"}
+def _named(kind: Any, plain: Plain, where: Where, tensors: _Tensors) -> Any:  # noqa: ANN401 - a class, one of it
+    """Read what says what it is, which must be right."""
+    if isinstance(plain, dict):
+        if plain.get("is") != kind.__name__.lower():
+            raise malformed(f"{_path(where)} is {_shown(plain.get('is'))} instead of {kind.__name__.lower()}")
+        plain = {name: value for name, value in plain.items() if name != "is"}
+    return _dataclass(kind, plain, where, tensors)
 
 
-def _scalar(kind: type, plain: Plain, where: str) -> Plain:
+def _scalar(kind: type, plain: Plain, where: Where, _tensors: _Tensors) -> Plain:
     fits = type(plain) is kind
     if kind is float and type(plain) is int:
         fits, plain = True, float(plain) if abs(plain) < MAX_NUMBER else plain
@@ -213,8 +240,13 @@ def _scalar(kind: type, plain: Plain, where: str) -> Plain:
     if isinstance(plain, str) and len(plain) > MAX_TEXT:
         fits = False
     if not fits:
-        raise malformed(f"{where} is {_shown(plain)} instead of {'an' if kind is int else 'a'} {kind.__name__}")
+        raise malformed(f"{_path(where)} is {_shown(plain)} instead of {'an' if kind is int else 'a'} {kind.__name__}")
     return plain
+
+
+def _path(where: Where) -> str:
+    """Return a place as errors name it."""
+    return where if isinstance(where, str) else f"{_path(where[0])}.{where[1]}"
 
 
 def _shown(value: Plain) -> str:

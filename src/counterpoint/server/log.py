@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +27,8 @@ def record(line: Line) -> bytes:
 def pieces(value: object) -> list[Tensor]:
     """Return a line, or a value like it, as flat bytes one behind the other; large tensors of it are not copied."""
     kind, plain, tensors = to_plain(value)
-    text = np.frombuffer(json.dumps(plain).encode(), dtype=np.uint8).copy()
-    return pieces_of(STAMP, kind, [torch.from_numpy(text), *tensors])
+    text = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+    return pieces_of(STAMP, kind, [text, *tensors])
 
 
 def read_whole(kinds: Mapping[str, type], room: Tensor) -> Any:  # noqa: ANN401 - one of the kinds

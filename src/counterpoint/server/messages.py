@@ -152,7 +152,7 @@ class Push:
         dims = 1 if self.rows is None else 2
         if self.values.dim() != dims or self.values.dtype not in DTYPES.values():
             raise unmeant(f"a push to {self.key} of {self.values.dtype} {tuple(self.values.shape)}")
-        if self.rows is not None and len(self.rows) != len(self.values):
+        if self.rows is not None and self.rows.shape[0] != self.values.shape[0]:
             raise unmeant(f"{len(self.rows)} rows and {len(self.values)} values pushed to {self.key}")
 
 
@@ -319,8 +319,9 @@ def require_name(name: str) -> None:
 
 def require_numbers(*numbers: int) -> None:
     """They count something."""
-    if min(numbers) < 0 or max(numbers) > MAX_NUMBER:
-        raise unmeant(f"numbers {numbers} that count nothing")
+    for number in numbers:
+        if not 0 <= number <= MAX_NUMBER:
+            raise unmeant(f"numbers {numbers} that count nothing")
 
 
 def require_rows(rows: Tensor | None, key: str) -> None:
@@ -329,5 +330,6 @@ def require_rows(rows: Tensor | None, key: str) -> None:
         return
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise unmeant(f"rows of {key} as {rows.dtype} with {rows.dim()} dims")
-    if len(rows) and not (int(rows[0]) >= 0 and bool((rows[1:] > rows[:-1]).all())):
+    numbers = rows.numpy()
+    if numbers.size and not (numbers[0] >= 0 and (numbers[1:] > numbers[:-1]).all()):
         raise unmeant(f"rows of {key} that do not ascend from 0")

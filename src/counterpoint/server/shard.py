@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -282,12 +283,12 @@ def added(held: Sequence[Held]) -> tuple[Tensor, Tensor | None]:
         for one in others:
             total += one.values
         return total, None
-    numbers = [one.rows for one in held if one.rows is not None]
-    rows = torch.cat(numbers).unique()  # type: ignore[no-untyped-call]
+    numbers = [one.rows.numpy() for one in held if one.rows is not None]
+    rows = np.unique(np.concatenate(numbers))
     total = first.values.new_zeros((len(rows), *first.values.shape[1:]))
     for one, own in zip(held, numbers, strict=True):
-        total[torch.searchsorted(rows, own)] += one.values
-    return total, rows
+        total[torch.from_numpy(rows.searchsorted(own))] += one.values
+    return total, torch.from_numpy(rows)
 
 
 def replay(job: Job, index: int, entries: Iterable[Entry], state: ShardState | None = None) -> Shard:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from counterpoint.server.choices import require, unmeant
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import shard_of_row
 from counterpoint.server.rules import first_parts, num_parts, update_range, update_rows
+
+Numbers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 DIRECT_ROWS = 1 << 26
 """Up to so many rows of a shard, a row is found by its number; beyond, in a dictionary."""
@@ -121,11 +124,12 @@ class Rows:
         key = self.spec.key
         if rows is None:
             raise unmeant(f"all rows of {key} at once; name those that are wanted")
-        if not len(rows):
+        numbers = rows.numpy()
+        if not numbers.size:
             return
-        if int(rows[-1]) >= self.spec.high:
-            raise unmeant(f"row {int(rows[-1])} of {key}, which has {self.spec.high}")
-        if not bool((shard_of_row(rows, self.num_shards) == self.shard).all()):
+        if numbers[-1] >= self.spec.high:
+            raise unmeant(f"row {numbers[-1]} of {key}, which has {self.spec.high}")
+        if not (shard_of_row(numbers, self.num_shards) == self.shard).all():
             raise unmeant(f"rows of {key} that shard {self.shard} of {self.num_shards} does not keep")
 
     def check(self, values: Tensor, rows: Tensor | None) -> None:
@@ -145,41 +149,45 @@ class Rows:
 
     def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
         """The rows are as after the key's next step."""
-        if rows is None or not len(rows):
+        if rows is None or not rows.numel():
             return
-        places = self._places.of(rows)
-        is_first = places < 0
-        if bool(is_first.any()):
-            new = rows[is_first]
+        found = self._places.of(rows)
+        is_new = found < 0
+        if is_new.any():
+            new = torch.from_numpy(rows.numpy()[is_new])
             first = begin_of(self.spec, new)
-            places[is_first] = self._grow(new)
+            found[is_new] = added = self._grow(new)
             for own, part in zip(self._storage, (first, *first_parts(self.spec.rule, first)), strict=True):
-                own[places[is_first]] = part
-        gathered = tuple(own[places] for own in self._storage)
-        update_rows(self.spec.rule, step, gathered[0], gathered[1:], values, is_first=is_first[:, None])
+                own[added[0] : added[-1] + 1] = part
+        places, is_first = torch.from_numpy(found), torch.from_numpy(is_new)
+        gathered = [own.index_select(0, places) for own in self._storage]
+        update_rows(self.spec.rule, step, gathered[0], tuple(gathered[1:]), values, is_first=is_first[:, None])
         for own, part in zip(self._storage, gathered, strict=True):
-            own[places] = part
+            own.index_copy_(0, places, part)
 
     def read(self, rows: Tensor | None) -> Tensor:
         """Return rows; one that has never been pushed as it begins."""
-        if rows is None or not len(rows):
+        if rows is None or not rows.numel():
             return torch.empty(0, self.spec.width, dtype=self._dtype)
+        if not self._known:
+            return begin_of(self.spec, rows)
         places = self._places.of(rows)
-        found = self._storage[0][places.clamp(min=0)] if self._known else begin_of(self.spec, rows)
         unknown = places < 0
-        if self._known and bool(unknown.any()):
-            found[unknown] = begin_of(self.spec, rows[unknown])
+        if not unknown.any():
+            return self._storage[0].index_select(0, torch.from_numpy(places))
+        found = self._storage[0].index_select(0, torch.from_numpy(places.clip(min=0)))
+        found[torch.from_numpy(unknown)] = begin_of(self.spec, torch.from_numpy(rows.numpy()[unknown]))
         return found
 
-    def _grow(self, rows: Tensor) -> Tensor:
+    def _grow(self, rows: Tensor) -> Numbers:
         """Return places for rows that have none yet."""
-        first, self._known = self._known, self._known + len(rows)
-        if self._known > len(self._numbers):
+        first, self._known = self._known, self._known + rows.numel()
+        if self._known > self._numbers.numel():
             room = max(self._known, 2 * first)
             self._numbers = _longer(self._numbers, first, room)
             self._storage = tuple(_longer(part, first, room) for part in self._storage)
         self._numbers[first : self._known] = rows
-        places = torch.arange(first, self._known)
+        places = np.arange(first, self._known)
         self._places.add(rows, places)
         return places
 
@@ -196,13 +204,14 @@ class _Direct:
 
     def __init__(self, num_rows: int, num_shards: int) -> None:
         self.num_shards = num_shards
-        self.places = torch.full((num_rows,), -1, dtype=torch.int32)
+        self.places = np.full(num_rows, -1, dtype=np.int32)
 
-    def of(self, rows: Tensor) -> Tensor:
-        return self.places[rows // self.num_shards].to(torch.int64)
+    def of(self, rows: Tensor) -> Numbers:
+        found: Numbers = self.places[rows.numpy() // self.num_shards].astype(np.int64)
+        return found
 
-    def add(self, rows: Tensor, places: Tensor) -> None:
-        self.places[rows // self.num_shards] = places.to(torch.int32)
+    def add(self, rows: Tensor, places: Numbers) -> None:
+        self.places[rows.numpy() // self.num_shards] = places
 
 
 class _Dictionary:
@@ -211,10 +220,10 @@ class _Dictionary:
     def __init__(self) -> None:
         self.places: dict[int, int] = {}
 
-    def of(self, rows: Tensor) -> Tensor:
-        return torch.tensor([self.places.get(row, -1) for row in rows.tolist()], dtype=torch.int64)
+    def of(self, rows: Tensor) -> Numbers:
+        return np.array([self.places.get(row, -1) for row in rows.tolist()], dtype=np.int64)
 
-    def add(self, rows: Tensor, places: Tensor) -> None:
+    def add(self, rows: Tensor, places: Numbers) -> None:
         self.places.update(zip(rows.tolist(), places.tolist(), strict=True))
 
 

@@ -64,8 +64,10 @@ def check_replay(job: Job, index: int, entries: Sequence[Entry], copies: Sequenc
         answer = shard.apply(entry)
         if isinstance(entry, Push) and isinstance(answer, Pushed) and answer.is_new:
             counted[entry.key].append(entry.portion)
-        for name, copy in copies:
-            if copy.position == position and copy.digest() != shard.digest():
+        due = [(name, copy) for name, copy in copies if copy.position == position]
+        digest = shard.digest() if due else ""
+        for name, copy in due:
+            if copy.digest() != digest:
                 yield f"shard {index} on {name} is not what its journal says after {position} entries"
     for key, portions in counted.items():
         if sorted(portions) != list(range(job.work.num_portions * job.work.num_epochs)):

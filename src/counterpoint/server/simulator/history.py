@@ -48,8 +48,10 @@ class History:
 
     def promote(self, life: tuple[str, int], shard: int) -> None:
         """The backup is the first now, and what it has is the journal."""
-        for position, entry in self._uncertain.pop((*life, shard), {}).items():
-            self.note(shard, position, entry)
+        found = self._uncertain.pop((*life, shard), None)
+        if found:
+            for position, entry in found.items():
+                self.note(shard, position, entry)
 
     def forget(self, life: tuple[str, int], shard: int) -> None:
         """The backup begins anew."""

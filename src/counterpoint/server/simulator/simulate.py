@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+import torch
+
 from counterpoint.errors import CounterpointError
 from counterpoint.server.actions import COORDINATOR
 from counterpoint.server.client import Client
@@ -67,6 +69,11 @@ def simulate(seed: int, *, faults: Faults | None = None, draw_job: Callable[[Ran
         faults: what goes wrong; drawn from the seed, if not given.
         draw_job: makes the job.
     """
+    with torch.inference_mode():  # tensors of a few numbers are made by the thousand: nothing is kept for a backward
+        return _simulated(seed, faults, draw_job)
+
+
+def _simulated(seed: int, faults: Faults | None, draw_job: Callable[[Random], Job]) -> Outcome:
     random = Random(seed)
     job = draw_job(random)
     bad = draw(random) if faults is None else faults
@@ -148,11 +155,11 @@ class _Cast:
     @property
     def is_done(self) -> bool:
         """Whether all data is counted, everybody is well, and the servers agree on who they are."""
-        coordinator = self.book
-        if coordinator is None:
+        machine = self.coordinator.machine
+        if not isinstance(machine, Coordinator):
             return False
-        book = coordinator.book
-        if not book.queue.is_finished or book.cut is not None or not book.keepers:
+        book = machine.book
+        if book.queue.todo or book.queue.doing or book.cut is not None or not book.keepers:
             return False
         self.world.is_calm = True
         up = {node.name for node in self.nodes if node.generation == book.generation}

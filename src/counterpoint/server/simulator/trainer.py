@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from random import Random
 from typing import TypeAlias
 
@@ -44,6 +45,7 @@ def first_range(spec: Spec) -> Tensor:
     return torch.arange(spec.low, spec.high, dtype=torch.float64) / 8
 
 
+@lru_cache(maxsize=4096)
 def rows_of(portion: int, shard: int, num_shards: int) -> Tensor:
     """Return the rows on a shard that a portion of data looks up."""
     rows = sorted({portion * 5 % NUM_ROWS, (portion * 7 + 3) % NUM_ROWS, portion % 4})

@@ -25,6 +25,10 @@ from counterpoint.server.states import Install
 Machine: TypeAlias = Coordinator | Node | Client
 Starter: TypeAlias = Callable[["Host", int], Machine]
 
+MEMBERS = (Node, Client)
+OF_THE_FIRST = (Pushed, Done, Pulled)
+"""What only the first keeper of a shard answers."""
+
 
 @dataclass(slots=True)
 class Host:
@@ -51,8 +55,8 @@ class Host:
     @property
     def life(self) -> tuple[str, int]:
         """Name and incarnation."""
-        presence = getattr(self.machine, "presence", None)
-        return self.name, presence.incarnation if presence is not None else 0
+        machine = self.machine
+        return self.name, machine.presence.incarnation if isinstance(machine, MEMBERS) else 0
 
 
 class World:
@@ -151,7 +155,7 @@ class World:
     def _promote(self, host: Host, node: Node) -> None:
         for index, held in node.holdings.items():
             if isinstance(held, Primary) and held.keepers.is_complete:
-                self.history.promote(host.life, index)
+                self.history.promote((host.name, node.presence.incarnation), index)
 
     def _act(self, host: Host, machine: Machine, action: Action) -> None:
         match action:
@@ -183,7 +187,7 @@ class World:
     def _watch(self, host: Host, message: Message) -> None:
         """Note who speaks as the first keeper of a shard."""
         machine = host.machine
-        if isinstance(machine, Node) and isinstance(message, Pushed | Done | Pulled):
+        if isinstance(machine, Node) and isinstance(message, OF_THE_FIRST):
             self.history.answer(host.life, message.shard, machine.generation)
 
     def _tear(self, host: Host, machine: Machine) -> None:
@@ -207,15 +211,18 @@ class World:
     def _transmit(self, source: str, action: Send) -> None:
         """A message is on its way, or lost."""
         faults, random = self.faults, self.random
-        pair = frozenset((source, action.to))
-        if self.is_bad and (random.random() < faults.loss or self.broken.get(pair, 0.0) > self.now):
+        is_bad = self.is_bad
+        if is_bad and (random.random() < faults.loss or self._is_broken(source, action.to)):
             return
-        copies = 2 if self.is_bad and random.random() < faults.twice else 1
+        copies = 2 if is_bad and random.random() < faults.twice else 1
         for _ in range(copies):
             delay_s = 0.002 + 0.03 * random.random()
-            if self.is_bad and random.random() < faults.slow:
+            if is_bad and random.random() < faults.slow:
                 delay_s += 4 * random.random()
             self.at(self.now + delay_s, lambda: self._arrive(action))
+
+    def _is_broken(self, source: str, target: str) -> bool:
+        return bool(self.broken) and self.broken.get(frozenset((source, target)), 0.0) > self.now
 
     def _arrive(self, action: Send) -> None:
         host = self.hosts.get(action.to)
