@@ -133,7 +133,7 @@ class Book:
             return
         servers = self.names("server")
         if not self.keepers and len(servers) == self.job.num_servers:
-            follower = servers[1:] + servers[:1]
+            follower = servers[1:] + servers[:1] if self.job.is_replicated else servers
             self.keepers = [
                 Keepers(primary, backup if backup != primary else "", is_complete=True)
                 for primary, backup in zip(servers, follower, strict=True)

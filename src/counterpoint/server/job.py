@@ -126,6 +126,8 @@ class Job:
         capacity_bytes: of one shard.
         is_logged: whether a server that keeps a shard alone writes every change down before it answers; if not, what
             it has counted since the last cut is lost with it, and the job says so.
+        is_replicated: whether each shard of several servers has a backup on another one; if not, as for a lone server
+            that is not logged.
     """
 
     name: str
@@ -136,11 +138,18 @@ class Job:
     patience: Patience = field(default_factory=Patience)
     capacity_bytes: int = 1 << 40
     is_logged: bool = True
+    is_replicated: bool = True
 
     def __post_init__(self) -> None:
         if self.num_servers < 1:
             raise PlanError(
                 f"job {self.name} with {self.num_servers} servers keeps its weights nowhere; give 1 or more"
+            )
+
+        if not self.is_replicated and self.is_logged and self.num_servers > 1:
+            raise PlanError(
+                f"job {self.name} has {self.num_servers} servers without backups, of which no logs are kept; give "
+                "is_logged=False to lose with a server what it has counted since the last cut, or leave the backups"
             )
 
     @property

@@ -19,8 +19,9 @@ from counterpoint.server.states import Change, Entry
 def verdict(job: Job, coordinator: Coordinator, nodes: Sequence[Node], history: History) -> list[str]:
     """Return what is wrong with a run that is over."""
     found: list[str] = []
-    for index in range(job.num_shards):
-        found += _check_shard(job, index, nodes, history)
+    for index, keepers in enumerate(coordinator.book.keepers):  # whoever kept it before may not have heard of it yet
+        keeping = [node for node in nodes if node.name in {keepers.primary, keepers.backup}]
+        found += _check_shard(job, index, keeping, history)
     return [*found, *_check_tasks(job, coordinator), *_check_cuts(job, history)]
 
 

@@ -53,9 +53,10 @@ class History:
             for position, entry in found.items():
                 self.note(shard, position, entry)
 
-    def forget(self, life: tuple[str, int], shard: int) -> None:
-        """The backup begins anew."""
-        self._uncertain.pop((*life, shard), None)
+    def inherit(self, life: tuple[str, int], shard: int, source: tuple[str, int], position: int) -> None:
+        """The backup has been given its primary's state as of a position, and what is uncertain in that."""
+        found = self._uncertain.get((*source, shard), {})
+        self._uncertain[*life, shard] = {at: entry for at, entry in found.items() if at < position}
 
     def answer(self, life: tuple[str, int], shard: int, generation: int) -> None:
         """A server answers as the first keeper of a shard, in a generation."""

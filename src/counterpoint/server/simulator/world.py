@@ -133,7 +133,7 @@ class World:
             if host.trainer.has_left:
                 self.crash(host, 4 * self.random.random())
         if isinstance(machine, Node):
-            self._forget(host, machine, message)
+            self._inherit(host, machine, message)
             self._promote(host, machine)
         for action in actions:
             self._act(host, machine, action)
@@ -144,13 +144,17 @@ class World:
                 self.history.acknowledge(host.life, action.answer)
         return actions
 
-    def _forget(self, host: Host, node: Node, message: Message | None) -> None:
-        """What a backup had of its own counts no more, once it has been given the primary's state."""
+    def _inherit(self, host: Host, node: Node, message: Message | None) -> None:
+        """What a backup had of its own counts no more, once it has been given the primary's state; what that has does.
+
+        A primary that was the backup before may have entries of which nobody has been told yet that they are certain.
+        """
         held = node.holdings.get(message.shard) if isinstance(message, Install) else None
         if not isinstance(message, Install) or not isinstance(held, Backed) or held.shard is None:
             return
         if held.is_installed and held.shard.position == message.state.position:
-            self.history.forget(host.life, message.shard)
+            source = message.origin.member, message.origin.incarnation
+            self.history.inherit(host.life, message.shard, source, message.state.position)
 
     def _promote(self, host: Host, node: Node) -> None:
         for index, held in node.holdings.items():

@@ -1,0 +1,94 @@
+"""Parameter servers here beside torch's and TensorFlow's: speed on one host, bytes of a table, more servers."""
+
+import statistics
+import sys
+from pathlib import Path
+
+from counterpoint.errors import LaunchError
+from counterpoint.testing.claims import Options, Result
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import given
+from hosts import MODELS, SERVERS, row_bytes, scaling
+from sides import SIDES, present, samples_per_s
+
+from benchmarks.lab import Lab
+
+ROUNDS = 3
+FASTER = 2.0
+PEERS = ("torch rpc", "tensorflow")
+PROPORTIONAL, FEW = 0.05, 1000
+"""Bytes for each row that is touched may differ by so much between few rows and many."""
+SCALES = {2: 1.7, 4: 2.8}
+"""Servers, and how much faster they are than one."""
+
+
+def on_one_host(rounds, tell):
+    """Return samples a second by workload and side."""
+    sides, found = [side for side in SIDES if present(side)], {}
+    for number in range(rounds):
+        for name in given.LETTERS:
+            for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
+                tell(f"round {number + 1}, {name}, {side}")
+                found.setdefault((name, side), []).append(samples_per_s(side, name))
+    return found
+
+
+def ratio(found, name, side):
+    return statistics.median(a / b for a, b in zip(found[name, "ours"], found[name, side], strict=True))
+
+
+def speed_rows(found, missed):
+    for (name, side), speeds in found.items():
+        times = ratio(found, name, side)
+        bar = FASTER if side in PEERS else None
+        spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
+        yield f"{name}, {side}", f"{statistics.median(speeds):,.0f} samples/s", spread, f"ours {times:.2f} x"
+        if bar is not None and not times >= bar:
+            missed.append(f"{name}: {times:.2f} times {side}, at least {bar} promised")
+
+
+def table_rows(found, missed):
+    """Yield how many bytes steps move that touch so many rows of a table of ten million."""
+    each = {count: (one["sent"] + one["received"]) / one["touched"] for count, one in found.items()}
+    most = list(found)[-1]
+    for count, one in found.items():
+        moved = f"{one['sent']:,} sent, {one['received']:,} received"
+        yield f"table, {one['touched']:,} rows", moved, f"{each[count]:.0f} a row", f"{each[count] / each[most]:.3f} x"
+        if int(count) >= FEW and not abs(each[count] / each[most] - 1) <= PROPORTIONAL:
+            missed.append(f"table: {each[count]:.0f} bytes for each of {count} rows, {each[most]:.0f} of {most}")
+
+
+def scaling_rows(found, missed):
+    """Yield what more servers come to."""
+    for model in MODELS:
+        one = statistics.median(found[model, 1])
+        for servers in SERVERS:
+            speeds = found[model, servers]
+            times = statistics.median(a / b for a, b in zip(speeds, found[model, 1], strict=True))
+            spread = f"{min(speeds):.2f} to {max(speeds):.2f}"
+            yield f"{model}, {servers} servers", f"{statistics.median(speeds):.2f} steps/s", spread, f"{times:.2f} x"
+            if not times >= SCALES.get(servers, 1.0):
+                missed.append(f"{model}: {servers} servers are {times:.2f} times one ({one:.2f} steps/s)")
+
+
+def measure(options: Options) -> Result:
+    if reason := Lab.why_not():
+        raise LaunchError(f"hosts cannot be made here: {reason}")
+    rounds, missed = max(3, options.rounds or ROUNDS), []
+    speeds = on_one_host(rounds, options.tell)
+    rows = list(speed_rows(speeds, missed))
+    options.tell("bytes of a table")
+    moved = row_bytes()
+    rows += table_rows(moved, missed)
+    scaled = scaling(rounds, options.tell)
+    rows += scaling_rows(scaled, missed)
+    figures = {
+        "samples_per_s": {f"{name}, {side}": found for (name, side), found in speeds.items()},
+        "table": moved,
+        "steps_per_s": {f"{model}, {servers}": found for (model, servers), found in scaled.items()},
+    }
+    notes = {"not installed": ", ".join(side for side in SIDES if not present(side)) or "none"}
+    return Result(("what", "median", "spread, or for each row", "ratio"), tuple(rows), tuple(missed), figures, notes)

@@ -1,0 +1,121 @@
+"""How each side's processes are started on this host: a turn in processes of its own, none of which is left."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+
+import given
+from turn import conduct
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.serving import start
+from counterpoint.server.job import Asp, Job
+
+HERE = Path(__file__).parent
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Processes:
+    """Processes of one turn, watched; ended with the block."""
+
+    def __init__(self):
+        self._stack = ExitStack()
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
+        self.running = []
+
+    def start(self, script, *words, **environ):
+        output = (self.folder / f"output.{len(self.running)}").open("w+")
+        command = [sys.executable, "-m", "counterpoint.launchers", str(HERE / script), *map(str, words)]
+        process = subprocess.Popen(
+            command, env={**os.environ, **THREADS, **environ}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        self.running.append((process, output))
+
+    def check(self):
+        for process, output in self.running:
+            if process.poll():
+                raise LaunchError(f"{process.args[3:]} ended with {process.returncode}:\n{said(output)}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process, output in self.running:
+            process.kill()
+            process.wait()
+            output.close()
+        self._stack.close()
+
+
+def said(output):
+    output.seek(0)
+    return "".join(output.readlines()[-25:])
+
+
+def free_ports(count):
+    """Return ports that nobody listens at just now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+def workers():
+    return [f"worker-{worker}" for worker in range(given.RANKS)]
+
+
+def ours(name, processes):
+    """Workers and a server that talk over UNIX sockets; nothing is written to a disk."""
+    with start(Job("bench", Asp(), num_servers=1, is_logged=False)) as servers:
+        for worker in range(given.RANKS):
+            processes.start("ours.py", name, worker, servers.contact_path, "-", processes.folder)
+        return conduct(processes.folder, workers(), processes.check)
+
+
+def program(name, processes):
+    """The same as a program of fixed ranks."""
+    (port,) = free_ports(1)
+    for rank in range(given.RANKS + 1):
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(given.RANKS + 1)}
+        told |= {"LOCAL_WORLD_SIZE": told["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        strategy = f"server({given.RANKS}, servers=1, consistency=asp)"
+        processes.start("program.py", strategy, name, processes.folder, **told)
+    return conduct(processes.folder, workers(), processes.check)
+
+
+def rpc(name, processes):
+    """torch.distributed.rpc, as its tutorials do."""
+    port = free_ports(1)[0]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    for role in ("ps", "master", *(f"trainer{worker}" for worker in range(given.RANKS))):
+        processes.start("rpc.py", role, name, given.RANKS, processes.folder, **told)
+    return conduct(processes.folder, workers(), processes.check)
+
+
+def tensorflow(name, processes):
+    """TensorFlow's ParameterServerStrategy."""
+    ports = [f"127.0.0.1:{port}" for port in free_ports(given.RANKS + 2)]
+    cluster = {"worker": ports[: given.RANKS], "ps": ports[given.RANKS : -1], "chief": ports[-1:]}
+    for role, places in cluster.items():
+        for index in range(len(places)):
+            processes.start("flow.py", role, index, name, processes.folder, json.dumps(cluster))
+    return conduct(processes.folder, ["chief"], processes.check)
+
+
+SIDES = {"ours": ours, "ours, a program": program, "torch rpc": rpc, "tensorflow": tensorflow}
+
+
+def present(side):
+    return side != "tensorflow" or find_spec("tensorflow") is not None
+
+
+def samples_per_s(side, name):
+    """Return how many samples a second all workers of a side have taken together in one turn."""
+    with Processes() as found:
+        told = SIDES[side](name, found)
+    return sum(one["steps"] * given.batch_size(name) / one["elapsed"] for one in told.values())

@@ -1,0 +1,64 @@
+"""One turn of a side: processes say in a folder that they are ready, begin when all are, and leave what they measured.
+
+A folder, because the hosts of the lab share files and nothing else.
+"""
+
+import json
+import time
+from pathlib import Path
+
+LOOK_S, DEADLINE_S = 0.002, 150.0
+
+
+def await_file(path, deadline_s=DEADLINE_S):
+    until = time.monotonic() + deadline_s
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{path} was not there after {deadline_s:g} s")
+        time.sleep(LOOK_S)
+
+
+def measured(folder, name, step, *, warm_up, steps, first=0):
+    """Call ``step(number)`` until it has been timed so often, together with all others; leave seconds and losses."""
+    folder = Path(folder)
+    losses = [step(number) for number in range(first, first + warm_up)]
+    (folder / f"ready.{name}").touch()
+    await_file(folder / "go")
+    began = time.perf_counter()
+    losses += [step(number) for number in range(first + warm_up, first + warm_up + steps)]
+    elapsed = time.perf_counter() - began
+    leave(folder, name, {"steps": steps, "elapsed": elapsed, "losses": [float(loss) for loss in losses]})
+    return first + warm_up + steps
+
+
+def go_on(folder, step, number):
+    """Keep the others company until all have measured."""
+    while not (Path(folder) / "over").exists():
+        step(number)
+        number += 1
+
+
+def leave(folder, name, found):
+    draft = Path(folder) / f"draft.{name}"
+    draft.write_text(json.dumps(found))
+    draft.rename(Path(folder) / f"found.{name}")
+
+
+def conduct(folder, names, check):
+    """Return what the processes have found, by name.
+
+    Args:
+        folder: of the turn.
+        names: who measures.
+        check: raises where a process has ended.
+    """
+    folder = Path(folder)
+    for stage in ("ready", "found"):
+        until = time.monotonic() + DEADLINE_S
+        while missing := [name for name in names if not (folder / f"{stage}.{name}").exists()]:
+            check()
+            if time.monotonic() > until:
+                raise TimeoutError(f"{missing} were not {stage} after {DEADLINE_S:g} s")
+            time.sleep(LOOK_S)
+        (folder / {"ready": "go", "found": "over"}[stage]).touch()
+    return {name: json.loads((folder / f"found.{name}").read_text()) for name in names}
