@@ -121,7 +121,7 @@ class Elastic:
             evaluation: held-out data, measured by this worker when all data is counted.
             measure: from outputs and targets to tallies; by default the loss.
             must_go: asked between two minibatches.
-            **options: of :class:`counterpoint.server.working.served.Served`, such as ``code="int8"``.
+            **options: of ``counterpoint.server.working.served.Served``, such as ``code="int8"``.
 
         Returns:
             What this worker did.

@@ -178,7 +178,7 @@ class KVStore:
 
         Args:
             optimizer: a factory such as ``partial(torch.optim.SGD, lr=0.1)``, a torch optimizer, of which the class and
-                the options are taken, or a rule of :mod:`counterpoint.server.choices`.
+                the options are taken, or a rule of ``counterpoint.server.choices``.
 
         Raises:
             PlanError: servers cannot do what it does.
