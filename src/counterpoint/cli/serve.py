@@ -9,10 +9,7 @@ import typer
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import caught_signals
-from counterpoint.server.hosting.contact import read_contact
-from counterpoint.server.hosting.serving import serve_coordinator, serve_shards
 from counterpoint.server.wire.key import JobKey, read_key, read_key_from
-from counterpoint.server.wire.place import parse_place
 
 
 def serve(
@@ -33,6 +30,10 @@ def serve(
 
     Without a key everything stays on this host. See docs/servers.md for a job over several hosts.
     """
+    from counterpoint.server.hosting.contact import read_contact
+    from counterpoint.server.hosting.serving import serve_coordinator, serve_shards
+    from counterpoint.server.wire.place import parse_place
+
     contact, key = read_contact(job), read_any_key(key_file, key_fd)
     with caught_signals() as received:
         if role == "coordinator":
