@@ -15,7 +15,8 @@ from counterpoint.model.timing import Timing
 from counterpoint.model.timing_file import read_timing
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.rank import predict, settle
+from counterpoint.planner.given import settle
+from counterpoint.planner.rank import predict
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
 from counterpoint.training.choice import FEW_SAMPLES, PASSES, trace_spec
