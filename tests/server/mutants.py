@@ -85,7 +85,7 @@ def reads_without_regard_to_clocks(planting):
 
 
 def waits_for_those_who_rest(planting):
-    planting.setattr(Tally, "rest", lambda self, worker: None)
+    planting.setattr(Tally, "rest", lambda self, workers: None)
 
 
 def updates_before_the_step_is_whole(planting):

@@ -1,15 +1,17 @@
 """A shard alone: what it answers, and what changes nothing."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from counterpoint.errors import ProtocolError
 from counterpoint.server.choices import Aggregate, Sgd
-from counterpoint.server.job import Asp, Bsp, Job
-from counterpoint.server.messages import Done, Init, Member, Members, Origin, Pull, Push, Pushed, Refused, Spec
+from counterpoint.server.job import Asp, Bsp, Job, Ssp
+from counterpoint.server.messages import Done, Enter, Init, Member, Members, Origin, Pull, Push, Pushed, Refused, Spec
 from counterpoint.server.shard import Shard, replay
+from counterpoint.server.states import Counts
 
 MEMBERS = Members(1, (Member("worker", 1),))
 
@@ -121,3 +123,16 @@ def test_a_state_makes_the_same_shard():
         each.apply(push(2, portion=0))
     assert again.digest() == one.digest()
     assert again.keys["weight"].tally.version == 1
+
+
+@pytest.mark.parametrize("fast", ["first", "second"])
+def test_the_slowest_clock_stays_when_all_workers_are_gone_at_once(fast):
+    """They went one by one in the order of a set, another one in every process, and so did what was left: seed 5351."""
+    one = replay(Job("job", Ssp(1)), 0, [Members(1, (Member("first", 1), Member("second", 2)))])
+    lives = {"first": Origin("first", 1, 1), "second": Origin("second", 2, 1)}
+    one.apply(replace(init(), origin=lives["first"]))
+    for life in lives.values():
+        one.apply(Enter(replace(life, sequence=int(life.member == "first")), 0))
+    one.apply(replace(push(0), origin=replace(lives[fast], sequence=one.desks[fast].upcoming)))
+    one.apply(Members(2, ()))
+    assert one.keys["weight"].tally.counts == Counts(1, floors=(0, 0))

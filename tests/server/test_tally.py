@@ -80,7 +80,7 @@ def test_nobody_waits_for_one_who_rests_or_before_it_enters():
     tally.enter("fast")
     tally.enter("slow")
     counted(tally, "fast", push(0, 0))
-    tally.rest("slow")
+    tally.rest(["slow"])
     assert tally.may_read("fast", 0)
     tally.enter("slow")
     assert tally.clocks == {"fast": 1, "slow": 1}

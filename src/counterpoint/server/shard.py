@@ -156,7 +156,7 @@ class Shard:
                 for key in self.keys.values():
                     key.tally.enter(worker)
             case Rest():
-                self._rest(worker)
+                self._rest([worker])
             case _:
                 assert_never(entry)
         return Done(self.index, sequence)
@@ -165,19 +165,17 @@ class Shard:
         """Only these workers belong to the job now."""
         self.generation, self.workers = generation, workers
         lives = {worker.name: worker.incarnation for worker in workers}
-        for worker in list(self.entered):
-            desk = self.desks.get(worker)
-            if desk is None or lives.get(worker) != desk.incarnation:
-                self._rest(worker)
+        known = {name: desk.incarnation for name, desk in self.desks.items()}
+        self._rest([name for name in self.entered if name not in known or lives.get(name) != known[name]])
         self.desks = {
             name: desk if (desk := self.desks.get(name)) and desk.incarnation == life else Desk(life)
             for name, life in lives.items()
         }
 
-    def _rest(self, worker: str) -> None:
-        self.entered.discard(worker)
+    def _rest(self, workers: Sequence[str]) -> None:
+        self.entered.difference_update(workers)
         for key in self.keys.values():
-            key.tally.rest(worker)
+            key.tally.rest(workers)
 
     def _init(self, entry: Init) -> None:
         spec = entry.spec

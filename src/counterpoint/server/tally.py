@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import assert_never
 
@@ -164,9 +165,10 @@ class Tally:
         if isinstance(self.mode, Ssp):
             self.clocks[worker] = self.floor
 
-    def rest(self, worker: str) -> None:
-        """The worker is no longer waited for."""
-        self.clocks.pop(worker, None)
+    def rest(self, workers: Iterable[str]) -> None:
+        """The workers are no longer waited for; in which order they are named makes no difference."""
+        for worker in workers:
+            self.clocks.pop(worker, None)
         if self.clocks:
             self._note_floor()
 
