@@ -22,6 +22,7 @@ STATE = states.ShardState(
     (
         states.KeyState(RANGE, COUNTS, (torch.arange(4.0), torch.zeros(4))),
         states.KeyState(TABLE, COUNTS, (torch.ones(2, 2),), ROWS, (states.Held(7, torch.ones(1, 2), ROWS[:1]),)),
+        states.KeyState(RANGE, COUNTS, (torch.ones(4), torch.ones(4)), None, (), torch.zeros(4)),
     ),
 )
 VIEW = calls.View(7, MEMBERS, (messages.Member("server-0", 1),), (calls.Keepers("server-0", "server-1"),))
@@ -34,7 +35,7 @@ MESSAGES: list[Message] = [
     messages.Push(ORIGIN, 0, "weight", -1, 3, torch.ones(4)),
     messages.Push(ORIGIN, 0, "weight", 5, 3, torch.zeros(1, dtype=torch.uint8), None, "twobit:0.5"),
     messages.Pull(ORIGIN, 0, "table", 8, 0, ROWS),
-    messages.Pull(ORIGIN, 0, "weight", 9, 2),
+    messages.Pull(ORIGIN, 0, "weight", 9, 2, is_exact=True),
     messages.Enter(ORIGIN, 0),
     messages.Rest(ORIGIN, 0),
     messages.Pushed(0, 5, 4, is_new=False),

@@ -8,6 +8,7 @@ from counterpoint.server.calls import Complete, Keepers
 from counterpoint.server.coordinator import Coordinator
 from counterpoint.server.holding import Backed, Primary
 from counterpoint.server.node import Node
+from counterpoint.server.shard import Shard
 from counterpoint.server.simulator.disk import Disk
 from counterpoint.server.states import Install
 from counterpoint.server.tally import Tally
@@ -23,6 +24,11 @@ def answers_before_the_backup_has_it(planting):
             yield from self.apply(self.pending.popleft())
 
     planting.setattr(Primary, "append", hasty)
+
+
+def computes_a_portion_from_two_steps(planting):
+    read = Shard.read
+    planting.setattr(Shard, "read", lambda self, pull: read(self, replace(pull, is_exact=False)))
 
 
 def counts_a_portion_again(planting):
@@ -169,6 +175,7 @@ MUTANTS = {
     answers_before_the_backup_has_it: 3,
     answers_whoever_asks: 2,
     calls_a_backup_complete_that_has_nothing: 20,
+    computes_a_portion_from_two_steps: 31,
     counts_a_portion_again: 0,
     cuts_without_draining: 20,
     drops_a_task_that_fails_three_times: 103,

@@ -87,6 +87,26 @@ def test_what_was_read_does_not_change_with_the_range():
     assert kept.read(None).tolist() == [-1, -1]
 
 
+def test_a_range_that_keeps_them_gives_the_numbers_before_its_last_update():
+    kept = Range(Spec("weight", "float32", 0, 2, 0, Sgd(1.0)), (torch.zeros(2),), keeps_earlier=True)
+    first = kept.read(None)
+    for step in (1, 2, 3):
+        kept.update(step, torch.ones(2), None)
+    second = kept.read_earlier(None)
+    kept.update(4, torch.ones(2), None)
+    found = [one.tolist()[0] for one in (first, second, kept.read_earlier(None), kept.read(None))]
+    assert found == [0, -2, -3, -4]
+
+
+def test_rows_that_keep_them_are_given_as_they_were_before_the_last_update():
+    kept = Rows(Spec("table", "float32", 0, 8, 1, Sgd(1.0), Constant(5.0)), 0, 1, keeps_earlier=True)
+    for step, rows in enumerate(([1, 3], [3, 6]), 1):
+        kept.update(step, torch.ones(2, 1), torch.tensor(rows))
+    assert kept.read_earlier(torch.tensor([1, 3, 6, 7]))[:, 0].tolist() == [4, 4, 5, 5]
+    kept.update(3, torch.ones(0, 1), torch.tensor([], dtype=torch.int64))
+    assert kept.read_earlier(torch.tensor([1, 3, 6, 7]))[:, 0].tolist() == [4, 3, 4, 5]
+
+
 @pytest.mark.parametrize("start", [Uniform(-2, 3, seed=4), Normal(1.0, 2.0), Constant(0.5)], ids=str)
 def test_a_row_begins_the_same_whoever_asks_first(start):
     there, back = table(Sgd(1.0), "float64", start=start), table(Sgd(1.0), "float64", start=start)

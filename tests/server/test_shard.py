@@ -8,7 +8,7 @@ import torch
 
 from counterpoint.errors import ProtocolError
 from counterpoint.server.choices import Aggregate, Sgd
-from counterpoint.server.job import Asp, Bsp, Job, Ssp
+from counterpoint.server.job import Asp, Bsp, Job, Ssp, Work
 from counterpoint.server.messages import Done, Enter, Init, Member, Members, Origin, Pull, Push, Pushed, Refused, Spec
 from counterpoint.server.shard import Shard, replay
 from counterpoint.server.states import Counts
@@ -116,13 +116,22 @@ def test_a_pull_sees_what_its_worker_pushed_before():
 
 
 def test_a_state_makes_the_same_shard():
-    one = shard(Bsp(2))
+    one = shard(Bsp(2), work=Work(4, 1, 1, 2))
     one.apply(push(1, portion=1))
     again = Shard(one.job, 0, one.state)
     for each in (one, again):
         each.apply(push(2, portion=0))
     assert again.digest() == one.digest()
     assert again.keys["weight"].tally.version == 1
+
+
+def test_a_shard_that_is_made_of_a_state_still_has_the_weights_of_the_step_before():
+    one = shard(Bsp(1), work=Work(4, 1, 1, 1))
+    one.apply(push(1, portion=0))
+    again = Shard(one.job, 0, one.state)
+    exact, newest = (again.read(Pull(origin(2), 0, "weight", 0, 0, is_exact=is_exact)) for is_exact in (True, False))
+    assert (exact.version, exact.values.tolist()) == (0, [0.0, 0.0])
+    assert (newest.version, newest.values.tolist()) == (1, [-1.0, -2.0])
 
 
 @pytest.mark.parametrize("fast", ["first", "second"])

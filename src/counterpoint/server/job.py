@@ -157,6 +157,11 @@ class Job:
         """Parts into which keys are divided."""
         return self.num_servers
 
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether a portion of a step may be computed once more, by whoever gets the task of a worker that is gone."""
+        return isinstance(self.consistency, Bsp) and self.work.num_epochs > 0
+
     def digest(self) -> str:
         """Return a word that is the same for equal jobs, and for others only by a miracle."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()

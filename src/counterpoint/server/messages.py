@@ -178,6 +178,7 @@ class Pull:
         ticket: what the answer repeats.
         least: the version that the key must have at least; under bsp the step.
         rows: their numbers, int64, ascending and each once; None for a range.
+        is_exact: whether this very version is wanted, where the key has just passed it; see `tables.Earlier`.
     """
 
     origin: Origin
@@ -186,6 +187,7 @@ class Pull:
     ticket: int
     least: int = 0
     rows: Tensor | None = None
+    is_exact: bool = False
 
     def __post_init__(self) -> None:
         require_name(self.key)

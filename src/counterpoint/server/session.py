@@ -164,7 +164,13 @@ class Session(Protocol):
         """
 
     def pull(
-        self, key: str, *, rows: Tensor | None = None, least: Versions | int = 0, out: Tensor | None = None
+        self,
+        key: str,
+        *,
+        rows: Tensor | None = None,
+        least: Versions | int = 0,
+        out: Tensor | None = None,
+        is_exact: bool = False,
     ) -> Pending[Pulls]:
         """What a key is, or some of its rows, is on its way.
 
@@ -173,6 +179,8 @@ class Session(Protocol):
             rows: their numbers, int64, ascending and each once; required for a table.
             least: versions that the answer must have at least; under bsp the step.
             out: becomes the values; new memory, if not given.
+            is_exact: whether a key that is one step further is wanted as it was at ``least``: so a portion of a step is
+                computed from the same weights, whoever does it and however often. For bsp with tasks.
 
         Raises:
             PlanError: there is no such key, or rows or ``out`` do not fit it.

@@ -36,7 +36,7 @@ from counterpoint.server.messages import (
 )
 from counterpoint.server.rules import first_parts
 from counterpoint.server.states import Change, Entry, Held, KeyState, Session, ShardState
-from counterpoint.server.tables import Range, Rows
+from counterpoint.server.tables import Earlier, Range, Rows
 from counterpoint.server.tally import Tally
 
 Answer: TypeAlias = Pushed | Done | Refused
@@ -83,11 +83,17 @@ class Shard:
 
     def _key(self, state: KeyState) -> Key:
         tally = Tally(self.job.consistency, state.counts)
-        table = self._table(state.spec, state.parts, state.rows)
+        earlier = None if state.earlier is None else Earlier(state.earlier, state.earlier_rows)
+        table = self._table(state.spec, state.parts, state.rows, earlier)
         return Key(state.spec, table, tally, {held.portion: held for held in state.held})
 
-    def _table(self, spec: Spec, parts: tuple[Tensor, ...], rows: Tensor | None) -> Range | Rows:
-        return Rows(spec, self.index, self.job.num_shards, rows, parts) if spec.width else Range(spec, parts)
+    def _table(
+        self, spec: Spec, parts: tuple[Tensor, ...], rows: Tensor | None, earlier: Earlier | None = None
+    ) -> Range | Rows:
+        keeps = self.job.repeats_steps and not isinstance(spec.rule, Aggregate)
+        if spec.width:
+            return Rows(spec, self.index, self.job.num_shards, rows, parts, keeps_earlier=keeps, earlier=earlier)
+        return Range(spec, parts, keeps_earlier=keeps, earlier=earlier)
 
     @property
     def state(self) -> ShardState:
@@ -103,6 +109,8 @@ class Shard:
                 tuple(part.clone() for part in key.table.parts),
                 key.table.rows,
                 tuple(key.held.values()),
+                None if key.table.earlier is None else key.table.earlier.values.clone(),
+                None if key.table.earlier is None else key.table.earlier.rows,
             )
             for key in self.keys.values()
         )
@@ -242,7 +250,10 @@ class Shard:
     def read(self, pull: Pull) -> Pulled:
         """Return the answer to a pull that may read."""
         key = self._known(pull.key)
-        return Pulled(self.index, pull.ticket, pull.key, key.tally.version, key.table.read(pull.rows))
+        version = key.tally.version
+        if pull.is_exact and version == pull.least + 1 and key.table.keeps_earlier:
+            return Pulled(self.index, pull.ticket, pull.key, pull.least, key.table.read_earlier(pull.rows))
+        return Pulled(self.index, pull.ticket, pull.key, version, key.table.read(pull.rows))
 
     def digest(self) -> str:
         """Return a word that is the same for shards that are the same, bit for bit."""

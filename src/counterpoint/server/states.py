@@ -82,16 +82,29 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyState:
-    """A key: what it is, what it has counted, its numbers and those of its rule, what waits for the rest of a step."""
+    """A key: what it is, what it has counted, its numbers and those of its rule, what waits for the rest of a step.
+
+    Args:
+        spec: what it is.
+        counts: what it has counted.
+        parts: its numbers, and those of its rule.
+        rows: of a table, that have been pushed.
+        held: what waits for the rest of a step.
+        earlier: the numbers before the last step, where they are kept; of a table those that it changed.
+        earlier_rows: which these are.
+    """
 
     spec: Spec
     counts: Counts
     parts: tuple[Tensor, ...]
     rows: Tensor | None = None
     held: tuple[Held, ...] = ()
+    earlier: Tensor | None = None
+    earlier_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         require_rows(self.rows, self.spec.key)
+        require_rows(self.earlier_rows, self.spec.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -22,27 +23,51 @@ DIRECT_ROWS = 1 << 26
 """Up to so many rows of a shard, a row is found by its number; beyond, in a dictionary."""
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The numbers of a key before its last step, for whoever has to compute a portion of that step once more.
+
+    Of a portion whose worker died, some keys may have counted its push, and gone on to the next step with it. Whoever
+    repeats the portion reads all keys as they were before.
+
+    Args:
+        values: of a range all of them, of a table those of the rows that the step changed.
+        rows: which these are; None for a range.
+    """
+
+    values: Tensor
+    rows: Tensor | None = None
+
+
 class Range:
     """A range of a key.
 
     Args:
         spec: which.
         parts: its numbers, and what its rule keeps; made, where only the numbers are given.
+        keeps_earlier: whether the numbers before the last update are kept.
+        earlier: these, if there are any yet.
     """
 
-    def __init__(self, spec: Spec, parts: tuple[Tensor, ...]) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: Spec, parts: tuple[Tensor, ...], *, keeps_earlier: bool = False, earlier: Earlier | None = None
+    ) -> None:
+        self.spec, self.keeps_earlier = spec, keeps_earlier
         value = parts[0].clone()
         self.parts = (value, *(part.clone() for part in parts[1:] or first_parts(spec.rule, value)))
         _require_parts(spec, self.parts, (spec.high - spec.low,))
+        self.earlier = None if earlier is None else Earlier(earlier.values.clone())
+        if earlier is not None:
+            _require_part(spec, earlier.values, (spec.high - spec.low,))
         self._lent: list[weakref.ref[Any]] = []
+        self._lent_earlier: list[weakref.ref[Any]] = []
 
     rows: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return sum(part.nbytes for part in self.parts)
+        """Memory that it takes, or will with its first update."""
+        return sum(part.nbytes for part in self.parts) + self.keeps_earlier * self.parts[0].nbytes
 
     def check(self, values: Tensor, rows: Tensor | None) -> None:
         """Check that a push fits; a ProtocolError where it does not."""
@@ -64,16 +89,28 @@ class Range:
 
     def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
         """The numbers are as after one step more."""
-        if any(lent() is not None for lent in self._lent):
+        if self.keeps_earlier:
+            self._keep()
+        elif any(lent() is not None for lent in self._lent):
             self.parts = (self.parts[0].clone(), *self.parts[1:])
         self._lent.clear()
         update_range(self.spec.rule, step, self.parts[0], self.parts[1:], values)
 
+    def _keep(self) -> None:
+        """The numbers are the earlier ones, and a copy of them is what will be changed."""
+        value, spare = self.parts[0], self.earlier
+        is_free = spare is not None and all(lent() is None for lent in self._lent_earlier)
+        copy = spare.values.copy_(value) if spare is not None and is_free else value.clone()
+        self.parts, self.earlier = (copy, *self.parts[1:]), Earlier(value)
+        self._lent_earlier = self._lent.copy()
+
     def read(self, rows: Tensor | None) -> Tensor:
         """Return the numbers; what was read does not change with them."""
-        raw = self.parts[0].view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
-        self._lent.append(weakref.ref(raw))
-        return torch.from_numpy(raw).view(self.parts[0].dtype)
+        return _lent_out(self.parts[0], self._lent)
+
+    def read_earlier(self, rows: Tensor | None) -> Tensor:
+        """Return the numbers before the last update, where they are kept."""
+        return self.read(rows) if self.earlier is None else _lent_out(self.earlier.values, self._lent_earlier)
 
 
 class Rows:
@@ -85,12 +122,26 @@ class Rows:
         num_shards: of how many; a row is here if `shard_of_row` says so.
         rows: numbers of the rows that have been pushed; none, if not given.
         parts: their numbers, and what the rule keeps.
+        keeps_earlier: whether the rows that the last update changed are kept as they were before it.
+        earlier: these, if there are any yet.
     """
 
-    def __init__(
-        self, spec: Spec, shard: int, num_shards: int, rows: Tensor | None = None, parts: tuple[Tensor, ...] = ()
+    def __init__(  # noqa: PLR0913 - what a table is, and where it stands
+        self,
+        spec: Spec,
+        shard: int,
+        num_shards: int,
+        rows: Tensor | None = None,
+        parts: tuple[Tensor, ...] = (),
+        *,
+        keeps_earlier: bool = False,
+        earlier: Earlier | None = None,
     ) -> None:
         self.spec, self.shard, self.num_shards = spec, shard, num_shards
+        self.keeps_earlier, self.earlier = keeps_earlier, earlier
+        if earlier is not None:
+            num_rows = 0 if earlier.rows is None else len(earlier.rows)
+            _require_part(spec, earlier.values, (num_rows, spec.width))
         self._dtype = DTYPES[spec.dtype]
         self._known = 0
         self._numbers = torch.empty(0, dtype=torch.int64)
@@ -150,6 +201,7 @@ class Rows:
     def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
         """The rows are as after the key's next step."""
         if rows is None or not rows.numel():
+            self.earlier = None
             return
         found = self._places.of(rows)
         is_new = found < 0
@@ -161,6 +213,7 @@ class Rows:
                 own[added[0] : added[-1] + 1] = part
         places, is_first = torch.from_numpy(found), torch.from_numpy(is_new)
         gathered = [own.index_select(0, places) for own in self._storage]
+        self.earlier = Earlier(gathered[0].clone(), rows) if self.keeps_earlier else None
         update_rows(self.spec.rule, step, gathered[0], tuple(gathered[1:]), values, is_first=is_first[:, None])
         for own, part in zip(self._storage, gathered, strict=True):
             own.index_copy_(0, places, part)
@@ -177,6 +230,16 @@ class Rows:
             return self._storage[0].index_select(0, torch.from_numpy(places))
         found = self._storage[0].index_select(0, torch.from_numpy(places.clip(min=0)))
         found[torch.from_numpy(unknown)] = begin_of(self.spec, torch.from_numpy(rows.numpy()[unknown]))
+        return found
+
+    def read_earlier(self, rows: Tensor | None) -> Tensor:
+        """Return rows as they were before the last update, where they are kept."""
+        found = self.read(rows)
+        if self.earlier is not None and self.earlier.rows is not None and rows is not None:
+            changed, wanted = self.earlier.rows.numpy(), rows.numpy()
+            places = changed.searchsorted(wanted).clip(max=len(changed) - 1)
+            is_changed = changed[places] == wanted
+            found[torch.from_numpy(is_changed)] = self.earlier.values[torch.from_numpy(places[is_changed])]
         return found
 
     def _grow(self, rows: Tensor) -> Numbers:
@@ -227,6 +290,13 @@ class _Dictionary:
         self.places.update(zip(rows.tolist(), places.tolist(), strict=True))
 
 
+def _lent_out(values: Tensor, lent: list[weakref.ref[Any]]) -> Tensor:
+    """Return the same numbers; as long as somebody has them, so it is said among those that are lent."""
+    raw = values.view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
+    lent.append(weakref.ref(raw))
+    return torch.from_numpy(raw).view(values.dtype)
+
+
 def _longer(part: Tensor, used: int, room: int) -> Tensor:
     longer = part.new_empty((room, *part.shape[1:]))
     longer[:used] = part[:used]
@@ -237,8 +307,12 @@ def _require_parts(spec: Spec, parts: tuple[Tensor, ...], shape: tuple[int, ...]
     expected = 1 + num_parts(spec.rule)
     require(len(parts) == expected, f"{len(parts)} parts of {spec.key}, whose rule keeps {expected}")
     for part in parts:
-        fits = tuple(part.shape) == shape and part.dtype == DTYPES[spec.dtype]
-        require(fits, f"a part of {spec.key} of {part.dtype} {tuple(part.shape)} where {spec.dtype} {shape} belongs")
+        _require_part(spec, part, shape)
+
+
+def _require_part(spec: Spec, part: Tensor, shape: tuple[int, ...]) -> None:
+    fits = tuple(part.shape) == shape and part.dtype == DTYPES[spec.dtype]
+    require(fits, f"a part of {spec.key} of {part.dtype} {tuple(part.shape)} where {spec.dtype} {shape} belongs")
 
 
 def _require_numbers(spec: Spec, values: Tensor) -> None:

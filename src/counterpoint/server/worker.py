@@ -219,7 +219,13 @@ class WorkerSession:
         return Asked(self._carrier, what, num_parts, finish, limit_s, values)
 
     def pull(
-        self, key: str, *, rows: Tensor | None = None, least: Versions | int = 0, out: Tensor | None = None
+        self,
+        key: str,
+        *,
+        rows: Tensor | None = None,
+        least: Versions | int = 0,
+        out: Tensor | None = None,
+        is_exact: bool = False,
     ) -> Asked[Pulls]:
         """What a key is, or some of its rows, is on its way."""
         known = self._known(key)
@@ -237,7 +243,7 @@ class WorkerSession:
                 ticket, actions = self._client.pull(
                     shard,
                     lambda origin, ticket, shard=shard, bound=bound, numbers=numbers: Pull(  # type: ignore[misc]
-                        origin, shard, key, ticket, bound, numbers
+                        origin, shard, key, ticket, bound, numbers, is_exact
                     ),
                 )
                 self._pulls[ticket] = (asked, part)  # type: ignore[assignment]

@@ -45,6 +45,30 @@ def test_workers_that_come_and_go_equal_one_loop(optimizer):
     assert distance(crew.model(), solo(mlp(), data, crew.portions, optimizer, epochs=3)) < 1e-12
 
 
+def goes(_moment):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("build", "data"), [(mlp, numbers()), (bags, words())], ids=["dense", "table"])
+def test_a_portion_of_which_one_key_has_been_pushed_is_repeated_from_the_weights_of_its_step(build, data):
+    """The key that had the last portion of a step from a worker that died went on without the others."""
+    crew = Crew(portions_of(data, Bsp(4)))
+    tables = {"0.weight": START} if build is bags else {}
+    crew.join("before", build(), tables=tables)
+    crew.take_turns(6)
+    crew.gone.add("before")
+    crew.take_turns()
+    dying = crew.join("dying", build(), tables=tables)
+    (dying.tables["0.weight"] if tables else dying.weights[0]).push = goes if build is mlp else partial(goes, None)
+    with pytest.raises(KeyboardInterrupt):
+        crew.take_turns()
+    crew.gone.add("dying")
+    crew.join("after", build(), tables=tables)
+    crew.take_turns()
+    expected = solo(with_rows(build()) if tables else build(), data, crew.portions)
+    assert distance(crew.model(), expected) < 1e-12
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("padding", [None, 4])
 def test_rows_on_servers_equal_a_whole_table(num_workers, padding):

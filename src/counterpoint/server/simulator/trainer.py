@@ -132,9 +132,17 @@ class Trainer:
                 self._has_entered = True
             least = portion // self.job.consistency.portions if isinstance(self.job.consistency, Bsp) else 0
             pulled = yield from self._pulls(portion, least)
-            pushed = yield from self._changes([(one.shard, self._push(one, portion)) for one in pulled])
-            newest = max(newest, *(answer.version for answer in pushed if isinstance(answer, Pushed)))
+            answers = yield from self._changes([(one.shard, self._push(one, portion)) for one in pulled])
+            pushed = [answer for answer in answers if isinstance(answer, Pushed)]
+            self._require_step(portion, least, pulled, pushed)
+            newest = max(newest, *(answer.version for answer in pushed))
         return newest
+
+    def _require_step(self, portion: int, step: int, pulled: Sequence[Pulled], pushed: Sequence[Pushed]) -> None:
+        """Under bsp, what is counted of a portion was computed from its step's weights, all of them."""
+        read = {one.version for one in pulled}
+        if isinstance(self.job.consistency, Bsp) and read != {step} and any(answer.is_new for answer in pushed):
+            raise Unwelcome(f"portion {portion} of step {step} was computed from versions {sorted(read)}, and counted")
 
     def _push(self, pulled: Pulled, portion: int) -> Callable[..., Push]:
         shard = pulled.shard
@@ -144,12 +152,13 @@ class Trainer:
 
     def _pulls(self, portion: int, least: int) -> Generator[list[Action], Answer, list[Pulled]]:
         actions: list[Action] = []
+        is_bsp = isinstance(self.job.consistency, Bsp)
         for shard in range(self.job.num_shards):
             rows = rows_of(portion, shard, self.job.num_shards)
             for key, wanted in ((RANGE, None), (TABLE, rows)):
                 _, more = self.client.pull(
                     shard,
-                    lambda o, t, s=shard, k=key, r=wanted: Pull(o, s, k, t, least, r),  # type: ignore[misc]
+                    lambda o, t, s=shard, k=key, r=wanted: Pull(o, s, k, t, least, r, is_bsp),  # type: ignore[misc]
                 )
                 actions += more
         answers = yield from self._wait(actions, 2 * self.job.num_shards)

@@ -169,7 +169,9 @@ class Lookups:
     def _values(self, rows: Tensor) -> Tensor:
         ahead = self._ahead if self.moment.is_open else None
         if ahead is None or not torch.equal(ahead.wanted.rows, rows):
-            return self._saw(self.session.pull(self.key, rows=rows, least=self.moment.step).wait())
+            is_exact = self.moment.is_open and isinstance(self.session.job.consistency, Bsp)
+            asked = self.session.pull(self.key, rows=rows, least=self.moment.step, is_exact=is_exact)
+            return self._saw(asked.wait())
         self._ahead = None
         self._ask_late(ahead)
         if len(ahead.parts) == 1 and ahead.parts[0][0] is None:
@@ -203,7 +205,9 @@ class Lookups:
         wanted = distinct(self.key, indices, self.num_rows, self.padding)
         ahead = self._ahead = Ahead(wanted, [])
         if not self.moment.is_last or isinstance(self.session.job.consistency, Bsp):
-            ahead.parts.append((None, self.session.pull(self.key, rows=wanted.rows, least=following)))
+            is_exact = isinstance(self.session.job.consistency, Bsp)
+            asked = self.session.pull(self.key, rows=wanted.rows, least=following, is_exact=is_exact)
+            ahead.parts.append((None, asked))
         elif isinstance(self.session.job.consistency, Asp):
             touched = torch.isin(wanted.rows, torch.cat(self._touched()))
             early, ahead.late = (~touched).nonzero().view(-1), touched.nonzero().view(-1)

@@ -205,6 +205,7 @@ class Served:
         self.begin(portion)
         for one in self.weights:
             one.arrive(self.moment)
+        for one in self.weights:
             one.complete(self.moment)
         for table in self.tables.values():
             table.complete()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from counterpoint.errors import DataError
 from counterpoint.server.choices import Rule
+from counterpoint.server.job import Bsp
 from counterpoint.server.placement import cut
 from counterpoint.server.session import Pending, Pulls, Pushes, Session, Versions
 from counterpoint.server.working.rhythm import Moment
@@ -48,6 +49,7 @@ class Weights:
         self._pushing: deque[tuple[Pending[Pushes], Tensor | None]] = deque()
         self.held: Versions = ()
         self.read: Versions = ()
+        self.is_exact = isinstance(session.job.consistency, Bsp)
         self.residual: Tensor | None = None
         self._accrued: Tensor | None = None
         self._moving: Tensor | None = None
@@ -57,7 +59,7 @@ class Weights:
     def ask(self, least: int) -> None:
         """Newer weights are on their way, unless they are already."""
         if self._pulling is None:
-            self._pulling = self.session.pull(self.key, least=least, out=self._spare)
+            self._pulling = self.session.pull(self.key, least=least, out=self._spare, is_exact=self.is_exact)
 
     def begin(self) -> None:
         """A minibatch begins."""
