@@ -159,6 +159,21 @@ def test_a_cut_is_saved_when_no_task_is_begun_and_not_done(servers):
     assert job.cuts[0].keys() == {0, 1}
 
 
+@pytest.mark.parametrize("ask", ["push", "pull"])
+def test_whoever_waits_for_a_job_that_is_lost_learns_it_at_once(ask):
+    job = local(is_logged=False)
+    session = job.join("worker-0")
+    session.init("weight", torch.zeros(2), HALF)
+    job.kill("server-0")
+    waiting = session.push("weight", torch.ones(2)) if ask == "push" else session.pull("weight")
+    job.start_server("server-0")
+    with pytest.raises(PeerError, match="worker-0: server server-0 has begun anew while it alone kept shards"):
+        waiting.wait()
+    assert job.now < job.job.patience.silence_s + 3 * job.job.patience.beat_s
+    with pytest.raises(PeerError, match="go on from the last checkpoint"):
+        session.lease()
+
+
 @pytest.mark.parametrize(("num_servers", "killed"), [(1, "server-0"), (2, "server-0"), (3, "server-1")])
 def test_no_acknowledged_update_is_lost_with_a_server(num_servers, killed):
     job = local(num_servers=num_servers)

@@ -158,7 +158,9 @@ class Client:
 
     def _refused(self, answer: Refused) -> Iterator[Action]:
         """Yield a refusal that asking again would not change, and every one by the coordinator."""
-        if answer.reason == "identity" and answer.shard < 0:
+        if answer.reason == "over" and answer.shard < 0:
+            yield Stop(answer.text)
+        elif answer.reason == "identity" and answer.shard < 0:
             yield Stop(answer.text) if self.presence.is_welcome else Deliver(answer)
         elif answer.shard < 0:
             is_final = answer.reason in FINAL

@@ -152,6 +152,8 @@ class Coordinator:
             self._refuse(origin, "identity", text)
             return
         self._heard[origin.member] = now
+        if self.book.lost and self.book.lives[origin.member].joined.role == "worker":
+            self._refuse(origin, "over", self.book.lost)
         if origin.generation != self.book.generation:
             self._actions.append(Send(origin.member, self.book.view))
         elif isinstance(message, Complete) and message.shard < len(self.book.keepers):

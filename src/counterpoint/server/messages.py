@@ -26,9 +26,9 @@ NO_PORTION = -1
 
 Role: TypeAlias = Literal["worker", "server"]
 Outcome: TypeAlias = Literal["done", "failed", "preempted"]
-Reason: TypeAlias = Literal["generation", "later", "full", "request", "identity", "lost"]
+Reason: TypeAlias = Literal["generation", "later", "full", "request", "identity", "lost", "over"]
 """Why nothing was changed: another generation; ask again soon; no room; it cannot be meant; the name is taken, or its
-owner is not (or no longer) of this job; what it asks for is gone."""
+owner is not (or no longer) of this job; what it asks for is gone; the whole job is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ def error_of(refused: Refused, values: Tensor | None = None) -> CounterpointErro
             return PlanError(refused.text)
         case "identity":
             return LaunchError(refused.text)
-        case "generation" | "later" | "lost":
+        case "generation" | "later" | "lost" | "over":
             return PeerError(refused.text)
         case _:
             assert_never(refused.reason)
