@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from counterpoint.errors import DataError, LaunchError, PeerError, PlanError
+from counterpoint.server.calls import Keepers
 from counterpoint.server.choices import Adagrad, Aggregate, Constant, Sgd, Uniform
 from counterpoint.server.job import Asp, Bsp, Budget, Job, Ssp, Work
 from counterpoint.server.local import LocalJob
@@ -206,6 +207,25 @@ def test_the_journal_makes_the_same_shard_again():
     (place,) = (index for index in (0, 1) if job.node(f"server-{index}").holdings[index].shard.keys)
     entries = [job.journals[place][at] for at in sorted(job.journals[place])]
     assert replay(job.job, place, entries).digest() == job.node(f"server-{place}").holdings[place].shard.digest()
+
+
+def test_the_journal_has_what_a_server_handed_on_that_never_heard_that_it_led():
+    """The last push is told by its first keeper to the second, by that in a state to the third, and both die of it."""
+    job = local(num_servers=3)
+    session = job.join("worker-0")
+    session.init("weight", torch.zeros(4), HALF)
+    (place,) = (at for at in range(3) if job.node(f"server-{at}").holdings[at].shard.keys)
+    first, second, third = (f"server-{(place + more) % 3}" for more in range(3))
+    pushed = session.push("weight", torch.ones(4))
+    one, other = (job.node(name).holdings[place].shard for name in (first, second))
+    assert job.run_until(lambda: other.position > one.position, 1)
+    job.kill(first)
+    assert job.run_until(lambda: job.coordinator.book.keepers[place] == Keepers(second, third, is_complete=True), 60)
+    job.kill(second)
+    job.start_server("server-3")
+    assert pushed.wait().versions == (1,)
+    shard, journal = job.node(third).holdings[place].shard, job.journals[place]
+    assert replay(job.job, place, [journal[at] for at in sorted(journal)]).digest() == shard.digest()
 
 
 BAD = {

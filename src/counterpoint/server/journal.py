@@ -16,6 +16,7 @@ class Notes:
 
     def __init__(self) -> None:
         self._uncertain: dict[int, dict[int, Entry]] = {}
+        self._handed_on: dict[int, int] = {}
 
     def before(self, node: Node, message: Message | None) -> None:
         """A message is about to be taken in: the state of a shard makes nought of what was noted of it."""
@@ -39,3 +40,30 @@ class Notes:
             if shard in self._uncertain and isinstance(held, Primary) and held.keepers.is_complete
         ]
         return {shard: self._uncertain.pop(shard) for shard in leading}
+
+    def handed_on(self, node: Node) -> dict[int, dict[int, Entry]]:
+        """Return the entries, by shard and position, that this life hands on to a new backup; once in a generation.
+
+        The backup gets a state that has them, and will never see them by themselves. If this life dies before it hears
+        that the backup is complete, they are certain, and nobody else can say what they were.
+        """
+        found = {}
+        for shard, held in node.holdings.items():
+            is_leading = isinstance(held, Primary) and not held.keepers.is_complete
+            if is_leading and shard in self._uncertain and self._handed_on.get(shard) != node.generation:
+                self._handed_on[shard] = node.generation
+                found[shard] = self._uncertain[shard].copy()
+        return found
+
+
+def fill(journal: dict[int, Entry], handed_on: Mapping[int, Entry]) -> None:
+    """Positions before the newest entry that nobody was certain of have what was handed on there.
+
+    Args:
+        journal: certain entries by position.
+        handed_on: what was handed on last, by position; an entry that another one has replaced is not certain.
+    """
+    newest = max(journal, default=0)
+    for position, entry in handed_on.items():
+        if position < newest:
+            journal.setdefault(position, entry)

@@ -112,11 +112,20 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noted:
-    """This entry has this position in the journal of a shard; for those who keep journals to look at them later."""
+    """This entry has this position in the journal of a shard; for those who keep journals to look at them later.
+
+    Args:
+        shard: which.
+        position: from 0.
+        entry: what stands there.
+        handed_on: the generation in which a server handed the entry on without knowing whether it is certain; 0 where
+            it is.
+    """
 
     shard: int
     position: int
     entry: Entry
+    handed_on: int = 0
 
 
 Decision: TypeAlias = Joined | Gone | Assigned | Given | Ended | Overdue | Asked | Drained | Stored | Lost | Resumed

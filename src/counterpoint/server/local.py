@@ -7,7 +7,7 @@ there are none left, the clock goes on. For tests and examples; what is promised
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
@@ -19,7 +19,7 @@ from counterpoint.server.coordinator import LOG, Coordinator
 from counterpoint.server.form import Message
 from counterpoint.server.holding import log_of
 from counterpoint.server.job import Job
-from counterpoint.server.journal import Notes
+from counterpoint.server.journal import Notes, fill
 from counterpoint.server.messages import Pulled, Push
 from counterpoint.server.node import Node
 from counterpoint.server.states import Entry, ShardState
@@ -77,6 +77,7 @@ class LocalJob:
         self.job = job
         self.now = 0.0
         self.journals: dict[int, dict[int, Entry]] = {shard: {} for shard in range(job.num_shards)}
+        self._handed_on: dict[int, dict[int, Entry]] = {shard: {} for shard in range(job.num_shards)}
         self.logs: dict[str, list[Any]] = {}
         self.cuts: dict[int, dict[int, ShardState]] = {}
         self._is_journaled = is_journaled
@@ -184,7 +185,7 @@ class LocalJob:
                 case Write():
                     self.logs.setdefault(action.log, []).append(action.line)
                 case Note() if self._is_journaled:
-                    self.journals[action.shard].update(seat.notes.note(action))
+                    self._note(action.shard, seat.notes.note(action))
                 case Save():
                     self.cuts.setdefault(action.cut, {})[action.shard] = action.state
                 case Stop() if isinstance(seat.machine, Node):
@@ -210,7 +211,17 @@ class LocalJob:
         self.act(seat, machine.on_event(message, self.now), source)
         if isinstance(machine, Node) and self._is_journaled:
             for shard, entries in seat.notes.promoted(machine.holdings).items():
-                self.journals[shard] |= entries
+                self._note(shard, entries)
+            for shard, entries in seat.notes.handed_on(machine).items():
+                self._handed_on[shard] |= entries
+
+    def _note(self, shard: int, entries: Mapping[int, Entry]) -> None:
+        """These entries are certain, and so is what was handed on before them."""
+        journal = self.journals[shard]
+        has_gap = any(at and at - 1 not in journal and at - 1 not in entries for at in entries)
+        journal.update(entries)
+        if has_gap:
+            fill(journal, self._handed_on[shard])
 
     def _mail_to(self, seat: Seat, send: Send, source: Seat | None) -> None:
         """It is delivered to that life; what is for any life answers the one that has asked, if it has the name."""

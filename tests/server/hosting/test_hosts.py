@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from counterpoint.errors import CheckpointError, DataError, LaunchError
+from counterpoint.server.actions import Write
 from counterpoint.server.choices import Adagrad, Constant, Sgd
 from counterpoint.server.hosting.contact import read_contact, write_contact
 from counterpoint.server.hosting.joining import join
-from counterpoint.server.hosting.journals import read_journals
+from counterpoint.server.hosting.journals import journals_in, read_journals
 from counterpoint.server.hosting.resuming import resume, whole_cuts
+from counterpoint.server.hosting.writer import Writer
 from counterpoint.server.job import Asp, Bsp, Job, Work
-from counterpoint.server.messages import Push
+from counterpoint.server.lines import Noted
+from counterpoint.server.messages import Members, Push
 from counterpoint.server.shard import replay
 from counterpoint.server.wire.key import new_key
 from tests.server.hosting.conftest import PATIENCE, until
@@ -182,6 +185,16 @@ def test_the_journals_of_servers_that_died_make_the_same_shard(threads, tmp_path
     ]
     shards = [replay(job(num_servers=2), index, entries) for index in (0, 1)]
     assert all(torch.equal(shard.keys["weight"].table.parts[0], values) for shard in shards)
+
+
+def test_what_was_handed_on_last_fills_a_gap_between_certain_entries(tmp_path):
+    writer = Writer(journals_in(tmp_path), lambda _: None, lambda _: None)
+    for log, position, generation, handed_on in [
+        ("a-1", 0, 1, 0), ("b-1", 0, 9, 3), ("b-1", 1, 3, 3), ("c-1", 1, 2, 2), ("d-1", 2, 4, 0), ("b-1", 3, 9, 3),
+    ]:  # fmt: skip
+        writer.order(Write(log, Noted(0, position, Members(generation, ()), handed_on)))
+    writer.close()
+    assert read_journals(tmp_path, 1) == {0: [Members(1, ()), Members(3, ()), Members(4, ())]}
 
 
 def test_nothing_is_left_when_a_session_is_closed(threads):

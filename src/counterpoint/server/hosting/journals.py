@@ -9,7 +9,7 @@ from counterpoint.server.actions import Note, Write
 from counterpoint.server.form import Message
 from counterpoint.server.hosting.folder import lines_of
 from counterpoint.server.hosting.writer import Writer
-from counterpoint.server.journal import Notes
+from counterpoint.server.journal import Notes, fill
 from counterpoint.server.lines import Noted
 from counterpoint.server.node import Node
 from counterpoint.server.states import Entry
@@ -28,9 +28,16 @@ def read_journals(folder: Path, num_shards: int) -> dict[int, list[Entry]]:
         num_shards: of the job.
     """
     found: dict[int, dict[int, Entry]] = {shard: {} for shard in range(num_shards)}
+    handed_on: list[Noted] = []
     for path in sorted(journals_in(folder).glob("*.log")):
         for line in lines_of(path)[0]:
-            found[line.shard].setdefault(line.position, line.entry)
+            if line.handed_on:
+                handed_on.append(line)
+            else:
+                found[line.shard].setdefault(line.position, line.entry)
+    handed_on.sort(key=lambda line: line.handed_on)
+    for shard, entries in found.items():
+        fill(entries, {line.position: line.entry for line in handed_on if line.shard == shard})
     return {shard: _without_gap(entries) for shard, entries in found.items()}
 
 
@@ -70,13 +77,15 @@ class Journal:
         if self._node is not None:
             for shard, entries in self._notes.promoted(self._node.holdings).items():
                 self._write(shard, entries)
+            for shard, entries in self._notes.handed_on(self._node).items():
+                self._write(shard, entries, handed_on=self._node.generation)
 
-    def _write(self, shard: int, entries: Mapping[int, Entry]) -> None:
+    def _write(self, shard: int, entries: Mapping[int, Entry], *, handed_on: int = 0) -> None:
         if self._node is None:
             return
         log = f"{self._node.name}-{self._node.presence.hello.token}"
         for position, entry in entries.items():
-            self._writer.order(Write(log, Noted(shard, position, entry)))
+            self._writer.order(Write(log, Noted(shard, position, entry, handed_on)))
 
     def close(self) -> None:
         """What was noted is on the disk."""

@@ -9,7 +9,7 @@ from counterpoint.server.holding import Primary
 from counterpoint.server.job import Job, Ssp
 from counterpoint.server.messages import Enter, Members, Push, Pushed, Rest
 from counterpoint.server.node import Node
-from counterpoint.server.shard import Shard
+from counterpoint.server.shard import Shard, replay
 from counterpoint.server.simulator.history import History, name_of
 from counterpoint.server.simulator.reference import check_numbers
 from counterpoint.server.simulator.trainer import RANGE, TABLE
@@ -36,6 +36,7 @@ def _check_shard(job: Job, index: int, nodes: Sequence[Node], history: History) 
         yield f"nobody keeps shard {index} in the end"
         return
     yield from check_acknowledged(index, entries, history)
+    yield from check_reach(job, index, entries, nodes, history)
     yield from check_replay(job, index, entries, copies)
     if isinstance(job.consistency, Ssp):
         yield from check_staleness(job.consistency.staleness, index, entries)
@@ -55,6 +56,26 @@ def check_acknowledged(index: int, entries: Sequence[Entry], history: History) -
     for shard, name in history.acknowledged:
         if shard == index and name not in names:
             yield f"an acknowledged update is lost: push {name} on shard {index}"
+
+
+def check_reach(
+    job: Job, index: int, entries: Sequence[Entry], nodes: Sequence[Node], history: History
+) -> Iterator[str]:
+    """Yield keepers that lack a part of the journal, or have more than it and than what they have noted as uncertain.
+
+    A server that keeps the shard alone may be ahead of its journal by what its disk does not have yet.
+    """
+    for node in nodes:
+        held = node.holdings.get(index)
+        shard = None if held is None else held.shard
+        if held is None or shard is None or shard.position < len(entries):
+            has = "nothing" if shard is None else f"{shard.position} entries"
+            yield f"{node.name} keeps {has} of shard {index}, whose journal has {len(entries)}"
+        elif shard.position > len(entries) and not (isinstance(held, Primary) and held.is_alone):
+            noted = history.uncertain((node.name, node.presence.incarnation), index)
+            more = [noted[at] for at in range(len(entries), shard.position) if at in noted]
+            if replay(job, index, [*entries, *more]).digest() != shard.digest():
+                yield f"shard {index} on {node.name} is not what it has noted of {shard.position} entries"
 
 
 def check_replay(job: Job, index: int, entries: Sequence[Entry], copies: Sequence[tuple[str, Shard]]) -> Iterator[str]:

@@ -58,6 +58,10 @@ class History:
         found = self._uncertain.get((*source, shard), {})
         self._uncertain[*life, shard] = {at: entry for at, entry in found.items() if at < position}
 
+    def uncertain(self, life: tuple[str, int], shard: int) -> dict[int, Entry]:
+        """Return what this life has of the shard and is not certain of."""
+        return self._uncertain.get((*life, shard), {})
+
     def answer(self, life: tuple[str, int], shard: int, generation: int) -> None:
         """A server answers as the first keeper of a shard, in a generation."""
         owners = self.owners.setdefault((shard, generation), set())
