@@ -27,6 +27,9 @@ class Carrier(Protocol):
     def act(self, actions: Sequence[Action]) -> None:
         """Messages are on their way; called with the lock."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block whose messages leave in one go at its end."""
+
     def wait(self, holds: Callable[[], bool], deadline_s: float) -> bool:
         """Tell whether the condition holds, or comes to hold within the time; called without the lock."""
 

@@ -165,7 +165,8 @@ class Table:
             raise PlanError(f"{self.name} is a table of {self.num_rows} rows; name those that are meant")
         if rows.dtype != torch.int64 or rows.dim() != 1:
             raise PlanError(f"rows of {self.name} as {rows.dtype} with {rows.dim()} dims; give int64 with one dim")
-        if len(rows) > 1 and not bool((rows[1:] > rows[:-1]).all()):
+        numbers = rows.numpy()
+        if len(rows) > 1 and not (numbers[1:] > numbers[:-1]).all():
             raise PlanError(f"rows of {self.name} that do not ascend, each once; give rows.unique(), or coalesce()")
         if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < self.num_rows):
             raise PlanError(f"rows {int(rows[0])} to {int(rows[-1])} of {self.name}, which has {self.num_rows}")

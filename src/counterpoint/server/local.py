@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
@@ -248,6 +248,10 @@ class LocalCarrier:
     def act(self, actions: Sequence[Action]) -> None:
         """Messages are on their way."""
         self._job.act(self.seat, actions)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block that changes nothing: messages leave when the job's time goes on."""
+        return nullcontext()
 
     def wait(self, holds: Callable[[], bool], deadline_s: float) -> bool:
         """Tell whether the condition comes to hold within the time of the job's clock."""

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from counterpoint.server.choices import Adagrad, Adam, Aggregate, Rule, Sgd
 
+PIECE = 1 << 17
+"""Numbers that are updated before the next, so that each operation finds them in the cache."""
+
 
 def num_parts(rule: Rule) -> int:
     """Return how many numbers the rule keeps beside each number of the key."""
@@ -46,12 +49,25 @@ def update_range(rule: Rule, step: int, value: Tensor, parts: tuple[Tensor, ...]
         parts: what the rule keeps.
         gradient: of the shape of the numbers; not changed.
     """
+    for low in range(0, len(value), PIECE):
+        part = slice(low, low + PIECE)
+        _update_piece(rule, step, value[part], tuple(one[part] for one in parts), gradient[part])
+
+
+def _update_piece(rule: Rule, step: int, value: Tensor, parts: tuple[Tensor, ...], gradient: Tensor) -> None:
     match rule:
         case Aggregate():
             value.copy_(gradient)
         case Sgd():
-            is_first = torch.tensor(step == 1)
-            _sgd(rule, value, parts, gradient, is_first)
+            gradient = _decayed(gradient, value, rule.weight_decay)
+            if parts:
+                momentum = parts[0]
+                if step == 1:
+                    momentum.copy_(gradient)
+                else:
+                    momentum.mul_(rule.momentum).add_(gradient, alpha=1 - rule.dampening)
+                gradient = gradient.add(momentum, alpha=rule.momentum) if rule.is_nesterov else momentum
+            value.add_(gradient, alpha=-rule.lr)
         case Adagrad():
             gradient = _decayed(gradient, value, rule.weight_decay)
             parts[0].addcmul_(gradient, gradient, value=1)

@@ -6,6 +6,7 @@ pulls of many keys are under way together, and a pull sees every push that the s
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
@@ -185,6 +186,9 @@ class Session(Protocol):
         Raises:
             PlanError: there is no such key, or rows or ``out`` do not fit it.
         """
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block whose pushes and pulls leave in one go at its end, which is less work on both sides."""
 
     def enter(self) -> None:
         """Others wait for this worker from now on (ssp); it comes before the pull for the first push."""

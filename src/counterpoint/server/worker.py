@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -255,6 +256,10 @@ class WorkerSession:
         versions = tuple(answer.version for answer in found)
         self._read[key.name] = versions
         return Pulls(key.joined([answer.values for answer in found], rows, out), versions)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block whose pushes and pulls leave in one go at its end."""
+        return self._carrier.together()
 
     def enter(self) -> None:
         """Others wait for this worker from now on (ssp); it comes before the pull for the first push."""

@@ -194,3 +194,22 @@ def test_without_a_key_nothing_listens_beyond_loopback(loop, address):
 def test_without_a_key_nobody_is_called_beyond_loopback(loop):
     with pytest.raises(LaunchError, match=r"tcp:192.0.2.1:4000 is beyond loopback and there is no job key"):
         Client(loop, parse_place("tcp:192.0.2.1:4000"), Secret(None))
+
+
+def test_letters_that_are_gathered_leave_together_at_the_end(loop, place_and_secret):
+    heard = Records()
+    server = serve(loop, place_and_secret[0], place_and_secret[1], heard.letter)
+    connection, _ = called(loop, server.place, place_and_secret[1])
+    turns(loop)
+    with loop.gathering():
+        for kind in ("one", "two"):
+            connection.send(Letter(kind))
+        turns(loop)
+        assert not heard.letters
+    turns(loop)
+    assert [letter.kind for letter in heard.letters] == ["one", "two"]
+
+
+def test_what_is_gathered_leaves_when_somebody_waits(loop, asking):
+    with loop.gathering():
+        assert asking.ask(Letter("ask", {"index": 3})).answer(10.0).fields["index"] == 3

@@ -69,6 +69,7 @@ class Crew:
         self.served: dict[str, Served] = {}
 
     def join(self, name, model, optimizer=SGD, *, habits=None, loss=F.cross_entropy, **options):
+        options = {"key_bytes": 0, **options}
         served = self.served[name] = Served(model, self.job.join(name), optimizer, **options)
         worker = Worker(served, self.portions, loss, habits=habits, must_go=lambda: name in self.gone)
         self.turns[name] = worker.events()

@@ -109,3 +109,12 @@ def test_what_is_fetched_ahead_is_what_would_have_been_fetched():
             crew.take_turns()
             found.append(crew.model())
         assert distance(*found) == 0
+
+
+def test_keys_of_several_modules_equal_one_loop():
+    data = numbers()
+    crew = Crew(portions_of(data, Bsp(4)))
+    crew.join("a", mlp(), key_bytes=1 << 16)
+    crew.join("b", mlp(), key_bytes=1 << 16)
+    crew.take_turns()
+    assert distance(crew.model(), solo(mlp(), data, crew.portions)) < 1e-12

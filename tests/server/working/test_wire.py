@@ -1,5 +1,8 @@
 """What travels: rows that were looked up and no others, and what a code leaves of a gradient."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn, optim
@@ -10,6 +13,7 @@ from counterpoint.server.job import Asp, Bsp
 from counterpoint.server.messages import Push
 from counterpoint.server.shard import plain
 from counterpoint.server.working.lookups import Table
+from counterpoint.server.working.rows import whole_gradient
 from tests.server.working.crews import Crew, bags, distance, mlp, numbers, portions_of, seeded, words
 
 START = Uniform(-0.5, 0.5)
@@ -159,3 +163,41 @@ def test_weights_that_nobody_trains_are_the_first_worker_s():
         crew.join(name, model)
     assert distance(*models) > 0  # the biases have not been fetched yet
     assert torch.equal(models[0].weight, models[1].weight)
+
+
+@pytest.mark.parametrize(
+    ("key_bytes", "keys"),
+    [(0, ["0.weight+bias", "3.weight+bias"]), (463, ["0.weight+bias", "3.weight+bias"]),
+     (464, ["0.weight+bias to 3.weight+bias"])],
+)  # fmt: skip
+def test_small_modules_are_one_key_up_to_a_size(key_bytes, keys):
+    crew = Crew(portions_of(numbers(8), Asp(), batch_size=4), epochs=1, num_servers=1)
+    crew.join("a", mlp(), key_bytes=key_bytes)
+    assert list(crew.shard(0).keys) == keys
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_gradient_of_each_look_up_sums_to_that_of_rows(mode):
+    places, leaf = torch.arange(35).view(7, 5) % 9, torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for sparse in (False, True):
+        nn.functional.embedding_bag(places, leaf, mode=mode, sparse=sparse).square().sum().backward()
+        assert leaf.grad is not None
+        found.append(whole_gradient(leaf.grad))
+        leaf.grad = None
+    assert float((found[0] - found[1]).abs().max()) < 1e-12
+
+
+def test_rows_of_a_minibatch_are_let_go_when_the_next_begins():
+    crew = Crew(portions_of(words(16), Asp(), batch_size=4), epochs=1, num_servers=1)
+    served = crew.join("a", bags(), tables={"0.weight": START})
+    crew.take_turns(2)
+    (touch,) = served.tables["0.weight"].touches
+    leaf = weakref.ref(touch.leaf)
+    del touch
+    gc.disable()
+    try:
+        served.tables["0.weight"].begin(())
+        assert leaf() is None
+    finally:
+        gc.enable()

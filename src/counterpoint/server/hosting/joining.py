@@ -66,6 +66,10 @@ class LoopCarrier:
         """Messages are on their way; called with the lock."""
         self._host.act(list(actions))
 
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block whose messages leave in one go at its end; called without the lock."""
+        return self._loop.gathering()
+
     def wait(self, holds: Callable[[], bool], deadline_s: float) -> bool:
         """Tell whether the condition holds, or comes to hold within the time; called without the lock."""
         return self._loop.wait(holds, deadline_s)

@@ -62,6 +62,8 @@ class Channel:
 
     def put(self, letter: Letter) -> None:
         """The letter will be sent after those before it; a PeerError where it cannot travel."""
+        if self._outbox is not None:
+            self._give_back()  # before a question, so that the answer may lie there
         shelf = self._shelf_for(letter)
         if shelf is None:
             self._put(frame_of(letter, self._limits))

@@ -66,7 +66,7 @@ class Connection:
         self._side = side
         self._stage = Stage.CALLING
         self._moved_s = self._began_s = loop.clock()
-        self._is_leaving = False
+        self._is_leaving = self._is_receiving = False
         self._on_letter: OnLetter | None = None
         self._on_end: OnEnd | None = None
         self.name = name
@@ -110,6 +110,8 @@ class Connection:
             if not self._channel.pending():
                 self._moved_s = self._loop.clock()
             self._channel.put(letter)
+            if self._is_receiving or (not self.is_full and self._loop.defers(self._go_on)):
+                return  # answers to what has come together leave together
             self._go_on()
 
     def close(self) -> None:
@@ -162,11 +164,14 @@ class Connection:
         """The socket can be read or written."""
         if self._stage is Stage.CALLING:
             self._arrive()
+        self._is_receiving = True
         try:
             if events & READ:
                 self._receive()
         except ProtocolError as error:
             self._drop(error)
+        finally:
+            self._is_receiving = False
         self._go_on()
 
     def _arrive(self) -> None:

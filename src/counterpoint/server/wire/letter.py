@@ -117,7 +117,7 @@ def written(letter: Letter, shelf: int | None = None) -> bytes:
             f"a letter of kind {letter.kind[:MAX_KIND]!r} cannot travel: a kind has 1 to {MAX_KIND} letters"
         )
     try:
-        text = json.dumps(said, allow_nan=False, separators=(",", ":"))
+        text = _WRITER.encode(said)
     except (TypeError, ValueError, RecursionError) as error:
         raise PeerError(
             f"the fields of {letter.kind[:MAX_KIND]!r} cannot travel: {error}; "
@@ -196,7 +196,7 @@ def read_text(text: bytes) -> tuple[str, dict[str, Plain], int | None]:
         ProtocolError: the text is not as :func:`written` writes it.
     """
     try:
-        found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_each_once)
+        found = _READER.decode(text.decode())
     except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers, too
         raise malformed(f"its text is no JSON ({ascii(str(error))[:80]})") from error
     match found:
@@ -229,6 +229,10 @@ def _each_once(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
     if len(found) != len(pairs):
         raise ValueError("a name comes twice")
     return found
+
+
+_WRITER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_READER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_each_once)
 
 
 def malformed(found: str) -> ProtocolError:

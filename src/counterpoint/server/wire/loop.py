@@ -9,7 +9,8 @@ from __future__ import annotations
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from types import TracebackType
 from typing import Protocol, Self
@@ -57,6 +58,8 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._failure: BaseException | None = None
+        self._num_gathering = 0
+        self._deferred: dict[Callable[[], None], None] = {}
 
     def watch(self, watched: Watched, events: int) -> None:
         """It will hear when its socket can be read or written; 0 for neither."""
@@ -95,6 +98,30 @@ class Loop:
                 watched.expire()
             self._turned.notify_all()
 
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """What is sent meanwhile leaves in one go at the end, unless a connection has much to send."""
+        with self.lock:
+            self._num_gathering += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._num_gathering -= 1
+                self._flush()
+
+    def _flush(self) -> None:
+        """What was gathered has left, or is about to; called with the lock."""
+        deferred, self._deferred = self._deferred, {}
+        for flush in deferred:
+            flush()
+
+    def defers(self, flush: Callable[[], None]) -> bool:
+        """Tell whether what is sent is being gathered; then this will be called at the end, once."""
+        if self._num_gathering:
+            self._deferred[flush] = None
+        return self._num_gathering > 0
+
     def wait_for(self, holds: Callable[[], bool], deadline_s: float, what: str) -> None:
         """The condition holds; the loop has turned here, unless it does in its own thread.
 
@@ -122,6 +149,7 @@ class Loop:
                 self._raise_failure()
                 if holds():
                     return True
+                self._flush()
                 left = end - self.clock()
                 if left <= 0:
                     return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from counterpoint.server.wire.records import RECORD_BYTES, SMALL_BYTES, Sealer
 
-BATCH = 16  # records that are sent at once, if they are small
+BATCH = 16  # records that are sent at once, if they are small or stay where they are
 
 
 class Outbox:
@@ -43,14 +43,14 @@ class Outbox:
         return self._sealed
 
     def _seal_some(self) -> None:
-        """Some records are ready to be sent: small ones, or those up to the first that is not."""
+        """Some records are ready to be sent: small ones, or up to the first that is in the way of the next."""
         for _ in range(BATCH):
             record = self._next()
             if record is None:
                 return
             self._sealed += self._sealer.seal(record)
             self._under_way_bytes += len(record)
-            if len(record) > SMALL_BYTES:
+            if self._sealer.has_stage and len(record) > SMALL_BYTES:
                 return
 
     def _next(self) -> memoryview | None:

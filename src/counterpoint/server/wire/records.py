@@ -30,8 +30,12 @@ CHECK = struct.Struct("<I12x")
 class Sealer(Protocol):
     """Makes records of bytes, in the order in which they are sent."""
 
+    @property
+    def has_stage(self) -> bool:
+        """Whether a large record stands in memory that the next one takes."""
+
     def seal(self, plain: memoryview) -> Sequence[memoryview]:
-        """Return the next record; a large one stands in memory that the next one takes."""
+        """Return the next record."""
 
 
 class Opener(Protocol):
@@ -51,6 +55,8 @@ class KeyedSealer:
         key: of this direction of this connection.
         records_per_key: after so many another key follows, derived from this one.
     """
+
+    has_stage = True
 
     def __init__(self, key: bytes, records_per_key: int = RECORDS_PER_KEY) -> None:
         self._keys = _Keys(key, records_per_key)
@@ -113,6 +119,8 @@ class _Keys:
 
 class CheckedSealer:
     """Writes a checksum behind the bytes, which stay where they are."""
+
+    has_stage = False
 
     def __init__(self) -> None:
         self._count = 0

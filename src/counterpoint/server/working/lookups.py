@@ -16,7 +16,7 @@ from counterpoint.server.choices import Rule, Start
 from counterpoint.server.job import Asp, Bsp
 from counterpoint.server.session import Pending, Pulls, Pushes, Session, Versions
 from counterpoint.server.working.rhythm import Moment
-from counterpoint.server.working.rows import Distinct, distinct, merged, require_plain
+from counterpoint.server.working.rows import Distinct, among, distinct, merged, require_plain, whole_gradient
 from counterpoint.server.working.weights import UNDER_WAY
 
 
@@ -57,13 +57,15 @@ class Ahead:
 
     Attributes:
         wanted: what will be looked up.
-        parts: places among the rows (None for all), and the answers under way.
-        late: places of rows to be asked for after the push that is still to come.
+        early: the answer that is under way, to all rows; None if there is none before the push that is still to come.
+        late: places of rows that are to be asked for after that push, or have been.
+        newer: the answer to these, under way.
     """
 
     wanted: Distinct
-    parts: list[tuple[Tensor | None, Pending[Pulls]]]
+    early: Pending[Pulls] | None = None
     late: Tensor | None = None
+    newer: Pending[Pulls] | None = None
 
 
 class Lookups:
@@ -115,7 +117,10 @@ class Lookups:
     def look_up(self, module: nn.Embedding, indices: Tensor) -> Tensor:
         """Return rows, as the module would."""
         leaf, wanted, padding = self._fetch(indices)
-        return F.embedding(wanted.places, leaf, padding, scale_grad_by_freq=module.scale_grad_by_freq)
+        by_frequency = module.scale_grad_by_freq
+        return F.embedding(
+            wanted.places, leaf, padding, scale_grad_by_freq=by_frequency, sparse=padding is None and not by_frequency
+        )
 
     def look_up_bags(
         self,
@@ -126,12 +131,14 @@ class Lookups:
     ) -> Tensor:
         """Return what bags of rows come to, as the module would."""
         leaf, wanted, padding = self._fetch(indices)
+        is_plain = padding is None and per_sample_weights is None and not module.scale_grad_by_freq
         return F.embedding_bag(
             wanted.places,
             leaf,
             offsets,
             scale_grad_by_freq=module.scale_grad_by_freq,
             mode=module.mode,
+            sparse=is_plain and module.mode != "max",
             per_sample_weights=per_sample_weights,
             include_last_offset=module.include_last_offset,
             padding_idx=padding,
@@ -161,24 +168,22 @@ class Lookups:
                     "in the backward must look up the same rows"
                 )
             leaf.requires_grad_()
-            touch = Touch(wanted.rows, leaf)
-            self.touches.append(touch)
-            leaf.register_post_accumulate_grad_hook(lambda _: self._note(touch))  # type: ignore[no-untyped-call]
+            self.touches.append(Touch(wanted.rows, leaf))
+            leaf.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
         return leaf, wanted, padding
 
     def _values(self, rows: Tensor) -> Tensor:
         ahead = self._ahead if self.moment.is_open else None
         if ahead is None or not torch.equal(ahead.wanted.rows, rows):
-            is_exact = self.moment.is_open and isinstance(self.session.job.consistency, Bsp)
-            asked = self.session.pull(self.key, rows=rows, least=self.moment.step, is_exact=is_exact)
-            return self._saw(asked.wait())
+            return self._saw(self._pull(rows, least=self.moment.step, is_open=self.moment.is_open).wait())
         self._ahead = None
         self._ask_late(ahead)
-        if len(ahead.parts) == 1 and ahead.parts[0][0] is None:
-            return self._saw(ahead.parts[0][1].wait())
-        values = torch.empty(len(rows), self.width, dtype=self.dtype)
-        for places, pending in ahead.parts:
-            values[places] = self._saw(pending.wait())
+        newer = ahead.newer
+        if ahead.early is None:
+            return self._saw((newer or self.session.pull(self.key, rows=rows)).wait())
+        values = self._saw(ahead.early.wait())
+        if newer is not None and ahead.late is not None:
+            values[ahead.late] = self._saw(newer.wait())
         return values
 
     def _saw(self, pulls: Pulls) -> Tensor:
@@ -203,29 +208,33 @@ class Lookups:
         else:
             return
         wanted = distinct(self.key, indices, self.num_rows, self.padding)
-        ahead = self._ahead = Ahead(wanted, [])
-        if not self.moment.is_last or isinstance(self.session.job.consistency, Bsp):
-            is_exact = isinstance(self.session.job.consistency, Bsp)
-            asked = self.session.pull(self.key, rows=wanted.rows, least=following, is_exact=is_exact)
-            ahead.parts.append((None, asked))
-        elif isinstance(self.session.job.consistency, Asp):
-            touched = torch.isin(wanted.rows, torch.cat(self._touched()))
-            early, ahead.late = (~touched).nonzero().view(-1), touched.nonzero().view(-1)
-            ahead.parts.append((early, self.session.pull(self.key, rows=wanted.rows[early])))
+        ahead = self._ahead = Ahead(wanted)
+        consistency = self.session.job.consistency
+        if not self.moment.is_last or isinstance(consistency, Bsp):
+            ahead.early = self._pull(wanted.rows, least=following, is_open=True)
+        elif isinstance(consistency, Asp):
+            ahead.early = self.session.pull(self.key, rows=wanted.rows)
+            ahead.late = among(wanted.rows, self._touched())
         else:
             ahead.late = torch.arange(len(wanted.rows))
 
-    def _touched(self) -> list[Tensor]:
-        return [torch.empty(0, dtype=torch.int64), *(touch.rows for touch in self.touches),
-                *(rows for rows, _ in self._accrued)]  # fmt: skip
+    def _touched(self) -> Tensor:
+        """Return the rows that the push to come will have, ascending and each once."""
+        found = [*(touch.rows for touch in self.touches), *(rows for rows, _ in self._accrued)]
+        return found[0] if len(found) == 1 else torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *found]))
 
     def _ask_late(self, ahead: Ahead | None) -> None:
-        if ahead is not None and ahead.late is not None:
-            late, ahead.late = ahead.late, None
-            ahead.parts.append((late, self.session.pull(self.key, rows=ahead.wanted.rows[late])))
+        if ahead is not None and ahead.newer is None and ahead.late is not None and len(ahead.late):
+            ahead.newer = self.session.pull(self.key, rows=ahead.wanted.rows[ahead.late])
 
-    def _note(self, touch: Touch) -> None:
-        touch.is_complete = True
+    def _pull(self, rows: Tensor, *, least: int, is_open: bool) -> Pending[Pulls]:
+        """Ask for rows; of a step that is computed, under bsp, as they were in it."""
+        is_exact = is_open and isinstance(self.session.job.consistency, Bsp)
+        return self.session.pull(self.key, rows=rows, least=least, is_exact=is_exact)
+
+    def _note(self, leaf: Tensor) -> None:
+        for touch in self.touches:  # the leaf holds this hook, so the hook does not hold the leaf
+            touch.is_complete = touch.is_complete or touch.leaf is leaf
         if self.moment.is_open and self.moment.is_last and all(one.is_complete for one in self.touches):
             self.complete()
 
@@ -235,7 +244,7 @@ class Lookups:
             return
         for touch in self.touches:
             if touch.leaf.grad is not None:
-                self._accrued.append((touch.rows, touch.leaf.grad[: len(touch.rows)]))
+                self._accrued.append((touch.rows, whole_gradient(touch.leaf.grad)[: len(touch.rows)]))
                 touch.leaf.grad = None
         if self.moment.is_last:
             self.push()
@@ -248,14 +257,16 @@ class Lookups:
         rows, values = merged(self._accrued, self.width, self.dtype)
         read, self._accrued, self.read = self.read, [], ()
         consistency = self.session.job.consistency
-        if len(rows) or not isinstance(consistency, Asp):
-            if isinstance(consistency, Bsp):
-                read = read or (self.moment.step,) * self.session.job.num_shards
-            while len(self._pushing) >= UNDER_WAY:
-                self._pushing.popleft().wait()
-            pushed = self.session.push(self.key, values, portion=self.moment.portion, read=read or None, rows=rows)
-            self._pushing.append(pushed)
-        self._ask_late(self._ahead)
+        if isinstance(consistency, Bsp):
+            read = read or (self.moment.step,) * self.session.job.num_shards
+        while len(self._pushing) >= UNDER_WAY:
+            self._pushing.popleft().wait()
+        with self.session.together():
+            if len(rows) or not isinstance(consistency, Asp):
+                portion = self.moment.portion
+                pushed = self.session.push(self.key, values, portion=portion, read=read or None, rows=rows)
+                self._pushing.append(pushed)
+            self._ask_late(self._ahead)
 
     def drop(self) -> None:
         """Nothing is left of a portion that was begun."""

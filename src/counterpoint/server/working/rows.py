@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,8 +47,8 @@ def distinct(key: str, indices: Tensor, num_rows: int, padding: int | None) -> D
         >>> found.rows.tolist(), found.places.tolist()
         ([3, 7], [1, 2, 0, 1])
     """
-    rows, places = torch.unique(indices, return_inverse=True)
-    rows = rows.to(torch.int64)
+    found = np.unique(indices.numpy(), return_inverse=True)  # a third of the time of torch's
+    rows, places = torch.from_numpy(found[0]).to(torch.int64), torch.from_numpy(found[1]).view(indices.shape)
     if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < num_rows):
         raise DataError(f"rows {int(rows[0])} to {int(rows[-1])} of {key} are looked up, which has {num_rows}")
     at = len(rows) if padding is None else int(torch.searchsorted(rows, padding))
@@ -75,6 +76,31 @@ def merged(found: Sequence[tuple[Tensor, Tensor]], width: int, dtype: torch.dtyp
     if found:
         total.index_add_(0, places, torch.cat([values for _, values in found]))
     return rows, total
+
+
+def among(rows: Tensor, others: Tensor) -> Tensor:
+    """Return the places of rows that are among others; both ascend, each row once.
+
+    Example:
+        >>> among(torch.tensor([1, 4, 6]), torch.tensor([0, 4, 5]))
+        tensor([1])
+    """
+    wanted, known = rows.numpy(), others.numpy()
+    if not len(known):
+        return torch.empty(0, dtype=torch.int64)
+    is_known = known[known.searchsorted(wanted).clip(max=len(known) - 1)] == wanted
+    return torch.from_numpy(np.flatnonzero(is_known))
+
+
+def whole_gradient(gradient: Tensor) -> Tensor:
+    """Return the gradient of rows, each once, that autograd has left as it is or as one entry for each look-up.
+
+    The latter and a sum take a third of the time of torch's dense gradient of bags.
+    """
+    if not gradient.is_sparse:
+        return gradient
+    found = gradient.detach()
+    return found.new_zeros(found.shape, layout=torch.strided).index_add_(0, found._indices()[0], found._values())  # noqa: SLF001
 
 
 def require_plain(key: str, module: Any) -> None:  # noqa: ANN401 - checked

@@ -22,10 +22,13 @@ from counterpoint.server.session import Session
 from counterpoint.server.working.lookups import Lookups, Table
 from counterpoint.server.working.optimizers import Factory, rules_of
 from counterpoint.server.working.rhythm import Moment, Rhythm, step_of
-from counterpoint.server.working.units import dense_units, modules_of_tables, require_kept_buffers
+from counterpoint.server.working.units import dense_units, gathered, modules_of_tables, require_kept_buffers
 from counterpoint.server.working.weights import Weights
 
 Choice = Literal["error", "zero"]
+
+KEY_BYTES = 1 << 16
+"""Up to so many, the weights of neighbouring modules are one key: a message costs more than they do."""
 
 
 class Served:
@@ -43,6 +46,8 @@ class Served:
         unused: what a parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
         buffers: what running statistics mean, which servers do not keep: ``error``, or ``own`` for each worker's own.
         overlap: whether a layer's weights are waited for when its forward begins; else all are at once.
+        key_bytes: up to which weights of neighbouring modules are one key; 0 for a key for each module. All workers say
+            the same. A code looks at one module at a time.
 
     Raises:
         PlanError: no server can do what is asked.
@@ -60,6 +65,7 @@ class Served:
         unused: Choice = "error",
         buffers: Literal["error", "own"] = "error",
         overlap: bool = True,
+        key_bytes: int = KEY_BYTES,
     ) -> None:
         self.model, self.session, self.rhythm = model, session, rhythm or Rhythm()
         self.unused, self.overlap = unused, overlap
@@ -81,7 +87,7 @@ class Served:
             if name not in self.rules:
                 raise PlanError(f"table {name} is not in the optimizer; add it, or say Table(rule=...)")
             self.tables[name] = Lookups(session, name, modules, self.rules[name], wanted[name], self.moment)
-        units = dense_units(model, self.rules, leave=set(self.tables))
+        units = gathered(dense_units(model, self.rules, leave=set(self.tables)), 0 if code else key_bytes)
         self.weights = [
             Weights(session, unit.key, unit.parts, unit.rule, code=code) for unit in units if unit.is_trained
         ]

@@ -78,6 +78,42 @@ def dense_units(model: nn.Module, rules: Mapping[str, Rule], *, leave: Iterable[
     return units
 
 
+def gathered(units: Iterable[Unit], key_bytes: int) -> list[Unit]:
+    """Return the keys with neighbours put together, where they are alike and small: each key costs two messages a step.
+
+    Args:
+        units: one for each module, in the order of the model.
+        key_bytes: up to which keys are put together.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
+        >>> rules = dict.fromkeys([name for name, _ in model.named_parameters()], Sgd(0.1))
+        >>> [unit.key for unit in gathered(dense_units(model, rules, leave=()), 1 << 16)]
+        ['0.weight+bias to 2.weight']
+    """
+    open_units: dict[tuple[Rule, bool, torch.dtype], list[Unit]] = {}
+    runs: list[list[Unit]] = []
+    for unit in units:
+        kind = unit.rule, unit.is_trained, unit.parts[0].parameter.dtype
+        run = open_units.get(kind)
+        if run is None or sum(map(_num_bytes, run)) + _num_bytes(unit) > key_bytes:
+            run = open_units[kind] = []
+            runs.append(run)
+        run.append(unit)
+    return [run[0] if len(run) == 1 else _together(run) for run in runs]
+
+
+def _together(run: list[Unit]) -> Unit:
+    first, last = run[0], run[-1]
+    parts = [part for unit in run for part in unit.parts]
+    owners = {owner for unit in run for owner in unit.owners}
+    return Unit(f"{first.key} to {last.key}", parts, first.rule, first.is_trained, owners)
+
+
+def _num_bytes(unit: Unit) -> int:
+    return sum(part.parameter.nbytes for part in unit.parts)
+
+
 def require_here(name: str, parameter: nn.Parameter) -> None:
     """Check that a parameter has memory that servers can fill.
 

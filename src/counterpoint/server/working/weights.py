@@ -122,10 +122,11 @@ class Weights:
         gradient = self._gradient()
         self._moving = gradient if local_lr else None
         self._accrued = gradient if self._accrued is None else self._accrued.add_(gradient)
-        if moment.is_last:
-            self.push(moment)
-        if moment.fetches:
-            self.ask(moment.following)
+        with self.session.together():
+            if moment.is_last:
+                self.push(moment)
+            if moment.fetches:
+                self.ask(moment.following)
 
     def _gradient(self) -> Tensor:
         found = []
