@@ -2,13 +2,17 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
+from counterpoint.model.timing_file import write_timing
+from counterpoint.world.cluster_file import write_cluster
 
 SCRIPT = Path(__file__).with_name("ranks.py")
+CHOOSING = Path(__file__).with_name("choosing.py")
 
 
 def on_host(cells, *, rounds, seconds):
@@ -27,6 +31,27 @@ def in_lab(lab, cells, *, rounds, seconds, deadline_s):
     """Return the turns of cells on the hosts of a lab, one rank on each."""
     ended = lab.run_ranks([sys.executable, str(SCRIPT), request(cells, rounds, seconds)], deadline_s=deadline_s)
     return turns([line for one in ended for line in one.text().splitlines()], cells)
+
+
+def chosen_in_lab(lab, letter, cluster, timing, *, measure, deadline_s):
+    """Return what one of the ranks tells of the plan that is taken on the hosts of a lab; see choosing.py.
+
+    Args:
+        lab: one rank runs on each of its hosts.
+        letter: the model.
+        cluster: what the planner knows of the hosts.
+        timing: what it knows of the model.
+        measure: how many plans are tried beside data parallelism.
+        deadline_s: for all of it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, "cluster.yaml"), Path(folder, "timing.json")]
+        for file, text in zip(files, (write_cluster(cluster), write_timing(timing)), strict=True):
+            file.write_text(text, encoding="utf-8")
+        command = [sys.executable, str(CHOOSING), letter, str(measure), *map(str, files)]
+        ended = lab.run_ranks(command, deadline_s=deadline_s)
+    told = [json.loads(line) for one in ended for line in one.text().splitlines() if line.startswith('{"rank"')]
+    return told[0]
 
 
 def request(cells, rounds, seconds):

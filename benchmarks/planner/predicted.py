@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cells import SUBJECTS, Cell
+from cells import SUBJECTS
 
 from counterpoint.cutting.choose import Need, cut_model
 from counterpoint.errors import LaunchError
@@ -13,13 +13,11 @@ from counterpoint.launchers.local import run_command, script_command
 from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.model.timing_file import read_timing
-from counterpoint.planner.choose import choose_from
-from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.given import settle
 from counterpoint.planner.rank import predict
 from counterpoint.runtime.build import call_form
 from counterpoint.runtime.optimizers import Face
-from counterpoint.training.choice import FEW_SAMPLES, PASSES, trace_spec
+from counterpoint.training.choice import FEW_SAMPLES, trace_spec
 from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.trained import trainable, with_unused
 from counterpoint.world.cluster import Cluster, Level
@@ -103,18 +101,6 @@ def step_s(cell, found: Profiled, cluster: Cluster):
         plan = with_one_copy(plan, [0] * cell.ranks)
     batch = SUBJECTS[cell.letter]().batch
     return predict(plan, found.spec(plan.need), cluster, batch_size=batch, timing=found.timing).step_s
-
-
-def chosen(letter, ranks, found: Profiled, cluster: Cluster):
-    """Return the cell of the plan that the planner takes of all that there are."""
-    batch = SUBJECTS[letter]().batch
-    plans = (
-        replace(plan, passes=PASSES)
-        for plan in enumerate_plans(ranks, found.finest, batch_size=batch)
-        if plan.num_ranks == ranks
-    )
-    plan = choose_from(plans, found.finest, cluster, batch_size=batch, timing=found.timing)
-    return Cell(letter, str(plan), plan.num_microbatches)
 
 
 def crowded(cluster: Cluster, ranks, slowdown):

@@ -15,7 +15,7 @@ from cells import CELLS, LAB_RATES, PLANS_BETWEEN, SUBJECTS, Cell  # noqa: E402 
 
 from benchmarks.lab import Lab  # noqa: E402 - likewise
 
-ROUNDS, SECONDS, LAB_SECONDS, DEADLINE_S = 3, 1.0, 3.0, 600
+ROUNDS, SECONDS, LAB_SECONDS, TRIED, DEADLINE_S = 3, 1.0, 0.75, 3, 600
 MEDIAN, WORST, CORRELATION = 0.10, 0.25, 0.9
 NEAR, SHARE = 1.10, 0.9
 COLUMNS = ("model", "where", "plan", "ms", "predicted", "off", "over the fastest", "over data")
@@ -27,7 +27,11 @@ def measure(options: Options) -> Result:
     models = {letter: predicted.profiled(letter, [*CELLS, *lab_cells()]) for letter in SUBJECTS}
     here, missed = on_this_machine(models, cluster, options)
     rows, figures = [row for row, _ in here], {"here": [found for _, found in here]}
-    notes = {"off": "predicted over measured, less 1, at the speed that the machine had while it was measured"}
+    notes = {
+        "off": "predicted over measured, less 1, at the speed that the machine had while it was measured",
+        "chosen": f"taken by strategy='auto', measure={TRIED}",
+        "predicted": "what the same would take without measuring",
+    }
     if reason := Lab.why_not():
         missed.append(f"hosts cannot be made here: {reason}")
     else:
@@ -105,46 +109,63 @@ def between_hosts(models, cluster, options):
                 for letter in SUBJECTS:
                     options.tell(f"{letter} on {hosts} hosts, {rate or 'unshaped'}")
                     cells = [predicted.as_it_runs(Cell(letter, *plan), models[letter], network) for plan in plans]
-                    chosen = predicted.chosen(letter, hosts, models[letter], network)
-                    cells += [chosen] if chosen not in cells else []
-                    turns = measured.in_lab(lab, cells, rounds=1, seconds=LAB_SECONDS, deadline_s=DEADLINE_S)
-                    own = [judged(cell, turns[cell], models[letter], network) for cell in cells]
-                    marked = [{**one, "rate": rate or "unshaped", "is_chosen": False} for one in own]
-                    marked[cells.index(chosen)]["is_chosen"] = True
-                    found.append(marked)
-    return [(row, one) for own in found for row, one in zip(lab_rows(own), own, strict=True)]
+                    own = in_one_cell(lab, cells, models[letter], network, max(1, options.rounds or ROUNDS))
+                    found += [{**one, "rate": rate or "unshaped"} for one in own]
+    return [(row, one) for one, row in zip(found, map(lab_row, found), strict=True)]
 
 
-def lab_rows(own):
-    """Yield the rows of one model on so many hosts at one rate."""
-    fastest = min(one["step_s"] for one in own)
-    data = own[0]["step_s"]
-    for one in own:
-        yield (
-            one["model"],
-            f"{one['ranks']} hosts, {one['rate']}",
-            f"{one['plan']}{' (chosen)' if one['is_chosen'] else ''}",
-            ms(one["step_s"]),
-            ms(one["said_s"]),
-            off(one),
-            f"{one['step_s'] / fastest:.2f}",
-            f"{one['step_s'] / data:.2f}",
-        )
+def in_one_cell(lab, cells, model, network, rounds):
+    """Return figures of plans for one model on so many hosts at one rate, and of the plans that are chosen there."""
+    letter = cells[0].letter
+    told = measured.chosen_in_lab(lab, letter, network, model.timing, measure=TRIED, deadline_s=DEADLINE_S)
+    taken, foreseen = Cell(letter, *told["taken"]), Cell(letter, *told["foreseen"])
+    cells = list(dict.fromkeys([*cells, taken, foreseen]))
+    turns = measured.in_lab(lab, cells, rounds=rounds, seconds=LAB_SECONDS, deadline_s=DEADLINE_S)
+    steps = {cell: [turn["step_s"] for turn in turns[cell]] for cell in cells}
+    fastest = min(cells, key=lambda cell: statistics.median(steps[cell]))
+    return [
+        {
+            **judged(cell, turns[cell], model, network),
+            "over_fastest": ratio(steps[cell], steps[fastest]),
+            "over_data": ratio(steps[cell], steps[cells[0]]),
+            "is_taken": cell == taken,
+            "is_foreseen": cell == foreseen,
+            "trials": told["trials"],
+        }
+        for cell in cells
+    ]
+
+
+def ratio(some, others):
+    """Return how many times as long some steps took as others, the median of what it was in each round."""
+    return statistics.median(own / other for own, other in zip(some, others, strict=True))
+
+
+def lab_row(one):
+    """Return the row of one plan between hosts."""
+    marks = [word for word, is_so in (("chosen", one["is_taken"]), ("predicted", one["is_foreseen"])) if is_so]
+    return (
+        one["model"],
+        f"{one['ranks']} hosts, {one['rate']}",
+        f"{one['plan']}{' (' + ', '.join(marks) + ')' if marks else ''}",
+        ms(one["step_s"]),
+        ms(one["said_s"]),
+        off(one),
+        f"{one['over_fastest']:.2f}",
+        f"{one['over_data']:.2f}",
+    )
 
 
 def lab_misses(found):
-    """Yield what chosen plans miss; data parallelism stands first in its cell."""
-    cells = {}
-    for one in found:
-        cells.setdefault((one["model"], one["ranks"], one["rate"]), []).append(one)
-    near = 0
-    for (letter, hosts, rate), own in cells.items():
-        chosen = next(one for one in own if one["is_chosen"])
-        near += chosen["step_s"] <= NEAR * min(one["step_s"] for one in own)
-        if not chosen["step_s"] <= own[0]["step_s"]:
-            yield f"{chosen['plan']} of {letter} on {hosts} hosts, {rate}, is slower than data parallelism"
-    if not near >= SHARE * len(cells):
-        yield f"{near} of {len(cells)} chosen plans are near the fastest, {SHARE:.0%} promised"
+    """Yield what chosen plans miss."""
+    chosen = [one for one in found if one["is_taken"]]
+    for one in chosen:
+        if not one["over_data"] <= 1:
+            where = f"{one['ranks']} hosts, {one['rate']}"
+            yield f"{one['plan']} of {one['model']} on {where}, is slower than data parallelism"
+    near = sum(one["over_fastest"] <= NEAR for one in chosen)
+    if not near >= SHARE * len(chosen):
+        yield f"{near} of {len(chosen)} chosen plans are near the fastest, {SHARE:.0%} promised"
 
 
 def ms(seconds):

@@ -8,6 +8,7 @@ import counterpoint as cp
 from counterpoint.planner.choose import Trial, decide, weigh, worth_measuring
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.remedies import Question
+from counterpoint.training.trials import ROUNDS, Runner, take_turns
 from counterpoint.world.cluster import Cluster, Device
 from tests.planner.models import layers
 from tests.training.fits import ADAMW, dataset, distance, mlp, noisy, params_of, seeded
@@ -136,3 +137,34 @@ def test_the_fastest_is_taken_or_a_simpler_one_that_is_nearly_as_fast():
     assert decide(choice, [Trial(data, 1.01), Trial(zero, 1.0)]).plan == data
     assert decide(choice, [Trial(data, 1.03), Trial(zero, 1.0)]).plan == zero
     assert decide(choice, []).plan == choice.plan
+
+
+def test_a_simpler_plan_that_was_as_fast_in_some_turn_is_taken_unless_it_is_a_tenth_slower():
+    choice = chosen(2)
+    data, zero = choice.simplest[:2]
+    best = Trial(zero, 1.0, turns=(1.0, 1.0, 1.0))
+    assert decide(choice, [Trial(data, 1.08, turns=(1.08, 0.99, 1.1)), best]).plan == data
+    assert decide(choice, [Trial(data, 1.08, turns=(1.08, 1.01, 1.1)), best]).plan == zero
+    assert decide(choice, [Trial(data, 1.2, turns=(1.2, 0.99, 1.2)), best]).plan == zero
+
+
+def test_the_best_of_each_kind_is_tried_before_a_second_one_of_a_kind():
+    choice = chosen(4, Question(layers(16, cost=1e9), Cluster(), 16))
+    kinds = [tuple(map(type, plan.strategies)) for plan in worth_measuring(choice, 3)]
+    assert len(set(kinds)) == len(kinds) == 4
+
+
+def test_a_plan_that_is_hopelessly_slow_keeps_nobody_waiting():
+    runners = [Steps(1.0), Steps(1.1), Steps(5.0)]
+    take_turns(runners)
+    assert [len(runner.turns) for runner in runners] == [ROUNDS, ROUNDS, 0]
+
+
+class Steps(Runner):
+    """A plan whose steps take no time here."""
+
+    def __init__(self, warm_s, nothing=None):
+        super().__init__(nothing, nothing, nothing, warm_s=warm_s)
+
+    def step(self):
+        return self.warm_s

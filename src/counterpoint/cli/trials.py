@@ -32,7 +32,9 @@ def measured_here(job: str, choice: Choice, count: int) -> Choice:
     timing = choice.question.timing
     took = "" if timing is None else write_timing(timing)
     first, *_ = launch(measure_job, ranks=plans[0].num_ranks, args=[job, choice.question.batch_size, texts, took])
-    trials = [Trial(plans[at], step_s, Trace.from_json(trace)) for at, step_s, trace in first["trials"]]
+    trials = [
+        Trial(plans[at], step_s, Trace.from_json(trace), tuple(turns)) for at, step_s, trace, turns in first["trials"]
+    ]
     return decide(choice, trials, [Refusal(plans[at], reason) for at, reason in first["untried"]])
 
 
@@ -55,7 +57,8 @@ def measure_job(job: str, batch_size: int, texts: Sequence[str], took: str = "")
     trials, untried = try_plans(plans, subject, traced=True)
     return {
         "trials": [
-            (plans.index(one.plan), one.step_s, one.trace.to_json() if one.trace is not None else "") for one in trials
+            (plans.index(one.plan), one.step_s, one.trace.to_json() if one.trace is not None else "", one.turns)
+            for one in trials
         ],
         "untried": [(plans.index(one.plan), one.reason) for one in untried],
     }

@@ -61,15 +61,8 @@ def trial_cells(choice: Choice) -> Iterator[tuple[str, ...]]:
 
 def explain(choice: Choice) -> list[str]:
     """Return what is taken and why, and what could not be tried."""
-    within = f"{100 * ((NEARLY_AS_FAST if choice.trials else PERHAPS_AS_FAST) - 1):.0f} %"
-    if not choice.trials:
-        kept = choice.ranking.kept
-        reason = _reason(choice.plan, kept[0].plan, within, "predicted")
-    else:
-        best = min(choice.trials, key=lambda trial: trial.step_s)
-        reason = _reason(choice.plan, best.plan, within, "measured")
     return [
-        f"{named(choice.plan)} is taken: {reason}",
+        f"{named(choice.plan)} is taken: {_measured_reason(choice) if choice.trials else _predicted_reason(choice)}",
         *_held(choice),
         *(f"{named(one.plan)} could not be tried: {one.reason}" for one in choice.untried),
         *explain_unseen(choice.ranking),
@@ -101,10 +94,29 @@ def _held(choice: Choice) -> list[str]:
     return [f"its ranks hold {', '.join(told)}"]
 
 
-def _reason(taken: Plan, best: Plan, within: str, how: str) -> str:
-    if taken == best:
-        return f"of the plans that keep the numbers it is {how} fastest"
-    return f"it is {how} within {within} of {named(best)}, the fastest that keeps the numbers, and simpler"
+def _predicted_reason(choice: Choice) -> str:
+    best = choice.ranking.kept[0].plan
+    if choice.plan == best:
+        return "of the plans that keep the numbers it is predicted fastest"
+    return f"it is predicted within {_percent(PERHAPS_AS_FAST)} of {_fastest(best)}, and simpler"
+
+
+def _measured_reason(choice: Choice) -> str:
+    best, taken = min(choice.trials, key=lambda trial: trial.step_s), choice.tried(choice.plan)
+    if taken is None or taken == best:
+        return "of the plans that keep the numbers it is measured fastest"
+    if taken.step_s <= NEARLY_AS_FAST * best.step_s:
+        return f"it is measured within {_percent(NEARLY_AS_FAST)} of {_fastest(best.plan)}, and simpler"
+    percent = _percent(PERHAPS_AS_FAST)
+    return f"it is measured within {percent} of {_fastest(best.plan)}, as fast in some turns, and simpler"
+
+
+def _percent(times: float) -> str:
+    return f"{100 * (times - 1):.0f} %"
+
+
+def _fastest(plan: Plan) -> str:
+    return f"{named(plan)}, the fastest that keeps the numbers"
 
 
 def account(choice: Choice, count: int = 3) -> Weighing:

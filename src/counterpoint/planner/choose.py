@@ -25,7 +25,11 @@ from counterpoint.world.cluster import Cluster
 NEARLY_AS_FAST = 1.02
 """A simpler plan may have taken so many times as long as the one that was measured to be fastest."""
 PERHAPS_AS_FAST = 1.1
-"""A simpler plan may take so many times as long, by prediction, as the fastest one: by as much predictions err."""
+"""A simpler plan may take so many times as long as the fastest one: by prediction, because predictions err by as much;
+as measured, if in some turn it was as fast."""
+WORTH_A_TRIAL = 2.0
+"""A kind of plan may be predicted to take so many times as long as the fastest plan and is tried before a second one of
+another kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,14 @@ class Trial:
         plan: which one.
         step_s: seconds of a step: the median, on the slowest rank.
         trace: one more step, word by word; None where nobody asked for it.
+        turns: likewise, of each turn; turns of plans that were tried together have met the same moments, one by one.
+            Empty for a plan that was given up, because its first steps took several times as long as another plan's.
     """
 
     plan: Plan
     step_s: float
     trace: Trace | None = None
+    turns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +152,15 @@ def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choi
     kept = ranking.kept
     if not kept:
         raise PlanError(_obstacle(ranking, simplest, question))
-    times = {found.plan: found.step_s for found in kept}
-    return Choice(_simplest_of_fastest(times, simplest, PERHAPS_AS_FAST), question, ranking, tuple(simplest))
+    near = [found.plan for found in kept if found.step_s <= PERHAPS_AS_FAST * kept[0].step_s]
+    return Choice(_simplest(near, simplest), question, ranking, tuple(simplest))
 
 
 def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
-    """Return the plans to measure: plain data parallelism, the choice, and those predicted to be fastest.
+    """Return the plans to measure: plain data parallelism, the choice, the best of each kind, and the fastest others.
+
+    Predictions of plans of one kind err alike; so of each kind (pipelines, slices, pipelines of replicas) the plan that
+    is predicted to be the fastest comes first, where that is at most twice as slow as the fastest of all.
 
     All of them are held by the ranks at one time; those are left out, the slowest first, for which there is no room.
 
@@ -159,7 +169,7 @@ def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
         count: how many beside data parallelism.
     """
     kept = choice.ranking.kept
-    best = list(dict.fromkeys([choice.plan, *(found.plan for found in kept)]))
+    best = list(dict.fromkeys([choice.plan, *_best_of_kinds(kept), *(found.plan for found in kept)]))
     plain = [found.plan for found in kept if _is_plain(found.plan)]
     wanted = list(dict.fromkeys([*plain, *[plan for plan in best if plan not in plain][:count]]))
     memory = {found.plan: found.memory_bytes for found in kept}
@@ -171,10 +181,11 @@ def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
 
 
 def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] = ()) -> Choice:
-    """Return the choice by what was measured: the simplest of the plans that are at most 2 % slower than the fastest.
+    """Return the choice by what was measured: the simplest of the plans that are not surely slower than the fastest.
 
-    Plain data parallelism is simpler than any other plan for several ranks, so that what is chosen has not measured
-    slower.
+    A plan is as fast that takes at most 2 % longer; or at most a tenth, if in one of its turns it was as fast as the
+    fastest was at that time. Plain data parallelism is simpler than any other plan for several ranks, so that what is
+    chosen has measured faster in every turn, or is it.
 
     Args:
         choice: by what was predicted; it stays where nothing was measured.
@@ -183,16 +194,30 @@ def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] =
     """
     if not trials:
         return replace(choice, untried=tuple(untried))
-    times = {found.plan: found.step_s for found in trials}
-    plan = _simplest_of_fastest(times, choice.simplest, NEARLY_AS_FAST)
-    return replace(choice, plan=plan, trials=tuple(trials), untried=tuple(untried))
+    best = min(trials, key=lambda trial: trial.step_s)
+    near = [found.plan for found in trials if _is_as_fast(found, best)]
+    return replace(choice, plan=_simplest(near, choice.simplest), trials=tuple(trials), untried=tuple(untried))
 
 
-def _simplest_of_fastest(times: dict[Plan, float], simplest: Sequence[Plan], margin: float) -> Plan:
-    least = min(times.values())
-    near = [plan for plan, seconds in times.items() if seconds <= margin * least]
+def _is_as_fast(trial: Trial, best: Trial) -> bool:
+    if trial.step_s <= NEARLY_AS_FAST * best.step_s:
+        return True
+    ever = any(own <= other for own, other in zip(trial.turns, best.turns, strict=False))
+    return ever and trial.step_s <= PERHAPS_AS_FAST * best.step_s
+
+
+def _simplest(plans: Sequence[Plan], simplest: Sequence[Plan]) -> Plan:
     order = {plan: at for at, plan in enumerate(simplest)}
-    return min(near, key=lambda plan: order.get(plan, len(order)))
+    return min(plans, key=lambda plan: order.get(plan, len(order)))
+
+
+def _best_of_kinds(kept: Sequence[Prediction]) -> list[Plan]:
+    """Return the plan of each kind that is predicted to be the fastest, where that is not too slow to be tried."""
+    found: dict[tuple[type, ...], Plan] = {}
+    for one in sorted(kept, key=lambda one: one.step_s):
+        if one.step_s <= WORTH_A_TRIAL * kept[0].step_s:
+            found.setdefault(tuple(map(type, one.plan.strategies)), one.plan)
+    return list(found.values())
 
 
 def _is_plain(plan: Plan) -> bool:

@@ -34,12 +34,14 @@ from counterpoint.training.world import World
 
 WARM_STEPS = 2
 """Steps of each plan that nobody counts; the last one says how long the others will take."""
-ROUNDS = 3
+ROUNDS = 5
 """Plans take turns so often, there and back, so that what changes on the machine meanwhile meets all of them."""
 TURN_S = 0.2
 """Seconds that a turn should take."""
 FEWEST, MOST = 2, 20
 """Steps of a turn that count; the one before them finds what the plan before has left in the caches."""
+HOPELESS = 4.0
+"""A plan whose last warm step took so many times as long as that of another plan is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,16 @@ class Runner:
         team: built for it.
         feed: the batch of every step.
         number: of the next step.
-        seconds: of the steps that count.
+        warm_s: the last of the steps that warm the ranks up, on the slowest of them.
+        turns: the median step of each turn on this process's ranks.
     """
 
     plan: Plan
     team: Team
     feed: Feed
     number: int = 0
-    seconds: list[float] = field(default_factory=list)
+    warm_s: float = 0.0
+    turns: list[float] = field(default_factory=list)
 
     def step(self) -> float:
         """Take a step and return its seconds."""
@@ -91,7 +95,7 @@ class Runner:
     def take_turn(self, num_steps: int) -> None:
         """Take a step that does not count, and so many that do."""
         self.step()
-        self.seconds += [self.step() for _ in range(num_steps)]
+        self.turns.append(median(self.step() for _ in range(num_steps)))
 
 
 def settle(auto: Auto, subject: Subject, inputs: Any, batch_size: int) -> tuple[Plan, Choice | None]:  # noqa: ANN401
@@ -147,10 +151,9 @@ def try_plans(plans: Sequence[Plan], subject: Subject, *, traced: bool) -> tuple
                 untried.append(found)
             else:
                 runners.append(found)
-        lengths = [turn_length(runner) for runner in runners]
-        for turn in range(ROUNDS):
-            for runner, length in list(zip(runners, lengths, strict=True))[:: -1 if turn % 2 else 1]:
-                runner.take_turn(length)
+        for runner in runners:
+            warm_up(runner)
+        take_turns(runners)
         return [trial_of(runner, traced=traced) for runner in runners], untried
 
 
@@ -169,20 +172,35 @@ def build(plan: Plan, subject: Subject, stack: ExitStack) -> Runner | Refusal:
     return Refusal(plan, next(filter(None, reasons))) if any(reasons) else Runner(plan, team, feed)
 
 
-def turn_length(runner: Runner) -> int:
-    """Return how many steps of a turn count, the same on every rank, after steps that warm the ranks up."""
+def warm_up(runner: Runner) -> None:
+    """Take steps that do not count; how long the last one took is known, the same on every rank."""
     seconds = [runner.step() for _ in range(WARM_STEPS)][-1]
-    slowest = max(cast("list[float]", told(runner.team, seconds)))
-    return min(MOST, max(FEWEST, math.ceil(TURN_S / max(slowest, 1e-6))))
+    runner.warm_s = max(cast("list[float]", told(runner.team, seconds)))
+
+
+def take_turns(runners: Sequence[Runner]) -> None:
+    """Let all take turns that may still be the fastest: what is several times as slow keeps nobody waiting."""
+    limit_s = HOPELESS * min((runner.warm_s for runner in runners), default=0.0)
+    for turn in range(ROUNDS):
+        for runner in runners[:: -1 if turn % 2 else 1]:
+            if runner.warm_s <= limit_s:
+                runner.take_turn(turn_length(runner))
+
+
+def turn_length(runner: Runner) -> int:
+    """Return how many steps of a turn count, the same on every rank."""
+    return min(MOST, max(FEWEST, math.ceil(TURN_S / max(runner.warm_s, 1e-6))))
 
 
 def trial_of(runner: Runner, *, traced: bool) -> Trial:
-    """Return the median step of the slowest rank."""
-    step_s = max(cast("list[float]", told(runner.team, median(runner.seconds))))
+    """Return the median step of the slowest rank, and that of each turn."""
+    everyone = cast("list[list[float]]", told(runner.team, list(runner.turns)))
+    turns = tuple(max(own) for own in zip(*everyone, strict=True))
+    step_s = median(turns) if turns else runner.warm_s
     if not traced:
-        return Trial(runner.plan, step_s)
+        return Trial(runner.plan, step_s, turns=turns)
     _, trace = measured_step(runner.team, runner.number, runner.feed)
-    return Trial(runner.plan, step_s, trace)
+    return Trial(runner.plan, step_s, trace, turns)
 
 
 def told(team: Team, value: Json) -> Sequence[Json]:
