@@ -12,15 +12,15 @@ from counterpoint.model.timing_file import write_timing
 from counterpoint.world.cluster_file import write_cluster
 
 SCRIPT = Path(__file__).with_name("ranks.py")
+LAP_S = 0.25
 CHOOSING = Path(__file__).with_name("choosing.py")
 
 
 def on_host(cells, *, rounds, seconds):
     """Return the turns of cells that need equally many ranks, run on this host."""
     ranks, lines = cells[0].ranks, []
-    result = run_command(
-        script_command(SCRIPT, [request(cells, rounds, seconds)]), ranks, threads_per_rank=1, on_line=lines.append
-    )
+    asked = request(cells, rounds, seconds, lap_s=LAP_S)
+    result = run_command(script_command(SCRIPT, [asked]), ranks, threads_per_rank=1, on_line=lines.append)
     texts = [line.text for line in lines]
     if result.exit_code:
         raise LaunchError(f"{ranks} ranks ended with {result.exit_code}: {result.report}\n" + "\n".join(texts[-12:]))
@@ -28,8 +28,9 @@ def on_host(cells, *, rounds, seconds):
 
 
 def in_lab(lab, cells, *, rounds, seconds, deadline_s):
-    """Return the turns of cells on the hosts of a lab, one rank on each."""
-    ended = lab.run_ranks([sys.executable, str(SCRIPT), request(cells, rounds, seconds)], deadline_s=deadline_s)
+    """Return the turns of cells on the hosts of a lab, one rank on each; one where a plan is hopelessly slow."""
+    asked = request(cells, rounds, seconds, lap_s=seconds, gives_up=True)
+    ended = lab.run_ranks([sys.executable, str(SCRIPT), asked], deadline_s=deadline_s)
     return turns([line for one in ended for line in one.text().splitlines()], cells)
 
 
@@ -54,10 +55,10 @@ def chosen_in_lab(lab, letter, cluster, timing, *, measure, deadline_s):
     return told[0]
 
 
-def request(cells, rounds, seconds):
+def request(cells, rounds, seconds, *, lap_s, gives_up=False):
     """Return what ranks.py is told."""
     named = [[cell.letter, cell.strategy, cell.micros] for cell in cells]
-    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds})
+    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, "lap_s": lap_s, "gives_up": gives_up})
 
 
 def turns(texts, cells):

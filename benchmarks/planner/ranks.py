@@ -1,7 +1,7 @@
 """One rank: takes some plans in turns, rounds of them, and prints as JSON how long its steps took.
 
-Steps are timed in laps, each of so many that it takes a quarter of a second. Of every lap each rank notes how long it
-has computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile.
+Steps are timed in laps, each of so many that it takes the time that is asked for. Of every lap each rank notes how long
+it has computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile.
 Before every lap rank 0 takes steps of its own, alone, while all others wait, as they are taken beside the profile: by
 these figures of different minutes can be compared, because the speed of a shared machine drifts. So does what its cores
 lend each other: then each rank takes steps of its share of a batch by itself, first one and then all at once.
@@ -21,7 +21,9 @@ from counterpoint.launchers.environment import detect
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
 
-BESIDE, WARM_UP, LAP_S, BESIDE_S = 2, 8, 0.25, 0.05
+BESIDE, WARM_UP, BESIDE_S = 2, 8, 0.05
+HOPELESS = 3.0
+"""A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
 
 
 def computed_s():
@@ -116,7 +118,8 @@ class Others:
 
 def lap(run, batches, count):
     """Take so many steps; return the seconds of the lap, and what was computed meanwhile here and by all."""
-    run(*next(batches))  # what has been done beside it has left the caches to others
+    if count > 1:
+        run(*next(batches))  # what has been done beside it has left the caches to others
     given = [next(batches) for _ in range(count)]
     all_s, own_s, began = computed_s(), time.process_time(), time.perf_counter()
     for batch in given:
@@ -127,24 +130,25 @@ def lap(run, batches, count):
 def warmed(run, batches, others, budget_s):
     """Take steps until none needs memory that the ones before had not, or for long enough; return the last's time."""
     step_s = spent_s = 0.0
-    for at in range(WARM_UP):
+    for _ in range(WARM_UP):
         began = time.perf_counter()
         run(*next(batches))
         step_s = others.slowest(time.perf_counter() - began)
         spent_s += step_s
-        if at and spent_s > WARM_UP * budget_s:
+        if spent_s > WARM_UP * budget_s:
             break
     return step_s
 
 
-def turn(cell, subject, beside, others, budget_s):
+def turn(cell, subject, beside, others, asked):
     """Return the laps of one plan, and the steps beside it."""
+    budget_s, lap_s = asked["seconds"], asked["lap_s"]
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
         step_s = warmed(run, batches, others, budget_s)
-        count = max(1, round(LAP_S / step_s))
+        count = max(1, round(lap_s / step_s))
         laps = []
-        for _ in range(max(1, round(budget_s / max(LAP_S, step_s)))):
+        for _ in range(max(1, round(budget_s / max(lap_s, step_s)))):
             beside.take(others)
             laps.append(lap(run, batches, count))
             others.slowest(0.0)
@@ -153,7 +157,7 @@ def turn(cell, subject, beside, others, budget_s):
 
 
 def main(text):
-    """Take the turns that are asked for as JSON: cells, rounds, and seconds of each turn."""
+    """Take the turns that are asked for as JSON: cells, rounds, seconds of a turn and of a lap, who may give up."""
     asked = json.loads(text)
     with as_in_training(threads=1):
         taken(asked)
@@ -161,16 +165,19 @@ def main(text):
 
 def taken(asked):
     """Take the turns and print what they took, each on a line."""
-    others, found = Others(), []
+    others = Others()
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = SUBJECTS[letter]()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
         beside = Beside(subject, cells[0].ranks)
         for number in range(asked["rounds"]):
-            first = number % len(cells)
-            order = cells[first:] + cells[:first]
-            found += [turn(cell, subject, beside, others, asked["seconds"]) for cell in order]
-    sys.stdout.write("".join(f"{json.dumps(one)}\n" for one in found))
+            first, steps = number % len(cells), {}
+            for cell in cells[first:] + cells[:first]:
+                told = turn(cell, subject, beside, others, asked)
+                sys.stdout.write(f"{json.dumps(told)}\n")
+                steps[cell] = others.slowest(min(seconds for seconds, _, _ in told["laps"]) / told["count"])
+            if asked["gives_up"]:
+                cells = [cell for cell in cells if steps[cell] <= HOPELESS * min(steps.values())]
 
 
 if __name__ == "__main__":
