@@ -113,8 +113,4 @@ def crowded(cluster: Cluster, ranks, slowdown):
 
 def calmed(found: Profiled, beside_s):
     """Return the profile as it would have been while a step of one process took so long."""
-    factor, timing = beside_s / found.beside_s, found.timing
-    points = tuple(point.times(factor) for point in timing.points)
-    update_s, add_s = factor * timing.update_s_per_byte, factor * timing.add_s_per_byte
-    calm = replace(timing, points=points, update_s_per_byte=update_s, add_s_per_byte=add_s)
-    return replace(found, timing=calm, beside_s=beside_s)
+    return replace(found, timing=found.timing.at_speed(beside_s / found.beside_s), beside_s=beside_s)

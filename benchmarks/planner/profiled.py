@@ -1,34 +1,80 @@
 """Times the pieces of one model on one core, as ``counterpoint profile`` does, and prints them as JSON.
 
-Called with the model and the sizes of microbatches.
+Called with the model and the sizes of microbatches. Each size is profiled by itself, some times, between steps of the
+loop that is taken beside plans, too: by these all are brought to one speed, because that of a shared machine jumps. Of
+each size that profile is taken in which the speed has changed least.
 """
 
 import json
 import sys
-from statistics import fmean
+from dataclasses import astuple, dataclass, replace
+from statistics import median
 
 from cells import SUBJECTS
 from ranks import Alone
 
 import counterpoint as cp
+from counterpoint.model.timing import Fixed, Timing
 from counterpoint.model.timing_file import write_timing
 from counterpoint.profiler.watch import as_in_training
 
-MOST_AT_ONCE = 64
+MOST_AT_ONCE, ROUNDS, BESIDE_S = 64, 3, 0.3
 
 
-def main(letter, sizes):
-    subject = SUBJECTS[letter]()
-    inputs, targets = next(subject.batches(MOST_AT_ONCE))
+@dataclass(frozen=True)
+class Taken:
+    """One profile, with a step of the loop beside it as it took before and afterwards."""
+
+    timing: Timing
+    before_s: float
+    after_s: float
+
+    @property
+    def beside_s(self):
+        return (self.before_s + self.after_s) / 2
+
+    @property
+    def drift(self):
+        return abs(self.after_s - self.before_s) / self.beside_s
+
+    def at_pace(self, beside_s):
+        """Return the timing as it would have been, had a step of the loop taken so long."""
+        return self.timing.at_speed(beside_s / self.beside_s)
+
+
+def main(letter, text):
+    subject, sizes = SUBJECTS[letter](), json.loads(text)
     with as_in_training(threads=1):
         alone = Alone(subject, subject.reference)
         alone.steps()
-        beside = alone.steps()
-        timing = cp.profile(
-            subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, samples=json.loads(sizes)
-        )
-        beside += alone.steps()
-    sys.stdout.write(f"{json.dumps({'timing': write_timing(timing), 'beside_s': fmean(beside)})}\n")
+        found = {size: [] for size in sizes}
+        for _ in range(ROUNDS):
+            for size in sizes:
+                found[size].append(taken(subject, alone, size))
+    beside_s = median(one.beside_s for own in found.values() for one in own)
+    best = [min(own, key=lambda one: one.drift).at_pace(beside_s) for own in found.values()]
+    sys.stdout.write(f"{json.dumps({'timing': write_timing(merged(best)), 'beside_s': beside_s})}\n")
+
+
+def taken(subject, alone, size):
+    """Return a profile of a model for microbatches of one size."""
+    inputs, targets = next(subject.batches(MOST_AT_ONCE))
+    before_s = median(alone.steps(BESIDE_S))
+    timing = cp.profile(
+        subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, samples=[size]
+    )
+    return Taken(timing, before_s, median(alone.steps(BESIDE_S)))
+
+
+def merged(timings):
+    """Return the timings of one model for several sizes as one; what has no size is the median."""
+    return replace(
+        timings[0],
+        points=tuple(point for timing in timings for point in timing.points),
+        update_s_per_byte=median(timing.update_s_per_byte for timing in timings),
+        add_s_per_byte=median(timing.add_s_per_byte for timing in timings),
+        fixed=Fixed(*map(median, zip(*(astuple(timing.fixed) for timing in timings), strict=True))),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from cells import SUBJECTS, Cell
 
@@ -54,10 +54,10 @@ class Alone:
         self.optimizer.step()
         return time.perf_counter() - began
 
-    def steps(self):
-        """Take some, warm, and return the seconds of each."""
-        taken = [self.step() for _ in range(2 * BESIDE)][BESIDE:]
-        return taken + [self.step() for _ in range(round(BESIDE_S / median(taken)) - BESIDE)]
+    def steps(self, least_s=BESIDE_S):
+        """Take some for so long, after some that warm, and return the seconds of each."""
+        warm_s = [self.step() for _ in range(BESIDE)][-1]
+        return [self.step() for _ in range(max(1, round(least_s / warm_s)))]
 
     def together(self, others, count):
         """Take so many on all ranks, each when all have taken the one before; return the seconds from one to the next.

@@ -106,6 +106,10 @@ class Point:
         """Return all figures times a factor."""
         return self._made(lambda one, _: one.times(factor), self)
 
+    def with_seconds(self, factor: float) -> Point:
+        """Return the point with all its seconds times a factor."""
+        return self._made(lambda one, _: one.with_seconds(factor), self)
+
     def plus(self, other: Point) -> Point:
         """Return the sums of all figures."""
         return self._made(PieceTime.plus, other)
@@ -201,6 +205,15 @@ class Timing:
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(size for _, size in self.weights)
+
+    def at_speed(self, factor: float) -> Timing:
+        """Return what all of it takes on a machine on which work takes so many times as long; fixed costs stay."""
+        return replace(
+            self,
+            points=tuple(point.with_seconds(factor) for point in self.points),
+            update_s_per_byte=factor * self.update_s_per_byte,
+            add_s_per_byte=factor * self.add_s_per_byte,
+        )
 
     def at(self, samples: int) -> Point:
         """Return what microbatches of this size take: as measured, on the line between two sizes, else in proportion.
