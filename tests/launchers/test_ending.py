@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, tell
+from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, tell, wait_for_others_s
 
 
-def ended(rank, returncode=1, at=10.0, **more):
-    return Outcome(rank, 100 + rank, returncode, 4.2, at, **more)
+def ended(rank, returncode=1, at=10.0, seconds=4.2, **more):
+    return Outcome(rank, 100 + rank, returncode, seconds, at, **more)
 
 
 def raised(kind, at, *, peer=False, text="went wrong"):
@@ -68,6 +68,20 @@ def test_the_same_error_on_many_ranks_is_told_once():
         "rank 0 failed: ValueError: went wrong at job.py:40",
         "ranks 1 and 2 failed in the same way",
     ]
+
+
+@pytest.mark.parametrize(("seconds", "wait_s"), [(0.5, 0.25), (4.0, 1.0), (3600.0, 2.0)])
+def test_an_exception_that_may_come_to_all_ranks_is_waited_for_by_how_long_the_first_took(seconds, wait_s):
+    """Two ranks were given a wrong batch size; on a busy machine one was stopped before it had seen that itself."""
+    assert wait_for_others_s([ended(0, seconds=seconds, error=raised("PlanError", 10.0))], []) == wait_s
+
+
+def test_nobody_is_waited_for_long_once_one_has_noticed_that_another_is_gone():
+    peer = raised("PeerError", 11.0, peer=True)
+    cause = ended(0, error=raised("ValueError", 10.0))
+    assert wait_for_others_s([cause], [peer]) == wait_for_others_s([cause, ended(1, error=peer)], []) == 0.25
+    assert wait_for_others_s([ended(0, -signal.SIGKILL)], []) == 0.25
+    assert wait_for_others_s([ended(1, error=peer)], []) == 1.0  # the cause is still to come
 
 
 def test_an_error_raised_because_we_stopped_the_rank_is_no_cause():

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+SETTLE_S = 1.0  # how long to wait for the cause when those that failed only blame a peer
+TOGETHER_S = 0.25  # how long for others to end by themselves when the cause is known
+ALIKE_SHARE = 0.25  # of the time that a rank took to fail: so much later others may come to the same place
+ALIKE_MAX_S = 2.0
 MESSAGE_MAX = 4000
 RECORD_MAX_BYTES = 65536
 
@@ -106,6 +110,26 @@ def find_culprit(outcomes: Sequence[Outcome]) -> Outcome | None:
         return found
     early = [outcome for outcome in outcomes if _left_behind(outcome, found)]
     return min(early, key=lambda outcome: outcome.ended_s, default=found)
+
+
+def wait_for_others_s(outcomes: Sequence[Outcome], said: Sequence[ErrorRecord]) -> float:
+    """Return how many seconds a failed run waits for its living ranks before it stops them.
+
+    An exception may be about to come to all ranks, which reach the same place sooner or later: the longer it took the
+    first, the later the last. Where one was killed, or somebody has noticed that another is gone, no more of the same
+    kind is to come.
+
+    Args:
+        outcomes: the ranks that have ended; one of them failed.
+        said: the errors that living ranks have written down.
+    """
+    causes = [outcome for outcome in outcomes if severity(outcome) < 2]
+    if not causes:
+        return SETTLE_S
+    blames = any(severity(outcome) == 2 for outcome in outcomes) or any(record.is_peer for record in said)
+    if blames or any(outcome.error is None for outcome in causes):
+        return TOGETHER_S
+    return min(max(TOGETHER_S, ALIKE_SHARE * min(outcome.seconds for outcome in causes)), ALIKE_MAX_S)
 
 
 def tell(outcomes: Sequence[Outcome]) -> str:

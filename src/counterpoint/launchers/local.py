@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, severity, tell
+from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, tell, wait_for_others_s
 from counterpoint.launchers.environment import DEADLINE_S, ERROR_FILE, STORE_FD, RankEnvironment, rank_variables
 from counterpoint.launchers.lines import LineReader, OnLine, write_prefixed
 from counterpoint.launchers.machine import place_here
@@ -27,8 +27,6 @@ from counterpoint.launchers.variables import THREADS, threads_wanted
 from counterpoint.world.placement import DEFAULT_BINDING, Binding, Place
 
 GRACE_S = 2.0  # from SIGTERM to SIGKILL
-SETTLE_S = 1.0  # how long to wait for the cause when the first to fail only blames a peer
-TOGETHER_S = 0.25  # what fails on all ranks alike may take so long until it has on the last
 POLL_S = 0.02
 LEASH = Path(__file__).with_name("leash.py")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -200,9 +198,9 @@ class _Watch:
         """Stop the ranks in time: at once for a signal, soon for a sure failure, later for a mere consequence."""
         if self.received and self.stop_s is None:
             self.stop_s = now_s
-        worst = min((severity(outcome) for outcome in self.outcomes), default=3)
-        if worst < 3:
-            limit_s = now_s + (TOGETHER_S if worst < 2 else SETTLE_S)
+        if find_culprit(self.outcomes) is not None:
+            said = [record for child in self.living if (record := ErrorRecord.read(child.error_file)) is not None]
+            limit_s = now_s + wait_for_others_s(self.outcomes, said)
             self.stop_s = limit_s if self.stop_s is None else min(self.stop_s, limit_s)
         if self.kill_s is None and self.stop_s is not None and self.stop_s <= now_s:
             self._signal(signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM)
