@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
 
 from counterpoint.model.values import INPUT, Made, blocks_of_pieces, strands_of
 from counterpoint.program.codes import find_code
 from counterpoint.program.strands import Strand
-
-Unit: TypeAlias = tuple[int, ...]
-"""The blocks that use a set of parameters: ``(3,)`` for block 3 alone, ``(0, 4)`` for a tied weight."""
+from counterpoint.program.units import Unit as Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Words
 
 Unit: TypeAlias = tuple[int, ...]
-"""The blocks that use a set of parameters."""
+"""The blocks that use a set of parameters: ``(3,)`` for block 3 alone, ``(0, 4)`` for a tied weight."""
 _UNITLESS = {Forward, Recompute, Backward, Commit}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from counterpoint.model.spec import Unit
 from counterpoint.program.instruction import (
     OF_UNITS,
     Backward,
@@ -27,8 +28,6 @@ from counterpoint.program.instruction import (
     Update,
 )
 from counterpoint.program.program import Words
-
-Unit = tuple[int, ...]
 
 COPY_PASSES, ADD_PASSES = 2, 3
 """What is copied is read and written; where something is added both are read, and one is written."""
