@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from counterpoint.data.sampler import Cursor, Sampler, split
 from counterpoint.errors import CheckpointError
 from counterpoint.runtime.build import call_form
 from counterpoint.training import saving
-from counterpoint.training.apart import Apart, SaveBy, require_apart, rescue_for_all
-from counterpoint.training.evaluation import Measure, evaluate
+from counterpoint.training.apart import Apart, require_apart, rescue_for_all
+from counterpoint.training.evaluation import evaluate
 from counterpoint.training.events import Callback, Evaluated, RunEnd, RunStart, Saved, StepEnd, Timed
 from counterpoint.training.feeds import DatasetFeed
+from counterpoint.training.goals import Goals
 from counterpoint.training.kept import plain, revived
 from counterpoint.training.settings import put_settings, settings
 from counterpoint.training.supply import Supply
@@ -30,37 +31,6 @@ from counterpoint.training.tracing import measured_step
 
 TRACED_STEP = 3
 """Which step of a run is measured word by word: late enough to be warm."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goals:
-    """What a fit does beside its steps.
-
-    Args:
-        num_epochs: passes over the dataset.
-        max_steps: steps at most.
-        evaluation: held-out data.
-        measure: how it is measured.
-        evaluate_every: measure after so many steps, too.
-        save_to: folder of checkpoints.
-        save_every: save after so many steps, too.
-        keep: how many checkpoints stay.
-        workers: processes that read samples; 0 for none but this.
-        prefetch: microbatches that each reads ahead.
-        save_by: who saves; ``stage`` for each stage by itself, without a flush.
-    """
-
-    num_epochs: int
-    max_steps: int | None
-    evaluation: MapDataset | None
-    measure: Measure
-    evaluate_every: int | None
-    save_to: Path | None
-    save_every: int | None
-    keep: int | None
-    workers: int = 0
-    prefetch: int = 2
-    save_by: SaveBy = "run"
 
 
 class Run:
@@ -93,7 +63,7 @@ class Run:
         self.progress = self.base = saving.Progress()
         self.evaluated_at = -1
         self.apart: Apart | None = None
-        self.supply = Supply(team, dataset, sampler, workers=goals.workers, prefetch=goals.prefetch)
+        self.supply = Supply(team, dataset, sampler, workers=goals.reading.workers, prefetch=goals.reading.prefetch)
 
     @property
     def num_steps(self) -> int:
@@ -108,33 +78,33 @@ class Run:
 
     def go(self) -> None:
         """Take all steps that are left."""
-        team, progress = self.team, self.progress
+        team, progress, saves = self.team, self.progress, self.goals.saving
         assert team.compiled is not None, "built"
         start = RunStart(team.compiled, progress.step, self.num_steps, self.sampler.batch_size, team.choice)
         self.supply.require_same_data()
         self.require_no_lone_sample()
-        require_apart(self.team, self.goals.save_by, self.goals.save_every)
+        require_apart(self.team, saves.by, saves.every)
         for listener in self.listeners:
             listener.on_start(start)
-        saving.make_root(self.team, self.goals.save_to)
-        if self.goals.save_by == "stage" and self.goals.save_to is not None:
-            self.apart = Apart(self.team, self.goals.save_to, self.goals.keep)
+        saving.make_root(self.team, saves.folder)
+        if saves.by == "stage" and saves.folder is not None:
+            self.apart = Apart(self.team, saves.folder, saves.keep)
         self.supply.open(self.progress.cursor, self.num_steps - self.progress.step)
         first = self.progress.step
         while self.progress.step < self.num_steps:
             self.step(traced=self.progress.step == min(first + TRACED_STEP, self.num_steps - 1))
             if self.is_time_to_evaluate():
                 self.evaluate()
-            if self.goals.save_every is not None and self.progress.step % self.goals.save_every == 0:
+            if saves.every is not None and self.progress.step % saves.every == 0:
                 self.save()
-        if self.goals.evaluation is not None and self.evaluated_at != self.progress.step:
+        if self.goals.evaluating.dataset is not None and self.evaluated_at != self.progress.step:
             self.evaluate()
         self.team.give_back()
         if self.apart is not None:
             self.apart.finish()
             self.tell_of_completed()
-        if self.goals.save_to is not None and (
-            self.goals.save_every is None or self.progress.step % self.goals.save_every or first == self.progress.step
+        if saves.folder is not None and (
+            saves.every is None or self.progress.step % saves.every or first == self.progress.step
         ):
             self.save_together()
 
@@ -190,24 +160,24 @@ class Run:
     def next_flush(self) -> int:
         """Return the step before which nothing may be under way: of an evaluation or checkpoint, or a new epoch."""
         step, cursor = self.progress.step, self.progress.cursor
-        evaluations = self.goals.evaluate_every if self.goals.evaluation is not None else None
-        saves = self.goals.save_every if self.apart is None else None
+        evaluations = self.goals.evaluating.every if self.goals.evaluating.dataset is not None else None
+        saves = self.goals.saving.every if self.apart is None else None
         periods = [every for every in (evaluations, saves) if every is not None]
         times = [step - step % every + every for every in periods]
         return min(self.num_steps, step + self.sampler.num_batches - cursor.batch, *times)
 
     def is_time_to_evaluate(self) -> bool:
         """Tell whether held-out data is measured now."""
-        if self.goals.evaluation is None:
+        if self.goals.evaluating.dataset is None:
             return False
-        every = self.goals.evaluate_every
+        every = self.goals.evaluating.every
         return self.progress.cursor.batch == 0 or (every is not None and self.progress.step % every == 0)
 
     def evaluate(self) -> None:
         """Measure held-out data and tell the listeners."""
-        assert self.goals.evaluation is not None, "there is something to measure"
+        assert self.goals.evaluating.dataset is not None, "there is something to measure"
         size = max(self.sampler.batch_size, self.team.num_micros)
-        metrics = evaluate(self.team, self.goals.evaluation, self.goals.measure, size)
+        metrics = evaluate(self.team, self.goals.evaluating.dataset, self.goals.evaluating.measure, size)
         self.evaluated_at = self.progress.step
         for listener in self.listeners:
             listener.on_evaluation(Evaluated(self.progress.step, metrics))
@@ -229,8 +199,9 @@ class Run:
 
     def save_together(self) -> None:
         """Write a checkpoint with all other ranks and tell the listeners."""
-        assert self.goals.save_to is not None, "there is somewhere to save"
-        path = saving.save(self.team, self.goals.save_to, self.progress, self.extra(), keep=self.goals.keep)
+        saves = self.goals.saving
+        assert saves.folder is not None, "there is somewhere to save"
+        path = saving.save(self.team, saves.folder, self.progress, self.extra(), keep=saves.keep)
         for listener in self.listeners:
             listener.on_saved(Saved(self.progress.step, path))
 

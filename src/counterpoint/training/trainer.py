@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from counterpoint.compiler.compile import Compiled
 from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler, split
-from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.errors import CheckpointError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.options import require_counts
 from counterpoint.plan import Plan
@@ -23,22 +23,17 @@ from counterpoint.planner.choose import Choice
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.training import saving
 from counterpoint.training.apart import SaveBy
-from counterpoint.training.checks import (
-    make_face,
-    require_folder,
-    require_map_style,
-    require_same_batch,
-    require_schedule,
-)
+from counterpoint.training.checks import make_face, require_map_style, require_same_batch, require_schedule
 from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan, says_microbatches
 from counterpoint.training.evaluation import Measure, evaluate, measuring
 from counterpoint.training.events import Callback, History, every_rank
 from counterpoint.training.failing import leave
 from counterpoint.training.feeds import DatasetFeed
+from counterpoint.training.goals import Evaluating, Goals, Reading, Saving
 from counterpoint.training.memory import Memory, memory_of, remind
 from counterpoint.training.norms import least_samples
 from counterpoint.training.progress import Mode, ShowProgress
-from counterpoint.training.run import Goals, Run
+from counterpoint.training.run import Run
 from counterpoint.training.team import Team
 from counterpoint.training.trials import Subject, settle
 from counterpoint.training.world import open_world
@@ -177,38 +172,30 @@ class Trainer:
             DataError: a loss is not finite, a parameter is unused, a sample is wrong.
             CheckpointError: a checkpoint cannot be written or read.
         """
-        if save_every is not None and save_to is None:
-            raise PlanError(f"save_every={save_every} says when, but not where; give save_to=FOLDER as well")
-        require_counts(batch_size=batch_size, epochs=epochs, prefetch=prefetch)
-        require_counts(optional=True, workers=workers or None)
-        require_counts(
-            optional=True, max_steps=max_steps, save_every=save_every, evaluate_every=evaluate_every, keep=keep
-        )
-        require_folder(Path(save_to) if save_to is not None else None)
+        require_counts(batch_size=batch_size)
+        saves = Saving(Path(save_to) if save_to is not None else None, save_every, keep, save_by)
+        measures = Evaluating(evaluation, measure if measure is not None else measuring(self.loss), evaluate_every)
+        goals = Goals(epochs, max_steps, measures, saves, Reading(workers, prefetch))
+        history = History()
+        run = self.make_run(dataset, batch_size, goals, history)
+        self.carry_out(run, Path(resume) if resume is not None else None)
+        return history
+
+    def make_run(self, dataset: MapDataset, batch_size: int, goals: Goals, history: History) -> Run:
+        """Return a run that has not begun, of ranks that are ready for it; the history is told of all its steps.
+
+        Raises:
+            PlanError: the batch does not divide into the plan's microbatches.
+            DataError: it is no dataset.
+        """
         require_map_style(dataset)
         sampler = Sampler(len(dataset), batch_size, self.options.seed)
         require_same_batch(self.schedule, batch_size, sampler.num_batches)
         self.settle_plan(dataset, batch_size)
         self.plan.require_batch(batch_size)
         team = self.ready_team(dataset, batch_size)
-        goals = Goals(
-            epochs,
-            max_steps,
-            evaluation,
-            measure if measure is not None else measuring(self.loss),
-            evaluate_every,
-            Path(save_to) if save_to is not None else None,
-            save_every,
-            keep,
-            workers,
-            prefetch,
-            save_by,
-        )
-        history = History()
         callbacks = self.callbacks if self.rank == 0 else every_rank(self.callbacks)
-        run = Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
-        self.carry_out(run, Path(resume) if resume is not None else None)
-        return history
+        return Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
 
     def carry_out(self, run: Run, resume: Path | None) -> None:
         """Take all steps of a run; after an error nothing of the ranks is left.
