@@ -1,8 +1,22 @@
-"""ElasticDL's options as an elastic job: each one means what it means there, or is refused with the reason."""
+"""ElasticDL's options as an elastic job: each one means what it means there, or is refused with the reason.
+
+Synchronous training averages ``grads_to_wait`` gradients of a minibatch and updates once: that is a batch of
+``grads_to_wait * minibatch_size`` samples in as many portions, and a gradient of an older version, which ElasticDL has
+computed again, is not computed in the first place. Asynchronous training makes every gradient an update.
+
+Example:
+    >>> import torch
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 2), torch.randn(100, 1))
+    >>> elasticdl(data, minibatch_size=10, grads_to_wait=2).consistency
+    'bsp(2)'
+
+Source:
+    ElasticDL, commit 0cbc361.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from counterpoint.data.fetch import MapDataset
 from counterpoint.errors import PlanError
@@ -16,6 +30,24 @@ TASK_RETRIES = 3
 """ElasticDL's ``_MAX_TASK_RETRIES``; there the task is dropped then, here the job stops and says why."""
 
 
+class Others(TypedDict, total=False):
+    """Options of ElasticDL that make no difference as they are there by default, and otherwise are refused.
+
+    Args:
+        lr_staleness_modulation: refused where it is set.
+        sync_version_tolerance: refused above 0.
+        max_step: refused above 0.
+        relaunch_timeout_worker: makes no difference: a task whose lease is over is given to others in any case.
+        distribution_strategy: ``ParameterServerStrategy``; others are refused.
+    """
+
+    lr_staleness_modulation: bool
+    sync_version_tolerance: int
+    max_step: int
+    relaunch_timeout_worker: bool
+    distribution_strategy: Literal["ParameterServerStrategy", "AllreduceStrategy", "Local"]
+
+
 def elasticdl(  # noqa: PLR0913 - the options of its command
     dataset: MapDataset,
     *,
@@ -27,68 +59,38 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     use_async: bool = False,
     get_model_steps: int = 1,
     learning_rate: float = 0.0,
-    lr_staleness_modulation: bool = False,
-    sync_version_tolerance: int = 0,
     evaluation_steps: int = 0,
     checkpoint_steps: int = 0,
     task_fault_tolerance: bool = True,
-    relaunch_timeout_worker: bool = False,
-    max_step: int = 0,
-    distribution_strategy: Literal["ParameterServerStrategy", "AllreduceStrategy", "Local"] = "ParameterServerStrategy",
     seed: int = 0,
     job_name: str = "elasticdl",
+    **others: Unpack[Others],
 ) -> Elastic:
     """Return the job that ``elasticdl train`` would run with these options.
-
-    Synchronous training averages ``grads_to_wait`` gradients of a minibatch and updates once: that is a batch of
-    ``grads_to_wait * minibatch_size`` samples in as many portions, and a gradient of an older version, which ElasticDL
-    has computed again, is not computed in the first place. Asynchronous training makes every gradient an update.
 
     Args:
         dataset: map-style, in place of a data reader.
         minibatch_size: samples of a minibatch.
         num_epochs: passes over the dataset; from 1, there is no infinite one.
-        num_minibatches_per_task: that a worker is given at once; 1 where ``use_async`` is not set, because a task of
-            several updates would leave the other workers without work.
+        num_minibatches_per_task: that a worker is given at once, with ``use_async``; 1 without.
         num_ps_pods: servers.
         grads_to_wait: gradients of an update.
         use_async: whether nobody waits for anybody.
         get_model_steps: minibatches from one fetch of the weights to the next; with ``use_async`` only.
         learning_rate: of the steps that a worker makes by itself meanwhile.
-        lr_staleness_modulation: refused.
-        sync_version_tolerance: refused above 0.
         evaluation_steps: portions of a worker from one evaluation to the next.
         checkpoint_steps: portions of the job from one checkpoint to the next.
         task_fault_tolerance: whether a task that fails is given again, three times at most.
-        relaunch_timeout_worker: makes no difference: a task whose lease is over is given to others in any case.
-        max_step: refused above 0.
-        distribution_strategy: ``ParameterServerStrategy``; others are refused.
         seed: of the order of samples, which ElasticDL leaves to chance.
         job_name: of the job.
+        **others: options that make no difference or are refused, see :class:`Others`.
 
     Raises:
         PlanError: an option means something that is not done here; the error says what to write.
-
-    Example:
-        >>> import torch
-        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 2), torch.randn(100, 1))
-        >>> elasticdl(data, minibatch_size=10, grads_to_wait=2).consistency
-        'bsp(2)'
-
-    Source:
-        ElasticDL, commit 0cbc361.
     """
     require_counts(minibatch_size=minibatch_size, num_minibatches_per_task=num_minibatches_per_task)
     require_counts(num_epochs=num_epochs, num_ps_pods=num_ps_pods, grads_to_wait=grads_to_wait)
-    require_counts(get_model_steps=get_model_steps)
-    _require_servers(distribution_strategy)
-    _require_plain(lr_staleness_modulation, sync_version_tolerance, max_step)
-    if get_model_steps > 1 and not use_async:
-        raise PlanError(
-            f"get_model_steps={get_model_steps} computes from weights of before, which synchronous training refuses; "
-            "give use_async=True, or get_model_steps=1"
-        )
-    del relaunch_timeout_worker
+    _require_plain(others)
     return Elastic(
         dataset=dataset,
         batch_size=minibatch_size if use_async else minibatch_size * grads_to_wait,
@@ -96,13 +98,46 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
         consistency="asp" if use_async else f"bsp({grads_to_wait})",
         servers=num_ps_pods,
         task_portions=num_minibatches_per_task if use_async else 1,
-        rhythm=Rhythm(fetch_every=get_model_steps, local_lr=learning_rate if get_model_steps > 1 else 0.0),
+        rhythm=_rhythm(get_model_steps, learning_rate, use_async=use_async),
         habits=Habits(seed=seed, checkpoint_every=checkpoint_steps),
         evaluate_every=evaluation_steps,
         name=job_name,
         budget=Budget(failures=TASK_RETRIES if task_fault_tolerance else 0),
         patience=Patience(lease_s=300.0),
     )
+
+
+def _rhythm(get_model_steps: int, learning_rate: float, *, use_async: bool) -> Rhythm:
+    require_counts(get_model_steps=get_model_steps)
+    if get_model_steps > 1 and not use_async:
+        raise PlanError(
+            f"get_model_steps={get_model_steps} computes from weights of before, which synchronous training refuses; "
+            "give use_async=True, or get_model_steps=1"
+        )
+    return Rhythm(fetch_every=get_model_steps, local_lr=learning_rate if get_model_steps > 1 else 0.0)
+
+
+def _require_plain(others: Others) -> None:
+    unknown = sorted(others.keys() - Others.__optional_keys__)
+    if unknown:
+        raise TypeError(f"elasticdl() got an unexpected keyword argument {unknown[0]!r}")
+    _require_servers(others.get("distribution_strategy", "ParameterServerStrategy"))
+    if others.get("lr_staleness_modulation"):
+        raise PlanError(
+            "lr_staleness_modulation divides the learning rate by how old a gradient is, which a server's rule does "
+            "not know; leave it out, or bound the age with Elastic(consistency='ssp(2)')"
+        )
+    if others.get("sync_version_tolerance"):
+        raise PlanError(
+            f"sync_version_tolerance={others['sync_version_tolerance']} counts gradients of older versions in a "
+            "synchronous step, so that the result depends on who was late; give 0, or bound it with "
+            "Elastic(consistency='ssp(2)')"
+        )
+    if others.get("max_step"):
+        raise PlanError(
+            f"max_step={others['max_step']} would leave out data, and here all data counts; give fewer epochs or "
+            "samples"
+        )
 
 
 def _require_servers(distribution_strategy: str) -> None:
@@ -116,20 +151,3 @@ def _require_servers(distribution_strategy: str) -> None:
         raise PlanError("Local trains in one process; take Trainer(strategy='solo'), which needs no servers")
     if distribution_strategy != "ParameterServerStrategy":
         raise PlanError(f"there is no distribution_strategy {distribution_strategy!r}; give ParameterServerStrategy")
-
-
-def _require_plain(lr_staleness_modulation: object, sync_version_tolerance: int, max_step: int) -> None:
-    if lr_staleness_modulation:
-        raise PlanError(
-            "lr_staleness_modulation divides the learning rate by how old a gradient is, which a server's rule does "
-            "not know; leave it out, or bound the age with Elastic(consistency='ssp(2)')"
-        )
-    if sync_version_tolerance:
-        raise PlanError(
-            f"sync_version_tolerance={sync_version_tolerance} counts gradients of older versions in a synchronous "
-            "step, so that the result depends on who was late; give 0, or bound it with Elastic(consistency='ssp(2)')"
-        )
-    if max_step:
-        raise PlanError(
-            f"max_step={max_step} would leave out data, and here all data counts; give fewer epochs or samples"
-        )
