@@ -33,48 +33,63 @@ PROPOSALS = 2000
 """A search without a budget of time makes so many, and finds the same wherever it is made."""
 
 
+JobName = Annotated[str | None, typer.Argument(metavar="[JOB]", help="A built-in job: text, digits, lines.")]
+Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks there are.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples of one global batch; 64 without a job.")]
+Blocks = Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if left out.")]
+Width = Annotated[int, typer.Option(min=1, help="Without a job: a block is one linear layer of this width.")]
+ClusterFile = Annotated[
+    Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
+]
+Memory = Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")]
+TimingFile = Annotated[
+    Path | None, typer.Option(help="Seconds of the JOB's pieces, as `counterpoint profile --out` writes them.")
+]
+GraphFile = Annotated[
+    Path | None, typer.Option(help="Without a job: layers as PipeDream's profiler writes them, a graph.txt.")
+]
+PlanFile = Annotated[
+    Path | None, typer.Option(metavar="FILE.yaml", help="Rank this plan, too, by the timing it came with.")
+]
+Passes = Annotated[
+    list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
+]
+Top = Annotated[int | None, typer.Option(min=1, help="Show only the first so many.")]
+NumTrials = Annotated[
+    int | None, typer.Option(min=1, metavar="K", help="Try the best K and data parallelism on this host's ranks.")
+]
+Search = Annotated[bool, typer.Option("--search", help="Look for plans that are on no list, by random walks.")]
+TimeBudget = Annotated[
+    str | None,
+    typer.Option(metavar="SECONDS", help="How long to rank and search, as 10s; all, and 2000 proposals, if left out."),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the search.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan that is taken.")]
+Report = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with timelines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")]
+
+
 def plan(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A built-in job: text, digits, lines.")] = None,
+    job: JobName = None,
     *,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks there are.")],
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples of one global batch; 64 without a job.")
-    ] = None,
-    blocks: Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if left out.")] = None,
-    width: Annotated[int, typer.Option(min=1, help="Without a job: a block is one linear layer of this width.")] = 1024,
-    cluster: Annotated[
-        Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
-    ] = None,
-    memory: Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")] = None,
-    timing: Annotated[
-        Path | None, typer.Option(help="Seconds of the JOB's pieces, as `counterpoint profile --out` writes them.")
-    ] = None,
-    graph: Annotated[
-        Path | None, typer.Option(help="Without a job: layers as PipeDream's profiler writes them, a graph.txt.")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Rank this plan, too, by the timing it came with.")
-    ] = None,
-    passes: Annotated[
-        list[str] | None, typer.Option("--pass", help="Run on every program, as overlap is if left out; none for none.")
-    ] = None,
-    top: Annotated[int | None, typer.Option(min=1, help="Show only the first so many.")] = None,
-    measure: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Try the best K and data parallelism on this host's ranks.")
-    ] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="Look for plans that are on no list, by random walks.")
-    ] = False,
-    time_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SECONDS", help="How long to rank and search, as 10s; all, and 2000 proposals, if left out."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan that is taken.")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with timelines.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
+    ranks: Ranks,
+    batch_size: BatchSize = None,
+    blocks: Blocks = None,
+    width: Width = 1024,
+    cluster: ClusterFile = None,
+    memory: Memory = None,
+    timing: TimingFile = None,
+    graph: GraphFile = None,
+    plan: PlanFile = None,
+    passes: Passes = None,
+    top: Top = None,
+    measure: NumTrials = None,
+    search: Search = False,
+    time_budget: TimeBudget = None,
+    seed: Seed = 0,
+    out: Out = None,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the plans that fit so many ranks, the fastest first, for a JOB's model or one of equal blocks.
 
@@ -98,13 +113,9 @@ def plan(
         ranking = merged(ranking, searched(ranks, question, asked, budget, starts))
     elif search:
         ranking = merged(ranking, searched(ranks, question, asked, Budget(steps=PROPOSALS, seed=seed)))
-    verdict: Choice | PlanError
-    try:
-        verdict = pick(ranking, plans, question)
-    except PlanError as obstacle:
-        if out is not None or report is not None or measure is not None:
-            raise
-        verdict = obstacle
+    verdict = verdict_on(ranking, plans, question)
+    if isinstance(verdict, PlanError) and (out is not None or report is not None or measure is not None):
+        raise verdict
     if measure is not None and job is not None and isinstance(verdict, Choice):
         from counterpoint.cli.trials import measured_here
 
@@ -130,6 +141,14 @@ def require_one_model(job: str | None, blocks: int | None, graph: Path | None, m
         raise PlanError(f"{job} has blocks of its own, and --blocks is {blocks}; give either a job or --blocks")
     if measure is not None and job is None:
         raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
+
+
+def verdict_on(ranking: Ranking, plans: Sequence[Plan], question: Question) -> Choice | PlanError:
+    """Return the plan to take, or why none can be carried out."""
+    try:
+        return pick(ranking, plans, question)
+    except PlanError as obstacle:
+        return obstacle
 
 
 def searched(

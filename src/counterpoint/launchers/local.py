@@ -97,10 +97,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     Raises:
         LaunchError: no rank was started: a bad number, no such command, or the port is taken.
     """
-    if ranks < 1:
-        raise LaunchError(f"{ranks} ranks cannot run; give at least 1")
-    if not argv or shutil.which(argv[0]) is None:
-        raise LaunchError(f"there is no command {argv[0] if argv else ''!r}; give a script, or a program on PATH")
+    _require_command(argv, ranks)
     placement = place_here(ranks, threads_per_rank, bind)
     if placement.note:
         sys.stderr.write(f"counterpoint: {placement.note}\n")
@@ -112,24 +109,22 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         watch = _Watch(lines, received)
         stack.callback(watch.kill_all)
         with reserve_port(port) as meeting:
-            job = f"counterpoint-{secrets.token_hex(6)}"
+            job, meets_at = f"counterpoint-{secrets.token_hex(6)}", meeting.getsockname()[1]
             for rank in range(ranks):
                 store_fd = meeting.fileno() if rank == 0 else None
                 found = RankEnvironment(
-                    rank,
-                    ranks,
-                    rank,
-                    ranks,
-                    LOOPBACK,
-                    meeting.getsockname()[1],
-                    job,
-                    deadline_s,
-                    store_fd,
-                    transport=transport,
+                    rank, ranks, rank, ranks, LOOPBACK, meets_at, job, deadline_s, store_fd, transport=transport
                 )
                 where = placement.places[rank]
                 watch.start(argv, found, _variables(found, folder, where.threads), where)
         return watch.run()
+
+
+def _require_command(argv: Sequence[str], ranks: int) -> None:
+    if ranks < 1:
+        raise LaunchError(f"{ranks} ranks cannot run; give at least 1")
+    if not argv or shutil.which(argv[0]) is None:
+        raise LaunchError(f"there is no command {argv[0] if argv else ''!r}; give a script, or a program on PATH")
 
 
 @dataclass(slots=True)

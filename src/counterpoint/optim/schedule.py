@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from torch.optim import Optimizer
@@ -93,25 +95,29 @@ def large_batch_schedule(  # noqa: PLR0913 - one recipe, all by keyword
     scale = learning_rate_scale(batch_size, reference_batch_size=reference_batch_size, rule=rule)
     require_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
     warmup_steps = warmup_steps_of(warmup_epochs, epochs, steps_per_epoch)
-    first = min(1.0, 1 / scale) if warmup_from is None else warmup_from
-    if not 0 < first <= 1:
-        raise PlanError(f"warmup_from={first!r} is no share of the learning rate; give more than 0, 1 at most, or None")
+    first = warmup_share(warmup_from, scale)
+    course = Course(warmup_steps, epochs * steps_per_epoch, steps_per_epoch, first)
     make = find(decay, list(options))
     require_unscheduled(optimizer)
+    with _scaled(optimizer, scale):
+        schedule = _composed(optimizer, course, make, options)
+    vars(schedule).update(batch_size=batch_size, steps_per_epoch=steps_per_epoch)  # for whoever steps it, to compare
+    return schedule
+
+
+@contextmanager
+def _scaled(optimizer: Optimizer, scale: float) -> Iterator[None]:
+    """Multiply the learning rates; where what follows fails, they are as before."""
     given = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] *= scale
     try:
-        schedule = _composed(
-            optimizer, Course(warmup_steps, epochs * steps_per_epoch, steps_per_epoch, first), make, options
-        )
+        yield
     except BaseException:
         for group, rate in zip(optimizer.param_groups, given, strict=True):
             group["lr"] = rate
             group.pop("initial_lr", None)
         raise
-    vars(schedule).update(batch_size=batch_size, steps_per_epoch=steps_per_epoch)  # for whoever steps it, to compare
-    return schedule
 
 
 def _composed(optimizer: Optimizer, course: Course, make: Decay, options: dict[str, Any]) -> LRScheduler:
@@ -136,6 +142,18 @@ def warmup_steps_of(warmup_epochs: float, epochs: int, steps_per_epoch: int) -> 
             "a shorter warmup_epochs, or more epochs"
         )
     return steps
+
+
+def warmup_share(warmup_from: float | None, scale: float) -> float:
+    """Return what share of the full rate the first step has; by default what makes it the rate before it was scaled.
+
+    Raises:
+        PlanError: it is none.
+    """
+    first = min(1.0, 1 / scale) if warmup_from is None else warmup_from
+    if not 0 < first <= 1:
+        raise PlanError(f"warmup_from={first!r} is no share of the learning rate; give more than 0, 1 at most, or None")
+    return first
 
 
 def require_unscheduled(optimizer: Optimizer) -> None:

@@ -134,12 +134,11 @@ class Elastic:
             raise PlanError(f"the session is of {session.job}, but this is {self.job}; build both from one Elastic")
         served = Served(model, session, optimizer, tables=tables, rhythm=self.rhythm, **options)
         report = Report([], [], is_complete=False)
-        count = 0
 
         def measure_now() -> None:
             if evaluation is not None:
                 found = evaluate(served, evaluation, measure or measuring(loss), self.batch_size)
-                report.evaluations.append(Evaluated(count, found))
+                report.evaluations.append(Evaluated(len(report.losses), found))
 
         try:
             with until_terminated() as is_terminated:
@@ -147,18 +146,23 @@ class Elastic:
                 worker = Worker(
                     served, self.portions, loss, habits=self.habits, must_go=lambda: is_terminated() or going()
                 )
-                for event in worker.events():
-                    report.events.append(event)
-                    count += isinstance(event, Trained)
-                    if isinstance(event, Trained) and self.evaluate_every and count % self.evaluate_every == 0:
-                        measure_now()
-                report.is_complete = not worker.has_left
+                self._follow(worker, report, measure_now)
             if report.is_complete:
                 measure_now()
                 served.give_back()
         finally:
             served.close()
         return report
+
+    def _follow(self, worker: Worker, report: Report, measure_now: Callable[[], None]) -> None:
+        """All that the worker did is in the report, and it was measured whenever that was due."""
+        count = 0
+        for event in worker.events():
+            report.events.append(event)
+            count += isinstance(event, Trained)
+            if isinstance(event, Trained) and self.evaluate_every and count % self.evaluate_every == 0:
+                measure_now()
+        report.is_complete = not worker.has_left
 
 
 @dataclass(slots=True)

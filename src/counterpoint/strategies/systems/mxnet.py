@@ -87,32 +87,45 @@ def kvstore(
         raise PlanError(_no_type(type))
     place, code = TYPES[type], _code(gradient_compression)
     if place in {"host", "devices"}:
-        if servers or devices != 1:
-            raise PlanError(
-                f"kvstore({degree}, type={type}) is one worker without servers; leave out servers= and devices=, or "
-                "give type=dist_sync"
-            )
+        _require_one_worker(degree, type, servers, devices)
         return (_on_one_host(degree, type, code, updates=update_on_kvstore),)
+    _require_even_workers(degree, devices)
+    if not update_on_kvstore:
+        _require_sums_alone(type, servers)
+        return (Data(degree, compress=code, buckets=EACH_ALONE),)
+    consistency: Consistency = "asp" if place == "async" else "bsp"
+    store = Server(degree // devices, servers or 1, consistency, compress=code)
+    return (store,) if devices == 1 else (Data(devices, buckets=EACH_ALONE), store)
+
+
+def _require_one_worker(degree: int, kind: str, servers: int, devices: int) -> None:
+    if servers or devices != 1:
+        raise PlanError(
+            f"kvstore({degree}, type={kind}) is one worker without servers; leave out servers= and devices=, or give "
+            "type=dist_sync"
+        )
+
+
+def _require_even_workers(degree: int, devices: int) -> None:
     if devices < 1 or degree % devices:
         raise PlanError(
             f"kvstore({degree}, devices={devices}) cannot have as many ranks in each worker; give devices= that "
             f"divides {degree}"
         )
-    if not update_on_kvstore:
-        if place == "async":
-            raise PlanError(
-                f"kvstore(type={type}, update_on_kvstore=off) has no optimizer on the server, which is to apply each "
-                "push when it comes; leave out update_on_kvstore=off, or give type=dist_sync"
-            )
-        if servers:
-            raise PlanError(
-                f"servers={servers} of kvstore with update_on_kvstore=off would only add up, which ranks do among "
-                "themselves; leave it out"
-            )
-        return (Data(degree, compress=code, buckets=EACH_ALONE),)
-    consistency: Consistency = "asp" if place == "async" else "bsp"
-    store = Server(degree // devices, servers or 1, consistency, compress=code)
-    return (store,) if devices == 1 else (Data(devices, buckets=EACH_ALONE), store)
+
+
+def _require_sums_alone(kind: str, servers: int) -> None:
+    """What is not updated on servers is added up by the ranks themselves."""
+    if TYPES[kind] == "async":
+        raise PlanError(
+            f"kvstore(type={kind}, update_on_kvstore=off) has no optimizer on the server, which is to apply each "
+            "push when it comes; leave out update_on_kvstore=off, or give type=dist_sync"
+        )
+    if servers:
+        raise PlanError(
+            f"servers={servers} of kvstore with update_on_kvstore=off would only add up, which ranks do among "
+            "themselves; leave it out"
+        )
 
 
 def _on_one_host(degree: int, kind: str, code: str, *, updates: bool) -> Strategy:
