@@ -30,6 +30,7 @@ def guarded(command: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(command)
     def run(*, traceback: bool = False, **options: object) -> None:
+        """Run the command, and end as it did: its errors are told on standard error, with an exit code."""
         WANTS_TRACEBACK.set(traceback)
         try:
             command(**options)

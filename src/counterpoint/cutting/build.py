@@ -63,6 +63,7 @@ class _Builder:
         self.env: dict[fx.Node, fx.Node] = {}
 
     def build(self) -> Built:
+        """Return the part as a function of a seed, the values it takes, its parameters and its buffers."""
         traced, graph = self.layout.traced, self.graph
         params, buffers = self._read(traced.params), self._read(traced.buffers)
         seed = graph.placeholder("seed")

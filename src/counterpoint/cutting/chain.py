@@ -144,6 +144,7 @@ class ChainCut(Cut):
         def run(
             values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
         ) -> tuple[Tensor, ...]:
+            """Run the modules with these parameters and buffers in place of their own, which are back afterwards."""
             if model.training is not training:
                 modes.set(training=training)
             if seeding is not None:

@@ -106,6 +106,7 @@ class GraphCut(Cut):
         def run(
             values: Sequence[Tensor], own: Mapping[str, Tensor], state: Mapping[str, Tensor], seed: Seed
         ) -> tuple[Tensor, ...]:
+            """Run the part, which is built anew for shapes that it has not seen."""
             key = _shapes(values)
             if key not in functions:
                 functions[key] = self._rebuild(built, values, (first_piece, stop_piece), training=training).function

@@ -68,6 +68,7 @@ class WholeCut(Cut):
         def run(
             values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: Seed
         ) -> tuple[Tensor, ...]:
+            """Run the whole model with its own parameters and buffers; those that are passed are not looked at."""
             if model.training is not training:
                 modes.set(training=training)
             if seeding is not None:

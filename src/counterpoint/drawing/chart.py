@@ -49,6 +49,7 @@ class _Frame:
     y_high: float
 
     def place(self, point: tuple[float, float]) -> tuple[float, float]:
+        """Return where a point stands in the picture, from its left and its upper edge."""
         across = (point[0] - self.x_low) / (self.x_high - self.x_low)
         up = (point[1] - self.y_low) / (self.y_high - self.y_low)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)

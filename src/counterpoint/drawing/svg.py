@@ -30,6 +30,7 @@ class _Scale:
     names: Naming
 
     def x(self, seconds: float) -> float:
+        """Return how far from the left edge of the picture a time stands."""
         return LEFT + (WIDTH - LEFT - RIGHT) * (seconds / self.span_s if self.span_s else 0.0)
 
 
@@ -213,6 +214,7 @@ class _Bar:
 
     @staticmethod
     def of(group: Sequence[Event], scale: _Scale) -> _Bar:
+        """Return the box for events that follow upon each other; its kind is the one that takes the most time."""
         spent: defaultdict[Kind, float] = defaultdict(float)
         for event in group:
             spent[kind_of(event)] += event.seconds
@@ -226,12 +228,14 @@ class _Bar:
         return _Bar(kind, fill, scale.x(start), width, _fitting(kind, group, width, scale.names), tip)
 
     def box(self, y: float, height: float) -> str:
+        """Return the box, and what it says to whoever points at it; ``y`` is its upper edge."""
         slit = 0.6 if self.width > 3 else 0.0
         shape = {"rx": 2.0} if self.width > 6 else {}
         width = max(self.width - slit, 0.4)
         return tag("rect", tag("title", escape(self.tip)), x=self.x, y=y, width=width, height=height, **shape)
 
     def name(self, y: float) -> str:
+        """Return what is written in the box, around the height ``y``."""
         return label(self.text, x=self.x + self.width / 2, y=y)
 
 

@@ -104,6 +104,7 @@ class TorchFabric(JoinedFabric):
         operation = of_ranges(f"reduce_scatter {verb}", label, whole, bounds, group)
 
         def launch(gloo: Gloo) -> Launched:
+            """Every member's part of this rank's range is on its way; they are added once all are here."""
             index = group.index(self.rank)
             own = whole.detach()[bounds[index] : bounds[index + 1]]
             parts = own.new_empty((len(group), len(own)))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from typing import TypeAlias
 
 from counterpoint.program.instruction import Group
@@ -123,6 +124,23 @@ def average(states: Sequence[UnitState]) -> str:
     return ""
 
 
+def gathered(states: Sequence[UnitState]) -> tuple[int, str]:
+    """Each member has the weights of which all keep parts; return the law and what is wrong, if anything."""
+    if any(state.span == WHOLE != state.home for state in states):
+        return 7, "these weights are gathered already"
+    spans = sorted({state.span for state in states})
+    tiles = all(before[1] == after[0] for before, after in pairwise(spans))
+    versions = {state.versions[-1] for state in states}
+    if len({state.drift for state in states}) > 1:
+        return 6, "the members hold parts of weights that have been updated apart"
+    if not tiles or len(versions) > 1 or len(spans) != len(states):
+        held = ", ".join(f"{low} to {high}" for low, high in spans)
+        return 6, f"the members hold {held} in versions {sorted(versions)}"
+    for state in states:
+        state.span = (spans[0][0], spans[-1][1])
+    return 0, ""
+
+
 def share_out(states: Sequence[UnitState]) -> str:
     """Each member has the sum of its own part of a gradient; return what is wrong, if anything."""
     total: Marks = Counter()
@@ -161,6 +179,18 @@ def released(state: UnitState, name: str, *, is_end: bool) -> str:
             return "nothing was gathered that could be released"
         state.span = state.home
     return ""
+
+
+def add_up(states: Sequence[UnitState]) -> None:
+    """Every member has the sum of the gradients of all, or of the part that all of them have."""
+    total: Marks = Counter()
+    for state in states:
+        total.update(state.part[1] if state.part is not None else state.whole)
+    for state in states:
+        if state.part is not None:
+            state.part = (state.part[0], total)
+        else:
+            state.whole, state.has_buffer = total, True
 
 
 def add_late(states: Sequence[UnitState]) -> None:

@@ -69,6 +69,7 @@ class _Concerned:
 
     @staticmethod
     def of(program: Program, rows: Sequence[Words], ledger: Ledger, *, is_bounded: bool) -> _Concerned:
+        """Read off the rows who goes backward, and off the ledger who updates what."""
         runners: defaultdict[int, defaultdict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for rank, row in enumerate(rows):
             for word in row:
@@ -81,6 +82,11 @@ class _Concerned:
         return _Concerned(rows, program.is_stream, dict(runners), dict(updaters), is_bounded)
 
     def judge(self, entry: Entry) -> None:
+        """All who had a part in an update's gradient decide on it, and on its microbatches and no others.
+
+        Raises:
+            ProgramError: law 6, with the place shown.
+        """
         key = (entry.unit, id(entry.decision), id(entry.marks))
         if key in self.judged:
             return
@@ -116,6 +122,7 @@ class _Concerned:
         return found.difference(decision.group)
 
     def wrong(self, entry: Entry, fact: str) -> ProgramError:
+        """Return the error for an update, with the place shown."""
         shown = show_places(self.rows, {entry.rank: entry.index}, "here")
         return ProgramError(f"rank {entry.rank} updates unit {format_unit(entry.unit)}: {fact}\n{shown}", law=6)
 

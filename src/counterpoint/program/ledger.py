@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import pairwise
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.accounts import (
@@ -24,8 +23,10 @@ from counterpoint.program.accounts import (
     Span,
     UnitState,
     add_late,
+    add_up,
     average,
     brought_by,
+    gathered,
     released,
     share_out,
     with_mark,
@@ -110,10 +111,12 @@ class _Book:
                 state.home = state.span = (Fraction(at, size), Fraction(at + 1, size))
 
     def wrong(self, law: int, rank: int, index: int, fact: str) -> ProgramError:
+        """Return the error for a word that breaks a law, with the place shown."""
         text = format_instruction(self.rows[rank][index])
         return ProgramError(f"rank {rank}, {text}: {fact}\n{show_places(self.rows, {rank: index}, 'here')}", law)
 
     def enter(self, rank: int, index: int) -> None:  # noqa: C901, PLR0912 - one case for each instruction
+        """A word has been carried out on symbols; a ProgramError says which law it breaks and where."""
         word = self.rows[rank][index]
         match word:
             case Forward():
@@ -162,17 +165,20 @@ class _Book:
             del self.deciding[group]
 
     def forward(self, rank: int, index: int, word: Forward) -> None:
+        """The block has read the weights of its units, and in which versions is noted."""
         if fact := self.flights.begin(rank, word):
             raise self.wrong(4, rank, index, fact)
         for unit in self.units_of[word.block]:
             self.used[(word.block, word.micro, self.slices[rank][0]), unit] = self.read(rank, index, unit, word.version)
 
     def again(self, rank: int, index: int, word: Recompute) -> None:
+        """The block has been computed once more, from the versions that its forward read."""
         if fact := self.flights.again(rank, word):
             raise self.wrong(4, rank, index, fact)
         self.read_as_before(rank, index, word)
 
     def backward(self, rank: int, index: int, word: Backward) -> None:
+        """The gradients of the block's units have its mark, from the versions that its forward read."""
         if fact := self.flights.end(rank, word):
             raise self.wrong(4, rank, index, fact)
         if word.has_input:
@@ -185,6 +191,7 @@ class _Book:
             self.undecided[rank].add(word.micro)
 
     def read_as_before(self, rank: int, index: int, word: Recompute | Backward) -> None:
+        """A block reads the versions again that its forward has read (law 5)."""
         for unit in self.units_of[word.block]:
             before = self.used[(word.block, word.micro, self.slices[rank][0]), unit]
             if (version := self.read(rank, index, unit, word.version)) != before:
@@ -193,6 +200,7 @@ class _Book:
                 raise self.wrong(5, rank, index, f"{fact}, {reader} {version}; both must use the same")
 
     def read(self, rank: int, index: int, unit: Unit, version: int) -> int:
+        """Return the number of a version, which is kept (law 5) and of which all parts are here (law 7)."""
         state = self.states[rank, unit]
         if state.span != WHOLE:
             low, high = state.span
@@ -202,6 +210,7 @@ class _Book:
         return state.versions[version - 1]
 
     def update(self, rank: int, index: int, unit: Unit) -> None:
+        """The gradient is used up and written down as an entry, and the weight has one version more."""
         state = self.states[rank, unit]
         if state.part is not None and state.whole:
             raise self.wrong(6, rank, index, "one gradient was shared out, another one was not")
@@ -219,6 +228,7 @@ class _Book:
     def record(
         self, place: tuple[int, int], unit: Unit, gradient: tuple[Span, Marks], decision: Decision | None
     ) -> None:
+        """One entry more is written down, with how many updates old its oldest mark is."""
         now = self.states[place[0], unit].versions[-1]
         staleness = now - self.oldest(gradient[1], unit, now)
         self.entries.append(Entry(*place, unit, *gradient, staleness, decision))
@@ -240,11 +250,13 @@ class _Book:
         state.decided = self.decisions[rank]
 
     def taken(self, rank: int, unit: Unit) -> Marks:
+        """Return the marks of a gradient, which has none afterwards."""
         state = self.states[rank, unit]
         marks, state.whole, state.has_buffer = state.whole, Counter(), False
         return marks
 
     def gather(self, rank: int, index: int, word: Collective) -> None:
+        """A collective of gradients or weights has taken place once its last member is here."""
         if word.code and (word.verb, word.value.name) != ("sum", "grad"):
             raise self.wrong(6, rank, index, "only sums of gradients have a code")
         if word.value.name in {"y", "dx"}:
@@ -264,38 +276,27 @@ class _Book:
                 raise self.wrong(6, rank, index, "gradients are summed or shared out, never gathered or copied")
 
     def combine_weights(self, rank: int, index: int, word: Collective) -> None:
+        """The members have the weights that were copied, averaged or gathered."""
         states = [self.states[member, word.value.blocks] for member in word.group]
         if word.verb == "copy":
             for state in states[1:]:
                 state.versions.append(states[0].versions[-1])
                 state.drift = states[0].drift
             return
-        if word.verb == "mean":
-            fact = average(states)
-            if fact:
-                raise self.wrong(6, rank, index, fact)
-            return
-        if word.verb != "join":
+        if word.verb not in {"mean", "join"}:
             raise self.wrong(6, rank, index, "weights are gathered, copied or averaged, never summed or shared out")
-        if any(state.span == WHOLE != state.home for state in states):
-            raise self.wrong(7, rank, index, "these weights are gathered already")
-        spans = sorted({state.span for state in states})
-        tiles = all(before[1] == after[0] for before, after in pairwise(spans))
-        versions = {state.versions[-1] for state in states}
-        if len({state.drift for state in states}) > 1:
-            raise self.wrong(6, rank, index, "the members hold parts of weights that have been updated apart")
-        if not tiles or len(versions) > 1 or len(spans) != len(states):
-            held = ", ".join(f"{low} to {high}" for low, high in spans)
-            raise self.wrong(6, rank, index, f"the members hold {held} in versions {sorted(versions)}")
-        for state in states:
-            state.span = (spans[0][0], spans[-1][1])
+        law, fact = (6, average(states)) if word.verb == "mean" else gathered(states)
+        if fact:
+            raise self.wrong(law, rank, index, fact)
 
     def share(self, rank: int, index: int, word: Collective) -> None:
+        """Each member has the sum of its own part of the gradient."""
         fact = share_out([self.states[member, word.value.blocks] for member in word.group])
         if fact:
             raise self.wrong(6, rank, index, fact)
 
     def sum(self, rank: int, index: int, word: Collective) -> None:
+        """All members have the sum of their gradients, whole or of the one part that they share."""
         states = [self.states[member, word.value.blocks] for member in word.group]
         if word.value.name == "late":
             add_late(states)
@@ -307,16 +308,10 @@ class _Book:
             if any(state.part is not None for state in states):
                 raise self.wrong(6, rank, index, "this gradient was shared out; only whole ones have a code")
             self.brought[word.group, word.value.blocks] = brought_by(states)
-        total: Marks = Counter()
-        for state in states:
-            total.update(state.part[1] if state.part is not None else state.whole)
-        for state in states:
-            if state.part is not None:
-                state.part = (state.part[0], total)
-            else:
-                state.whole, state.has_buffer = total, True
+        add_up(states)
 
     def send(self, rank: int, value: Value, peer: int) -> None:
+        """A gradient has gone to a peer, marks and all; or the version of a weight, which stays here, too."""
         if value.name == "grad":
             self.mail[value, rank, peer].append((self.taken(rank, value.blocks), 0, frozenset()))
         elif value.name == "weight":
@@ -324,6 +319,7 @@ class _Book:
             self.mail[value, rank, peer].append((Counter(), state.versions[-1], state.drift))
 
     def receive(self, rank: int, value: Value, peer: int) -> None:
+        """A gradient that came is added to the one that is here; a weight that came is the newest version."""
         if value.name == "grad":
             marks, _, _ = self.mail[value, peer, rank].pop(0)
             state = self.states[rank, value.blocks]
@@ -334,6 +330,7 @@ class _Book:
             state.versions.append(version)
 
     def serve(self, rank: int, index: int, units: Sequence[Unit]) -> None:
+        """A server has made an update of each push, in the order in which they came."""
         for unit in units:
             self.served.add((rank, unit))
             for decision, marks in self.pushes.pop((rank, unit), []):
@@ -341,6 +338,7 @@ class _Book:
                 self.states[rank, unit].versions.append(self.states[rank, unit].versions[-1] + 1)
 
     def release(self, rank: int, index: int, value: Value) -> None:
+        """What was gathered, or a gradient, is forgotten; what the end of a stream dropped is noted."""
         if value.name not in OF_UNITS:
             return
         state = self.states[rank, value.blocks]

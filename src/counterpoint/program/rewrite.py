@@ -139,6 +139,7 @@ def widen_commits(program: Program, times: int) -> Program:
     by_members: dict[Group, Commit] = {}
 
     def widened(word: Instruction) -> Instruction:
+        """Return the word; a commit is of all copies' members, one object for all ranks that share it."""
         if not isinstance(word, Commit):
             return word
         if id(word.group) not in by_identity:

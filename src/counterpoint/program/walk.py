@@ -112,6 +112,11 @@ class _Walk:
         self.asleep: defaultdict[object, list[int]] = defaultdict(list)
 
     def run(self) -> Iterator[tuple[int, int]]:
+        """Yield the words of all rows, as rank and index, in an order in which they may take place.
+
+        Raises:
+            ProgramError: law 2, where ranks wait for each other; law 3, where members of a group call other things.
+        """
         while self.queue:
             rank = self.queue.popleft()
             yield from self.advance(rank)
@@ -120,6 +125,7 @@ class _Walk:
             raise ProgramError(self.describe_deadlock(stuck), law=2)
 
     def advance(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Yield the words that a rank can take now, and those of ranks that it meets in a collective."""
         row = self.rows[rank]
         while self.cursor[rank] < len(row):
             word = row[self.cursor[rank]]
@@ -144,6 +150,7 @@ class _Walk:
                     self.cursor[rank] += 1
 
     def wake(self, key: object) -> None:
+        """Ranks that wait for this key go on."""
         self.queue.extend(self.asleep.pop(key, ()))
 
     def obstacle(self, rank: int, word: Instruction) -> object | None:
@@ -170,12 +177,14 @@ class _Walk:
         return None
 
     def take(self, from_: Counter[tuple[Value, int, int]], key: tuple[Value, int, int]) -> object | None:
+        """Take one of what is counted under a key and return None, or return the key to wait for."""
         if from_[key] == 0:
             return key
         from_[key] -= 1
         return None
 
     def serve(self, rank: int, word: Serve) -> object | None:
+        """Use up one push of each worker, answer all, and return None; or return the key to wait for."""
         name: Literal["grad", "weight"] = "grad" if word.updates else "weight"
         pushes = [(Value(name, unit), worker, rank) for worker in word.workers for unit in word.units]
         if any(self.pushed[key] == 0 for key in pushes):
@@ -207,6 +216,7 @@ class _Walk:
         return group, number
 
     def meet(self, rank: int, word: Collective | Commit) -> Sequence[int] | None:
+        """Return the members of a collective, in order, if its last one is here now; else None."""
         group, number = self.call(rank, word)
         self.arrived[group].append(rank)
         if self.calls[group, number] < len(word.group):
@@ -215,12 +225,18 @@ class _Walk:
         return sorted(self.arrived.pop(group))
 
     def start(self, rank: int, word: Collective) -> None:
+        """A collective is under way on this rank; whoever waits for it goes on if it is on all members."""
         group, number = self.call(rank, word)
         self.due[rank, group, word.name, word.value] = number
         if self.calls[group, number] == len(word.group):
             self.wake((group, number))
 
     def await_started(self, rank: int, word: Collective) -> object | None:
+        """Return None where all members have started it, or the key to wait for.
+
+        Raises:
+            ProgramError: law 3, this rank has not started it.
+        """
         group = self.groups.number(word.group)
         key = (rank, group, word.name, word.value)
         if key not in self.due:
@@ -232,6 +248,7 @@ class _Walk:
         return None
 
     def describe_mismatch(self, rank: int, other: int, word: Collective | Commit, number: int) -> str:
+        """Return the text for two ranks of a group that call different things."""
         verb, value = self.order[self.groups.number(word.group)][number]
         first = verb if value is None else f"{verb}({format_value(value)})"
         return (
@@ -240,10 +257,12 @@ class _Walk:
         )
 
     def describe_deadlock(self, stuck: Sequence[int]) -> str:
+        """Return the text for ranks that wait for each other."""
         head = f"deadlock: {len(stuck)} of {len(self.rows)} ranks wait for each other"
         return f"{head}\n{self.show(stuck)}"
 
     def show(self, ranks: Sequence[int]) -> str:
+        """Return the rows of ranks, each with the word that it has come to."""
         return show_places(self.rows, {rank: self.cursor[rank] for rank in ranks}, "waits here")
 
 
@@ -257,6 +276,7 @@ class _BlockingWalk(_Walk):
         self.lying: Counter[tuple[int, int]] = Counter()
 
     def obstacle(self, rank: int, word: Instruction) -> object | None:
+        """Move past the word and return None, or return the key to wait for, which may be room at a peer."""
         match word:
             case Send(value, peer):
                 if self.lying[rank, peer] >= self.room and not self.is_posted(value, rank, peer):
@@ -269,12 +289,14 @@ class _BlockingWalk(_Walk):
         return super().obstacle(rank, word)
 
     def advance(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Yield the words that a rank can take now; then those that wait for its next batch go on."""
         yield from super().advance(rank)
         if self.announced[rank] != self.cursor[rank]:  # a rank that has not moved has no new batch: two would wake
             self.announced[rank] = self.cursor[rank]  # each other for ever
             self.wake(("batch", rank))
 
     def is_posted(self, value: Value, rank: int, peer: int) -> bool:
+        """Tell whether a receive of the value is in the batch that the peer has come to."""
         row = self.rows[peer]
         for word in row[self.cursor[peer] :]:
             match word:

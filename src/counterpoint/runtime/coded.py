@@ -150,6 +150,7 @@ class _Cast(Work):
             self.sent.append((self.gradient[start:stop], sent, fabric.all_reduce(label, sent, group)))
 
     def wait(self) -> None:
+        """The gradient is the sum, in its own dtype."""
         for gradient, sent, work in self.sent:
             work.wait()
             gradient.copy_(sent)
@@ -219,6 +220,7 @@ class _Factors(Work):
         self.work = fabric.all_reduce(label, self.first, group)
 
     def matrix(self, slot: Slot) -> Tensor:
+        """Return what is to be summed of a parameter, ``(its first dim, all others)``; a view."""
         return self.total[slot.start : slot.stop].view(slot.shape[0], -1)
 
     def columns(self, slot: Slot) -> Tensor:

@@ -86,6 +86,16 @@ class _Normalized(Function):
         eps: float,
         union: Union,
     ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return the normalized values, and the mean, variance and number of all members' values.
+
+        Args:
+            ctx: what is kept for backward.
+            values: ``(sample, channel, ...)``; the result has their shape and dtype.
+            weight: ``(channel,)``, or None.
+            bias: ``(channel,)``, or None.
+            eps: added to the variance.
+            union: the members. Mean and variance are ``(channel,)`` and have no gradient.
+        """
         mean, var, count = statistics(values, union)
         shape = [1, -1, *[1] * (values.dim() - 2)]
         wide = torch.promote_types(values.dtype, torch.float32)
@@ -103,6 +113,7 @@ class _Normalized(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: object) -> Any:  # noqa: ANN401 - torch's own
+        """Return the gradients of values, of all members' losses, and this rank's part of those of weight and bias."""
         normal, scale, weight = ctx.saved_tensors
         wide, shape = normal.dtype, [1, -1, *[1] * (normal.dim() - 2)]
         dims = [dim for dim in range(normal.dim()) if dim != 1]

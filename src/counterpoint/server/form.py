@@ -123,6 +123,11 @@ class _Tensors:
         self.taken = 0
 
     def take(self, plain: Plain, where: Where) -> Tensor:
+        """Return the tensor that stands in a field.
+
+        Raises:
+            ProtocolError: it is not the next one.
+        """
         if type(plain) is not int or plain != self.taken or plain >= len(self.tensors):
             count = len(self.tensors)
             raise malformed(f"{_path(where)} is tensor {_shown(plain)}, where {self.taken} of {count} comes next")

@@ -270,6 +270,7 @@ class _Direct:
         self.places = np.full(num_rows, -1, dtype=np.int32)
 
     def of(self, rows: Tensor) -> Numbers:
+        """Return the places of rows; -1 for those that have none."""
         found: Numbers = self.places[self._numbers(rows)].astype(np.int64)
         return found
 
@@ -278,6 +279,7 @@ class _Direct:
         return numbers if self.num_shards == 1 else numbers // self.num_shards
 
     def add(self, rows: Tensor, places: Numbers) -> None:
+        """The rows have these places from now on."""
         self.places[self._numbers(rows)] = places
 
 
@@ -288,9 +290,11 @@ class _Dictionary:
         self.places: dict[int, int] = {}
 
     def of(self, rows: Tensor) -> Numbers:
+        """Return the places of rows; -1 for those that have none."""
         return np.array([self.places.get(row, -1) for row in rows.tolist()], dtype=np.int64)
 
     def add(self, rows: Tensor, places: Numbers) -> None:
+        """The rows have these places from now on."""
         self.places.update(zip(rows.tolist(), places.tolist(), strict=True))
 
 

@@ -78,6 +78,7 @@ def dealt_evenly(
     sums = [0.0, *accumulate(costs)]
 
     def judge(stops: Sequence[int]) -> tuple[float, int, float, int]:
+        """Return what is to be small, the first most of all: a stage's work, what is sent, a chunk's work, cuts."""
         chunks = [sums[stop] - sums[start] for start, stop in pairwise((0, *stops))]
         totals = dict.fromkeys(stages, 0.0)
         for stage, work in zip(stages, chunks, strict=True):

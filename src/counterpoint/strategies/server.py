@@ -240,12 +240,18 @@ class _Shop:
 
     @property
     def num_worker_ranks(self) -> int:
+        """The ranks of all workers together; those of the servers follow."""
         return self.program.num_ranks * self.plan.degree
 
     def server_of(self, unit: Unit) -> int:
+        """Return the rank that keeps a unit."""
         return self.num_worker_ranks + self.owner[unit]
 
     def worker_row(self, rank: int, row: Row) -> Row:
+        """Return a worker's row with servers instead of updates, the last unit first.
+
+        Of the ranks of a worker that hold a unit, the first talks to its server and hands on the weight to the others.
+        """
         inner = self.program.num_ranks
         units = [word.unit for word in row.body if isinstance(word, Update)]
         leads = {unit: self.holders[unit][0] == rank % inner for unit in units}
@@ -261,11 +267,13 @@ class _Shop:
         return map_row(row, lambda words: self.replaced(words, give, take))
 
     def offer(self, unit: Unit) -> Instruction:
+        """Return the word with which a worker gives its gradient of a unit away."""
         if self.plan.is_synchronous:
             return Send(grad(unit), self.server_of(unit), self.plan.compress)
         return Push(grad(unit), self.server_of(unit), self.plan.compress, "push" if self.plan.answers else "tell")
 
     def fetch(self, unit: Unit) -> Instruction:
+        """Return the word with which a worker gets the newest weight of a unit."""
         make = Recv if self.plan.is_synchronous else Pull
         return make(weight(unit), self.server_of(unit))
 
@@ -290,6 +298,7 @@ class _Shop:
         return tuple(copy * self.program.num_ranks + self.holders[unit][0] for copy in range(self.plan.degree))
 
     def server_row(self, index: int) -> Row:
+        """Return what a server does for the units it keeps; without bsp, one word for each set of workers."""
         units = [unit for unit in self.model.units if self.owner[unit] == index]
         if self.plan.is_synchronous:
             return Row(tuple(self.bsp_words(units)))
@@ -301,6 +310,7 @@ class _Shop:
         return Row(tuple(Serve(tuple(kept), workers, bound, verb) for workers, kept in together.items()))
 
     def bsp_words(self, units: Sequence[Unit]) -> Iterable[Instruction]:
+        """Yield a server's words under bsp: it takes all gradients, commits with everybody, updates, sends weights."""
         everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
         latest_first = sorted(units, reverse=True)
         yield from (Recv(grad(unit), rank, self.plan.compress) for unit in latest_first for rank in self.leaders(unit))

@@ -94,6 +94,7 @@ class Tensor:
         sliced = {index for index, block in enumerate(model.blocks) if block.split is not None}
 
         def rule(rank: int, word: Instruction) -> Iterable[Instruction]:
+            """Yield the word and, where a block is sliced, the sum of its partial outputs or input gradients."""
             yield word
             if isinstance(word, Forward | Backward) and word.block in sliced:
                 group = tuple(range(rank % stride, stride * self.degree, stride))

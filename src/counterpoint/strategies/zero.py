@@ -178,6 +178,7 @@ class _Used(NamedTuple):
 
     @staticmethod
     def by(row: Row, units: Iterable[Unit]) -> _Used:
+        """Read off a row which units its blocks use, and behind which block each gradient is complete."""
         units = tuple(units)
         by_block = {block: [unit for unit in units if block in unit] for block in blocks_of(row)}
         run_of = {block: number for number, run in enumerate(runs_of(row)) for block in run}

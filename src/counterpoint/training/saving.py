@@ -245,6 +245,7 @@ def restore(team: Team, checkpoint: Checkpoint) -> tuple[Progress, dict[str, Any
     unsent = unsent_for(team, checkpoint)
 
     def work(fabric: Fabric) -> None:
+        """A rank has what it had when this was saved: weights, state, gradients unsent or set aside, buffers."""
         rank = team.ranks[fabric.rank]
         mine = reader.of_replica(book.replica_of(fabric.rank), book.num_replicas)
         write_weights(book, rank, lambda name: mine.read("model", name))

@@ -137,14 +137,9 @@ class Team:
         judge_norms(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
+        compiled, guard = self.compiled, guard_of(self.options)
         self.parts = Parts(
-            self.compiled.turns,
-            self.compiled.model,
-            self.loss,
-            self.face,
-            guard_of(self.options),
-            self.options.seed,
-            self.plan.buckets,
+            compiled.turns, compiled.model, self.loss, self.face, guard, self.options.seed, self.plan.buckets
         )
         self.make_ranks(cut, inputs)
         return self.compiled
@@ -205,6 +200,7 @@ class Team:
             self.watch.require_unchanged(self.plan, "")
 
         def work(fabric: Fabric) -> Verdict | None:
+            """Take the step on one rank; return its verdict, None where it has none."""
             interpreter = self.ranks[fabric.rank].interpreter
             if self.watch is not None and not is_alone:
                 self.watch.require_unchanged(self.plan, f"on rank {fabric.rank} ")
@@ -271,6 +267,7 @@ class Team:
         names = [name for name, _ in self.model.named_buffers()]
 
         def work(fabric: Fabric) -> None:
+            """One rank has the newest weights and running statistics."""
             rank = self.ranks[fabric.rank]
             if rank.interpreter.compute.norms is not None:
                 rank.interpreter.compute.norms.drop()
@@ -313,6 +310,7 @@ class Team:
         buffers = dict(self.model.named_buffers())
 
         def work(fabric: Fabric) -> None:
+            """One rank has the model's values as its newest, and nothing of before."""
             store = self.ranks[fabric.rank].interpreter.store
             write_weights(book, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
             for arena in store.arenas():

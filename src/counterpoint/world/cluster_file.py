@@ -177,14 +177,17 @@ class _Reader:
         )
 
     def device(self, node: yaml.Node) -> Device:
+        """Return the device; all three of its keys are wanted."""
         nodes = self.keys(node, "device", DEVICE, required=DEVICE)
         flops, memory, bandwidth = (self.quantity(nodes.get(key), f"device.{key}", DEVICE[key]) for key in DEVICE)
         return Device(flops, int(memory), bandwidth)
 
     def link(self, node: yaml.Node) -> Link:
+        """Return the link between any two ranks that no level joins."""
         return self.link_in(self.keys(node, "link", _LINK_KEYS, required=LINK), "link")
 
     def link_in(self, nodes: dict[str, yaml.Node], path: str) -> Link:
+        """Return the link that these keys describe; ``path`` is where they stand, for what is noted."""
         latency_s, bytes_per_s = (self.quantity(nodes.get(key), f"{path}.{key}", kind) for key, kind in LINK.items())
         return Link(latency_s, bytes_per_s, self.switch(nodes.get("copied"), f"{path}.copied"))
 
@@ -201,12 +204,14 @@ class _Reader:
         )
 
     def speeds(self, node: yaml.Node | None, levels: tuple[Level, ...]) -> tuple[float, ...]:
+        """Return how many times as fast as the device each rank is; more numbers than ranks are noted."""
         speeds, places = self.numbers(node, "speeds"), math.prod(level.count for level in levels)
         if node is not None and levels and len(speeds) > places:
             self.note(node, f"speeds has {len(speeds)} numbers, and the levels have {places} ranks; give one for each")
         return speeds
 
     def crowding(self, node: yaml.Node | None) -> tuple[float, ...]:
+        """Return what part of its speed a rank has among 1, 2, ... that compute; more than 1 is noted."""
         parts = self.numbers(node, "crowding")
         if node is not None and max(parts, default=0) > 1:
             self.note(node, f"crowding has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")

@@ -31,11 +31,13 @@ def _mean(grads: Sequence[Tensor], among: Among) -> list[Tensor]:
 class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, among: Among, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's own
+        """Return all members' rows of each tensor, one behind the other, ``(rows of all, ...)``."""
         ctx.among, ctx.lengths = among, [len(tensor) for tensor in tensors]
         return tuple(finish_list(collectives.all_gather(the_world(), tensors, among)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - torch's own
+        """Return the mean over the members of the gradient of what this rank gave, ``(own rows, ...)``."""
         world, among = the_world(), ctx.among
         place = among.group.index(world.fabric.rank)
         lengths = world.numbers("allgather lengths", among.name, ctx.lengths, among.group)
@@ -50,11 +52,13 @@ class _AllGather(Function):
 class _Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, among: Among, root: int, tensor: Tensor) -> Tensor:  # noqa: ANN401 - torch's own
+        """Return the root's numbers; the tensor stays as it is."""
         ctx.among, ctx.root = among, root
         return finish_one(collectives.broadcast(the_world(), copies([tensor])[0], root, among))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401 - torch's own
+        """Return the mean of all members' gradients on the root, and zeros elsewhere."""
         (mean,) = _mean([grad], ctx.among)
         return None, None, mean if the_world().fabric.rank == ctx.root else torch.zeros_like(mean)
 
@@ -67,6 +71,7 @@ class _AllToAll(Function):
         splits: Sequence[int],
         tensor: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Return the rows that all members sent to this rank, and how many came from each."""
         result = finish(collectives.all_to_all(the_world(), tensor, splits, among))
         assert isinstance(result, tuple)
         ctx.among, ctx.splits = among, result[1].tolist()
@@ -75,6 +80,7 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # noqa: ANN401 - torch's own
+        """Return the gradient of what this rank sent, from those it went to."""
         result = finish(collectives.all_to_all(the_world(), grad, ctx.splits, ctx.among))
         assert isinstance(result, tuple)
         return None, None, result[0]

@@ -59,22 +59,26 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, asked: Asked, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's own
+        """Return what the members make of copies of the tensors; these stay as they are."""
         ctx.asked = asked
         return tuple(finish_list(asked.start(copies(tensors))))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - torch's own
+        """Return what the members make of the gradients, in the same way."""
         return (None, *finish_list(ctx.asked.start(copies(grads))))
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, asked: Asked, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's own
+        """Return this rank's rows of what the members make of the tensors."""
         ctx.asked = asked
         return tuple(finish_list(asked.scatter(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - torch's own
+        """Return the gradients of the whole tensors, from all members' rows."""
         return (None, *ctx.asked.scattered_back(grads))
 
 

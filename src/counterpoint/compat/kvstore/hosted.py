@@ -69,6 +69,7 @@ def join_ranks(environment: RankEnvironment, kind: Kind, num_servers: int) -> Me
     world = open_world(environment, environment.world_size, wait_s)
 
     def meet(fabric: Fabric) -> Member:
+        """Return this rank's membership of servers that rank 0 has started; all ranks come here together."""
         everybody = tuple(range(fabric.num_ranks))
         meant = [str(asked) for asked in fabric.gather_values("kvstore kind", f"{kind.name} {num_servers}", everybody)]
         if len(set(meant)) > 1:
