@@ -42,6 +42,21 @@ def num_lines(function: Function) -> int:
     return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
+def all_lines(definition: Definition) -> int:
+    """Lines from ``def`` or ``class`` to the end, signature and docstring among them."""
+    return (definition.end_lineno or 0) - definition.lineno + 1
+
+
+def inside_functions(path: Path) -> list[Definition]:
+    """The functions and classes that only the function around them can call."""
+    return [
+        node
+        for function in functions(path)
+        for node in ast.walk(function)
+        if isinstance(node, Definition) and node is not function
+    ]
+
+
 def dotted(node: ast.AST) -> str:
     """``os.environ`` for the expression that reads it; empty for anything but names and dots."""
     match node:

@@ -4,7 +4,16 @@ import ast
 
 import pytest
 
-from tests.house.source import FILES, SOURCE, dotted, name_of, parsed
+from tests.house.source import (
+    FILES,
+    SOURCE,
+    all_lines,
+    definitions,
+    dotted,
+    inside_functions,
+    name_of,
+    parsed,
+)
 
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")
 FOLDERS = sorted({path.parent for path in FILES})
@@ -25,6 +34,14 @@ def test_a_room_says_why_it_exists(package):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_says_why_it_exists(path):
     assert ast.get_docstring(parsed(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_what_has_a_name_for_others_says_what_is_true_afterwards(path):
+    """Methods of private classes, too; a function inside another may leave it out if it has at most seven lines."""
+    short = {id(one) for one in inside_functions(path) if all_lines(one) <= 7}
+    named = [one for one in definitions(path) if not one.name.startswith("_") and id(one) not in short]
+    assert not [f"{one.name}:{one.lineno}" for one in named if not ast.get_docstring(one)]
 
 
 def is_strategy(definition):
