@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -145,6 +146,7 @@ def turn(cell, subject, beside, others, asked):
     budget_s, lap_s = asked["seconds"], asked["lap_s"]
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
+        run.team.buckets = replace(run.team.buckets, tune=False)  # else many first steps try sizes, slow ones, too
         step_s = warmed(run, batches, others, budget_s)
         count = max(1, round(lap_s / step_s))
         laps = []

@@ -87,6 +87,7 @@ class Team:
         plan.require_ranks(world.fabrics[0].num_ranks)
         self.world = world
         self.plan = plan
+        self.buckets = plan.buckets  # as they are when the ranks are built
         self.model = model
         self.loss = loss
         self.may_share = options.one_copy and not renormalizes(model)  # whether replicas may have one copy of weights
@@ -138,9 +139,7 @@ class Team:
         if isinstance(cut, GraphCut) and any(block.split is not None for block in self.compiled.model.blocks):
             verify_split(cut, self.compiled.model, dict(self.model.named_parameters()))
         compiled, guard = self.compiled, guard_of(self.options)
-        self.parts = Parts(
-            compiled.turns, compiled.model, self.loss, self.face, guard, self.options.seed, self.plan.buckets
-        )
+        self.parts = Parts(compiled.turns, compiled.model, self.loss, self.face, guard, self.options.seed, self.buckets)
         self.make_ranks(cut, inputs)
         return self.compiled
 

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, cast
 
@@ -163,6 +163,7 @@ def build(plan: Plan, subject: Subject, stack: ExitStack) -> Runner | Refusal:
     face = subject.face.on(dict(model.named_parameters()))
     team = Team(subject.open_world(), plan, model, subject.loss, face, subject.options)
     stack.callback(team.close)
+    team.buckets = replace(team.buckets, tune=False)  # a trial is over before all sizes have been tried
     reason = ""
     try:
         team.build(feed.inputs(0), feed.sizes[0])
