@@ -182,13 +182,19 @@ class Node:
                 yield from held.again(self.presence.origin(), now)
 
     def _cut(self, message: Cut) -> Iterator[Action]:
-        """Yield the shards that it keeps first, as parts of a cut."""
+        """Yield the shards that it keeps first, as parts of a cut; of one that has a later one behind it, nothing.
+
+        Cuts follow one another, so who asks for an earlier one was heard late. That one is whole, and the shards have
+        counted more since.
+        """
         if message.generation != self.generation:
             return
         for index, held in self.holdings.items():
             if not isinstance(held, Primary) or not held.keepers.is_complete:
                 continue
             cut, position = self._cuts.get(index, (-1, 0))
+            if message.cut < cut:
+                continue
             if cut != message.cut:
                 position = held.shard.position
                 self._cuts[index] = message.cut, position

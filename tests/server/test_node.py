@@ -1,0 +1,33 @@
+"""One server by itself: what it saves of its shards, and when."""
+
+from counterpoint.server.actions import COORDINATOR, Save, Send
+from counterpoint.server.calls import Cut, Keepers, Saved, View, Welcome
+from counterpoint.server.job import Asp, Job
+from counterpoint.server.messages import Member, Origin
+from counterpoint.server.node import Node
+
+VIEW = View(1, (), (Member("server-0", 1),), (Keepers("server-0", is_complete=True),))
+
+
+def leading():
+    node = Node(Job("job", Asp()), "server-0", 7)
+    node.on_event(Welcome(7, 1, VIEW), 0.0)
+    return node
+
+
+def saves(node, cut):
+    return [action.cut for action in node.on_event(Cut(1, cut), 0.0) if isinstance(action, Save)]
+
+
+def test_a_cut_that_is_asked_for_again_is_saved_once_and_told_again():
+    node = leading()
+    assert saves(node, 0) == [0]
+    told = Send(COORDINATOR, Saved(Origin("server-0", 1, 1), 0, 0, 1))
+    assert node.on_event(Cut(1, 0), 0.0) == [told]
+
+
+def test_a_cut_that_is_asked_for_once_more_after_a_later_one_stays_as_it_was_saved():
+    """A message for cut 1 was four seconds on its way and came after cut 2: its part got data of the time between."""
+    node = leading()
+    assert [saves(node, 0), saves(node, 1)] == [[0], [1]]
+    assert node.on_event(Cut(1, 0), 0.0) == []
