@@ -29,6 +29,10 @@ class Entry:
 COMMANDS = {
     "train": Entry("Train a built-in job on real data and write a report."),
     "run": Entry("Start a script on several ranks, as torchrun would.", {"allow_interspersed_args": False}),
+    "launch": Entry(
+        "Start a script on Slurm, Ray, Kubernetes, by mpirun or torchrun, or show what would.",
+        {"allow_interspersed_args": False},
+    ),
     "serve": Entry("Run the coordinator of a job with parameter servers, or one of these."),
     "plan": Entry("List the plans that fit so many ranks, with predicted figures."),
     "profile": Entry("Time a job's model piece by piece, or count what it would take."),

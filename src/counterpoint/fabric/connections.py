@@ -17,14 +17,34 @@ from counterpoint.fabric.gloo import Gloo, PrefixStore, ProcessGroupGloo
 MAX_PAUSE_S = 0.02  # between two looks into the store
 
 
+Link = Callable[[PrefixStore, str, tuple[int, ...], int, float], Gloo]
+"""Opens a connection: the ranks' store, its name, its members, this rank, and the longest that this may last."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the ranks share before they are connected: the store, where this rank listens, and which ranks they are."""
+    """What the ranks share before they are connected: the store, what connects them, and which ranks they are."""
 
     store: PrefixStore
-    device: ProcessGroupGloo.Device
+    link: Link
     job: int
     generation: int
+
+
+def over_gloo(device: ProcessGroupGloo.Device) -> Link:
+    """Return what opens connections of gloo, which listen on this device."""
+
+    def link(store: PrefixStore, place: str, group: tuple[int, ...], rank: int, deadline_s: float) -> Gloo:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
+        options._devices = [device]  # noqa: SLF001
+        options._timeout = timedelta(seconds=deadline_s)  # noqa: SLF001
+        options._threads = 2  # noqa: SLF001
+        # torch's stubs know neither this way to make it nor most of its calls
+        own = PrefixStore(place, store)
+        gloo: Gloo = ProcessGroupGloo(own, group.index(rank), len(group), options)  # type: ignore[assignment]
+        return gloo
+
+    return link
 
 
 class Connections:
@@ -50,13 +70,7 @@ class Connections:
             raise RuntimeError("the fabric has been closed")
         place = f"{name}/{'.'.join(map(str, group))}"
         self._gather_at(meeting.store, f"{place}/came", group)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
-        options._devices = [meeting.device]  # noqa: SLF001
-        options._timeout = timedelta(seconds=self._deadline_s)  # noqa: SLF001
-        options._threads = 2  # noqa: SLF001
-        store, place_in_group = PrefixStore(place, meeting.store), list(group).index(self._rank)
-        # torch's stubs know neither this way to make it nor most of its calls
-        gloo: Gloo = ProcessGroupGloo(store, place_in_group, len(group), options)  # type: ignore[assignment]
+        gloo = meeting.link(meeting.store, place, tuple(group), self._rank, self._deadline_s)
         self._open.append(gloo)
         self._gather_at(meeting.store, f"{place}/joined", group)  # one that leaves early must not cut off the others
         return gloo

@@ -9,23 +9,23 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
-import torch
 from torch.distributed import DistError
 
 from counterpoint.errors import LaunchError, PeerError
-from counterpoint.fabric.connections import Meeting, StoreLostError, await_keys
+from counterpoint.fabric.alike import require_alike, versions
+from counterpoint.fabric.connections import Meeting, StoreLostError, await_keys, over_gloo
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import digest, ranks
 from counterpoint.fabric.gloo import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from counterpoint.fabric.hosts.transport import HostsFabric
+from counterpoint.fabric.mpi import MpiFabric, mpi_address
 from counterpoint.fabric.shm.memory import Site
 from counterpoint.fabric.shm.native import native
 from counterpoint.fabric.shm.transport import ShmFabric
@@ -34,7 +34,7 @@ from counterpoint.fabric.torch_gloo import TorchFabric
 NUM_TRIES = 3  # of torch's store, each as long as it is given
 PAUSE_S = 0.02  # between two looks whether somebody listens
 
-Transport: TypeAlias = Literal["auto", "shm", "gloo"]
+Transport: TypeAlias = Literal["auto", "shm", "gloo", "mpi"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ def connect(  # noqa: PLR0913 - what a rank is told
     deadline_s: float = 30.0,
     transport: Transport = "auto",
     host: str | None = None,
+    facts: Mapping[str, str] | None = None,
 ) -> Fabric:
     """Return this rank's fabric: all ranks have arrived and run the same versions; otherwise a PeerError names who.
 
@@ -75,20 +76,23 @@ def connect(  # noqa: PLR0913 - what a rank is told
         generation: tells apart the ranks of one job before and after a restart.
         deadline_s: the longest that any wait may last.
         transport: ``shm`` for shared memory, ``gloo`` for sockets; ``auto`` takes shared memory among the ranks of each
-            host that can, and sockets between hosts.
+            host that can, and sockets between hosts; ``mpi`` for MPI, where mpirun has started the ranks.
         host: ranks of equal names share memory; found out where it is left out. Another name keeps ranks of one host
             apart, as if they were on two.
+        facts: what else must be the same on all ranks, by name, beside versions.
 
     Raises:
-        LaunchError: shared memory was asked for, and some rank has none or is on another host.
+        LaunchError: shared memory or MPI was asked for, and some rank has none or is on another host.
     """
     if num_ranks == 1:
         return TorchFabric(rank, num_ranks, deadline_s, None)
+    if transport == "mpi":
+        address = Address(*mpi_address(rank, num_ranks, address.host, deadline_s))
     store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
     site, place = Site(store, rank, num_ranks, tuple(range(num_ranks)), deadline_s), f"{address.host}:{address.port}"
     number = int.from_bytes(digest(job)[:8], "little")
     with meeting_at(place, rank, address.kept_by):
-        places = announce(site, place, host or host_key())
+        places = announce(site, place, host or host_key(), facts or {})
         return joined(
             site, places, transport, number, generation,
             lambda: ProcessGroupGloo.create_device(hostname=interface_towards(address)),
@@ -117,7 +121,7 @@ def join(store: Store, rank: int, num_ranks: int, *, deadline_s: float = 30.0, t
         time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
         everybody = tuple(range(num_ranks))
         site = Site(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, everybody, deadline_s)
-        places = announce(site, place, host_key())
+        places = announce(site, place, host_key(), {})
         return joined(site, places, transport, number, time_of_coming, ProcessGroupGloo.create_default_device)
 
 
@@ -159,9 +163,12 @@ def joined(
         LaunchError: shared memory was asked for, and cannot be had.
     """
     rank, num_ranks = site.rank, site.num_ranks
+    if transport == "mpi":
+        return MpiFabric(site, job, generation)
     if shares_memory(places, transport):
         return ShmFabric(site, job, generation)
-    far = TorchFabric(rank, num_ranks, site.deadline_s, Meeting(site.store, device(), job, generation))
+    meeting = Meeting(site.store, over_gloo(device()), job, generation)
+    far = TorchFabric(rank, num_ranks, site.deadline_s, meeting)
     hosts = host_numbers(places)
     if transport == "gloo" or len(set(hosts)) == num_ranks:
         return far
@@ -289,16 +296,17 @@ def host_key() -> str:
     return f"{kernel} {socket.gethostname()} {Path(container).readlink() if container.exists() else ''} {os.getuid()}"
 
 
-def announce(site: Site, place: str, host: str) -> list[tuple[str, str]]:
-    """Return each rank's host, and why it cannot share memory: all are here, and run the same versions.
+def announce(site: Site, place: str, host: str, facts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return each rank's host, and why it cannot share memory: all are here, and were started alike.
 
     Args:
         site: who this rank is, and whom it meets.
         place: where, for errors.
         host: this rank's; ranks of one host could share memory.
+        facts: what else must be the same on all ranks, by name.
 
     Raises:
-        PeerError: some are not, when the deadline passes; this rank was here before; or the ranks run other versions.
+        PeerError: some are not, when the deadline passes; this rank was here before; or the ranks differ.
     """
     store, rank, num_ranks = site.store, site.rank, site.num_ranks
     if store.add(f"count/{rank}", 1) != 1:
@@ -307,7 +315,7 @@ def announce(site: Site, place: str, host: str) -> list[tuple[str, str]]:
             "this job a name of its "
             "own, or raise its generation after a restart"
         )
-    told = {"facts": {"ranks": num_ranks, **versions()}, "place": [host, native().reason], "pid": os.getpid()}
+    told = {"facts": {"ranks": num_ranks, **versions(), **facts}, "place": [host, native().reason], "pid": os.getpid()}
     store.set(f"here/{rank}", json.dumps(told))
     began = time.monotonic()
     lost = ""
@@ -322,24 +330,5 @@ def announce(site: Site, place: str, host: str) -> list[tuple[str, str]]:
             f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start{lost}"
         )
     heard = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
-    facts = [each["facts"] for each in heard]
-    for other, theirs in enumerate(facts):
-        differing = [name for name, value in theirs.items() if value != facts[0][name]]
-        if differing:
-            which = "; ".join(
-                f"{name} {facts[0][name]} on rank 0, {theirs[name]} on rank {other}" for name in differing
-            )
-            raise PeerError(
-                f"the ranks at {place} differ: {which}; all ranks of a job must be started with one number of ranks "
-                "and one set of versions: install them from one constraints file"
-            )
+    require_alike(place, [each["facts"] for each in heard])
     return [(str(host), str(why)) for host, why in (each["place"] for each in heard)]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that must be the same on all ranks."""
-    try:
-        own = version("counterpoint")
-    except PackageNotFoundError:  # run from its source, not installed
-        own = "of the source tree"
-    return {"counterpoint": own, "torch": torch.__version__}

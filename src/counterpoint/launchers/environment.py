@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from counterpoint.errors import LaunchError
+from counterpoint.launchers.dialects import DIALECTS, FOUR, TORCHRUN, Dialect, Told, whole
 
 STORE_FD = "COUNTERPOINT_STORE_FD"
 DEADLINE_S = "COUNTERPOINT_DEADLINE_S"
 TRANSPORT = "COUNTERPOINT_TRANSPORT"
 ERROR_FILE = "COUNTERPOINT_ERROR_FILE"
+KEY_FILE = "COUNTERPOINT_KEY_FILE"
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-REMEDY = "start the script with `counterpoint run -n N` or torchrun, or unset these variables to train in one process"
+#: Signs that an agent, and not a user or an outer launcher, has set torchrun's variables.
+AGENTS = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", ERROR_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class RankEnvironment:
         transport: what joins the ranks: ``shm``, ``gloo``, or what is best; None leaves it to the fabric.
         agent_keeps_store: the launcher serves the store itself, as torchrun's agent does.
         is_placed: the launcher has chosen the threads of every rank, and has said what there is to say of them.
+        key_file: where every host has the job's key; None for a job without one.
     """
 
     rank: int
@@ -48,39 +52,35 @@ class RankEnvironment:
     agent_keeps_store: bool = False
     transport: str | None = None
     is_placed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Detector:
-    """One launcher's way to tell a process its rank.
-
-    Args:
-        name: the launcher, for errors.
-        signs: the variables of which any one means that this launcher was at work.
-        read: the reader of all its variables.
-    """
-
-    name: str
-    signs: tuple[str, ...]
-    read: Callable[[Mapping[str, str]], RankEnvironment]
+    key_file: str | None = None
 
 
 def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """Return which rank this process is, or None where no launcher started it.
+    """Return which rank this process is, or None where no launcher started it, or one that started nothing else.
 
     Args:
         environ: the variables to look at; the process's own when left out.
+
+    Raises:
+        LaunchError: a launcher has said only half of what a rank must know, or two contradict each other.
     """
     variables = os.environ if environ is None else environ
-    for detector in DETECTORS:
-        if any(variables.get(sign) for sign in detector.signs):
-            return detector.read(variables)
+    for dialect in DIALECTS:
+        if dialect.is_at_work(variables):
+            told = dialect.heard(variables)
+            if dialect is TORCHRUN:
+                _require_agreement(told, variables)
+            elif told.world_size == 1:  # a shell in an allocation, or a cluster of one host
+                continue
+            return _environment(told, dialect, variables)
     return None
 
 
 def rank_variables(found: RankEnvironment) -> dict[str, str]:
     """Return the variables that make ``detect`` find this; they are torchrun's, and a few of our own."""
-    own = {STORE_FD: found.store_fd, DEADLINE_S: found.deadline_s, TRANSPORT: found.transport}
+    own = {
+        STORE_FD: found.store_fd, DEADLINE_S: found.deadline_s, TRANSPORT: found.transport, KEY_FILE: found.key_file
+    }  # fmt: skip
     return {
         "RANK": str(found.rank),
         "WORLD_SIZE": str(found.world_size),
@@ -97,50 +97,62 @@ def rank_variables(found: RankEnvironment) -> dict[str, str]:
     }
 
 
-def _read_torchrun(variables: Mapping[str, str]) -> RankEnvironment:
-    missing = [name for name in TORCHRUN if not variables.get(name)]
-    if missing:
-        raise LaunchError(
-            f"{_listed(variables)}, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set; "
-            f"a rank needs all of {', '.join(TORCHRUN)}; {REMEDY}"
-        )
+def _environment(told: Told, dialect: Dialect, variables: Mapping[str, str]) -> RankEnvironment:
+    """Return what the launcher and our own variables say together.
+
+    Raises:
+        LaunchError: nobody says where the ranks meet, or a variable of ours is wrong.
+    """
     store_fd, deadline_s = variables.get(STORE_FD), variables.get(DEADLINE_S)
-    found = RankEnvironment(
-        rank=_count(variables, "RANK"),
-        world_size=_count(variables, "WORLD_SIZE"),
-        local_rank=_count(variables, "LOCAL_RANK"),
-        local_world_size=_count(variables, "LOCAL_WORLD_SIZE"),
-        master_addr=variables["MASTER_ADDR"],
-        master_port=_count(variables, "MASTER_PORT"),
-        job=variables.get("TORCHELASTIC_RUN_ID") or f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
+    host, port = variables.get(MASTER[0]) or told.host, told.port
+    if variables.get(MASTER[1]):
+        port = whole(variables, MASTER[1], dialect)
+    transport = variables.get(TRANSPORT) or None
+    if transport == "mpi":
+        host, port = host or "", port or 0  # rank 0 tells them
+    if host is None or port is None:
+        raise LaunchError(
+            f"{dialect.name} has started {told.world_size} ranks on several hosts, but MASTER_ADDR is not set, and "
+            "nothing else says on which of them rank 0 is; give its name to all, as `mpirun -x MASTER_ADDR=HOST` does, "
+            "or let MPI join them: COUNTERPOINT_TRANSPORT=mpi"
+        )
+    return RankEnvironment(
+        rank=told.rank,
+        world_size=told.world_size,
+        local_rank=told.local_rank,
+        local_world_size=told.local_world_size,
+        master_addr=host,
+        master_port=port,
+        job=told.job or f"{host}:{port}",
         deadline_s=_seconds(deadline_s) if deadline_s else None,
-        store_fd=_count(variables, STORE_FD) if store_fd else None,
+        store_fd=whole(variables, STORE_FD, dialect) if store_fd else None,
         agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        transport=variables.get(TRANSPORT) or None,
+        transport=transport,
         is_placed=variables.get(ERROR_FILE) is not None,
+        key_file=variables.get(KEY_FILE) or None,
     )
-    _check(found, variables)
-    return found
 
 
-def _check(found: RankEnvironment, variables: Mapping[str, str]) -> None:
-    rules = [
-        (found.rank < found.world_size, "RANK must be below WORLD_SIZE"),
-        (found.local_rank < found.local_world_size, "LOCAL_RANK must be below LOCAL_WORLD_SIZE"),
-        (found.local_world_size <= found.world_size, "LOCAL_WORLD_SIZE cannot exceed WORLD_SIZE"),
-        (found.local_rank <= found.rank, "LOCAL_RANK cannot exceed RANK"),
-        (0 < found.master_port < 65536, "MASTER_PORT must be between 1 and 65535"),
-    ]
-    broken = [rule for holds, rule in rules if not holds]
-    if broken:
-        raise LaunchError(f"{_listed(variables)} contradict each other: {'; '.join(broken)}; {REMEDY}")
+def _require_agreement(told: Told, variables: Mapping[str, str]) -> None:
+    """What somebody has set by hand is what an outer launcher says, or fits into it.
 
-
-def _count(variables: Mapping[str, str], name: str) -> int:
-    text = variables[name].strip()
-    if not (text.isascii() and text.isdigit()):
-        raise LaunchError(f"{name}={variables[name]!r} is not a number from 0; {REMEDY}")
-    return int(text)
+    Raises:
+        LaunchError: it is not, so that the ranks would wait for each other without end.
+    """
+    if any(variables.get(agent) for agent in AGENTS):
+        return
+    for dialect in DIALECTS[1:]:
+        outer = dialect.heard(variables) if dialect.is_at_work(variables) else None
+        if outer is None or outer.world_size == 1:
+            continue
+        sizes = {outer.world_size, outer.world_size * told.local_world_size}
+        if told.world_size not in sizes or (told.world_size == outer.world_size and told.rank != outer.rank):
+            raise LaunchError(
+                f"two launchers contradict each other: {TORCHRUN.listed(variables)} say rank {told.rank} of "
+                f"{told.world_size}, {dialect.name} says rank {outer.rank} of {outer.world_size} "
+                f"({dialect.listed(variables)}); a process has one rank: unset {', '.join(FOUR)} if {dialect.name} "
+                "starts the ranks, or let torchrun start those of each host"
+            )
 
 
 def _seconds(text: str) -> float:
@@ -149,13 +161,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise LaunchError(f"{DEADLINE_S}={text!r} is not a number of seconds above 0; {REMEDY}")
+        raise LaunchError(f"{DEADLINE_S}={text!r} is not a number of seconds above 0; {TORCHRUN.remedy}")
     return seconds
-
-
-def _listed(variables: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={variables[name]}" for name in TORCHRUN if variables.get(name)) or "a run id is set"
-
-
-#: Looked at in this order; a launcher that runs inside another (torchrun inside srun) stands before it.
-DETECTORS = (Detector("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"), _read_torchrun),)

@@ -13,11 +13,15 @@ LOOPBACK = "127.0.0.1"
 _LISTENING, _TIME_WAIT = "0A", "06"
 
 
-def reserve_port(port: int | None) -> socket.socket:
+def reserve_port(port: int | None, host: str = LOOPBACK) -> socket.socket:
     """Return a socket that is bound to ``port`` of the loopback, or to a free one; it does not listen yet.
 
     Bound but silent, it keeps the port from others, while rank 0 may listen on this very socket, or, in a script that
     knows nothing of it, bind the port once more.
+
+    Args:
+        port: None for a free one.
+        host: this host's name or address, where others are to come to it.
 
     Raises:
         LaunchError: the port is taken; the message says by whom.
@@ -29,7 +33,7 @@ def reserve_port(port: int | None) -> socket.socket:
         if port is not None:
             _check_free(port)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((LOOPBACK, port or 0))
+        reserved.bind((host, port or 0))
     except OSError as error:
         reserved.close()
         raise LaunchError(_refusal(port, error)) from error

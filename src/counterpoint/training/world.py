@@ -13,6 +13,7 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.fabric.meeting import Address, asked_for, connect
 from counterpoint.launchers.environment import RankEnvironment
+from counterpoint.launchers.keys import key_mark, require_key
 from counterpoint.training.threads import settle_threads
 
 T = TypeVar("T")
@@ -125,8 +126,10 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, deadline_s: 
         job=environment.job,
         deadline_s=patience,
         transport=asked_for(environment.transport),
+        facts={"job key": key_mark(environment.key_file)},
     )
     atexit.register(fabric.close)
+    require_key(environment.key_file)  # after the meeting: where only some hosts have it, all ranks know which
     known.append(fabric)
     settle_threads(fabric, is_placed=environment.is_placed)
     return JoinedWorld(fabric, failures)

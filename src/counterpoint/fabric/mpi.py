@@ -1,0 +1,325 @@
+"""MPI as what joins ranks that mpirun has started: it does what gloo is asked for, by communicators of mpi4py.
+
+Frames, announcements, deadlines and the words of errors are those of sockets; only bytes and sums travel otherwise. The
+store stays where ranks meet, and where one that stops says why: MPI has no way to tell that a member will not come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from itertools import accumulate
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from counterpoint.errors import LaunchError, PeerError
+from counterpoint.fabric.connections import Meeting, posted_reason
+from counterpoint.fabric.gloo import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GlooWork,
+    PrefixStore,
+    ReduceOp,
+)  # fmt: skip
+from counterpoint.fabric.shm.memory import Site
+from counterpoint.fabric.torch_gloo import TorchFabric
+
+NUM_TAGS = 1 << 15  # as many as every MPI has
+ADDRESS_BYTES = 256
+MIN_PAUSE_S, MAX_PAUSE_S = 1e-5, 1e-3  # between two looks whether something is complete
+LOOK_S = 0.25  # between two looks whether a rank has stopped
+REMEDY = "install Open MPI and `pip install 'counterpoint[mpi]'`, and start the ranks with mpirun, or take another"
+
+
+class MpiFabric(TorchFabric):
+    """One rank among those of mpirun; :func:`~counterpoint.fabric.meeting.connect` makes it.
+
+    Cost:
+        as sockets; sums are MPI's own, and go on while a rank computes only as often as its deputy looks.
+    """
+
+    def __init__(self, site: Site, job: int, generation: int) -> None:
+        world = mpi_world()
+        require_same_rank(world, site.rank, site.num_ranks)
+        super().__init__(site.rank, site.num_ranks, site.deadline_s, Meeting(site.store, world.link, job, generation))
+        self.followers.append(world.advance)
+
+
+class MpiWorld:
+    """This process's MPI, started once; it ends with the process if all went well.
+
+    Attributes:
+        mpi: the module.
+        links: all connections.
+    """
+
+    def __init__(self, mpi: Any) -> None:  # noqa: ANN401 - mpi4py comes without types
+        self.mpi = mpi
+        self.links: list[MpiLink] = []
+
+    def link(self, store: PrefixStore, place: str, group: tuple[int, ...], rank: int, deadline_s: float) -> MpiLink:
+        """Return a connection among the members, all of which have come."""
+        del rank, deadline_s
+        world = self.mpi.COMM_WORLD
+        comm = world.Create_group(world.group.Incl(list(group)), zlib.crc32(place.encode()) % NUM_TAGS)
+        link = MpiLink(self.mpi, comm, lambda: posted_reason(store) is not None)
+        self.links.append(link)
+        return link
+
+    def advance(self) -> bool:
+        """Let MPI go on; return whether something waits for that."""
+        return any(list(map(MpiLink.advance, self.links)))  # all of them, whatever the first has left
+
+    def finish(self) -> None:
+        """MPI has ended, unless something has gone wrong: then it would wait for those that are gone."""
+        if not any(link.is_cut or link.works for link in self.links):
+            self.mpi.Finalize()
+
+
+class MpiWork:
+    """Something under way.
+
+    Args:
+        link: its connection.
+        request: MPI's.
+        kept: tensors whose memory it needs.
+        after: done once when it is complete.
+        is_message: whether it is a message to or from one member.
+    """
+
+    def __init__(
+        self,
+        link: MpiLink,
+        request: Any,  # noqa: ANN401
+        kept: Sequence[Tensor],
+        after: Callable[[], object] | None,
+        *,
+        is_message: bool = False,
+    ) -> None:
+        self._link, self._request, self._kept, self._after = link, request, kept, after
+        self._status = link.mpi.Status()
+        self._lock = Lock()
+        self._is_complete = False
+        self.is_message = is_message
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        if self._link.is_cut:
+            return True
+        with self._lock:
+            if not self._is_complete and self._request.Test(self._status):
+                if self._after is not None:
+                    self._after()
+                self._kept, self._after, self._is_complete = (), None, True
+                self._link.works.discard(self)
+        return self._is_complete
+
+    def wait(self, timeout: timedelta) -> bool:
+        """It is complete; a message that is not in time cuts its connection.
+
+        Raises:
+            RuntimeError: it is not in time, a rank has stopped, or the connection was cut.
+        """
+        now_s = time.monotonic()
+        end, look_s, pause_s = now_s + timeout.total_seconds(), now_s + LOOK_S, MIN_PAUSE_S
+        while not self.is_completed():
+            now_s = time.monotonic()
+            if now_s >= look_s:
+                self._link.require_all()
+                look_s = now_s + LOOK_S
+            if now_s >= end:
+                self._link.is_cut = self._link.is_cut or self.is_message
+                raise RuntimeError("it was not complete in time")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        if not self._is_complete:
+            raise RuntimeError("the connection was cut")
+        return True
+
+    def _source_rank(self) -> int:
+        """Return who has sent what was received."""
+        return int(self._status.Get_source())
+
+
+class MpiLink:
+    """A connection; ranks here are places in the group.
+
+    Args:
+        mpi: the module.
+        comm: of the members.
+        has_stopped: whether one of them has said why it stops.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, has_stopped: Callable[[], bool]) -> None:  # noqa: ANN401
+        self.mpi, self._comm, self._has_stopped = mpi, comm, has_stopped
+        self.works: set[MpiWork] = set()
+        self.is_cut = False
+        self.alltoall_base = self._exchange  # gloo has it as an attribute, too
+        self._ops = ((ReduceOp.SUM, mpi.SUM), (ReduceOp.MAX, mpi.MAX), (ReduceOp.MIN, mpi.MIN))
+
+    def rank(self) -> int:
+        """Return the own place."""
+        return int(self._comm.Get_rank())
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return int(self._comm.Get_size())
+
+    def advance(self) -> bool:
+        """Let MPI go on; return whether something waits for that, receives aside, which wait for others."""
+        left = [work for work in list(self.works) if not work.is_completed()]
+        return not self.is_cut and any(not work.is_message for work in left)
+
+    def require_all(self) -> None:
+        """No member has stopped.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        if self._has_stopped():
+            self.is_cut = True
+            raise RuntimeError("a rank has stopped")
+
+    def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int, /) -> MpiWork:
+        """Start to send bytes."""
+        request = self._comm.Isend([tensors[0].numpy(), self.mpi.BYTE], dst_rank, tag)
+        return self._started(request, tensors, message=True)
+
+    def recv(self, tensors: Sequence[Tensor], src_rank: int, tag: int, /) -> MpiWork:
+        """Start to receive bytes."""
+        request = self._comm.Irecv([tensors[0].numpy(), self.mpi.BYTE], src_rank, tag)
+        return self._started(request, tensors, message=True)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> MpiWork:
+        """Start to receive bytes from whoever sends first."""
+        return self.recv(tensors, self.mpi.ANY_SOURCE, tag)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions, /) -> MpiWork:
+        """Start to add up."""
+        wanted: Any = opts.reduceOp  # torch's types take it for the class; it can be compared, but not hashed
+        op = next(own for kind, own in self._ops if wanted == kind)
+        return self._started(self._comm.Iallreduce(self.mpi.IN_PLACE, tensors[0].numpy(), op), tensors)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions, /
+    ) -> MpiWork:
+        """Start to collect everybody's bytes."""
+        del opts
+        own = inputs[0].contiguous()
+        whole = own.new_empty((len(outputs[0]), own.numel()))
+
+        def spread() -> None:
+            for row, found in zip(outputs[0], whole, strict=True):
+                row.copy_(found)
+
+        return self._started(self._comm.Iallgather(own.numpy(), whole.numpy()), [own, whole], spread)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions, /) -> MpiWork:
+        """Start to copy the root's bytes."""
+        return self._started(self._comm.Ibcast(tensors[0].numpy(), int(opts.rootRank)), tensors)
+
+    def _exchange(
+        self, output: Tensor, given: Tensor, incoming: list[int], outgoing: list[int], opts: AllToAllOptions, /
+    ) -> GlooWork:
+        """Start to exchange ranges of bytes."""
+        del opts
+        received, sent = ([0, *accumulate(sizes)][:-1] for sizes in (incoming, outgoing))
+        request = self._comm.Ialltoallv(
+            [given.numpy(), (outgoing, sent), self.mpi.BYTE], [output.numpy(), (incoming, received), self.mpi.BYTE]
+        )
+        return self._started(request, [output, given])
+
+    def _started(
+        self,
+        request: Any,  # noqa: ANN401
+        kept: Sequence[Tensor],
+        after: Callable[[], object] | None = None,
+        *,
+        message: bool = False,
+    ) -> MpiWork:
+        work = MpiWork(self, request, kept, after, is_message=message)
+        self.works.add(work)
+        return work
+
+
+@cache
+def mpi_world() -> MpiWorld:
+    """Return this process's MPI, started.
+
+    Raises:
+        LaunchError: there is none, or it cannot be used by several threads.
+    """
+    is_ours = "mpi4py.MPI" not in sys.modules
+    try:
+        import mpi4py
+
+        if is_ours:
+            mpi4py.rc.finalize = False  # it would wait at the exit of a rank that has failed
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(f"transport 'mpi' is not to be had: {error}; {REMEDY}") from error
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise LaunchError("this MPI serves one thread only, and ranks have several; take one with MPI_THREAD_MULTIPLE")
+    world = MpiWorld(MPI)
+    if is_ours:
+        atexit.register(world.finish)
+    return world
+
+
+def require_same_rank(world: MpiWorld, rank: int, num_ranks: int) -> None:
+    """MPI knows this process by the rank that its launcher says.
+
+    Raises:
+        LaunchError: it does not.
+    """
+    comm = world.mpi.COMM_WORLD
+    if (comm.Get_rank(), comm.Get_size()) != (rank, num_ranks):
+        raise LaunchError(
+            f"this is rank {rank} of {num_ranks}, but MPI says rank {comm.Get_rank()} of {comm.Get_size()}; transport "
+            "'mpi' is for ranks that mpirun has started: take mpirun, or another transport"
+        )
+
+
+def mpi_address(rank: int, num_ranks: int, host: str, deadline_s: float) -> tuple[str, int, int | None]:
+    """Return where the ranks meet, as rank 0 tells all by MPI, and on rank 0 a socket that listens there.
+
+    Args:
+        rank: the own rank.
+        num_ranks: how many there are.
+        host: of rank 0, if it is known.
+        deadline_s: the longest that this may last.
+
+    Raises:
+        LaunchError: MPI cannot be had, or rank 0 cannot listen.
+        PeerError: not all have come when the deadline passes.
+    """
+    world, listener = mpi_world(), None
+    require_same_rank(world, rank, num_ranks)
+    told = bytearray(ADDRESS_BYTES)
+    if rank == 0:
+        try:
+            listener = socket.create_server((host or socket.gethostname(), 0), backlog=1024)
+        except OSError as error:
+            raise LaunchError(
+                f"rank 0 cannot listen on its host {host or socket.gethostname()}: {error}; let that name lead to one "
+                "of its addresses, or give one: MASTER_ADDR"
+            ) from error
+        text = f"{listener.getsockname()[0]} {listener.getsockname()[1]}".encode()
+        told[: len(text)] = text
+    request, end = world.mpi.COMM_WORLD.Ibcast(told, 0), time.monotonic() + deadline_s
+    while not request.Test():
+        if time.monotonic() > end:
+            raise PeerError(f"rank {rank} waited {deadline_s:.1f} s for {num_ranks} ranks of MPI; look at the others")
+        time.sleep(MAX_PAUSE_S)
+    found, port = told.rstrip(b"\0").decode().split()
+    return found, int(port), None if listener is None else listener.detach()
