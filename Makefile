@@ -6,7 +6,7 @@ CLAIM  ?=
 SEEDS  ?= 0:100000
 APART  := -n auto --maxprocesses 4 --dist worksteal  # a process of pytest for each core: most tests keep one core busy
 
-.PHONY: setup check test test-all soak golden docs bench demo clean
+.PHONY: setup spark check test test-all soak golden docs bench demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
@@ -15,6 +15,10 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	$(BIN)/python -m pip install -qq -c constraints.txt setuptools
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
+
+spark: $(READY)  ## what the tests of Spark need beside: PySpark (456 MB, once), and Java where there is none
+	$(BIN)/python -m pip install -qq -c constraints.txt pyspark
+	command -v java >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless; }
 
 check: $(READY)  ## what needs no training: format, lint, types, imports, the rules of the house
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house

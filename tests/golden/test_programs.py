@@ -110,6 +110,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "mirrored_3_reduction_to_one_device": ("mirrored(3, cross_device_ops=reduction_to_one_device)", {}),
     "multi_worker_mirrored_2": ("multi_worker_mirrored(2)", {"m": 2, **EARLY}),
     "central_storage_3": ("central_storage(3)", {"m": 2}),
+    "bigdl_2": ("bigdl(2)", {"m": 2}),
     "horovod_2": ("horovod(2)", {"m": 2, **EARLY}),
     "horovod_4_hierarchical": ("horovod(4, hierarchical_allreduce=on, per_host=2)", EARLY),
     "horovod_4_hierarchical_adasum": ("horovod(4, hierarchical_allreduce=on, per_host=2, op=adasum)", {}),

@@ -30,6 +30,7 @@ BECOMES = [
     ("multi_worker_mirrored(4)", "data(4)"),
     ("multi_worker_mirrored(4, bytes_per_pack=50MiB)", "data(4, bucket=50MiB, first_bucket=50MiB, tune=off)"),
     ("central_storage(4)", "tree(4, shape=star)"),
+    ("bigdl(4)", "zero(4, level=1)"),
     ("horovod(4)", "data(4, bucket=128MiB, first_bucket=128MiB, cycle=1, tune=off)"),
     ("horovod(4, fusion_threshold=0, cycle_time=0)", f"data(4, {EACH})"),
     ("horovod(4, autotune=on, cycle_time=5)", "data(4, bucket=128MiB, first_bucket=128MiB, cycle=5)"),

@@ -17,6 +17,7 @@ from counterpoint.strategies.pipeline import Pipeline
 from counterpoint.strategies.server import Server
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.systems import (
+    bigdl,
     caffe,
     chainer,
     distbelief,
@@ -174,6 +175,11 @@ STRATEGIES: dict[str, Named] = {
         tensorflow.central_storage,
         "tf.distribute's CentralStorageStrategy: variables on one rank, computation on all",
         tensorflow.NOT_IN_CENTRAL_STORAGE,
+    ),
+    "bigdl": _system(
+        bigdl.bigdl,
+        "BigDL: slices of gradients added up, updated and handed out, as two shuffles of Spark's",
+        bigdl.NOT_IN_BIGDL,
     ),
     "horovod": _system(
         horovod.horovod,

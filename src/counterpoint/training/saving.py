@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from counterpoint.checkpoint import (
     Checkpoint,
@@ -185,10 +185,15 @@ def buffers_of(team: Team, rank: Any) -> list[tuple[str, Tensor]]:  # noqa: ANN4
 
 
 def model_print(team: Team) -> dict[str, str]:
+    """Return :func:`print_of` the model of a team."""
+    return print_of(team.model)
+
+
+def print_of(model: nn.Module) -> dict[str, str]:
     """Return one line per parameter and saved buffer, by which another model is recognised."""
-    params = dict(team.model.named_parameters())
-    kept = team.model.state_dict().keys()
-    prints = fingerprint({**params, **{name: value for name, value in team.model.named_buffers() if name in kept}})
+    params = dict(model.named_parameters())
+    kept = model.state_dict().keys()
+    prints = fingerprint({**params, **{name: value for name, value in model.named_buffers() if name in kept}})
     return {
         name: kind if name not in params or params[name].requires_grad else f"{kind} frozen"
         for name, kind in prints.items()

@@ -1,0 +1,1 @@
+"""Spark as an interpreter of programs, as BigDL uses it, for data that are in Spark already."""

@@ -1,0 +1,66 @@
+"""What Spark says when a job fails, told as what happened, the rule and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from counterpoint.errors import LaunchError, PlanError
+
+NO_MODULE = "No module named 'counterpoint'"
+
+
+@contextmanager
+def translated(label: str) -> Iterator[None]:
+    """Say what Spark's failures inside are about.
+
+    Args:
+        label: what Spark is asked for.
+
+    Raises:
+        PlanError: what a task has to know cannot be shipped.
+        LaunchError: Spark gave a job up.
+    """
+    from py4j.protocol import Py4JError
+
+    try:
+        yield
+    except Py4JError as error:
+        raise LaunchError(told(str(error), label)) from error
+    except Exception as error:
+        if type(error).__name__ != "PicklingError":  # of Spark's own serializer
+            raise
+        raise PlanError(unshippable(str(error))) from error
+
+
+def unshippable(text: str) -> str:
+    """Return what is said of a training whose closure cannot be shipped.
+
+    Args:
+        text: why not.
+    """
+    return (
+        f"Spark cannot ship the model, the loss or the optimizer to its executors: {text}; leave out of them what "
+        "belongs to this process (files, locks, connections, sessions), or make it when it is first used"
+    )
+
+
+def told(text: str, label: str) -> str:
+    r"""Return what is said of a job that Spark gave up.
+
+    Args:
+        text: all that Spark said.
+        label: what the job was for.
+
+    Example:
+        >>> told("Job aborted due to stage failure: Task 1 failed 4 times\nDriver stacktrace:", "step 7")
+        "Spark gave up step 7: Job aborted due to stage failure: Task 1 failed 4 times; the executors' logs say more"
+    """
+    if NO_MODULE in text:
+        return (
+            f"Spark gave up {label}, because its executors have no counterpoint; install it there, with the same "
+            "version of torch, or ship an environment with spark.archives"
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = next((line for line in lines if "Job aborted" in line), lines[0] if lines else "it said nothing")
+    return f"Spark gave up {label}: {found}; the executors' logs say more"

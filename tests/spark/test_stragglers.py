@@ -1,0 +1,66 @@
+"""Partitions that are too slow are left out of a step, by the clock."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint import PlanError
+from counterpoint.spark.driver import Options
+from counterpoint.spark.stragglers import Drop, Limit, limit_of
+from counterpoint.spark.training import train_here
+from tests.spark.subjects import mse
+
+SLOW_S = 0.05
+DATA = [(torch.tensor([float(number)]), torch.tensor([1.0])) for number in range(24)]
+DROP = Drop(fraction=0.7, most=0.9, warmup=1, every=100)
+OPTIONS = Options(batch_size=24, epochs=4, micros=4, drop=DROP)
+
+
+class Slow(nn.Linear):
+    """Takes its time over samples from 16 on, which lie in the last partition."""
+
+    def forward(self, x):
+        until = time.perf_counter() + (SLOW_S if float(x.detach().max()) >= 16 else 0)
+        while time.perf_counter() < until:
+            pass
+        return super().forward(x)
+
+
+def trained(options):
+    torch.manual_seed(1)
+    model = Slow(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    parts = [DATA[:8], DATA[8:16], DATA[16:]]
+    return train_here(parts, model, loss=mse, optimizer=sgd, options=options).steps
+
+
+def test_what_the_slow_have_not_computed_is_left_out_after_the_warmup():
+    counts = [step.num_samples for step in trained(OPTIONS)]
+    assert counts[0] == 24
+    assert all(6 <= count < 24 for count in counts[1:])
+
+
+def test_a_step_that_lacks_too_many_samples_updates_nothing():
+    steps = trained(replace(OPTIONS, drop=replace(DROP, most=0.1)))
+    assert [step.is_skipped for step in steps] == [False, True, True, True]
+
+
+def test_the_limit_is_the_slowest_that_still_counts_and_a_little():
+    assert limit_of([3.0, 1.0, 2.0, 4.0], 0.25) == pytest.approx(3.03)
+    assert limit_of([3.0], 0.9) == pytest.approx(3.03)
+
+
+def test_the_limit_is_set_after_the_warmup_and_then_every_few_steps():
+    limit, found = Limit(Drop(fraction=0.5, warmup=2, every=2)), []
+    for step in range(6):
+        limit.add([float(step), float(step) + 1])
+        found.append(limit.seconds)
+    assert found == [None, *[pytest.approx(1.01)] * 2, *[pytest.approx(3.03)] * 2, pytest.approx(5.05)]
+
+
+def test_a_fraction_that_is_none_is_refused():
+    with pytest.raises(PlanError, match=r"fraction=1.5, most=0.5, warmup=20 make no sense"):
+        Drop(fraction=1.5)
