@@ -11,9 +11,11 @@ from counterpoint.server.choices import Adagrad, Constant, Sgd
 from counterpoint.server.hosting import join, read_contact
 from counterpoint.server.wire.key import read_key
 
-NUM_ROWS, WIDTH, SIZE, BATCH_ROWS = 10_000_000, 32, 1 << 22, 40_000
+NUM_ROWS, WIDTH, BATCH_ROWS = 10_000_000, 32, 40_000
+LAYERS, LAYER_SIZE = 4, 1 << 20
+"""Each of 4 MiB, and large enough to be divided over all servers."""
 TOUCHED = (100, 1_000, 10_000, 100_000)
-WARM_UP, STEPS = 2, 6
+WARM_UP, STEPS = 2, 10
 
 
 def link_bytes():
@@ -42,17 +44,42 @@ def on_table(session, count, draw):
     return step
 
 
-def on_tensor(session):
-    """Return what a step does: the weights are pulled while the gradient before them is on its way."""
-    weights = torch.zeros(SIZE)
-    gradient, pushing = torch.ones(SIZE), []
+def ahead_on_table(session, count, draw):
+    """The same as in training: rows of the next step are on their way before this step's gradient is."""
+    rows = some_rows(count, draw)
+    pulling, pushing = session.pull("table", rows=rows), []
 
     def step(_):
-        pulling = session.pull("weights", out=weights)
-        pulling.wait()
+        nonlocal rows, pulling
+        values, pushed = pulling.wait().values, rows
+        rows = some_rows(count, draw)
+        pulling = session.pull("table", rows=rows)
         while pushing:
             pushing.pop().wait()
-        pushing.append(session.push("weights", gradient))
+        pushing.append(session.push("table", values * 0.01, rows=pushed))
+        return 0.0
+
+    return step
+
+
+def on_layers(session):
+    """Return what a step does as in training: a layer's weights are asked for as soon as its gradient is on its way."""
+    names = [f"layer-{index}" for index in range(LAYERS)]
+    weights = {name: torch.zeros(LAYER_SIZE) for name in names}
+    for name in names:
+        session.init(name, weights[name], Sgd(0.01))
+    gradient, pulling, pushing = torch.ones(LAYER_SIZE), {}, []
+
+    def step(_):
+        for name in names:
+            if name in pulling:
+                pulling.pop(name).wait()
+        while pushing:
+            pushing.pop().wait()
+        for name in reversed(names):
+            with session.together():
+                pushing.append(session.push(name, gradient))
+                pulling[name] = session.pull(name, out=weights[name])
         return 0.0
 
     return step
@@ -79,15 +106,15 @@ def main(worker, contact, key, what, folder):
     folder = Path(folder)
     with join(read_contact(Path(contact)), f"worker-{worker}", read_key(Path(key))) as session:
         if what == "dense":
-            session.init("weights", torch.zeros(SIZE), Sgd(0.01))
-            step = on_tensor(session)
+            step = on_layers(session)
         else:
             session.init_rows("table", NUM_ROWS, WIDTH, torch.float32, Adagrad(0.01), Constant(0.0))
-            step = on_table(session, BATCH_ROWS, torch.Generator().manual_seed(int(worker)))
         if what == "bytes":
             count_bytes(session, folder)
-        else:
-            go_on(folder, step, measured(folder, f"worker-{worker}", step, warm_up=WARM_UP, steps=STEPS))
+            return
+        if what == "rows":
+            step = ahead_on_table(session, BATCH_ROWS, torch.Generator().manual_seed(int(worker)))
+        go_on(folder, step, measured(folder, f"worker-{worker}", step, warm_up=WARM_UP, steps=STEPS))
 
 
 if __name__ == "__main__":

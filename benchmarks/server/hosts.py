@@ -1,9 +1,12 @@
 """Servers and workers on hosts of the lab: bytes that cross a worker's link, and what more servers come to."""
 
+import os
 import secrets
 import sys
 import tempfile
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from turn import conduct
@@ -14,8 +17,20 @@ from counterpoint.server.hosting.contact import Contact, write_contact
 from counterpoint.server.job import Asp, Job
 from counterpoint.server.wire.place import TcpPlace
 
-HERE, RATE, PORT, WORKERS = Path(__file__).parent, "1gbit", 4100, 4
-MODELS, SERVERS = ("dense", "rows"), (1, 2, 4)
+HERE, PORT, WORKERS = Path(__file__).parent, 4100, 4
+FAST, SLOW = 1000, 250
+"""Of the links, in Mbit/s: as promised, and so slow that the cores of this machine are not what is short."""
+CELLS, SERVERS = (("dense", FAST), ("rows", FAST), ("dense", SLOW)), (1, 2, 4)
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Noted:
+    """What all processes of a job have taken of the cores, and all servers have sent, by a moment."""
+
+    at_s: float
+    cores_s: float
+    sent_bytes: int
 
 
 class Far:
@@ -55,17 +70,41 @@ class Far:
         self.running.append(self.lab.start(host, command, {"OMP_NUM_THREADS": "1"}))
         return host
 
+    def note(self):
+        children = family([one.process.pid for one in self.running])
+        sent = sum(self.lab.traffic(f"h{index}").sent_bytes for index in range(self.num_servers))
+        return Noted(time.perf_counter(), sum(map(cores_s, children)), sent)
+
     def check(self):
         for one in self.running:
             if one.process.poll() is not None:
                 raise LaunchError(f"{one.name} ended with {one.process.poll()}:\n{one.ended().last_lines()}")
 
 
+def family(pids):
+    """Return these processes and all that have come of them."""
+    found, parents = set(pids), {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def cores_s(pid):
+    """Return how long a process has computed."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return 0.0
+
+
 @contextmanager
-def far(num_servers, num_workers):
+def far(num_servers, num_workers, rate=FAST):
     with (
         tempfile.TemporaryDirectory(prefix="counterpoint-") as folder,
-        Lab(hosts=num_servers + num_workers, rate=RATE) as lab,
+        Lab(hosts=num_servers + num_workers, rate=f"{rate}mbit") as lab,
     ):
         yield Far(lab, Path(folder), num_servers)
 
@@ -77,21 +116,38 @@ def row_bytes():
         return conduct(job.folder, ["worker-0"], job.check)["worker-0"]
 
 
-def steps_per_s(model, num_servers):
-    """Return how many steps a second all workers have made together, each a pull and a push."""
-    with far(num_servers, WORKERS) as job:
+def carried(model, rate, num_servers):
+    """Return what all workers have come to in a second together, each step a pull and a push, and what it took."""
+    with far(num_servers, WORKERS, rate) as job:
         for worker in range(WORKERS):
             job.work(worker, model, job.folder)
-        found = conduct(job.folder, [f"worker-{worker}" for worker in range(WORKERS)], job.check)
-    return sum(one["steps"] / one["elapsed"] for one in found.values())
+        noted, names = [], [f"worker-{worker}" for worker in range(WORKERS)]
+
+        def check():
+            job.check()
+            if not noted and (job.folder / "go").exists():
+                noted.append(job.note())
+
+        found = conduct(job.folder, names, check)
+        noted.append(job.note())
+    first, last = noted
+    steps_per_s = sum(one["steps"] / one["elapsed"] for one in found.values())
+    lasted_s = last.at_s - first.at_s
+    link_bytes = lasted_s * num_servers * rate * 1e6 / 8
+    return {
+        "steps_per_s": steps_per_s,
+        "cores": (last.cores_s - first.cores_s) / lasted_s,
+        "links": (last.sent_bytes - first.sent_bytes) / link_bytes,
+        "sent_bytes_per_step": (last.sent_bytes - first.sent_bytes) / lasted_s / steps_per_s,
+    }
 
 
 def scaling(rounds, tell):
-    """Return steps a second by model and number of servers."""
+    """Return turns by model, rate of the links and number of servers."""
     found = {}
     for number in range(rounds):
-        for model in MODELS:
+        for model, rate in CELLS:
             for servers in SERVERS:
-                tell(f"round {number + 1}, {model}, {servers} servers")
-                found.setdefault((model, servers), []).append(steps_per_s(model, servers))
+                tell(f"round {number + 1}, {model} at {rate} Mbit/s, {servers} servers")
+                found.setdefault((model, rate, servers), []).append(carried(model, rate, servers))
     return found

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import given
-from hosts import MODELS, SERVERS, row_bytes, scaling
+from hosts import CELLS, SERVERS, row_bytes, scaling
 from sides import SIDES, present, samples_per_s
 
 from benchmarks.lab import Lab
@@ -62,16 +62,19 @@ def table_rows(found, missed):
 
 
 def scaling_rows(found, missed):
-    """Yield what more servers come to."""
-    for model in MODELS:
-        one = statistics.median(found[model, 1])
+    """Yield what more servers come to, and how much of the cores and of the servers' links that takes."""
+    for model, rate in CELLS:
+        one = [turn["steps_per_s"] for turn in found[model, rate, 1]]
         for servers in SERVERS:
-            speeds = found[model, servers]
-            times = statistics.median(a / b for a, b in zip(speeds, found[model, 1], strict=True))
-            spread = f"{min(speeds):.2f} to {max(speeds):.2f}"
-            yield f"{model}, {servers} servers", f"{statistics.median(speeds):.2f} steps/s", spread, f"{times:.2f} x"
+            turns = found[model, rate, servers]
+            speeds = [turn["steps_per_s"] for turn in turns]
+            times = statistics.median(a / b for a, b in zip(speeds, one, strict=True))
+            cores, links = (statistics.median(turn[what] for turn in turns) for what in ("cores", "links"))
+            spread = f"{min(speeds):.2f} to {max(speeds):.2f}; {cores:.2f} cores, links {links:.0%} full"
+            name = f"{model} at {rate} Mbit/s, {servers} servers"
+            yield name, f"{statistics.median(speeds):.2f} steps/s", spread, f"{times:.2f} x"
             if not times >= SCALES.get(servers, 1.0):
-                missed.append(f"{model}: {servers} servers are {times:.2f} times one ({one:.2f} steps/s)")
+                missed.append(f"{name} are {times:.2f} times one ({statistics.median(one):.2f} steps/s)")
 
 
 def measure(options: Options) -> Result:
@@ -88,7 +91,7 @@ def measure(options: Options) -> Result:
     figures = {
         "samples_per_s": {f"{name}, {side}": found for (name, side), found in speeds.items()},
         "table": moved,
-        "steps_per_s": {f"{model}, {servers}": found for (model, servers), found in scaled.items()},
+        "more_servers": {f"{model}, {rate}, {servers}": turns for (model, rate, servers), turns in scaled.items()},
     }
     notes = {"not installed": ", ".join(side for side in SIDES if not present(side)) or "none"}
     return Result(("what", "median", "spread, or for each row", "ratio"), tuple(rows), tuple(missed), figures, notes)

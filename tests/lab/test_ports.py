@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.serving import says_nothing_but_the_greeting
+
 HERE = Path(__file__).parent
-HELLO_BYTES, PROOF_BYTES = 40, 32
 
 pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.slow]
 
@@ -25,10 +26,4 @@ def scan(lab):
 def test_a_scan_finds_the_port_of_the_job_and_nothing_but_the_greeting(scan):
     port, found = scan
     assert list(found) == [port]
-    said = {name: bytes.fromhex(answer) for name, answer in found[port].items()}
-    greeted = {name for name, answer in said.items() if answer}
-    assert greeted == {name for name in said if name.startswith("a greeting")}
-    for name in greeted:
-        assert said[name].startswith(b"CPWS\1\1\0\0")
-        assert len(said[name]) == HELLO_BYTES + PROOF_BYTES * ("proof" in name)
-        assert not any(said[name][HELLO_BYTES:])
+    assert says_nothing_but_the_greeting(found[port])

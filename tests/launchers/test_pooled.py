@@ -1,16 +1,18 @@
 """Worker processes that go from job to job; a job here is a folder whose files are to be taken one by one."""
 
 import os
+import threading
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.pooled import WorkerPool
+from counterpoint.launchers.pooled import WorkerPool, obey
 from counterpoint.server.working.pool import Want
 
 pytestmark = pytest.mark.process
-LONG_S = 60.0
+LONG_S, LOOK_S = 60.0, 0.02
 
 
 def take_all(job, worker, must_go):
@@ -35,6 +37,30 @@ def die(job, worker, must_go):
     os._exit(3)
 
 
+def linger(job, worker, must_go):
+    """The first worker is done as soon as the second one is there, which goes when it has to, and takes its time."""
+    Path(job, f"{worker}.came").touch()
+    pause = threading.Event()
+    if worker == "worker-0":
+        while not Path(job, "worker-1.came").exists():
+            pause.wait(LOOK_S)
+        return True
+    while not must_go():
+        pause.wait(LOOK_S)
+    for _ in range(20):
+        pause.wait(LOOK_S)
+    Path(job, "worker-1.left").touch()
+    return False
+
+
+def stay(job, worker, must_go):
+    """The second worker stays until a file says that it may go."""
+    pause = threading.Event()
+    while worker == "worker-1" and not Path(job, "go").exists():
+        pause.wait(LOOK_S)
+    return True
+
+
 def folder(path, num_files, after=""):
     path.mkdir()
     for index in range(num_files):
@@ -54,6 +80,32 @@ def test_workers_go_to_the_other_job_when_one_is_complete(tmp_path):
         assert set(pool.at.values()) == {second}
         assert pool.wait(LONG_S) == second
     assert not list(tmp_path.rglob("*.todo"))
+
+
+def test_a_job_is_told_of_as_complete_when_nobody_is_at_it_any_more(tmp_path):
+    with WorkerPool(2, linger) as pool:
+        pool.begin(Want(str(tmp_path)))
+        assert pool.wait(LONG_S) == str(tmp_path)
+        assert Path(tmp_path, "worker-1.left").exists()
+
+
+def test_a_worker_that_does_not_leave_a_complete_job_is_named(tmp_path):
+    with WorkerPool(2, stay) as pool:
+        pool.begin(Want(str(tmp_path)))
+        with pytest.raises(LaunchError, match="is complete, but worker-1 had not left it after 5 s; give more time"):
+            pool.wait(5.0)
+        Path(tmp_path, "go").touch()
+
+
+def test_orders_that_were_passed_over_are_answered_too():
+    ours, theirs = Pipe()
+    for number, job in enumerate(("first", "second")):
+        ours.send((number, job))
+    worker = threading.Thread(target=obey, args=(lambda job, *_: job == "second", "worker-0", theirs))
+    worker.start()
+    assert [ours.recv() for _ in range(2) if ours.poll(LONG_S)] == [(0, "first", False), (1, "second", True)]
+    ours.close()
+    worker.join(LONG_S)
 
 
 def test_a_worker_that_dies_is_started_again(tmp_path):

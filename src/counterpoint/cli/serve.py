@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,9 +11,15 @@ from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import caught_signals
 from counterpoint.server.wire.key import JobKey, read_key, read_key_from
 
+if TYPE_CHECKING:
+    from counterpoint.server.job import Job
+
 
 def serve(
-    role: Annotated[Literal["coordinator", "server"], typer.Argument(help="What this process is.")],
+    role: Annotated[
+        Literal["coordinator", "server", "resume"],
+        typer.Argument(help="What this process is; resume runs nothing, but makes a job go on from its last cut."),
+    ],
     *,
     job: Annotated[Path, typer.Option(help="The file that says what the job is and where its coordinator listens.")],
     name: Annotated[str, typer.Option(help="Of a server; one at a time may have it.")] = "",
@@ -32,21 +38,46 @@ def serve(
     """
     from counterpoint.server.hosting.contact import read_contact
     from counterpoint.server.hosting.serving import serve_coordinator, serve_shards
-    from counterpoint.server.wire.place import parse_place
+    from counterpoint.server.wire.place import Place, parse_place
 
-    contact, key = read_contact(job), read_any_key(key_file, key_fd)
+    def listens(place: Place) -> None:
+        typer.echo(f"{name or role} of {contact.job.name} listens at {place}")
+
+    contact = read_contact(job)
+    if role != "server" and (name or listen):
+        raise LaunchError(f"a coordinator has no name and listens at {contact.coordinator}, as {job} says")
+    if role == "resume":
+        go_on(contact.job, folder)
+        return
+    key = read_any_key(key_file, key_fd)
     with caught_signals() as received:
         if role == "coordinator":
-            if name or listen:
-                raise LaunchError(f"a coordinator has no name and listens at {contact.coordinator}, as {job} says")
-            serve_coordinator(contact, key, folder, is_over=lambda: bool(received))
-        else:
-            if not name or not listen:
-                raise LaunchError("a server needs --name and --listen, as --name server-0 --listen tcp:10.0.0.2:0")
-            place = parse_place(listen)
-            serve_shards(
-                contact, name, place, key, folder, cut=cut, is_journaled=journal, is_over=lambda: bool(received)
-            )
+            serve_coordinator(contact, key, folder, is_over=lambda: bool(received), listens=listens)
+            return
+        if not name or not listen:
+            raise LaunchError("a server needs --name and --listen, as --name server-0 --listen tcp:10.0.0.2:0")
+        serve_shards(
+            contact,
+            name,
+            parse_place(listen),
+            key,
+            folder,
+            cut=cut,
+            is_journaled=journal,
+            is_over=lambda: bool(received),
+            listens=listens,
+        )
+
+
+def go_on(job: Job, folder: Path | None) -> None:
+    """The job can be started again from its folder, and it is told how."""
+    from counterpoint.server.hosting.resuming import resume
+
+    if folder is None:
+        raise LaunchError("resume needs --folder: the one that the coordinator and the servers had")
+    cut = resume(folder, job)
+    how = "with the same folder" if cut is None else f"with the same folder, every server with --cut {cut}"
+    typer.echo(f"{job.name} can go on: start its coordinator and its servers {how}")
 
 
 def read_any_key(key_file: Path | None, key_fd: int | None) -> JobKey | None:

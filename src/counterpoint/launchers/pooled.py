@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
@@ -24,11 +24,21 @@ MOST_DEATHS = 3
 
 @dataclass(slots=True)
 class Hand:
-    """One worker process and our end of its pipe."""
+    """One worker process.
+
+    Attributes:
+        process: which.
+        pipe: our end of its pipe.
+        num_deaths: how often it has ended without being told to.
+        orders: the jobs that it was told to go to and may still be at, by the number of the order.
+        num_orders: of all so far.
+    """
 
     process: BaseProcess
     pipe: Connection
     num_deaths: int = 0
+    orders: dict[int, str] = field(default_factory=dict)
+    num_orders: int = 0
 
 
 class WorkerPool:
@@ -49,6 +59,7 @@ class WorkerPool:
         self._work = work
         self._pool = Pool()
         self._hands: dict[str, Hand] = {}
+        self._complete: list[str] = []
         try:
             for index in range(num_workers):
                 name = f"worker-{index}"
@@ -94,11 +105,16 @@ class WorkerPool:
         return ordered
 
     def _tell(self, worker: str, job: str) -> None:
+        hand = self._hands[worker]
+        hand.orders[hand.num_orders] = job
         with suppress(OSError):  # if it has died, that is seen when it is next listened to
-            self._hands[worker].pipe.send(job)
+            hand.pipe.send((hand.num_orders, job))
+        hand.num_orders += 1
 
     def wait(self, deadline_s: float) -> str:
-        """Return the job that is complete next; its workers have gone to the others.
+        """Return the job that is complete next; its workers have gone to the others, and none is at it any more.
+
+        So its servers may be stopped now.
 
         Args:
             deadline_s: the longest that this lasts.
@@ -107,31 +123,45 @@ class WorkerPool:
             LaunchError: no job has begun, none is complete in time, or a worker dies again and again.
         """
         end_s = monotonic() + deadline_s
-        while self._pool.jobs:
+        while self._pool.jobs or self._complete:
+            for job in self._complete:
+                if not any(job in hand.orders.values() for hand in self._hands.values()):
+                    self._complete.remove(job)
+                    return job
             sources = {hand.pipe: name for name, hand in self._hands.items()}
             found = wait(list(sources), max(0.0, end_s - monotonic()))
             if not found:
-                raise LaunchError(
-                    f"none of the jobs {', '.join(self._pool.jobs)} is complete after {deadline_s:g} s; give more "
-                    "time, or look at what their workers do"
-                )
+                raise self._late(deadline_s)
             for pipe in found:
                 assert isinstance(pipe, Connection)
-                job = self._hear(sources[pipe])
-                if job in self._pool.jobs:
-                    self.end(job)
-                    return job
+                self._hear(sources[pipe])
         raise LaunchError("no job has begun that could be complete; call begin(Want(...)) first")
 
-    def _hear(self, name: str) -> str:
-        """Return the job that a worker says is complete; empty where it says nothing of the kind."""
+    def _late(self, deadline_s: float) -> LaunchError:
+        if self._complete:
+            job = self._complete[0]
+            at = [name for name, hand in self._hands.items() if job in hand.orders.values()]
+            return LaunchError(
+                f"job {job} is complete, but {', '.join(at)} had not left it after {deadline_s:g} s; give more time, "
+                "or look at what they do when they are to go"
+            )
+        return LaunchError(
+            f"none of the jobs {', '.join(self._pool.jobs)} is complete after {deadline_s:g} s; give more time, or "
+            "look at what their workers do"
+        )
+
+    def _hear(self, name: str) -> None:
+        """A worker has ended what it was told to do, or itself."""
         hand = self._hands[name]
         try:
-            job, is_complete = hand.pipe.recv()
+            number, job, is_complete = hand.pipe.recv()
         except (EOFError, OSError):
             self._replace(name)
-            return ""
-        return str(job) if is_complete else ""
+            return
+        hand.orders = {at: ordered for at, ordered in hand.orders.items() if at > number}
+        if is_complete and job in self._pool.jobs:
+            self._complete.append(job)
+            self.end(job)
 
     def _replace(self, name: str) -> None:
         hand = self._hands[name]
@@ -143,6 +173,7 @@ class WorkerPool:
                 f"job {self._pool.at[name] or 'none'}; what it wrote last says why"
             )
         hand.pipe.close()
+        hand.orders.clear()
         hand.process, hand.pipe = self._start(f"{name}.{hand.num_deaths}")  # jobs may not know yet that the other died
         self._tell(name, self._pool.at[name])
 
@@ -172,11 +203,11 @@ def obey(work: Work, worker: str, orders: Connection) -> None:
     """Work for one job after the other, as one is told, until nobody is there any more to tell."""
     with suppress(EOFError, ConnectionError):
         while True:
-            job = orders.recv()
+            number, job = orders.recv()
             while orders.poll():
-                job = orders.recv()
-            if job:
-                orders.send((job, _outcome(work, job, worker, orders)))
+                orders.send((number, job, False))  # passed over
+                number, job = orders.recv()
+            orders.send((number, job, bool(job) and _outcome(work, job, worker, orders)))
 
 
 def _outcome(work: Work, job: str, worker: str, orders: Connection) -> bool:

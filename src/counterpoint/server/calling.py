@@ -16,6 +16,9 @@ from counterpoint.server.session import LATER, Later
 
 Told: TypeAlias = Leased | Promised | Done | Refused
 
+FIRST_S, MOST_S = 0.005, 0.1
+"""After so long one asks again whether there is data by now: at first, and at most; twice as long each time."""
+
 
 class Calling:
     """What has been asked of the coordinator, and what it said.
@@ -79,8 +82,7 @@ class Calling:
         self.begin(make)
         try:
             self.await_answer(limit_s)
-            if wait_s > 0 and _is_later(self._told):
-                self._carrier.wait(lambda: not _is_later(self._told) or self.error is not None, wait_s)
+            self._ask_again(make, wait_s)
         finally:
             with self._carrier.lock:
                 told, self._make, self._is_lease = self._told, None, False
@@ -94,6 +96,20 @@ class Calling:
         if isinstance(told, Refused) and told.reason != "later":
             raise error_of(told)
         return told
+
+    def _ask_again(self, make: Callable[[Origin], Call], wait_s: float) -> None:
+        """Ask for data again and again while none may be begun: nobody is told when others are done with theirs."""
+        left_s, pause_s = wait_s, FIRST_S
+        while left_s > 0 and self._is_waiting():
+            if self._carrier.wait(lambda: not self._is_waiting(), min(pause_s, left_s)):
+                return
+            left_s, pause_s = left_s - pause_s, min(2 * pause_s, MOST_S)
+            with self._carrier.lock:
+                if self._is_waiting():
+                    self._carrier.act(self._client.ask(make))
+
+    def _is_waiting(self) -> bool:
+        return _is_later(self._told) and self.error is None
 
 
 def _is_later(told: Told | None) -> bool:

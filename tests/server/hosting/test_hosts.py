@@ -1,9 +1,12 @@
 """Coordinator, servers and workers over real sockets and a real disk."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from counterpoint.errors import CheckpointError, DataError, LaunchError
 from counterpoint.server.actions import Write
@@ -16,9 +19,12 @@ from counterpoint.server.hosting.writer import Writer
 from counterpoint.server.job import Asp, Bsp, Job, Work
 from counterpoint.server.lines import Noted
 from counterpoint.server.messages import Members, Push
+from counterpoint.server.session import LATER
 from counterpoint.server.shard import replay
 from counterpoint.server.wire.key import new_key
+from counterpoint.server.working.served import Served
 from tests.server.hosting.conftest import PATIENCE, until
+from tests.server.working.crews import SGD, distance, mlp
 
 HALF = Sgd(0.5)
 LARGE = 1_200_000
@@ -162,6 +168,35 @@ def test_a_job_goes_on_from_its_last_cut_when_all_have_died(threads, tmp_path, n
         session.init("weight", torch.zeros(LARGE), HALF)
         assert float(session.pull("weight").wait().values[0]) == -0.5
         assert session.lease().start == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1 << 16), (1 << 16, 0)])
+def test_a_model_is_what_its_cut_says_whichever_modules_later_workers_would_put_together(
+    threads, tmp_path, first, second
+):
+    servers = threads(job(num_servers=2), tmp_path)
+    with servers.join("worker-0") as session:
+        Served(mlp(), session, SGD, key_bytes=first).pass_over(0)
+        session.checkpoint()
+        until(lambda: whole_cuts(tmp_path, servers.contact.job))
+    servers.close()
+    servers.running.clear()
+    cut = resume(tmp_path, job(num_servers=2))
+    with threads(job(num_servers=2), tmp_path, cut=cut).join("worker-1") as session:
+        other = mlp()
+        nn.init.zeros_(other.get_parameter("0.weight"))
+        assert distance(Served(other, session, SGD, key_bytes=second).give_back(), mlp()) == 0
+
+
+def test_who_waits_for_data_is_given_it_soon_after_others_are_done(threads):
+    patience = replace(PATIENCE, retry_s=60.0)
+    servers = threads(Job("hosted", Asp(), patience=patience, work=Work(1, 2)))
+    with servers.join("worker-0") as first, servers.join("worker-1") as second, ThreadPoolExecutor(1) as waiting:
+        task = first.lease()
+        assert second.lease() is LATER
+        found = waiting.submit(second.lease, 50.0)
+        first.report(task, "done")
+        assert found.result(timeout=10.0).epoch == 1
 
 
 def test_a_job_without_a_whole_cut_cannot_be_gone_on_from(threads, tmp_path):

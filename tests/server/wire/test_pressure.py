@@ -59,6 +59,38 @@ def test_a_server_reads_nothing_more_of_a_peer_that_does_not_take_its_answers(lo
             calling.turn()
 
 
+def test_a_connection_moves_until_the_other_side_has_read_what_was_sent(place, secret):
+    with Loop() as serving, Loop() as calling:
+        serve(serving, place, secret, Records().letter)
+        connection, _ = called(calling, place, secret)
+        for _ in range(5):
+            serving.turn()
+            calling.turn()
+        assert not connection.is_moving
+        connection.send(Letter("push", {}, [torch.zeros(1000)]))
+        turns(calling, 2)
+        assert connection.is_moving
+        turns(serving, 2)
+        assert not connection.is_moving
+
+
+def test_a_connection_moves_while_half_of_a_letter_has_come():
+    heard, secret = Records(), Secret(None)
+    with Loop() as serving, Loop() as calling:
+        server = serve(serving, parse_place("tcp:127.0.0.1:0"), secret, heard.letter)
+        connection, _ = called(calling, server.place, secret)
+        for _ in range(5):
+            serving.turn()
+            calling.turn()
+        connection.send(Letter("push", {}, [torch.zeros(4 * MIB)]))
+        serving.turn()
+        assert server.connections[0].is_moving
+        while not heard.letters:
+            serving.turn()
+            calling.turn()
+        assert not server.connections[0].is_moving
+
+
 def test_a_client_waits_where_the_server_takes_nothing_and_says_so(place, secret):
     with Loop() as serving, Loop() as calling:
         serve(serving, place, secret, replying(echo))

@@ -12,6 +12,7 @@ from counterpoint.server.choices import Constant, Sgd, Uniform
 from counterpoint.server.job import Asp, Bsp
 from counterpoint.server.messages import Push
 from counterpoint.server.shard import plain
+from counterpoint.server.working.layout import KEY as LAYOUT
 from counterpoint.server.working.lookups import Table
 from counterpoint.server.working.rows import whole_gradient
 from tests.server.working.crews import Crew, bags, distance, mlp, numbers, portions_of, seeded, words
@@ -173,7 +174,7 @@ def test_weights_that_nobody_trains_are_the_first_worker_s():
 def test_small_modules_are_one_key_up_to_a_size(key_bytes, keys):
     crew = Crew(portions_of(numbers(8), Asp(), batch_size=4), epochs=1, num_servers=1)
     crew.join("a", mlp(), key_bytes=key_bytes)
-    assert list(crew.shard(0).keys) == keys
+    assert list(crew.shard(0).keys) == [LAYOUT, *keys]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -16,7 +16,7 @@ from counterpoint.server.wire.greeting import Secret
 from counterpoint.server.wire.letter import Letter
 from counterpoint.server.wire.limits import DEFAULTS, Limits
 from counterpoint.server.wire.loop import Loop
-from counterpoint.server.wire.place import Place, parse_place
+from counterpoint.server.wire.place import Place, parse_place, require_address
 from counterpoint.server.wire.server import Server, serve
 
 REST_S = 0.2
@@ -67,7 +67,12 @@ class Post:
         self.last_error: CounterpointError | None = None
 
     def listen(self, place: Place) -> Place:
-        """Others may call here now; returns the place with the port it has got."""
+        """Others may call here now; returns the place with the port it has got, which is what they are told.
+
+        Raises:
+            LaunchError: the place is taken, beyond loopback without a key, or none that others could call.
+        """
+        require_address(place)
         self._server = serve(self._loop, place, self._secret, self._take, on_end=self._ended, limits=self._limits)
         return self._server.place
 
@@ -81,7 +86,7 @@ class Post:
         connection = to.connection
         if connection.is_ended:
             return
-        if not to.repeats.may_send(message, self._loop.clock(), is_busy=connection.unsent_bytes > 0):
+        if not to.repeats.may_send(message, self._loop.clock(), lambda: connection.is_moving):
             return
         if isinstance(message, Welcome):
             to.life = message.incarnation

@@ -1,12 +1,13 @@
 """What has been sent over a connection and not been answered: saying it again there would only be in the way.
 
 The state machines say everything again that has not been answered for a while, since a network may lose it. A
-connection loses nothing but with itself, so a repeat waits until the first copy has left, then longer each time; but
-what has been refused for now may be said again at once.
+connection loses nothing but with itself, so a repeat waits until nothing is on its way there any more, neither to the
+other side nor from it, then longer each time; but what has been refused for now may be said again at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 from counterpoint.server.form import Message
@@ -27,13 +28,13 @@ class Repeats:
         self._first_s = first_s
         self._sent: dict[Name, tuple[int, float, float]] = {}
 
-    def may_send(self, message: Message, now: float, *, is_busy: bool) -> bool:
+    def may_send(self, message: Message, now: float, is_moving: Callable[[], bool]) -> bool:
         """Tell whether a message is to be sent; it counts as sent then.
 
         Args:
             message: to be sent.
             now: what the clock says.
-            is_busy: whether something sent before is still waiting to leave.
+            is_moving: tells whether something is still on its way over the connection; asked before a repeat alone.
         """
         name = _name_of(message)
         if name is None:
@@ -42,7 +43,10 @@ class Repeats:
         known = self._sent.get(name)
         pause_s = self._first_s
         if known is not None and known[0] == generation:
-            if is_busy or now < known[1]:
+            if now < known[1]:
+                return False
+            if is_moving():
+                self._sent[name] = (generation, now + known[2], known[2])
                 return False
             pause_s = 2 * known[2]
         self._sent[name] = (generation, now + pause_s, pause_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from counterpoint.errors import CheckpointError
 from counterpoint.server.coordinator import LOG, Coordinator
@@ -22,10 +23,15 @@ from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import Place
 
 TURN_S = 3600.0
+Listens: TypeAlias = Callable[[Place], None]
+
+
+def quiet(place: Place) -> None:
+    """Tell nobody where somebody listens."""
 
 
 def serve_coordinator(
-    contact: Contact, key: JobKey | None, folder: Path | None, *, is_over: Callable[[], bool]
+    contact: Contact, key: JobKey | None, folder: Path | None, *, is_over: Callable[[], bool], listens: Listens = quiet
 ) -> None:
     """The coordinator of a job has run, after what its log says, until it was over.
 
@@ -34,6 +40,7 @@ def serve_coordinator(
         key: the job's; None among processes of one host that trust it.
         folder: of its log; without one it cannot be started again.
         is_over: tells whether to stop.
+        listens: called with the place, once others can call.
 
     Raises:
         LaunchError: the place is taken, or beyond loopback and there is no key.
@@ -42,7 +49,7 @@ def serve_coordinator(
     lines = recovered_log(folder, LOG) if folder is not None else []
     with Loop() as loop:
         host = Host(contact.job, loop, Secret(key, contact.job.name), None, folder)
-        host.post.listen(contact.coordinator)
+        listens(host.post.listen(contact.coordinator))
         host.run(Coordinator(contact.job, lines, loop.clock()))
         _run(loop, host, is_over)
         host.close()
@@ -58,6 +65,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
     cut: int | None = None,
     is_journaled: bool = False,
     is_over: Callable[[], bool],
+    listens: Listens = quiet,
 ) -> None:
     """A server of a job has run until it was over; a life that the others went on without was followed by another.
 
@@ -70,6 +78,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
         cut: that the job goes on from; None where it has begun with nothing.
         is_journaled: whether everything that is counted is written to the folder's journals, to be looked at later.
         is_over: tells whether to stop.
+        listens: called with the place and the port that it has got, once others can call.
 
     Raises:
         LaunchError: the place is taken, or beyond loopback and there is no key.
@@ -79,6 +88,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
         journal = journals_in(folder) if is_journaled and folder is not None else None
         host = Host(contact.job, loop, Secret(key, contact.job.name), contact.coordinator, folder, journal)
         found = host.post.listen(place)
+        listens(found)
         while not is_over():
             host.run(begun(contact.job, name, str(found), folder, cut))
             _run(loop, host, lambda: is_over() or bool(host.stopped))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import termios
+from array import array
 from collections.abc import Callable
 from enum import Enum
 from math import inf
@@ -92,6 +95,17 @@ class Connection:
     def unsent_bytes(self) -> int:
         """How much waits for the peer to take it."""
         return self._channel.unsent_bytes
+
+    @property
+    def is_moving(self) -> bool:
+        """Something is on its way: the peer's system has not taken all that was sent, or half of a frame has come."""
+        if self._stage is Stage.ENDED:
+            return False
+        if self.unsent_bytes or self._channel.is_within_frame:
+            return True
+        waiting = array("i", [0])
+        fcntl.ioctl(self._socket, termios.TIOCOUTQ, waiting)
+        return waiting[0] > 0
 
     @property
     def is_full(self) -> bool:

@@ -114,6 +114,28 @@ def calling(place: Place, *, is_keyed: bool) -> socket.socket:
     return caller
 
 
+def require_address(place: Place) -> None:
+    """Check that a server which listens there is found by that: it is what others are told.
+
+    Raises:
+        LaunchError: it is every interface at once, or the name of a host that leads back to itself.
+    """
+    if not isinstance(place, TcpPlace):
+        return
+    number = _addressed(place)[1][0]
+    address = ipaddress.ip_address(number.partition("%")[0])
+    if address.is_unspecified:
+        raise LaunchError(
+            f"{place} is every interface of a host, and nothing that others could call; give the address of one, as "
+            "tcp:10.0.0.1:4000"
+        )
+    if address.is_loopback and place.host not in {number, "localhost"}:
+        raise LaunchError(
+            f"{place} is {number} on this host, which no other host reaches; give the address that others know it by, "
+            "or mend /etc/hosts"
+        )
+
+
 def resolved(place: Place, *, is_keyed: bool) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
     """Return the family and address of a place.
 
@@ -123,18 +145,22 @@ def resolved(place: Place, *, is_keyed: bool) -> tuple[socket.AddressFamily, str
     match place:
         case UnixPlace(name):
             return socket.AF_UNIX, f"\0counterpoint/{name}"
-        case TcpPlace(host, port):
-            try:
-                family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            except OSError as error:
-                raise LaunchError(f"{place} leads nowhere: {error}; give a host's name or address") from error
-            number = str(address[0])
+        case TcpPlace():
+            family, (number, port) = _addressed(place)
             if not is_keyed and not ipaddress.ip_address(number.partition("%")[0]).is_loopback:
                 raise LaunchError(
                     f"{place} is beyond loopback and there is no job key; without one anybody could join in: give a "
                     "key by file or descriptor, or a place as tcp:127.0.0.1:0 or unix:NAME"
                 )
             return family, (number, port)
+
+
+def _addressed(place: TcpPlace) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise LaunchError(f"{place} leads nowhere: {error}; give a host's name or address") from error
+    return family, (str(address[0]), place.port)
 
 
 def refuse_other_users(peer: socket.socket) -> None:

@@ -19,6 +19,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.server.choices import Start
 from counterpoint.server.keys import require_alone
 from counterpoint.server.session import Session
+from counterpoint.server.working.layout import kept
 from counterpoint.server.working.lookups import Lookups, Table
 from counterpoint.server.working.optimizers import Factory, rules_of
 from counterpoint.server.working.rhythm import Moment, Rhythm, step_of
@@ -46,8 +47,8 @@ class Served:
         unused: what a parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
         buffers: what running statistics mean, which servers do not keep: ``error``, or ``own`` for each worker's own.
         overlap: whether a layer's weights are waited for when its forward begins; else all are at once.
-        key_bytes: up to which weights of neighbouring modules are one key; 0 for a key for each module. All workers say
-            the same. A code looks at one module at a time.
+        key_bytes: up to which weights of neighbouring modules are one key; 0 for a key for each module. It is the first
+            worker's that counts, also after a cut. A code looks at one module at a time.
 
     Raises:
         PlanError: no server can do what is asked.
@@ -88,6 +89,7 @@ class Served:
                 raise PlanError(f"table {name} is not in the optimizer; add it, or say Table(rule=...)")
             self.tables[name] = Lookups(session, name, modules, self.rules[name], wanted[name], self.moment)
         units = gathered(dense_units(model, self.rules, leave=set(self.tables)), 0 if code else key_bytes)
+        units = kept(session, units, code)
         self.weights = [
             Weights(session, unit.key, unit.parts, unit.rule, code=code) for unit in units if unit.is_trained
         ]

@@ -1,0 +1,46 @@
+"""``counterpoint serve``: what cannot be meant is told before anything listens."""
+
+import pytest
+from typer.testing import CliRunner
+
+from counterpoint.cli.main import build
+from counterpoint.server.hosting.contact import Contact, write_contact
+from counterpoint.server.job import Asp, Job
+from counterpoint.server.wire.key import new_key, write_key
+from counterpoint.server.wire.place import parse_place
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Return ``serve(*words)``, which returns what a command says for a job with a key."""
+    write_contact(Contact(Job("tour", Asp(), 2), parse_place("tcp:0.0.0.0:0")), tmp_path / "job.json")
+    write_key(new_key(), tmp_path / "key")
+
+    def run(*words):
+        told = [*words, "--job", str(tmp_path / "job.json"), "--key-file", str(tmp_path / "key")]
+        return CliRunner().invoke(build(["serve", *told]), ["serve", *told]).output
+
+    return run
+
+
+REFUSED = [
+    (("coordinator",), "tcp:0.0.0.0:0 is every interface of a host, and nothing that others could call"),
+    (("coordinator", "--name", "first"), "a coordinator has no name and listens at tcp:0.0.0.0:0"),
+    (("server", "--name", "server-0"), "a server needs --name and --listen, as --name server-0 --listen"),
+    (("server", "--name", "server-0", "--listen", "tcp:0.0.0.0:0"), "give the address of one, as tcp:10.0.0.1:4000"),
+    (("server", "--name", "server-0", "--listen", "10.0.0.2"), "is no place for a server; write unix:NAME or tcp:"),
+    (("coordinator", "--key-fd", "0"), "--key-file and --key-fd are both given"),
+    (("resume",), "resume needs --folder"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_what_cannot_be_meant_is_refused_with_a_remedy(serve, words, told):
+    said = serve(*words)
+    assert said.startswith("LaunchError: ")
+    assert told in said
+
+
+def test_a_job_without_a_cut_cannot_be_gone_on_from(serve, tmp_path):
+    said = serve("resume", "--folder", str(tmp_path))
+    assert said.startswith(f"CheckpointError: there is no whole cut in {tmp_path}")
