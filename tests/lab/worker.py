@@ -20,7 +20,7 @@ LOOK_S = 0.02
 
 def plan(**options):
     return Elastic(
-        dataset=numbers(64), batch_size=16, epochs=30, consistency="bsp(4)", servers=2, name="far", patience=PATIENCE,
+        dataset=numbers(64), batch_size=16, epochs=12, consistency="bsp(4)", servers=2, name="far", patience=PATIENCE,
         habits=Habits(checkpoint_every=40), **options,
     )  # fmt: skip
 
