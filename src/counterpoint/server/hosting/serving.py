@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 from counterpoint.errors import CheckpointError
 from counterpoint.server.coordinator import LOG, Coordinator
@@ -23,15 +22,15 @@ from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import Place
 
 TURN_S = 3600.0
-Listens: TypeAlias = Callable[[Place], None]
-
-
-def quiet(place: Place) -> None:
-    """Tell nobody where somebody listens."""
 
 
 def serve_coordinator(
-    contact: Contact, key: JobKey | None, folder: Path | None, *, is_over: Callable[[], bool], listens: Listens = quiet
+    contact: Contact,
+    key: JobKey | None,
+    folder: Path | None,
+    *,
+    is_over: Callable[[], bool],
+    listens: Callable[[Place], None] | None = None,
 ) -> None:
     """The coordinator of a job has run, after what its log says, until it was over.
 
@@ -49,7 +48,9 @@ def serve_coordinator(
     lines = recovered_log(folder, LOG) if folder is not None else []
     with Loop() as loop:
         host = Host(contact.job, loop, Secret(key, contact.job.name), None, folder)
-        listens(host.post.listen(contact.coordinator))
+        found = host.post.listen(contact.coordinator)
+        if listens is not None:
+            listens(found)
         host.run(Coordinator(contact.job, lines, loop.clock()))
         _run(loop, host, is_over)
         host.close()
@@ -65,7 +66,7 @@ def serve_shards(  # noqa: PLR0913 - what a server is
     cut: int | None = None,
     is_journaled: bool = False,
     is_over: Callable[[], bool],
-    listens: Listens = quiet,
+    listens: Callable[[Place], None] | None = None,
 ) -> None:
     """A server of a job has run until it was over; a life that the others went on without was followed by another.
 
@@ -88,7 +89,8 @@ def serve_shards(  # noqa: PLR0913 - what a server is
         journal = journals_in(folder) if is_journaled and folder is not None else None
         host = Host(contact.job, loop, Secret(key, contact.job.name), contact.coordinator, folder, journal)
         found = host.post.listen(place)
-        listens(found)
+        if listens is not None:
+            listens(found)
         while not is_over():
             host.run(begun(contact.job, name, str(found), folder, cut))
             _run(loop, host, lambda: is_over() or bool(host.stopped))
