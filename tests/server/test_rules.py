@@ -146,6 +146,46 @@ def test_rows_come_back_from_their_parts(high):
     assert torch.equal(again.read(rows), kept.read(rows))
 
 
+@pytest.mark.parametrize("keeps_earlier", [False, True])
+@pytest.mark.parametrize("rule", [Sgd(0.1, momentum=0.9), Adam()], ids=str)
+def test_a_snapshot_of_a_range_is_no_copy_and_stays_as_it_was(rule, keeps_earlier):
+    kept = Range(Spec("weight", "float32", 0, 4, 0, rule), (torch.zeros(4),), keeps_earlier=keeps_earlier)
+    kept.update(1, torch.ones(4), None)
+    found, before = kept.snapshot(), [part.clone() for part in kept.parts]
+    assert [one.data_ptr() for one in found.parts] == [own.data_ptr() for own in kept.parts]
+    for step in (2, 3):
+        kept.update(step, torch.ones(4), None)
+    assert all(map(torch.equal, found.parts, before))
+    assert not any(map(torch.equal, kept.parts, before))
+    assert found.earlier is None or found.earlier.values.tolist() == [0.0] * 4
+
+
+def test_a_snapshot_of_rows_is_no_copy_and_stays_as_it_was():
+    kept = table(Adagrad(0.1), "float32", high=1000)
+    kept.update(1, torch.ones(2, 3), torch.tensor([30, 700]))
+    found, again = kept.snapshot(), kept.snapshot()
+    before = [part.clone() for part in found.parts]
+    assert [one.data_ptr() for one in found.parts] == [one.data_ptr() for one in again.parts]
+    kept.update(2, torch.ones(3, 3), torch.tensor([5, 30, 700]))
+    assert found.rows.tolist() == [30, 700]
+    assert all(map(torch.equal, found.parts, before))
+    assert not torch.equal(kept.read(found.rows), before[0])
+
+
+def test_memory_is_not_copied_for_a_snapshot_that_nobody_has():
+    kept = table(Adagrad(0.1), "float32", high=1000)
+    kept.update(1, torch.ones(2, 3), torch.tensor([30, 700]))
+    at = kept.snapshot().parts[0].data_ptr()
+    kept.update(2, torch.ones(2, 3), torch.tensor([30, 700]))
+    assert kept.snapshot().parts[0].data_ptr() == at
+
+
+@pytest.mark.parametrize("rows", [[3, 3], [-1, 2], [2, 8]])
+def test_rows_of_a_saved_table_that_cannot_be_are_refused(rows):
+    with pytest.raises(ProtocolError, match="rows of table"):
+        Rows(Spec("table", "float32", 0, 8, 3, Sgd(0.1), Constant()), 0, 1, torch.tensor(rows), (torch.ones(2, 3),))
+
+
 @pytest.mark.parametrize(
     ("values", "rows", "found"),
     [

@@ -1,4 +1,4 @@
-"""What a state machine wants to happen. In their order: sends and notes wait for every write before."""
+"""What a state machine wants to happen. In their order: sends and notes wait for every `Write` before."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a shard's state, durably, as a part of a cut."""
+    """Write a shard's state, durably, as a part of a cut; of what is sent, `Saved` alone waits for it."""
 
     cut: int
     shard: int

@@ -97,23 +97,12 @@ class Shard:
 
     @property
     def state(self) -> ShardState:
-        """All of it, as a value that later entries do not change."""
+        """All of it, as a value that later entries do not change: they copy numbers that somebody still has."""
         sessions = (
             Session(worker, desk.incarnation, desk.upcoming, tuple(desk.answers.values()))
             for worker, desk in self.desks.items()
         )
-        keys = (
-            KeyState(
-                key.spec,
-                key.tally.counts,
-                tuple(part.clone() for part in key.table.parts),
-                key.table.rows,
-                tuple(key.held.values()),
-                None if key.table.earlier is None else key.table.earlier.values.clone(),
-                None if key.table.earlier is None else key.table.earlier.rows,
-            )
-            for key in self.keys.values()
-        )
+        keys = (_state_of(key) for key in self.keys.values())
         return ShardState(
             self.position, self.generation, self.workers, tuple(sorted(self.entered)), tuple(sessions), tuple(keys)
         )
@@ -262,6 +251,14 @@ class Shard:
         for tensor in tensors:
             facts.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         return facts.hexdigest()
+
+
+def _state_of(key: Key) -> KeyState:
+    found = key.table.snapshot()
+    earlier, earlier_rows = (None, None) if found.earlier is None else (found.earlier.values, found.earlier.rows)
+    return KeyState(
+        key.spec, key.tally.counts, found.parts, found.rows, tuple(key.held.values()), earlier, earlier_rows
+    )
 
 
 def plain(push: Push, spec: Spec) -> Push:

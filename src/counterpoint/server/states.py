@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from counterpoint.server.choices import require
@@ -88,7 +89,7 @@ class KeyState:
         spec: what it is.
         counts: what it has counted.
         parts: its numbers, and those of its rule.
-        rows: of a table, that have been pushed.
+        rows: of a table, that have been pushed, each once, in the order of the parts.
         held: what waits for the rest of a step.
         earlier: the numbers before the last step, where they are kept; of a table those that it changed.
         earlier_rows: which these are.
@@ -103,7 +104,9 @@ class KeyState:
     earlier_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
-        require_rows(self.rows, self.spec.key)
+        if self.rows is not None:
+            found = f"rows of {self.spec.key} as {self.rows.dtype} with {self.rows.dim()} dims"
+            require(self.rows.dtype == torch.int64 and self.rows.dim() == 1, found)
         require_rows(self.earlier_rows, self.spec.key)
 
 

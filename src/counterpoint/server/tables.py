@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,8 @@ from counterpoint.server.beginnings import begin
 from counterpoint.server.choices import require, unmeant
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import shard_of_row
+from counterpoint.server.places import Numbers, places_of
 from counterpoint.server.rules import first_parts, num_parts, update_range, update_rows
-
-Numbers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
-DIRECT_ROWS = 1 << 26
-"""Up to so many rows of a shard, a row is found by its number; beyond, in a dictionary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +33,21 @@ class Earlier:
 
     values: Tensor
     rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A key's numbers at one moment, without a copy of them: a table that is to change them copies them before.
+
+    Args:
+        parts: its numbers, and those of its rule.
+        rows: of a table, in the order of the parts; None for a range.
+        earlier: the numbers before the last step, where they are kept.
+    """
+
+    parts: tuple[Tensor, ...]
+    rows: Tensor | None
+    earlier: Earlier | None
 
 
 class Range:
@@ -61,8 +72,7 @@ class Range:
             _require_part(spec, earlier.values, (spec.high - spec.low,))
         self._lent: list[weakref.ref[Any]] = []
         self._lent_earlier: list[weakref.ref[Any]] = []
-
-    rows: Tensor | None = None
+        self._lent_rest: list[weakref.ref[Any]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -91,15 +101,18 @@ class Range:
         """The numbers are as after one step more."""
         if self.keeps_earlier:
             self._keep()
-        elif any(lent() is not None for lent in self._lent):
+        elif _is_any_held(self._lent):
             self.parts = (self.parts[0].clone(), *self.parts[1:])
         self._lent.clear()
+        if _is_any_held(self._lent_rest):
+            self.parts = (self.parts[0], *(part.clone() for part in self.parts[1:]))
+        self._lent_rest.clear()
         update_range(self.spec.rule, step, self.parts[0], self.parts[1:], values)
 
     def _keep(self) -> None:
         """The numbers are the earlier ones, and a copy of them is what will be changed."""
         value, spare = self.parts[0], self.earlier
-        is_free = spare is not None and all(lent() is None for lent in self._lent_earlier)
+        is_free = spare is not None and not _is_any_held(self._lent_earlier)
         copy = spare.values.copy_(value) if spare is not None and is_free else value.clone()
         self.parts, self.earlier = (copy, *self.parts[1:]), Earlier(value)
         self._lent_earlier = self._lent.copy()
@@ -112,6 +125,13 @@ class Range:
         """Return the numbers before the last update, where they are kept."""
         return self.read(rows) if self.earlier is None else _lent_out(self.earlier.values, self._lent_earlier)
 
+    def snapshot(self) -> Snapshot:
+        """Return its numbers as they are now; later updates do not change what was returned."""
+        value, *rest = self.parts
+        parts = (_lent_out(value, self._lent), *(_lent_out(part, self._lent_rest) for part in rest))
+        earlier = None if self.earlier is None else Earlier(_lent_out(self.earlier.values, self._lent_earlier))
+        return Snapshot(parts, None, earlier)
+
 
 class Rows:
     """The rows of a table on one shard.
@@ -120,7 +140,7 @@ class Rows:
         spec: which table.
         shard: which shard.
         num_shards: of how many; a row is here if `shard_of_row` says so.
-        rows: numbers of the rows that have been pushed; none, if not given.
+        rows: numbers of the rows that have been pushed, each once; none, if not given.
         parts: their numbers, and what the rule keeps.
         keeps_earlier: whether the rows that the last update changed are kept as they were before it.
         earlier: these, if there are any yet.
@@ -146,13 +166,21 @@ class Rows:
         self._known = 0
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._storage = tuple(torch.empty(0, spec.width, dtype=self._dtype) for _ in range(1 + num_parts(spec.rule)))
-        is_direct = spec.high <= DIRECT_ROWS * num_shards
-        self._places = _Direct(-(-spec.high // num_shards), num_shards) if is_direct else _Dictionary()
+        self._places = places_of(spec.high, num_shards)
+        self._lent: list[weakref.ref[Any]] = []
         if rows is not None:
             _require_parts(spec, parts, (len(rows), spec.width))
-            self._grow(rows)
+            self._begin(rows)
             for own, part in zip(self._storage, parts, strict=True):
                 own[: len(rows)] = part
+
+    def _begin(self, rows: Tensor) -> None:
+        """These rows have places; a ProtocolError where they cannot all have one."""
+        spec = self.spec
+        fits = not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < spec.high)
+        require(fits, f"rows of {spec.key}, which has {spec.high}, that are no such rows")
+        places = self._grow(rows)
+        require(bool((self._places.of(rows) == places).all()), f"rows of {spec.key} that are there twice")
 
     @property
     def rows(self) -> Tensor:
@@ -211,6 +239,9 @@ class Rows:
             found[is_new] = added = self._grow(new)
             for own, part in zip(self._storage, (first, *first_parts(self.spec.rule, first)), strict=True):
                 own[added[0] : added[-1] + 1] = part
+        if _is_any_held(self._lent):
+            self._storage = tuple(part.clone() for part in self._storage)
+        self._lent.clear()
         places, is_first = torch.from_numpy(found), torch.from_numpy(is_new)
         gathered = [own.index_select(0, places) for own in self._storage]
         self.earlier = Earlier(gathered[0].clone(), rows) if self.keeps_earlier else None
@@ -242,6 +273,11 @@ class Rows:
             found[torch.from_numpy(is_changed)] = self.earlier.values[torch.from_numpy(places[is_changed])]
         return found
 
+    def snapshot(self) -> Snapshot:
+        """Return its rows as they are now, in the order in which they came; see :meth:`Range.snapshot`."""
+        numbers, *parts = (_lent_out(one[: self._known], self._lent) for one in (self._numbers, *self._storage))
+        return Snapshot(tuple(parts), numbers, self.earlier)
+
     def _grow(self, rows: Tensor) -> Numbers:
         """Return places for rows that have none yet."""
         first, self._known = self._known, self._known + rows.numel()
@@ -262,47 +298,16 @@ def begin_of(spec: Spec, rows: Tensor) -> Tensor:
     return begin(spec.start, spec.key, rows, spec.width, DTYPES[spec.dtype])
 
 
-class _Direct:
-    """Places of rows by their number."""
-
-    def __init__(self, num_rows: int, num_shards: int) -> None:
-        self.num_shards = num_shards
-        self.places = np.full(num_rows, -1, dtype=np.int32)
-
-    def of(self, rows: Tensor) -> Numbers:
-        """Return the places of rows; -1 for those that have none."""
-        found: Numbers = self.places[self._numbers(rows)].astype(np.int64)
-        return found
-
-    def _numbers(self, rows: Tensor) -> Numbers:
-        numbers: Numbers = rows.numpy()
-        return numbers if self.num_shards == 1 else numbers // self.num_shards
-
-    def add(self, rows: Tensor, places: Numbers) -> None:
-        """The rows have these places from now on."""
-        self.places[self._numbers(rows)] = places
-
-
-class _Dictionary:
-    """Places of rows, whatever their numbers."""
-
-    def __init__(self) -> None:
-        self.places: dict[int, int] = {}
-
-    def of(self, rows: Tensor) -> Numbers:
-        """Return the places of rows; -1 for those that have none."""
-        return np.array([self.places.get(row, -1) for row in rows.tolist()], dtype=np.int64)
-
-    def add(self, rows: Tensor, places: Numbers) -> None:
-        """The rows have these places from now on."""
-        self.places.update(zip(rows.tolist(), places.tolist(), strict=True))
-
-
 def _lent_out(values: Tensor, lent: list[weakref.ref[Any]]) -> Tensor:
     """Return the same numbers; as long as somebody has them, so it is said among those that are lent."""
     raw = values.view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
     lent.append(weakref.ref(raw))
     return torch.from_numpy(raw).view(values.dtype)
+
+
+def _is_any_held(lent: list[weakref.ref[Any]]) -> bool:
+    """Tell whether somebody still has what was lent."""
+    return any(one() is not None for one in lent)
 
 
 def _whole_rows(part: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:

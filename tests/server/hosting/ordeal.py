@@ -10,70 +10,73 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from counterpoint.errors import CounterpointError
 from counterpoint.launchers.local import LEASH
 from counterpoint.launchers.serving import start
 from counterpoint.server.actions import COORDINATOR
-from counterpoint.server.job import Asp, Bsp, Budget, Job, Patience, Ssp, Work
-from tests.server.hosting.program import KEY, total_of, work
+from counterpoint.server.book import Book
+from counterpoint.server.coordinator import LOG
+from counterpoint.server.hosting.folder import lines_of, log_path
+from counterpoint.server.job import Job
+from tests.server.hosting.errands import Counting, Errand, Training
 
-PATIENCE = Patience(beat_s=0.2, silence_s=2.0, lease_s=20.0, retry_s=0.4)
-PROGRAM = Path(__file__).with_name("program.py")
-END_S = 110.0
-
-
-def draw_job(random):
-    """A small job: a way of counting, one or two servers, some data."""
-    step = 4
-    consistency = random.choice((Asp(), Ssp(2), Bsp(step)))
-    is_bsp = isinstance(consistency, Bsp)
-    work_ = Work(400, 2, 1 if is_bsp else 2, step if is_bsp else 0)
-    return Job("ordeal", consistency, random.choice((1, 2)), work_, Budget(1000, 10_000), PATIENCE)
+WORK_S = 110.0
+"""In which all data has to be counted."""
+LIVE_S = 60.0
+"""In which the first worker has to be there."""
+COORDINATOR_REST_S = 6.0
+EXPELLED = "the job goes on without this life", "does not belong to the job; say hello as a new one"
 
 
 @dataclass
 class Ordeal:
-    """What befell a job, and what it counted in the end."""
+    """What befell a job, and what it was worth in the end.
+
+    Attributes:
+        seed: of what befell it.
+        job: which.
+        kills: how many of whom.
+        num_joined: workers that were started.
+        num_cuts: that were asked for.
+        num_expelled: workers that the job went on without, for nobody had heard of them for too long.
+        seconds: from the start to the result.
+        values: what the errand reads in the end.
+        errors: what went wrong, none if all data was counted.
+    """
 
     seed: int
     job: Job
     kills: dict[str, int] = field(default_factory=dict)
     num_joined: int = 0
+    num_cuts: int = 0
+    num_expelled: int = 0
     seconds: float = 0.0
     values: list[float] = field(default_factory=list)
-    versions: tuple[int, ...] = ()
     errors: list[str] = field(default_factory=list)
 
-    @property
-    def is_exact(self):
-        """Whether every portion has been counted once."""
-        return not self.errors and self.values == [-1.0] * total_of(self.job)
 
-
-def run(seed, folder, *, num_strikes=8):
+def run(seed, folder, errand: Errand, *, num_strikes=8):
     """A job has been done to its end in spite of everything; what came out of it."""
     random = Random(seed)
-    found = Ordeal(seed, draw_job(random))
+    found = Ordeal(seed, errand.draw_job(random))
     began = time.monotonic()
     spares = 1 if found.job.num_servers > 1 else 0
     with ExitStack() as stack:
         servers = stack.enter_context(start(found.job, folder=folder, spares=spares, is_journaled=True))
         observer = stack.enter_context(servers.join("observer"))
-        fate = Fate(found, servers, observer, random)
+        fate = Fate(found, servers, observer, random, errand.program, folder)
         stack.callback(fate.close)
         for _ in range(2):
             fate.add_worker()
+        fate.wait_for(lambda: fate.is_over or len(observer.view.workers) > 1, LIVE_S, "a worker to join")
         pause = threading.Event()
         for _ in range(num_strikes):
             if not fate.is_over:
                 pause.wait(2 * random.random())
                 fate.strike()
-        while not fate.is_over and time.monotonic() - began < END_S:
-            pause.wait(0.1)
-            if not fate.workers:
-                fate.add_worker()
-        work(observer)
-        pulled = observer.pull(KEY).wait()
-        found.values, found.versions = pulled.values.tolist(), pulled.versions
+        fate.wait_for(fate.goes_on_to_the_end, WORK_S, "the end")
+        if not found.errors:
+            found.values = errand.read(observer)
     found.seconds = time.monotonic() - began
     return found
 
@@ -81,21 +84,22 @@ def run(seed, folder, *, num_strikes=8):
 class Fate:
     """Kills processes and starts workers."""
 
-    def __init__(self, ordeal, servers, observer, random):
+    def __init__(self, ordeal, servers, observer, random, program, folder):
         self.ordeal, self.servers, self.observer, self.random = ordeal, servers, observer, random
+        self.program, self.folder = program, folder
         self.workers = {}
         self.lasting = set()
         self.is_done = False
         self.killed = {}
 
     def add_worker(self):
-        """One more worker begins; it may leave of its own will after some tasks."""
+        """One more worker begins; it may leave of its own will after a while."""
         self.ordeal.num_joined += 1
         name = f"worker-{self.ordeal.num_joined}"
-        num_tasks = self.random.choice((0, 0, 20))
-        self.lasting |= {name} if not num_tasks else set()
+        most = self.random.choice((0, 0, 20))
+        self.lasting |= {name} if not most else set()
         leash = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), ""]
-        program = [sys.executable, str(PROGRAM), str(self.servers.contact_path), name, str(num_tasks)]
+        program = [sys.executable, str(self.program), str(self.servers.contact_path), name, str(most)]
         self.workers[name] = subprocess.Popen([*leash, *program], stderr=subprocess.PIPE, start_new_session=True)
 
     @property
@@ -105,16 +109,54 @@ class Fate:
             if popen.poll() is None:
                 continue
             if popen.returncode > 0:
-                self.ordeal.errors.append(popen.stderr.read().decode()[-2000:])
+                self.hear(popen.stderr.read().decode())
             self.is_done = self.is_done or (popen.returncode == 0 and name in self.lasting)
             del self.workers[name]
             popen.stderr.close()
+        try:
+            self.servers.check()
+        except CounterpointError as error:
+            self.ordeal.errors.append(str(error))
         return bool(self.ordeal.errors) or self.is_done
 
+    def hear(self, last_words):
+        """A worker has ended by itself: it was wrong, or too slow for a busy machine, and then others do its work."""
+        if any(words in last_words for words in EXPELLED):
+            self.ordeal.num_expelled += 1
+        else:
+            self.ordeal.errors.append(last_words[-2000:])
+
+    def goes_on_to_the_end(self):
+        """Whether it is over; somebody works until it is."""
+        if not self.is_over and not self.workers:
+            self.add_worker()
+        return self.is_over
+
+    def wait_for(self, holds, deadline_s, what):
+        """The condition holds, or it has gone wrong; then it says so."""
+        pause, end = threading.Event(), time.monotonic() + deadline_s
+        while not holds() and not self.ordeal.errors:
+            if time.monotonic() > end:
+                self.ordeal.errors.append(f"waited {deadline_s:g} s for {what}; {self.state()}")
+            pause.wait(0.1)
+
+    def state(self):
+        """Who belongs to the job, who keeps what, and which data is left, as the coordinator's log says."""
+        lines, _ = lines_of(log_path(self.folder, LOG))
+        book = Book(self.ordeal.job, lines)
+        queue = book.queue
+        return (
+            f"members {sorted(book.lives)}, keepers {book.keepers}, being done {list(queue.doing.values())}, to do "
+            f"{len(queue.todo)} of epoch {queue.epoch}, cut {book.cut}, {queue.stopped or book.lost or 'not lost'}"
+        )
+
     def strike(self):
-        """Somebody is killed, or a worker joins."""
-        what = self.random.choice(("worker", "server", "server", COORDINATOR, "join", "join"))
-        if what == "join" or not self.workers:
+        """Somebody is killed, a worker joins, or a cut is asked for."""
+        what = self.random.choice(("worker", "server", "server", COORDINATOR, "join", "join", "cut"))
+        if what == "cut":
+            self.ordeal.num_cuts += 1
+            self.observer.checkpoint()
+        elif what == "join" or not self.workers:
             if len(self.workers) < 3:
                 self.add_worker()
         elif what == "worker":
@@ -132,7 +174,7 @@ class Fate:
     def kill_machine(self, what):
         """The coordinator or a server is gone; a server only when others have everything that it has."""
         if what == COORDINATOR:
-            if COORDINATOR not in self.killed or time.monotonic() - self.killed[COORDINATOR] > 6.0:
+            if COORDINATOR not in self.killed or time.monotonic() - self.killed[COORDINATOR] > COORDINATOR_REST_S:
                 self.killed[COORDINATOR] = time.monotonic()
                 self.servers.kill(COORDINATOR)
                 self.count(COORDINATOR)
@@ -160,8 +202,9 @@ class Fate:
 if __name__ == "__main__":
     import tempfile
 
-    for number in map(int, sys.argv[1:]):
+    kind, *seeds = sys.argv[1:]
+    for number in map(int, seeds):
         with tempfile.TemporaryDirectory(prefix="counterpoint-") as scratch:
-            came = run(number, Path(scratch))
+            came = run(number, Path(scratch), {"counting": Counting, "training": Training}[kind]())
         sys.stdout.write(f"{number} {came.job.consistency} {came.job.num_servers} {came.kills} {came.num_joined} "
-                         f"{came.seconds:.1f} s {'exact' if came.is_exact else came}\n")  # fmt: skip
+                         f"{came.num_cuts} {came.seconds:.1f} s {came.errors or came.values}\n")  # fmt: skip

@@ -2,8 +2,11 @@
 
 coordinator.log          what the coordinator has decided
 shard-0.log              what a server that keeps its shard alone has counted
-shard-0.000002.log       the same, after cut 2, once that is saved; then the log before it is not needed
+shard-0.000002-57.log    the same, after cut 2 saved what 57 entries had made; then the log before it is not needed
 cuts/000002/shard-0      a shard as of a cut; the cut is whole when the coordinator's log says so
+
+A log that goes on after a cut is there, and empty, before the part of the cut is: it counts from the moment on at which
+the part has its number of entries. So a server may die at any time between the two, and save the same cut again.
 """
 
 from __future__ import annotations
@@ -12,27 +15,32 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from counterpoint.errors import CheckpointError, PeerError
+from counterpoint.server.holding import log_of
 from counterpoint.server.log import pieces, read_log, read_whole
 from counterpoint.server.states import ShardState
 
 STATES = {"shardstate": ShardState}
 
 
-def log_path(folder: Path, log: str, cut: int | None = None) -> Path:
+Base: TypeAlias = tuple[int, int]
+"""The cut after which a log goes on, and how many entries its shard had counted by then."""
+
+
+def log_path(folder: Path, log: str, base: Base | None = None) -> Path:
     """Return where a log is, or the one that goes on after a cut."""
-    return folder / (f"{log}.log" if cut is None else f"{log}.{cut:06d}.log")
+    return folder / (f"{log}.log" if base is None else f"{log}.{base[0]:06d}-{base[1]}.log")
 
 
-def cut_before(folder: Path, log: str) -> int | None:
-    """Return the cut after which the newest log with this name goes on; None where it begins with nothing."""
-    cuts = [int(path.name.split(".")[-2]) for path in folder.glob(f"{log}.*.log")]
-    return max(cuts, default=None)
+def bases_of(folder: Path, log: str) -> list[Base]:
+    """Return after which cuts the logs with this name go on, the newest first."""
+    found = (path.name.split(".")[-2].split("-") for path in folder.glob(f"{log}.*-*.log"))
+    return sorted(((int(cut), int(position)) for cut, position in found), reverse=True)
 
 
 def part_path(folder: Path, cut: int, shard: int) -> Path:
@@ -40,17 +48,38 @@ def part_path(folder: Path, cut: int, shard: int) -> Path:
     return folder / "cuts" / f"{cut:06d}" / f"shard-{shard}"
 
 
-def recovered_log(folder: Path, log: str) -> list[Any]:
+def recovered_log(folder: Path, log: str, base: Base | None = None) -> list[Any]:
     """Return the lines of a log that nobody writes to; what a crash has torn off its end is gone.
 
     Raises:
         CheckpointError: the log is damaged otherwise, or cannot be read.
     """
-    path = log_path(folder, log, cut_before(folder, log))
+    path = log_path(folder, log, base)
     lines, size = lines_of(path)
     if path.exists() and size < path.stat().st_size:
         os.truncate(path, size)
     return lines
+
+
+def recovered_shard(folder: Path, shard: int) -> tuple[ShardState | None, list[Any]]:
+    """Return what a server that keeps a shard alone has on its disk: the shard as saved last, and what came then.
+
+    Raises:
+        CheckpointError: the log or the saved shard is damaged, or there is a log of a shard that is not there.
+    """
+    log = log_of(shard)
+    for base in bases_of(folder, log):
+        part, path = part_path(folder, base[0], shard), log_path(folder, log, base)
+        state = read_state(part) if part.exists() else None
+        if state is not None and state.position == base[1]:
+            return state, recovered_log(folder, log, base)
+        if path.stat().st_size:
+            raise CheckpointError(
+                f"{path} goes on after {base[1]} entries, but {part} is not the shard that they made; give back the "
+                "file that was there, or go on from an earlier copy of the folder"
+            )
+        path.unlink()  # its server died before it had written the part
+    return None, recovered_log(folder, log)
 
 
 def lines_of(path: Path) -> tuple[list[Any], int]:

@@ -8,7 +8,7 @@ from typing import TypeAlias, assert_never
 
 from counterpoint.errors import CounterpointError, PeerError
 from counterpoint.server.actions import COORDINATOR, Action, Deliver, Note, Save, Send, Stop, Write
-from counterpoint.server.calls import View, Welcome
+from counterpoint.server.calls import Heartbeat, Hello, Saved, View, Welcome
 from counterpoint.server.coordinator import Coordinator
 from counterpoint.server.form import Message
 from counterpoint.server.hosting.journals import Journal
@@ -56,7 +56,7 @@ class Host:
         self._machine: Machine | None = None
         self._writer = None if folder is None else Writer(folder, self._durable, self._failed)
         self._journal = None if journal is None else Journal(Writer(journal, lambda _: None, self._failed))
-        self._num_ordered = self._num_durable = 0
+        self._num_ordered = self._num_logged = self._num_durable = 0
         self._held: deque[tuple[int, Send, Peer | None]] = deque()
         self._early: list[tuple[Message, Peer]] = []
         self._pace_s = min(job.patience.beat_s, job.patience.retry_s) / TICKS
@@ -83,14 +83,16 @@ class Host:
     def act(self, actions: list[Action], source: Peer | None = None) -> None:
         """What the machine wants to happen happens, or will when what it has written before is durable.
 
+        To save a shard takes the disk a while: nobody waits for that but who is to be told so.
+
         Args:
             actions: in their order.
             source: whose message made it want so.
         """
         for action in actions:
             match action:
-                case Send() if self._num_durable < self._num_ordered:
-                    self._held.append((self._num_ordered, action, source))
+                case Send() if self._num_durable < (num_orders := self._awaited(action.message)):
+                    self._held.append((num_orders, action, source))
                 case Send():
                     self._send(action, source)
                 case Write() | Save():
@@ -107,6 +109,17 @@ class Host:
     def _order(self, action: Write | Save) -> None:
         if self._writer is not None:
             self._num_ordered = self._writer.order(action)
+            self._num_logged = self._num_ordered if isinstance(action, Write) else self._num_logged
+
+    def _awaited(self, message: Message) -> int:
+        """Return up to which order all must be durable before a message leaves; signs of life promise nothing."""
+        match message:
+            case Heartbeat() | Hello():
+                return 0
+            case Saved():
+                return self._num_ordered
+            case _:
+                return self._num_logged
 
     def settle(self) -> None:
         """What the machine has written is durable; a PeerError where the disk takes too long."""

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from counterpoint.errors import CheckpointError
 from counterpoint.server.coordinator import LOG, Coordinator
-from counterpoint.server.holding import log_of
 from counterpoint.server.hosting.contact import Contact
-from counterpoint.server.hosting.folder import Parts, cut_before, part_path, read_state, recovered_log
+from counterpoint.server.hosting.folder import Parts, recovered_log, recovered_shard
 from counterpoint.server.hosting.host import Host
 from counterpoint.server.hosting.joining import TOKEN_BITS
 from counterpoint.server.hosting.journals import journals_in
@@ -105,9 +104,8 @@ def begun(job: Job, name: str, address: str, folder: Path | None, cut: int | Non
         return Node(job, name, token, address)
     if job.num_servers > 1 or not job.is_logged:
         return Node(job, name, token, address, saved=Parts(folder, cut) if cut is not None else {})
-    base = cut_before(folder, log_of(0))
-    saved = {} if base is None else {0: read_state(part_path(folder, base, 0))}
-    return Node(job, name, token, address, saved=saved, logs={0: recovered_log(folder, log_of(0))})
+    state, lines = recovered_shard(folder, 0)
+    return Node(job, name, token, address, saved={} if state is None else {0: state}, logs={0: lines})
 
 
 def _run(loop: Loop, host: Host, is_over: Callable[[], bool]) -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from counterpoint.errors import CheckpointError, CounterpointError
 from counterpoint.server.actions import Save, Write
 from counterpoint.server.holding import log_of
-from counterpoint.server.hosting.folder import cut_before, log_path, part_path, sync_folder, write_all, write_pieces
+from counterpoint.server.hosting.folder import (
+    bases_of,
+    log_path,
+    part_path,
+    sync_folder,
+    write_all,
+    write_pieces,
+)
 from counterpoint.server.log import pieces
 
 JOIN_S = 60.0
@@ -74,37 +81,43 @@ class Writer:
                 )
                 return
             num_done += len(orders)
+            orders.clear()  # a shard that is saved need not be kept as it was any longer
             self._on_durable(num_done)
 
     def _write(self, orders: list[Write | Save]) -> None:
-        touched: set[int] = set()
+        touched: set[str] = set()
         for order in orders:
             if isinstance(order, Write):
-                fd = self._opened(order.log)
-                write_all(fd, pieces(order.line))
-                touched.add(fd)
+                write_all(self._opened(order.log), pieces(order.line))
+                touched.add(order.log)
             else:
-                write_pieces(part_path(self._folder, order.cut, order.shard), pieces(order.state))
-                self._go_on_after(order)
-        for fd in touched:
-            os.fdatasync(fd)
+                self._save(order)
+        for log in touched & self._files.keys():  # what stood in others is saved
+            os.fdatasync(self._files[log])
 
-    def _go_on_after(self, save: Save) -> None:
-        """What is saved stands in no log any more, if it stood in one."""
-        log = log_of(save.shard)
-        before = log_path(self._folder, log, cut_before(self._folder, log))
-        if log not in self._files and not before.exists():
+    def _save(self, save: Save) -> None:
+        """The shard is saved; what it has counted stands in no log any more, if it stood in one."""
+        log, base = log_of(save.shard), (save.cut, save.state.position)
+        before = [path for path in self._logs(log) if path.exists()]
+        if before:
+            log_path(self._folder, log, base).touch()
+            sync_folder(self._folder)
+        write_pieces(part_path(self._folder, save.cut, save.shard), pieces(save.state))
+        if log_path(self._folder, log, base) in before:
             return
         if (fd := self._files.pop(log, None)) is not None:
             os.close(fd)
-        log_path(self._folder, log, save.cut).touch()
-        sync_folder(self._folder)
-        before.unlink(missing_ok=True)
+        for path in before:
+            path.unlink()
+
+    def _logs(self, log: str) -> list[Path]:
+        """Return where logs with this name may be, the one that is written to first."""
+        return [log_path(self._folder, log, base) for base in (*bases_of(self._folder, log), None)]
 
     def _opened(self, log: str) -> int:
         fd = self._files.get(log)
         if fd is None:
-            path = log_path(self._folder, log, cut_before(self._folder, log))
+            path = self._logs(log)[0]
             fd = self._files[log] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             sync_folder(self._folder)
         return fd
