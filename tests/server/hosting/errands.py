@@ -1,6 +1,5 @@
 """What the workers of an ordeal are about: counting portions one by one, or training a real job."""
 
-from pathlib import Path
 from typing import Protocol
 
 from counterpoint.server.job import Asp, Bsp, Budget, Job, Patience, Ssp, Work
@@ -12,13 +11,10 @@ MODES = (Asp(), Ssp(2), Bsp(STEP))
 
 
 class Errand(Protocol):
-    """What is to be done.
+    """What is to be done."""
 
-    Attributes:
-        program: of a worker; see there.
-    """
-
-    program: Path
+    def main(self, contact: str, name: str, most: str) -> None:
+        """What a worker does, given the file of the contact, its name, and when it leaves; 0 for never."""
 
     def draw_job(self, random) -> Job:
         """A small job: a way of counting, one or two servers, some data."""
@@ -30,7 +26,9 @@ class Errand(Protocol):
 class Counting:
     """Every portion is a 1 in its own place."""
 
-    program = Path(program.__file__)
+    def main(self, contact, name, most):
+        """Count."""
+        program.main(contact, name, most)
 
     def draw_job(self, random):
         """A small job: a way of counting, one or two servers, some data."""
@@ -52,10 +50,12 @@ class Training:
         mode: how pushes are counted; drawn, if not given.
     """
 
-    program = Path(lines.__file__)
-
     def __init__(self, mode=None):
         self.mode = mode
+
+    def main(self, contact, name, most):
+        """Train."""
+        lines.main(contact, name, most)
 
     def draw_job(self, random):
         """The job with one or two servers."""

@@ -1,9 +1,5 @@
-"""A worker as a process: it trains the job ``lines``, whose table lies on servers, until all lines are counted.
+"""A worker as a process: it trains the job ``lines``, whose table lies on servers, until all lines are counted."""
 
-``lines.py CONTACT NAME NUM_LOOKS``: it leaves when it has looked so often whether it has to; 0 for never.
-"""
-
-import sys
 from itertools import count
 from pathlib import Path
 
@@ -11,7 +7,7 @@ from counterpoint.jobs.table import find
 from counterpoint.server.choices import Uniform
 from counterpoint.server.hosting.contact import read_contact
 from counterpoint.server.hosting.joining import join
-from counterpoint.server.job import Asp, Bsp, Budget, Ssp
+from counterpoint.server.job import Asp, Bsp, Budget, Consistency, Ssp
 from counterpoint.server.working.served import Served
 from counterpoint.training.elastic import Elastic, evaluate
 from counterpoint.training.evaluation import measuring
@@ -32,7 +28,7 @@ def elastic(consistency, num_servers, patience):
     )  # fmt: skip
 
 
-def written(consistency):
+def written(consistency: Consistency) -> str:
     """A consistency as it is written for `Elastic`."""
     match consistency:
         case Asp():
@@ -63,7 +59,3 @@ def main(contact, name, num_looks):
     """The worker has joined, worked and left."""
     with join(read_contact(Path(contact)), name) as session:
         work(session, int(num_looks))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,9 @@
 """A job of real processes on a bad day: servers, workers, coordinator are killed at random; others join and leave."""
 
+import ctypes
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import threading
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from counterpoint.errors import CounterpointError
-from counterpoint.launchers.local import LEASH
+from counterpoint.launchers.leash import PR_SET_PDEATHSIG
 from counterpoint.launchers.serving import start
 from counterpoint.server.actions import COORDINATOR
 from counterpoint.server.book import Book
@@ -25,6 +27,8 @@ WORK_S = 110.0
 LIVE_S = 60.0
 """In which the first worker has to be there."""
 COORDINATOR_REST_S = 6.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.server.hosting.errands"])  # torch is imported once, not by each worker
 EXPELLED = "the job goes on without this life", "does not belong to the job; say hello as a new one"
 
 
@@ -64,7 +68,7 @@ def run(seed, folder, errand: Errand, *, num_strikes=8):
     with ExitStack() as stack:
         servers = stack.enter_context(start(found.job, folder=folder, spares=spares, is_journaled=True))
         observer = stack.enter_context(servers.join("observer"))
-        fate = Fate(found, servers, observer, random, errand.program, folder)
+        fate = Fate(found, servers, observer, random, errand.main, folder)
         stack.callback(fate.close)
         for _ in range(2):
             fate.add_worker()
@@ -84,9 +88,9 @@ def run(seed, folder, errand: Errand, *, num_strikes=8):
 class Fate:
     """Kills processes and starts workers."""
 
-    def __init__(self, ordeal, servers, observer, random, program, folder):
+    def __init__(self, ordeal, servers, observer, random, main, folder):
         self.ordeal, self.servers, self.observer, self.random = ordeal, servers, observer, random
-        self.program, self.folder = program, folder
+        self.main, self.folder = main, folder
         self.workers = {}
         self.lasting = set()
         self.is_done = False
@@ -98,21 +102,24 @@ class Fate:
         name = f"worker-{self.ordeal.num_joined}"
         most = self.random.choice((0, 0, 20))
         self.lasting |= {name} if not most else set()
-        leash = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), ""]
-        program = [sys.executable, str(self.program), str(self.servers.contact_path), name, str(most)]
-        self.workers[name] = subprocess.Popen([*leash, *program], stderr=subprocess.PIPE, start_new_session=True)
+        arguments = self.main, self.last_words(name), (str(self.servers.contact_path), name, str(most))
+        self.workers[name] = CONTEXT.Process(target=live, args=arguments, name=name, daemon=True)
+        self.workers[name].start()
+
+    def last_words(self, name):
+        """Where a worker's standard error goes."""
+        return self.folder / f"{name}.txt"
 
     @property
     def is_over(self):
         """Whether a worker has found that all is done, or something has gone wrong."""
-        for name, popen in list(self.workers.items()):
-            if popen.poll() is None:
+        for name, worker in list(self.workers.items()):
+            if worker.exitcode is None:
                 continue
-            if popen.returncode > 0:
-                self.hear(popen.stderr.read().decode())
-            self.is_done = self.is_done or (popen.returncode == 0 and name in self.lasting)
+            if worker.exitcode:
+                self.hear(self.last_words(name).read_text())
+            self.is_done = self.is_done or (worker.exitcode == 0 and name in self.lasting)
             del self.workers[name]
-            popen.stderr.close()
         try:
             self.servers.check()
         except CounterpointError as error:
@@ -166,9 +173,7 @@ class Fate:
 
     def kill_worker(self, name):
         """The worker is gone without a word."""
-        popen = self.workers.pop(name)
-        popen.kill()
-        popen.communicate()
+        end(self.workers.pop(name))
         self.count("worker")
 
     def kill_machine(self, what):
@@ -194,9 +199,22 @@ class Fate:
 
     def close(self):
         """No worker is left."""
-        for popen in self.workers.values():
-            popen.kill()
-            popen.communicate()
+        for worker in self.workers.values():
+            end(worker)
+
+
+def live(main, errors, arguments):
+    """This process is a worker, as long as the one that it was forked from lives."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    main(*arguments)
+
+
+def end(worker):
+    """The worker is gone without a word."""
+    worker.kill()
+    worker.join()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,5 @@
-"""A worker as a process: it counts every portion of a job's data on a key of its own, until all are counted.
+"""A worker as a process: it counts every portion of a job's data on a key of its own, until all are counted."""
 
-``program.py CONTACT NAME NUM_TASKS``: it leaves after so many tasks; 0 for never.
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -60,7 +56,3 @@ def main(contact, name, num_tasks):
     """The worker has joined, worked and left."""
     with join(read_contact(Path(contact)), name) as session:
         work(session, int(num_tasks))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -62,7 +62,7 @@ def has_failed(servers):
 
 def counted(ordeal, folder):
     """The portions that each key has counted as new, by shard, from the first entry of the journals to the last."""
-    found = {}
+    found: dict[tuple[int, str], list[int]] = {}
     for index, entries in read_journals(folder, ordeal.job.num_shards).items():
         shard = replay(ordeal.job, index, [])
         for entry in entries:
