@@ -71,7 +71,6 @@ class WorkerPool:
 
     def _start(self, name: str) -> tuple[BaseProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["__main__", self._work.__module__])  # imported once, not by each process
         ours, theirs = context.Pipe()
         process = context.Process(target=obey, args=(self._work, name, theirs), name=name, daemon=True)
         try:
