@@ -113,7 +113,8 @@ def row_bytes():
     """Return what crosses a worker's link in steps that touch few rows of a table and many."""
     with far(1, 1) as job:
         job.work(0, "bytes", job.folder)
-        return conduct(job.folder, ["worker-0"], job.check)["worker-0"]
+        found, _ = conduct(job.folder, ["worker-0"], job.check)
+    return found["worker-0"]
 
 
 def carried(model, rate, num_servers):
@@ -128,7 +129,7 @@ def carried(model, rate, num_servers):
             if not noted and (job.folder / "go").exists():
                 noted.append(job.note())
 
-        found = conduct(job.folder, names, check)
+        found, _ = conduct(job.folder, names, check)
         noted.append(job.note())
     first, last = noted
     steps_per_s = sum(one["steps"] / one["elapsed"] for one in found.values())

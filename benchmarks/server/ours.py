@@ -11,6 +11,7 @@ from counterpoint.server.choices import Normal
 from counterpoint.server.hosting import join, read_contact
 from counterpoint.server.wire.key import read_key
 from counterpoint.server.working.served import Served
+from counterpoint.training.keeping import Keeping
 
 
 def served(name, session):
@@ -41,6 +42,7 @@ def main(name, worker, contact, key, folder):
     secret = read_key(Path(key)) if key != "-" else None
     with join(read_contact(Path(contact)), f"worker-{worker}", secret) as session:
         copy = served(name, session)
+        Keeping(wanted=True).begin()  # as cp.Elastic does
         step = stepping(name, int(worker), copy)
         done = measured(folder, f"worker-{worker}", step, warm_up=given.WARM_UP[name], steps=given.STEPS[name])
         go_on(folder, step, done)

@@ -1,4 +1,4 @@
-"""torch.distributed.rpc as its tutorials write parameter servers: one process, ``rpc.py ROLE WORKLOAD WORKERS FOLDER``.
+"""torch.distributed.rpc as its tutorials write parameter servers: ``rpc.py ROLE WORKLOAD WORKERS FOLDER [keeping]``.
 
 MLP: "Implementing Batch RPC Processing Using Asynchronous Executions", its server with a batch of one update, so that
 no worker waits for another. D: "Combining Distributed DataParallel with Distributed RPC Framework", the table on the
@@ -17,6 +17,8 @@ from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 from turn import go_on, measured
+
+from counterpoint.training.keeping import Keeping
 
 SERVER, MASTER = "ps", "master"
 
@@ -113,9 +115,11 @@ def turn(name, folder, worker, step):
     go_on(folder, step, done)
 
 
-def main(role, name, num_workers, folder):
+def main(role, name, num_workers, folder, *words):
     torch.set_num_threads(1)
     num_workers = int(num_workers)
+    if words:
+        Keeping(wanted=True).begin()
     names = [f"trainer{worker}" for worker in range(num_workers)] + [MASTER, SERVER]
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=300)
     rpc.init_rpc(role, rank=names.index(role), world_size=len(names), rpc_backend_options=options)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import given
 from hosts import CELLS, SERVERS, row_bytes, scaling
-from sides import SIDES, present, samples_per_s
+from sides import SIDES, present, turn_of
 
 from benchmarks.lab import Lab
 
@@ -26,26 +26,33 @@ SCALES = {2: 1.7, 4: 2.8}
 
 
 def on_one_host(rounds, tell):
-    """Return samples a second by workload and side."""
+    """Return what turns came to, by workload and side."""
     sides, found = [side for side in SIDES if present(side)], {}
     for number in range(rounds):
         for name in given.LETTERS:
             for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
                 tell(f"round {number + 1}, {name}, {side}")
-                found.setdefault((name, side), []).append(samples_per_s(side, name))
+                found.setdefault((name, side), []).append(turn_of(side, name))
     return found
 
 
-def ratio(found, name, side):
-    return statistics.median(a / b for a, b in zip(found[name, "ours"], found[name, side], strict=True))
+def ratio(found, name, side, figure="samples_per_s"):
+    pairs = zip(found[name, "ours"], found[name, side], strict=True)
+    return statistics.median(ours[figure] / other[figure] for ours, other in pairs)
 
 
 def speed_rows(found, missed):
-    for (name, side), speeds in found.items():
+    for (name, side), turns in found.items():
         times = ratio(found, name, side)
         bar = FASTER if side in PEERS else None
+        speeds = [one["samples_per_s"] for one in turns]
         spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
         yield f"{name}, {side}", f"{statistics.median(speeds):,.0f} samples/s", spread, f"ours {times:.2f} x"
+        spent = statistics.median(one["processor_ms"] for one in turns)
+        own = [one["worker_ms"] for one in turns if one["worker_ms"] is not None]
+        told = f"{statistics.median(own):.2f} in the worker" if own else ""
+        less = 1 / ratio(found, name, side, "processor_ms")
+        yield f"{name}, {side}, processor", f"{spent:.2f} ms a step", told, f"ours {less:.2f} x less"
         if bar is not None and not times >= bar:
             missed.append(f"{name}: {times:.2f} times {side}, at least {bar} promised")
 
@@ -89,7 +96,7 @@ def measure(options: Options) -> Result:
     scaled = scaling(rounds, options.tell)
     rows += scaling_rows(scaled, missed)
     figures = {
-        "samples_per_s": {f"{name}, {side}": found for (name, side), found in speeds.items()},
+        "turns": {f"{name}, {side}": found for (name, side), found in speeds.items()},
         "table": moved,
         "more_servers": {f"{model}, {rate}, {servers}": turns for (model, rate, servers), turns in scaled.items()},
     }

@@ -4,6 +4,7 @@ A folder, because the hosts of the lab share files and nothing else.
 """
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -24,10 +25,11 @@ def measured(folder, name, step, *, warm_up, steps, first=0):
     losses = [step(number) for number in range(first, first + warm_up)]
     (folder / f"ready.{name}").touch()
     await_file(folder / "go")
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     losses += [step(number) for number in range(first + warm_up, first + warm_up + steps)]
-    elapsed = time.perf_counter() - began
-    leave(folder, name, {"steps": steps, "elapsed": elapsed, "losses": [float(loss) for loss in losses]})
+    elapsed, spent = time.perf_counter() - began, time.process_time() - spent
+    told = {"steps": steps, "elapsed": elapsed, "processor_s": spent}
+    leave(folder, name, told | {"losses": [float(loss) for loss in losses]})
     return first + warm_up + steps
 
 
@@ -45,7 +47,7 @@ def leave(folder, name, found):
 
 
 def conduct(folder, names, check):
-    """Return what the processes have found, by name.
+    """Return what the processes have found, by name, and how many processors all of them took meanwhile.
 
     Args:
         folder: of the turn.
@@ -53,6 +55,7 @@ def conduct(folder, names, check):
         check: raises where a process has ended.
     """
     folder = Path(folder)
+    clocks = []
     for stage in ("ready", "found"):
         until = time.monotonic() + DEADLINE_S
         while missing := [name for name in names if not (folder / f"{stage}.{name}").exists()]:
@@ -60,5 +63,24 @@ def conduct(folder, names, check):
             if time.monotonic() > until:
                 raise TimeoutError(f"{missing} were not {stage} after {DEADLINE_S:g} s")
             time.sleep(LOOK_S)
+        clocks.append((time.perf_counter(), processor_s()))
         (folder / {"ready": "go", "found": "over"}[stage]).touch()
-    return {name: json.loads((folder / f"found.{name}").read_text()) for name in names}
+    found = {name: json.loads((folder / f"found.{name}").read_text()) for name in names}
+    window_s, spent_s = (after - before for before, after in zip(*clocks, strict=True))
+    return found, spent_s / window_s
+
+
+def processor_s():
+    """Return what all processes that have come from this one, and still run, have spent of the processor."""
+    parents, spent = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(path.parent.name)] = int(words[1])
+        spent[int(path.parent.name)] = int(words[11]) + int(words[12])
+    mine = {os.getpid()}
+    while more := {one for one, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return sum(spent.get(one, 0) for one in mine - {os.getpid()}) / os.sysconf("SC_CLK_TCK")

@@ -4,11 +4,13 @@ import torch
 
 from counterpoint.server import calls, choices, messages, states
 from counterpoint.server.form import Message
+from counterpoint.server.sums import Sums
 
 ORIGIN = messages.Origin("worker-1", 3, 7, 5, 4)
 RANGE = messages.Spec("weight", "float32", 4, 8, 0, choices.Sgd(0.1, momentum=0.9))
 TABLE = messages.Spec("table", "float32", 0, 1000, 2, choices.Adagrad(), choices.Uniform(-0.1, 0.1, seed=3))
 ROWS = torch.tensor([2, 40])
+SUMS = Sums(torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32))
 PUSH = messages.Push(ORIGIN, 0, "table", 12, 3, torch.ones(2, 2), ROWS)
 MEMBERS = (messages.Member("worker-1", 3, "127.0.0.1:4000"),)
 TASK = calls.Task(0, 8, 12, 1)
@@ -34,7 +36,9 @@ MESSAGES: list[Message] = [
     PUSH,
     messages.Push(ORIGIN, 0, "weight", -1, 3, torch.ones(4)),
     messages.Push(ORIGIN, 0, "weight", 5, 3, torch.zeros(1, dtype=torch.uint8), None, "twobit:0.5"),
+    messages.Push(ORIGIN, 0, "table", 12, 3, torch.ones(2, 2), ROWS, sums=SUMS),
     messages.Pull(ORIGIN, 0, "table", 8, 0, ROWS),
+    messages.Pull(ORIGIN, 0, "table", 8, 0, ROWS, sums=SUMS),
     messages.Pull(ORIGIN, 0, "weight", 9, 2, is_exact=True),
     messages.Enter(ORIGIN, 0),
     messages.Rest(ORIGIN, 0),

@@ -10,12 +10,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from counterpoint.errors import PlanError, ProgramError
+from counterpoint.errors import DataError, PlanError, ProgramError, ProtocolError
 from counterpoint.fabric.coding import ALONE, decoded, encoded
 from counterpoint.program.codes import find_code
 from counterpoint.server.choices import Rule, Start
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import Place, shard_of_row
+from counterpoint.server.sums import Sums, require_sums
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -27,6 +28,16 @@ class Part:
     shard: int
     values: Tensor
     rows: Tensor | None = None
+    sums: Sums | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of one shard: a range, rows, or sums of rows."""
+
+    shard: int
+    rows: Tensor | None = None
+    sums: Sums | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +66,9 @@ class Dense:
         for place in self.places:
             yield Spec(self.name, NAMES[self.dtype], place.low, place.high, 0, rule)
 
-    def parts(self, values: Tensor, rows: Tensor | None, code: str = "") -> list[Part]:
+    def parts(self, values: Tensor, rows: Tensor | None, code: str = "", sums: Sums | None = None) -> list[Part]:
         """Return what to tell each shard; views, where the values are contiguous; bytes of a code."""
-        if rows is not None:
+        if rows is not None or sums is not None:
             raise PlanError(f"{self.name} has no rows; push it as a whole, or make it with init_rows")
         require_look(self.name, values, self.shape, self.dtype)
         if code:
@@ -68,15 +79,17 @@ class Dense:
         parts = [Part(place.shard, flat[place.low : place.high]) for place in self.places]
         return [Part(part.shard, written(code, part.values)) for part in parts] if code else parts
 
-    def wanted(self, rows: Tensor | None) -> list[tuple[int, Tensor | None]]:
-        """Return which rows to ask of each shard."""
-        if rows is not None:
+    def wanted(self, rows: Tensor | None, sums: Sums | None = None) -> list[Wanted]:
+        """Return what to ask of each shard."""
+        if rows is not None or sums is not None:
             raise PlanError(f"{self.name} has no rows; pull it as a whole, or make it with init_rows")
-        return [(place.shard, None) for place in self.places]
+        return [Wanted(place.shard) for place in self.places]
 
-    def joined(self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None) -> Tensor:
+    def joined(
+        self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None, sums: Sums | None = None
+    ) -> Tensor:
         """Return the tensor, in ``out`` if given; what was found, if that is all of it."""
-        del rows
+        del rows, sums
         if out is None and len(found) == 1:
             return found[0].view(self.shape)
         values = torch.empty(self.shape, dtype=self.dtype) if out is None else out
@@ -85,9 +98,9 @@ class Dense:
             flat[place.low : place.high].copy_(part)
         return values
 
-    def require_out(self, out: Tensor, rows: Tensor | None) -> None:
+    def require_out(self, out: Tensor, rows: Tensor | None, sums: Sums | None = None) -> None:
         """The answer fits there; a PlanError where it does not."""
-        del rows
+        del rows, sums
         require_look(self.name, out, self.shape, self.dtype)
         if not out.is_contiguous():
             raise PlanError(f"{self.name} cannot be pulled into a tensor that is not contiguous; give another one")
@@ -121,38 +134,57 @@ class Table:
         for _ in self.shards:
             yield Spec(self.name, NAMES[self.dtype], 0, self.num_rows, self.width, rule, start)
 
-    def parts(self, values: Tensor, rows: Tensor | None, code: str = "") -> list[Part]:
+    def parts(self, values: Tensor, rows: Tensor | None, code: str = "", sums: Sums | None = None) -> list[Part]:
         """Return what to tell each shard."""
         if code:
             raise PlanError(f"rows of {self.name} in {code}; tables are pushed as they are, so leave the code out")
         rows = self._required(rows)
-        require_look(self.name, values, (len(rows), self.width), self.dtype)
+        self._require_sums(sums, rows, values)
+        require_look(self.name, values, (len(rows if sums is None else values), self.width), self.dtype)
         values = values.detach()
         if self.num_shards == 1:
-            return [Part(0, values, rows)]
+            return [Part(0, values, rows, sums)]
+        if sums is not None:
+            return [Part(shard, values, rows[mask], only(sums, mask)) for shard, mask in self._masks(rows)]
         return [Part(shard, values[mask], rows[mask]) for shard, mask in self._masks(rows)]
 
-    def wanted(self, rows: Tensor | None) -> list[tuple[int, Tensor | None]]:
-        """Return which rows to ask of each shard."""
+    def wanted(self, rows: Tensor | None, sums: Sums | None = None) -> list[Wanted]:
+        """Return what to ask of each shard; the sums of its own rows."""
         rows = self._required(rows)
+        self._require_sums(sums, rows)
         if self.num_shards == 1:
-            return [(0, rows)]
-        return [(shard, rows[mask]) for shard, mask in self._masks(rows)]
+            return [Wanted(0, rows, sums)]
+        return [
+            Wanted(shard, rows[mask], None if sums is None else among(sums, mask, len(rows)))
+            for shard, mask in self._masks(rows)
+        ]
 
-    def joined(self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None) -> Tensor:
-        """Return the rows in their order, in ``out`` if given; what was found, if that is all of it."""
-        rows = self._required(rows)
+    def _require_sums(self, sums: Sums | None, rows: Tensor, values: Tensor | None = None) -> None:
+        try:
+            if sums is not None:
+                require_sums(sums, self.name, rows, values)
+        except ProtocolError as error:
+            raise PlanError(str(error)) from error
+
+    def joined(
+        self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None, sums: Sums | None = None
+    ) -> Tensor:
+        """Return the rows in their order, or the sums, in ``out`` if given; what was found, if that is all of it."""
         if self.num_shards == 1:
-            return found[0] if out is None else out.detach().copy_(found[0])
+            return put_into(found[0], out)
+        if sums is not None:
+            return put_into(torch.stack(list(found)).sum(0), out)
+        rows = self._required(rows)
         values = torch.empty((len(rows), self.width), dtype=self.dtype) if out is None else out
         plain = values.detach()
         for (_, mask), part in zip(self._masks(rows), found, strict=True):
             plain[mask] = part
         return values
 
-    def require_out(self, out: Tensor, rows: Tensor | None) -> None:
+    def require_out(self, out: Tensor, rows: Tensor | None, sums: Sums | None = None) -> None:
         """The answer fits there; a PlanError where it does not."""
-        require_look(self.name, out, (len(self._required(rows)), self.width), self.dtype)
+        count = len(self._required(rows)) if sums is None else len(sums.starts)
+        require_look(self.name, out, (count, self.width), self.dtype)
 
     def _masks(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         owner = shard_of_row(rows, self.num_shards)
@@ -174,6 +206,46 @@ class Table:
 
 
 Key: TypeAlias = Dense | Table
+
+
+def put_into(values: Tensor, out: Tensor | None) -> Tensor:
+    """Return the values, in ``out`` if given."""
+    if out is None:
+        return values
+    out.detach().copy_(values)
+    return out
+
+
+def only(sums: Sums, places: Tensor) -> Sums:
+    """Return those of the sums that have these places."""
+    ends = torch.cat([sums.starts[1:], sums.starts.new_tensor([len(sums.members)])])
+    lengths = (ends - sums.starts)[places]
+    starts = lengths.cumsum(0, dtype=torch.int32) - lengths
+    steps = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+    return Sums(sums.members[sums.starts[places].repeat_interleave(lengths) + steps], starts)
+
+
+def among(sums: Sums, places: Tensor, num_rows: int) -> Sums:
+    """Return the sums of those rows alone that have these places, by their new places."""
+    renamed = torch.full((num_rows,), -1, dtype=torch.int32)
+    renamed[places] = torch.arange(len(places), dtype=torch.int32)
+    members = renamed[sums.members]
+    is_left = members >= 0
+    num_left = torch.cat([torch.zeros(1, dtype=torch.int32), is_left.cumsum(0, dtype=torch.int32)])
+    return Sums(members[is_left], num_left[sums.starts])
+
+
+def require_value(name: str, value: Tensor) -> None:
+    """A key can begin as this value.
+
+    Raises:
+        PlanError: servers keep no such numbers.
+        DataError: they are not finite.
+    """
+    if value.dtype not in NAMES or value.device.type != "cpu":
+        raise PlanError(f"{name} of {value.dtype} on {value.device}; one of {', '.join(NAMES.values())} can be kept")
+    if not bool(value.isfinite().all()):
+        raise DataError(f"{name} begins with numbers that are not finite; give others")
 
 
 def written(text: str, values: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from counterpoint.errors import ProgramError
 from counterpoint.fabric.coding import ALONE
 from counterpoint.program.codes import find_code
 from counterpoint.server.choices import Aggregate, Rule, Start, require, unmeant
+from counterpoint.server.sums import Sums, require_sums
 
 MAX_NAME = 512
 MAX_NUMBER = (1 << 63) - 1
@@ -131,6 +132,7 @@ class Push:
         values: ``(high - low,)`` for a range, ``(len(rows), width)`` for rows; the bytes of a code.
         rows: their numbers, int64, ascending and each once; None for a range.
         code: how a range is written, as ``int8``; empty for as it is.
+        sums: of which values each row's gradient is the sum; None where each row has a value of its own.
     """
 
     origin: Origin
@@ -141,18 +143,22 @@ class Push:
     values: Tensor
     rows: Tensor | None = None
     code: str = ""
+    sums: Sums | None = None
 
     def __post_init__(self) -> None:
         require_name(self.key)
         require_numbers(self.shard, self.read, self.portion + 1)
         require_rows(self.rows, self.key)
         if self.code:
+            require(self.sums is None, f"sums pushed to {self.key} in a code")
             require_written(self)
             return
         dims = 1 if self.rows is None else 2
         if self.values.dim() != dims or self.values.dtype not in DTYPES.values():
             raise unmeant(f"a push to {self.key} of {self.values.dtype} {tuple(self.values.shape)}")
-        if self.rows is not None and self.rows.shape[0] != self.values.shape[0]:
+        if self.sums is not None:
+            require_sums(self.sums, self.key, self.rows, self.values)
+        elif self.rows is not None and self.rows.shape[0] != self.values.shape[0]:
             raise unmeant(f"{len(self.rows)} rows and {len(self.values)} values pushed to {self.key}")
 
 
@@ -179,6 +185,7 @@ class Pull:
         least: the version that the key must have at least; under bsp the step.
         rows: their numbers, int64, ascending and each once; None for a range.
         is_exact: whether this very version is wanted, where the key has just passed it; see `tables.Earlier`.
+        sums: of the rows, which are wanted instead of them; None for the rows themselves.
     """
 
     origin: Origin
@@ -188,11 +195,14 @@ class Pull:
     least: int = 0
     rows: Tensor | None = None
     is_exact: bool = False
+    sums: Sums | None = None
 
     def __post_init__(self) -> None:
         require_name(self.key)
         require_numbers(self.shard, self.ticket, self.least)
         require_rows(self.rows, self.key)
+        if self.sums is not None:
+            require_sums(self.sums, self.key, self.rows)
 
 
 @dataclass(frozen=True, slots=True)

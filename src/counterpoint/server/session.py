@@ -19,6 +19,7 @@ from counterpoint.server.calls import Task, View
 from counterpoint.server.choices import Constant, Rule, Start
 from counterpoint.server.job import Job
 from counterpoint.server.messages import NO_PORTION, Outcome
+from counterpoint.server.sums import Sums
 
 Versions: TypeAlias = tuple[int, ...]
 """Of a key, one for each part of it, in the order of the shards that keep one: all of them, or one for a small key."""
@@ -139,7 +140,7 @@ class Session(Protocol):
             DataError: a number of a given row is not finite.
         """
 
-    def push(
+    def push(  # noqa: PLR0913 - what a push says, most by keyword
         self,
         key: str,
         values: Tensor,
@@ -148,6 +149,7 @@ class Session(Protocol):
         read: Versions | None = None,
         rows: Tensor | None = None,
         code: str = "",
+        sums: Sums | None = None,
     ) -> Pending[Pushes]:
         """A gradient is on its way; its tensors must stay as they are until it has been answered.
 
@@ -159,6 +161,7 @@ class Session(Protocol):
             rows: their numbers, int64, ascending and each once; none is a push, too, for a step has all portions.
             code: how a key that is no table is written on the wire, as ``int8``, each part by itself; ``values`` then
                 become what was not sent, to be added to the next gradient.
+            sums: one for each row, of ``values``, which may then be fewer: a row's gradient is the sum of these.
 
         Raises:
             PlanError: there is no such key, or the values are not of its shape or dtype.
@@ -172,6 +175,7 @@ class Session(Protocol):
         least: Versions | int = 0,
         out: Tensor | None = None,
         is_exact: bool = False,
+        sums: Sums | None = None,
     ) -> Pending[Pulls]:
         """What a key is, or some of its rows, is on its way.
 
@@ -182,6 +186,7 @@ class Session(Protocol):
             out: becomes the values; new memory, if not given.
             is_exact: whether a key that is one step further is wanted as it was at ``least``: so a portion of a step is
                 computed from the same weights, whoever does it and however often. For bsp with tasks.
+            sums: of the rows, which are wanted instead of them, each shard adding up its own.
 
         Raises:
             PlanError: there is no such key, or rows or ``out`` do not fit it.

@@ -202,13 +202,14 @@ class Shard:
     def _push(self, worker: str, push: Push) -> Pushed:
         key = self._known(push.key)
         push = plain(push, key.spec) if push.code else push
+        values = push.values if push.sums is None else push.sums.of(push.values)
         is_known = key.tally.is_known(worker, push)
-        key.table.check(push.values, push.rows)
+        key.table.check(values, push.rows)
         self._require_room(key.table.more_bytes(push.rows), push.key)
         if not is_known and isinstance(self.job.consistency, Bsp):
-            key.held[push.portion] = Held(push.portion, push.values, push.rows)
+            key.held[push.portion] = Held(push.portion, values, push.rows)
         if key.tally.count(worker, push, is_known=is_known):
-            values, rows = (push.values, push.rows)
+            rows = push.rows
             if key.held:
                 values, rows = added([key.held[portion] for portion in sorted(key.held)])
                 key.held.clear()
@@ -241,8 +242,10 @@ class Shard:
         key = self._known(pull.key)
         version = key.tally.version
         if pull.is_exact and version == pull.least + 1 and key.table.keeps_earlier:
-            return Pulled(self.index, pull.ticket, pull.key, pull.least, key.table.read_earlier(pull.rows))
-        return Pulled(self.index, pull.ticket, pull.key, version, key.table.read(pull.rows))
+            version, values = pull.least, key.table.read_earlier(pull.rows)
+        else:
+            values = key.table.read(pull.rows)
+        return Pulled(self.index, pull.ticket, pull.key, version, values if pull.sums is None else pull.sums.of(values))
 
     def digest(self) -> str:
         """Return a word that is the same for shards that are the same, bit for bit."""

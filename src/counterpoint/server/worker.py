@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, DataError, LaunchError, PeerError, PlanError, ProtocolError
+from counterpoint.errors import CounterpointError, LaunchError, PeerError, PlanError, ProtocolError
 from counterpoint.server.actions import Action, Deliver, Stop
 from counterpoint.server.asking import Asked, Carrier, PartAnswer
 from counterpoint.server.calling import Calling
@@ -19,7 +19,7 @@ from counterpoint.server.choices import Aggregate, Rule, Start
 from counterpoint.server.client import Client
 from counterpoint.server.form import Message
 from counterpoint.server.job import Bsp
-from counterpoint.server.keys import NAMES, Dense, Key, Table
+from counterpoint.server.keys import NAMES, Dense, Key, Table, require_value
 from counterpoint.server.messages import (
     NO_PORTION,
     Done,
@@ -39,6 +39,7 @@ from counterpoint.server.placement import home
 from counterpoint.server.presence import Presence
 from counterpoint.server.session import Given, Later, Pulls, Pushes, Versions
 from counterpoint.server.states import Change
+from counterpoint.server.sums import Sums
 
 Result = TypeVar("Result")
 
@@ -114,11 +115,8 @@ class WorkerSession:
 
     def init(self, key: str, value: Tensor, rule: Rule) -> None:
         """The key exists: as it is there already, or as this value."""
-        if value.dtype not in NAMES or value.device.type != "cpu":
-            raise PlanError(f"{key} of {value.dtype} on {value.device}; one of {', '.join(NAMES.values())} can be kept")
         self._require_optimizer(key, rule)
-        if not bool(value.isfinite().all()):
-            raise DataError(f"{key} begins with numbers that are not finite; give others")
+        require_value(key, value)
         dense = Dense(key, tuple(value.shape), value.dtype, home(key, value.numel(), self.job.num_shards))
         self._make(dense, list(dense.specs(rule)), [part.values.clone() for part in dense.parts(value, None)])
 
@@ -157,7 +155,7 @@ class WorkerSession:
         self._keys[key.name] = key
         self._read.setdefault(key.name, (0,) * len(key.shards))
 
-    def push(
+    def push(  # noqa: PLR0913 - what a push says, most by keyword
         self,
         key: str,
         values: Tensor,
@@ -166,6 +164,7 @@ class WorkerSession:
         read: Versions | None = None,
         rows: Tensor | None = None,
         code: str = "",
+        sums: Sums | None = None,
     ) -> Asked[Pushes]:
         """A gradient is on its way; its tensors must stay as they are until it has been answered."""
         known = self._known(key)
@@ -178,10 +177,10 @@ class WorkerSession:
             (
                 part.shard,
                 lambda origin, part=part, version=version: Push(  # type: ignore[misc]
-                    origin, part.shard, key, portion, version, part.values, part.rows, code
+                    origin, part.shard, key, portion, version, part.values, part.rows, code, part.sums
                 ),
             )
-            for part, version in zip(known.parts(values, rows, code), from_versions, strict=True)
+            for part, version in zip(known.parts(values, rows, code, sums), from_versions, strict=True)
         ]
         return self._change(f"the servers to count a push to {key}", makes, self._pushed, values)
 
@@ -227,35 +226,34 @@ class WorkerSession:
         least: Versions | int = 0,
         out: Tensor | None = None,
         is_exact: bool = False,
+        sums: Sums | None = None,
     ) -> Asked[Pulls]:
-        """What a key is, or some of its rows, is on its way."""
+        """What a key is, or some of its rows, or sums of these, is on its way."""
         known = self._known(key)
-        wanted = known.wanted(rows)
+        wanted = known.wanted(rows, sums)
         if out is not None:
-            known.require_out(out, rows)
+            known.require_out(out, rows, sums)
         bounds = (least,) * len(wanted) if isinstance(least, int) else least
         if len(bounds) != len(wanted):
             raise PlanError(f"{len(bounds)} versions of {key}, which has {len(wanted)} parts; give so many, or one")
-        asked = self._begin(
-            f"{key} at version {least} or newer", len(wanted), lambda found: self._pulled(known, found, rows, out)
-        )
+
+        def finish(answers: list[PartAnswer]) -> Pulls:
+            found = [answer for answer in answers if isinstance(answer, Pulled)]
+            self._read[key] = tuple(answer.version for answer in found)
+            return Pulls(known.joined([answer.values for answer in found], rows, out, sums), self._read[key])
+
+        asked = self._begin(f"{key} at version {least} or newer", len(wanted), finish)
         with self._carrier.lock:
-            for part, ((shard, numbers), bound) in enumerate(zip(wanted, bounds, strict=True)):
+            for part, (one, bound) in enumerate(zip(wanted, bounds, strict=True)):
                 ticket, actions = self._client.pull(
-                    shard,
-                    lambda origin, ticket, shard=shard, bound=bound, numbers=numbers: Pull(  # type: ignore[misc]
-                        origin, shard, key, ticket, bound, numbers, is_exact
+                    one.shard,
+                    lambda origin, ticket, one=one, bound=bound: Pull(  # type: ignore[misc]
+                        origin, one.shard, key, ticket, bound, one.rows, is_exact, one.sums
                     ),
                 )
                 self._pulls[ticket] = (asked, part)  # type: ignore[assignment]
                 self._carrier.act(actions)
         return asked
-
-    def _pulled(self, key: Key, answers: list[PartAnswer], rows: Tensor | None, out: Tensor | None) -> Pulls:
-        found = [answer for answer in answers if isinstance(answer, Pulled)]
-        versions = tuple(answer.version for answer in found)
-        self._read[key.name] = versions
-        return Pulls(key.joined([answer.values for answer in found], rows, out), versions)
 
     def together(self) -> AbstractContextManager[None]:
         """Return a block whose pushes and pulls leave in one go at its end."""

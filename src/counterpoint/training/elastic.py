@@ -27,6 +27,7 @@ from counterpoint.server.working.rhythm import Rhythm
 from counterpoint.server.working.served import Served
 from counterpoint.training.evaluation import Measure, measuring
 from counterpoint.training.events import Evaluated
+from counterpoint.training.keeping import Keeping
 from counterpoint.training.tally import add_tallies
 
 FORMS = "bsp(4), four portions to a step; ssp(2), two pushes ahead of the slowest; or asp"
@@ -52,6 +53,7 @@ class Elastic:
         name: of the job.
         budget: how often a task may go wrong before the job stops; nothing is ever left out.
         patience: how long anybody waits for anybody.
+        keep_freed: whether memory that a minibatch frees stays with the worker's process for the next one; glibc only.
 
     Raises:
         PlanError: there is no such consistency, or the numbers do not go together.
@@ -76,6 +78,7 @@ class Elastic:
     name: str = "elastic"
     budget: Budget = field(default_factory=Budget)
     patience: Patience = field(default_factory=Patience)
+    keep_freed: bool = True
 
     def __post_init__(self) -> None:
         require_counts(batch_size=self.batch_size, epochs=self.epochs, task_portions=self.task_portions)
@@ -134,6 +137,7 @@ class Elastic:
             raise PlanError(f"the session is of {session.job}, but this is {self.job}; build both from one Elastic")
         served = Served(model, session, optimizer, tables=tables, rhythm=self.rhythm, **options)
         report = Report([], [], is_complete=False)
+        keeping = Keeping(wanted=self.keep_freed)
 
         def measure_now() -> None:
             if evaluation is not None:
@@ -146,20 +150,23 @@ class Elastic:
                 worker = Worker(
                     served, self.portions, loss, habits=self.habits, must_go=lambda: is_terminated() or going()
                 )
-                self._follow(worker, report, measure_now)
+                self._follow(worker, report, measure_now, keeping)
             if report.is_complete:
                 measure_now()
                 served.give_back()
         finally:
+            keeping.end()
             served.close()
         return report
 
-    def _follow(self, worker: Worker, report: Report, measure_now: Callable[[], None]) -> None:
+    def _follow(self, worker: Worker, report: Report, measure_now: Callable[[], None], keeping: Keeping) -> None:
         """All that the worker did is in the report, and it was measured whenever that was due."""
         count = 0
         for event in worker.events():
             report.events.append(event)
             count += isinstance(event, Trained)
+            if count:
+                keeping.begin()
             if isinstance(event, Trained) and self.evaluate_every and count % self.evaluate_every == 0:
                 measure_now()
         report.is_complete = not worker.has_left

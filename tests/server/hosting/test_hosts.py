@@ -21,6 +21,7 @@ from counterpoint.server.lines import Noted
 from counterpoint.server.messages import Members, Push
 from counterpoint.server.session import LATER
 from counterpoint.server.shard import replay
+from counterpoint.server.sums import Sums
 from counterpoint.server.wire.key import new_key
 from counterpoint.server.working.served import Served
 from tests.server.hosting.conftest import PATIENCE, until
@@ -237,3 +238,16 @@ def test_nothing_is_left_when_a_session_is_closed(threads):
     before = threading.active_count()
     servers.join("worker-0").close()
     assert threading.active_count() == before
+
+
+def test_what_is_asked_together_is_answered_as_if_it_had_been_asked_in_turn(threads):
+    sums = Sums(torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32))
+    rows = torch.tensor([3, 9])
+    with threads(job(num_servers=2)).join("worker-0") as session:
+        session.init("weight", torch.zeros(3), HALF)
+        session.init_rows("table", 10, 2, torch.float32, HALF, Constant(1.0))
+        with session.together():
+            pushed = session.push("weight", torch.ones(3)), session.push("table", torch.ones(2, 2), rows=rows)
+            pulled = session.pull("weight"), session.pull("table", rows=rows, sums=sums)
+        assert [one.wait().versions for one in pushed] == [(1,), (1, 1)]
+        assert [one.wait().values.tolist() for one in pulled] == [[-0.5] * 3, [[1.0] * 2, [0.5] * 2]]

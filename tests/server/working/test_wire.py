@@ -15,6 +15,7 @@ from counterpoint.server.shard import plain
 from counterpoint.server.working.layout import KEY as LAYOUT
 from counterpoint.server.working.lookups import Table
 from counterpoint.server.working.rows import whole_gradient
+from counterpoint.server.working.units import dense_units, gathered, to_be_held
 from tests.server.working.crews import Crew, bags, distance, mlp, numbers, portions_of, seeded, words
 
 START = Uniform(-0.5, 0.5)
@@ -175,6 +176,14 @@ def test_small_modules_are_one_key_up_to_a_size(key_bytes, keys):
     crew = Crew(portions_of(numbers(8), Asp(), batch_size=4), epochs=1, num_servers=1)
     crew.join("a", mlp(), key_bytes=key_bytes)
     assert list(crew.shard(0).keys) == [LAYOUT, *keys]
+
+
+def test_a_large_parameter_is_a_key_by_itself():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 40), nn.Linear(40, 2)).double()
+    rules = dict.fromkeys([name for name, _ in model.named_parameters()], Sgd(0.1))
+    units = gathered(dense_units(model, rules, leave=(), alone_bytes=600), 512)
+    assert [unit.key for unit in units] == ["0.weight+bias to 2.bias", "1.weight", "2.weight"]
+    assert to_be_held(units) == {"0.weight+bias to 2.bias"}
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

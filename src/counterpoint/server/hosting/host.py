@@ -209,7 +209,7 @@ class Host:
     # What the writer calls
 
     def _durable(self, num_orders: int) -> None:
-        with self._loop.lock:
+        with self._loop.lock, self._loop.gathering():
             self._num_durable = num_orders
             while self._held and self._held[0][0] <= num_orders:
                 _, send, source = self._held.popleft()

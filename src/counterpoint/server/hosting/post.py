@@ -8,7 +8,7 @@ from contextlib import suppress
 from counterpoint.errors import CounterpointError, LaunchError, PeerError
 from counterpoint.server.calls import Hello, Welcome
 from counterpoint.server.form import Message
-from counterpoint.server.hosting.parcel import Gathering, letters
+from counterpoint.server.hosting.parcel import BUNDLED, Bundle, Gathering, letters
 from counterpoint.server.hosting.repeats import Repeats
 from counterpoint.server.wire.connect import connect
 from counterpoint.server.wire.connection import Connection, ConnectionLostError
@@ -37,7 +37,14 @@ class Peer:
         self.connection, self.name, self.address = connection, name, address
         self.life = 0
         self.gathering = Gathering()
+        self.bundle = Bundle()
         self.repeats = Repeats(retry_s)
+
+    def leave(self) -> None:
+        """What is bundled is on its way; it is lost with the connection, and whoever asked will ask again."""
+        with suppress(ConnectionLostError):
+            for letter in self.bundle.taken():
+                self.connection.send(letter)
 
 
 OnMessage = Callable[[Message, Peer], None]
@@ -90,7 +97,12 @@ class Post:
             return
         if isinstance(message, Welcome):
             to.life = message.incarnation
-        with suppress(ConnectionLostError):  # whoever asked will ask again
+        if isinstance(message, BUNDLED):
+            if not (to.bundle.add(message) and self._loop.defers(to.leave)):
+                to.leave()
+            return
+        to.leave()  # what was said before goes before
+        with suppress(ConnectionLostError):
             for letter in letters(message):
                 connection.send(letter)
 
@@ -151,9 +163,12 @@ class Post:
         peer = self._peers.get(connection)
         if peer is None:
             peer = self._peers[connection] = Peer(connection, self._retry_s)
-        message = peer.gathering.take(letter)
-        if message is None:
-            return
+        messages = peer.gathering.take(letter)
+        with self._loop.gathering():  # what they are answered with leaves together
+            for message in messages:
+                self._hear(message, peer)
+
+    def _hear(self, message: Message, peer: Peer) -> None:
         peer.repeats.hear(message)
         origin = getattr(message, "origin", None)
         if origin is not None:

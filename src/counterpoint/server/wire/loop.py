@@ -18,6 +18,7 @@ from typing import Protocol, Self
 from counterpoint.errors import PeerError
 
 MAX_PAUSE_S = 0.1  # between two looks at the deadlines: another thread may have set one
+REST_S = 0.005  # of the loop's own thread while others turn it: so long at most an answer lies that nobody waits for
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
@@ -53,6 +54,9 @@ class Loop:
         self.clock = clock
         self.lock = threading.RLock()
         self._turned = threading.Condition(self.lock)
+        self._resting = threading.Condition(self.lock)
+        self._num_turning = 0  # waiting threads that turn the loop instead of its own
+        self._was_turned = self._is_on_duty = False
         self._selector = selectors.DefaultSelector()
         self._watched: dict[Watched, int] = {}
         self._thread: threading.Thread | None = None
@@ -66,6 +70,8 @@ class Loop:
         known = self._watched.get(watched)
         if known == events:
             return
+        if events & WRITE:
+            self._resting.notify_all()
         if events and known:
             self._selector.modify(watched.fileno(), events, watched)
         elif events:
@@ -107,14 +113,17 @@ class Loop:
             yield
         finally:
             with self.lock:
-                self._num_gathering -= 1
-                self._flush()
+                try:
+                    self._flush()
+                finally:
+                    self._num_gathering -= 1
 
     def _flush(self) -> None:
         """What was gathered has left, or is about to; called with the lock."""
-        deferred, self._deferred = self._deferred, {}
-        for flush in deferred:
-            flush()
+        while self._deferred:  # messages become letters, and these leave
+            deferred, self._deferred = self._deferred, {}
+            for flush in deferred:
+                flush()
 
     def defers(self, flush: Callable[[], None]) -> bool:
         """Tell whether what is sent is being gathered; then this will be called at the end, once."""
@@ -139,6 +148,8 @@ class Loop:
     def wait(self, holds: Callable[[], bool], deadline_s: float) -> bool:
         """Tell whether the condition holds, or comes to hold in time; meanwhile the loop turns.
 
+        It turns in the thread that waits, if no other turns it: so an answer wakes that one, not one that wakes it.
+
         Args:
             holds: the condition.
             deadline_s: the longest that this lasts.
@@ -153,10 +164,25 @@ class Loop:
                 left = end - self.clock()
                 if left <= 0:
                     return False
-                if self._thread is not None and self._thread is not threading.current_thread():
+                if self._is_turned_elsewhere:
+                    self._was_turned = True  # the loop's own thread steps aside after this turn
                     self._turned.wait(min(left, 1.0))
                     continue
-            self.turn(left)
+                self._num_turning += 1
+            try:
+                self.turn(left)
+            finally:
+                with self.lock:
+                    self._num_turning -= 1
+                    self._was_turned = True
+                    self._turned.notify_all()
+
+    @property
+    def _is_turned_elsewhere(self) -> bool:
+        """Whether another thread turns the loop, or has to; asked with the lock."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return False
+        return self._is_on_duty or self._num_turning > 0
 
     def start(self) -> None:
         """It turns in a thread of its own until it is closed."""
@@ -165,6 +191,9 @@ class Loop:
 
     def _run(self) -> None:
         while not self._is_stopping:
+            with self.lock:
+                self._rest()
+                self._is_on_duty = True
             try:
                 self.turn(MAX_PAUSE_S)
             except BaseException as error:  # noqa: BLE001 - told to whoever waits
@@ -172,6 +201,19 @@ class Loop:
                     self._failure = error
                     self._turned.notify_all()
                 return
+            finally:
+                with self.lock:
+                    self._is_on_duty = False
+
+    def _rest(self) -> None:
+        """Nobody who waits turns the loop, nor has just done so and left nothing to send; called with the lock."""
+        while not self._is_stopping and (self._num_turning or (self._was_turned and not self._is_sending)):
+            self._was_turned = False
+            self._resting.wait(REST_S)
+
+    @property
+    def _is_sending(self) -> bool:
+        return any(events & WRITE for events in self._watched.values())
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -179,7 +221,9 @@ class Loop:
 
     def close(self) -> None:
         """All that it looked after is gone: no socket and no thread is left."""
-        self._is_stopping = True
+        with self.lock:
+            self._is_stopping = True
+            self._resting.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None

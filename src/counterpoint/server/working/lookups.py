@@ -15,6 +15,8 @@ from counterpoint.errors import DataError
 from counterpoint.server.choices import Rule, Start
 from counterpoint.server.job import Asp, Bsp
 from counterpoint.server.session import Pending, Pulls, Pushes, Session, Versions
+from counterpoint.server.sums import Sums
+from counterpoint.server.working.bags import Bags, bags_of
 from counterpoint.server.working.rhythm import Moment
 from counterpoint.server.working.rows import Distinct, among, distinct, merged, require_plain, whole_gradient
 from counterpoint.server.working.weights import UNDER_WAY
@@ -44,11 +46,13 @@ class Touch:
         rows: their numbers, ascending.
         leaf: what they were, and zeros behind them where the padding row was among them.
         is_complete: whether their gradient has come.
+        bags: of which the leaf is the sums; None where it is the rows.
     """
 
     rows: Tensor
     leaf: Tensor
     is_complete: bool = False
+    bags: Bags | None = None
 
 
 @dataclass(slots=True)
@@ -60,12 +64,19 @@ class Ahead:
         early: the answer that is under way, to all rows; None if there is none before the push that is still to come.
         late: places of rows that are to be asked for after that push, or have been.
         newer: the answer to these, under way.
+        bags: whose sums are fetched instead of the rows.
     """
 
     wanted: Distinct
     early: Pending[Pulls] | None = None
     late: Tensor | None = None
     newer: Pending[Pulls] | None = None
+    bags: Bags | None = None
+
+    def fits(self, rows: Tensor, bags: Bags | None) -> bool:
+        """Tell whether this is what is looked up."""
+        is_same = self.bags is None if bags is None else bags.equals(self.bags)
+        return is_same and (self.wanted.rows is rows or torch.equal(self.wanted.rows, rows))
 
 
 class Lookups:
@@ -94,9 +105,10 @@ class Lookups:
         self.read: Versions = ()
         self.is_pushed = False
         self.field: int | None = None
+        self._bagging: nn.EmbeddingBag | None = None  # the module that looks the field up as sums
         self._ahead: Ahead | None = None
         self._inputs: Sequence[Tensor] = ()
-        self._accrued: list[tuple[Tensor, Tensor]] = []
+        self._accrued: list[tuple[Tensor, Tensor, Bags | None]] = []
         self._pushing: deque[Pending[Pushes]] = deque()
         for module in modules:
             if isinstance(module, nn.EmbeddingBag):
@@ -116,7 +128,8 @@ class Lookups:
 
     def look_up(self, module: nn.Embedding, indices: Tensor) -> Tensor:
         """Return rows, as the module would."""
-        leaf, wanted, padding = self._fetch(indices)
+        wanted = self._distinct(indices)
+        leaf, padding = self._fetch(wanted)
         by_frequency = module.scale_grad_by_freq
         return F.embedding(
             wanted.places, leaf, padding, scale_grad_by_freq=by_frequency, sparse=padding is None and not by_frequency
@@ -130,7 +143,12 @@ class Lookups:
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return what bags of rows come to, as the module would."""
-        leaf, wanted, padding = self._fetch(indices)
+        wanted = self._distinct(indices)
+        if offsets is None and per_sample_weights is None and self.moment.is_open:
+            bags = self._bags(module, wanted)
+            if bags is not None:
+                return bags.output(self._fetch_sums(wanted.rows, bags))
+        leaf, padding = self._fetch(wanted)
         is_plain = padding is None and per_sample_weights is None and not module.scale_grad_by_freq
         return F.embedding_bag(
             wanted.places,
@@ -144,43 +162,63 @@ class Lookups:
             padding_idx=padding,
         )
 
-    def _fetch(self, indices: Tensor) -> tuple[Tensor, Distinct, int | None]:
-        """Return what is looked up as a tensor that gets a gradient, and where in it."""
+    def _distinct(self, indices: Tensor) -> Distinct:
+        """Return the rows that are looked up, each once."""
         if self.field is None:
             found = [at for at, one in enumerate(self._inputs) if one is indices]
             self.field = found[0] if found else None
-        ahead = self._ahead
-        wanted = (
-            ahead.wanted
-            if ahead and ahead.wanted.indices is indices
-            else distinct(self.key, indices, self.num_rows, self.padding)
-        )
+        if self._ahead is not None and self._ahead.wanted.indices is indices:
+            return self._ahead.wanted
+        return distinct(self.key, indices, self.num_rows, self.padding)
+
+    def _bags(self, module: nn.EmbeddingBag, wanted: Distinct) -> Bags | None:
+        """Return the bags whose sums are fetched; None where rows are."""
+        is_foreseen = self._ahead is not None and self._ahead.wanted is wanted and module is self._bagging
+        self._bagging = module
+        if self._ahead is not None and is_foreseen:
+            return self._ahead.bags
+        return bags_of(wanted, module, self.session.job.num_shards)
+
+    def _fetch_sums(self, rows: Tensor, bags: Bags) -> Tensor:
+        """Return sums of what is looked up as a tensor that gets a gradient."""
+        for touch in self.touches:
+            if bags.equals(touch.bags) and torch.equal(touch.rows, rows):
+                return touch.leaf
+        return self._touch(rows, self._values(rows, bags), bags)
+
+    def _fetch(self, wanted: Distinct) -> tuple[Tensor, int | None]:
+        """Return what is looked up as a tensor that gets a gradient, and where in it padding is."""
         padding = len(wanted.rows) if wanted.has_padding else None
-        known = next((touch for touch in self.touches if torch.equal(touch.rows, wanted.rows)), None)
-        if known is not None and len(known.leaf) == len(wanted.rows) + wanted.has_padding:
-            return known.leaf, wanted, padding
+        num_rows = len(wanted.rows) + wanted.has_padding
+        for touch in self.touches:
+            if touch.bags is None and len(touch.leaf) == num_rows and torch.equal(touch.rows, wanted.rows):
+                return touch.leaf, padding
         values = self._values(wanted.rows)
         leaf = torch.cat([values, values.new_zeros(1, self.width)]) if wanted.has_padding else values
         if self.moment.is_open:
-            if self.is_pushed:
-                raise DataError(
-                    f"{self.key} was looked up after its gradient had been pushed; a forward that is computed again "
-                    "in the backward must look up the same rows"
-                )
-            leaf.requires_grad_()
-            self.touches.append(Touch(wanted.rows, leaf))
+            self._touch(wanted.rows, leaf)
             leaf.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-        return leaf, wanted, padding
+        return leaf, padding
 
-    def _values(self, rows: Tensor) -> Tensor:
+    def _touch(self, rows: Tensor, leaf: Tensor, bags: Bags | None = None) -> Tensor:
+        """What was fetched gets a gradient; sums are pushed when the minibatch is over, with whatever else is then."""
+        if self.is_pushed:
+            raise DataError(
+                f"{self.key} was looked up after its gradient had been pushed; a forward that is computed again "
+                "in the backward must look up the same rows"
+            )
+        self.touches.append(Touch(rows, leaf.requires_grad_(), bags=bags))
+        return leaf
+
+    def _values(self, rows: Tensor, bags: Bags | None = None) -> Tensor:
         ahead = self._ahead if self.moment.is_open else None
-        if ahead is None or not torch.equal(ahead.wanted.rows, rows):
-            return self._saw(self._pull(rows, least=self.moment.step, is_open=self.moment.is_open).wait())
+        if ahead is None or not ahead.fits(rows, bags):
+            return self._saw(self._pull(rows, bags, least=self.moment.step, is_open=self.moment.is_open).wait())
         self._ahead = None
         self._ask_late(ahead)
         newer = ahead.newer
         if ahead.early is None:
-            return self._saw((newer or self.session.pull(self.key, rows=rows)).wait())
+            return self._saw((newer or self._pull(rows, bags, least=0, is_open=False)).wait())
         values = self._saw(ahead.early.wait())
         if newer is not None and ahead.late is not None:
             values[ahead.late] = self._saw(newer.wait())
@@ -210,8 +248,12 @@ class Lookups:
         wanted = distinct(self.key, indices, self.num_rows, self.padding)
         ahead = self._ahead = Ahead(wanted)
         consistency = self.session.job.consistency
+        if self._bagging is not None:
+            ahead.bags = bags_of(wanted, self._bagging, self.session.job.num_shards)
         if not self.moment.is_last or isinstance(consistency, Bsp):
-            ahead.early = self._pull(wanted.rows, least=following, is_open=True)
+            ahead.early = self._pull(wanted.rows, ahead.bags, least=following, is_open=True)
+        elif ahead.bags is not None:
+            pass  # a sum of which a row is about to be pushed is another one then: all are asked for behind that push
         elif isinstance(consistency, Asp):
             ahead.early = self.session.pull(self.key, rows=wanted.rows)
             ahead.late = among(wanted.rows, self._touched())
@@ -220,17 +262,22 @@ class Lookups:
 
     def _touched(self) -> Tensor:
         """Return the rows that the push to come will have, ascending and each once."""
-        found = [*(touch.rows for touch in self.touches), *(rows for rows, _ in self._accrued)]
+        found = [*(touch.rows for touch in self.touches), *(rows for rows, _, _ in self._accrued)]
         return found[0] if len(found) == 1 else torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *found]))
 
     def _ask_late(self, ahead: Ahead | None) -> None:
-        if ahead is not None and ahead.newer is None and ahead.late is not None and len(ahead.late):
+        if ahead is None or ahead.newer is not None:
+            return
+        if ahead.bags is not None and ahead.early is None:
+            ahead.newer = self._pull(ahead.wanted.rows, ahead.bags, least=0, is_open=False)
+        elif ahead.late is not None and len(ahead.late):
             ahead.newer = self.session.pull(self.key, rows=ahead.wanted.rows[ahead.late])
 
-    def _pull(self, rows: Tensor, *, least: int, is_open: bool) -> Pending[Pulls]:
-        """Ask for rows; of a step that is computed, under bsp, as they were in it."""
+    def _pull(self, rows: Tensor, bags: Bags | None, *, least: int, is_open: bool) -> Pending[Pulls]:
+        """Ask for rows, or their sums; of a step that is computed, under bsp, as they were in it."""
         is_exact = is_open and isinstance(self.session.job.consistency, Bsp)
-        return self.session.pull(self.key, rows=rows, least=least, is_exact=is_exact)
+        sums = None if bags is None else bags.there
+        return self.session.pull(self.key, rows=rows, least=least, is_exact=is_exact, sums=sums)
 
     def _note(self, leaf: Tensor) -> None:
         for touch in self.touches:  # the leaf holds this hook, so the hook does not hold the leaf
@@ -244,7 +291,9 @@ class Lookups:
             return
         for touch in self.touches:
             if touch.leaf.grad is not None:
-                self._accrued.append((touch.rows, whole_gradient(touch.leaf.grad)[: len(touch.rows)]))
+                gradient = whole_gradient(touch.leaf.grad)
+                gradient = gradient[: len(touch.rows)] if touch.bags is None else gradient
+                self._accrued.append((touch.rows, gradient, touch.bags))
                 touch.leaf.grad = None
         if self.moment.is_last:
             self.push()
@@ -254,7 +303,7 @@ class Lookups:
 
     def push(self) -> None:
         """The rows that a portion has looked up are on their way; under asp only if there are any."""
-        rows, values = merged(self._accrued, self.width, self.dtype)
+        rows, values, sums = self._gradient()
         read, self._accrued, self.read = self.read, [], ()
         consistency = self.session.job.consistency
         if isinstance(consistency, Bsp):
@@ -264,9 +313,16 @@ class Lookups:
         with self.session.together():
             if len(rows) or not isinstance(consistency, Asp):
                 portion = self.moment.portion
-                pushed = self.session.push(self.key, values, portion=portion, read=read or None, rows=rows)
-                self._pushing.append(pushed)
+                push = self.session.push(self.key, values, portion=portion, read=read or None, rows=rows, sums=sums)
+                self._pushing.append(push)
             self._ask_late(self._ahead)
+
+    def _gradient(self) -> tuple[Tensor, Tensor, Sums | None]:
+        """Return rows, their gradients, and of which sums if there is one look-up alone."""
+        if len(self._accrued) == 1 and (bags := self._accrued[0][2]) is not None:
+            return self._accrued[0][0], self._accrued[0][1], bags.back
+        whole = [(rows, one if bags is None else bags.back.of(one)) for rows, one, bags in self._accrued]
+        return *merged(whole, self.width, self.dtype), None
 
     def drop(self) -> None:
         """Nothing is left of a portion that was begun."""

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError, PlanError
+
+Numbers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Numbers by size.
+
+    Attributes:
+        numbers: their places, those of equal ones in their order.
+        starts: where in it each different number begins.
+    """
+
+    numbers: Numbers
+    starts: Numbers
 
 
 @dataclass(slots=True)
@@ -22,12 +37,35 @@ class Distinct:
         rows: those to be fetched, ascending.
         places: for each index its place among the rows; that of padding is behind them.
         has_padding: whether the padding row is looked up.
+        order: of the indices; None where they have the padding row.
     """
 
     indices: Tensor
     rows: Tensor
     places: Tensor
     has_padding: bool
+    order: Order | None = None
+
+
+def ordered(numbers: Numbers) -> Order:
+    """Return the order of numbers.
+
+    Example:
+        >>> order = ordered(np.array([7, 3, 5, 3]))
+        >>> order.numbers.tolist(), order.starts.tolist()
+        ([1, 3, 2, 0], [0, 2, 3])
+    """
+    shift = numbers.size.bit_length()
+    if numbers.size and numbers.min() >= 0 and int(numbers.max()) < 1 << (62 - shift):
+        packed = (numbers << shift) | np.arange(numbers.size)  # sorts in half the time, and equal ones in their order
+        packed.sort()
+        order, ascending = packed & ((1 << shift) - 1), packed >> shift
+    else:
+        order = numbers.argsort(kind="stable")
+        ascending = numbers[order]
+    is_first = np.ones(numbers.size, dtype=bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    return Order(order, np.flatnonzero(is_first))
 
 
 def distinct(key: str, indices: Tensor, num_rows: int, padding: int | None) -> Distinct:
@@ -47,13 +85,17 @@ def distinct(key: str, indices: Tensor, num_rows: int, padding: int | None) -> D
         >>> found.rows.tolist(), found.places.tolist()
         ([3, 7], [1, 2, 0, 1])
     """
-    found = np.unique(indices.numpy(), return_inverse=True)  # a third of the time of torch's
-    rows, places = torch.from_numpy(found[0]).to(torch.int64), torch.from_numpy(found[1]).view(indices.shape)
+    numbers: Numbers = indices.numpy().reshape(-1).astype(np.int64, copy=False)
+    order = ordered(numbers)
+    rows = torch.from_numpy(numbers[order.numbers[order.starts]])
+    inverse = np.empty(numbers.size, dtype=np.int64)
+    inverse[order.numbers] = np.repeat(np.arange(len(rows)), np.diff(order.starts, append=numbers.size))
+    places = torch.from_numpy(inverse).view(indices.shape)
     if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < num_rows):
         raise DataError(f"rows {int(rows[0])} to {int(rows[-1])} of {key} are looked up, which has {num_rows}")
     at = len(rows) if padding is None else int(torch.searchsorted(rows, padding))
     if at == len(rows) or int(rows[at]) != padding:
-        return Distinct(indices, rows, places, has_padding=False)
+        return Distinct(indices, rows, places, has_padding=False, order=order)
     places = torch.where(places == at, len(rows) - 1, places - (places > at).to(places.dtype))
     return Distinct(indices, torch.cat([rows[:at], rows[at + 1 :]]), places, has_padding=True)
 

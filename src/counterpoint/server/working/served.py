@@ -23,11 +23,21 @@ from counterpoint.server.working.layout import kept
 from counterpoint.server.working.lookups import Lookups, Table
 from counterpoint.server.working.optimizers import Factory, rules_of
 from counterpoint.server.working.rhythm import Moment, Rhythm, step_of
-from counterpoint.server.working.units import dense_units, gathered, modules_of_tables, require_kept_buffers
+from counterpoint.server.working.units import (
+    ALONE_BYTES,
+    dense_units,
+    gathered,
+    modules_of_tables,
+    require_kept_buffers,
+    to_be_held,
+)
 from counterpoint.server.working.weights import Weights
 
 Choice = Literal["error", "zero"]
 
+SEND_BYTES = 1 << 18
+"""So much of gradients that are ready leaves while others are still computed; less waits for them."""
+NEVER = 1 << 62
 KEY_BYTES = 1 << 16
 """Up to so many, the weights of neighbouring modules are one key: a message costs more than they do."""
 
@@ -88,11 +98,16 @@ class Served:
             if name not in self.rules:
                 raise PlanError(f"table {name} is not in the optimizer; add it, or say Table(rule=...)")
             self.tables[name] = Lookups(session, name, modules, self.rules[name], wanted[name], self.moment)
-        units = gathered(dense_units(model, self.rules, leave=set(self.tables)), 0 if code else key_bytes)
-        units = kept(session, units, code)
+        alone_bytes = NEVER if code else ALONE_BYTES
+        units = dense_units(model, self.rules, leave=set(self.tables), alone_bytes=alone_bytes)
+        units = kept(session, gathered(units, 0 if code else key_bytes), code)
+        held = to_be_held(unit for unit in units if unit.is_trained)
         self.weights = [
-            Weights(session, unit.key, unit.parts, unit.rule, code=code) for unit in units if unit.is_trained
+            Weights(session, unit.key, unit.parts, unit.rule, code=code, is_held=unit.key in held)
+            for unit in units
+            if unit.is_trained
         ]
+        self._ready: list[Weights] = []
         self.frozen = [Weights(session, unit.key, unit.parts, unit.rule) for unit in units if not unit.is_trained]
         self._since_fetch = 0
         self._owners = {unit.key: unit.owners for unit in units}
@@ -104,6 +119,7 @@ class Served:
         self._hooks = list(self._hook())
         for one in self.frozen:
             one.renew()
+            one.own()
 
     def _hook(self) -> Iterator[RemovableHandle]:
         yield self.model.register_forward_pre_hook(lambda *_: self._enter())
@@ -128,6 +144,7 @@ class Served:
         moment.step, moment.following = step_of(self.session.job.consistency, portion)
         self._since_fetch += 1
         moment.fetches = is_last if moment.following else self._since_fetch >= self.rhythm.fetch_every
+        self._ready.clear()
         for one in self.weights:
             one.begin()
         for table in self.tables.values():
@@ -166,8 +183,18 @@ class Served:
                 self._lazy.setdefault(path, []).append(one)
 
     def _note(self, one: Weights, _: Tensor) -> None:
-        if self.moment.is_open and not one.is_complete and not one.lacking:
-            one.complete(self.moment, self.rhythm.local_lr)
+        if not self.moment.is_open or one.is_complete or one.lacking or one in self._ready:
+            return
+        self._ready.append(one)
+        if sum(each.flat.nbytes for each in self._ready) >= SEND_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        """What is ready leaves, in one go."""
+        with self.session.together():
+            for one in self._ready:
+                one.complete(self.moment, self.rhythm.local_lr)
+        self._ready.clear()
 
     def expect(self, inputs: Sequence[Any], portion: int) -> None:
         """Rows that the next minibatch looks up are on their way, if it can be told which.
@@ -189,17 +216,19 @@ class Served:
         Raises:
             DataError: a parameter has no gradient.
         """
-        for one in self.weights:
-            if not one.is_complete:
-                if one.lacking and self.unused == "error" and not is_skipped:
-                    raise DataError(
-                        f"{one.lacking[0]} got no gradient from portion {self.moment.portion}; leave it out of the "
-                        "optimizer, mend the model, or give unused='zero'"
-                    )
-                one.has_arrived = True
-                one.complete(self.moment, self.rhythm.local_lr)
-        for table in self.tables.values():
-            table.complete()
+        missing = [one for one in self.weights if not one.is_complete and one.lacking]
+        if missing and self.unused == "error" and not is_skipped:
+            raise DataError(
+                f"{missing[0].lacking[0]} got no gradient from portion {self.moment.portion}; leave it out of the "
+                "optimizer, mend the model, or give unused='zero'"
+            )
+        for one in missing:
+            one.has_arrived = True
+        self._ready[:] = [one for one in self.weights if not one.is_complete]
+        with self.session.together():
+            self._send()
+            for table in self.tables.values():
+                table.complete()
         if self.rhythm.local_lr:
             for one in self.weights:
                 one.move(self.rhythm.local_lr)
@@ -261,6 +290,7 @@ class Served:
         self.settle()
         for one in self.weights:
             one.renew()
+            one.own()
         self.close()
         for name, table in self.tables.items() if tables else ():
             fill(self.model, name, table)

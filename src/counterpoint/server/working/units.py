@@ -15,6 +15,8 @@ from counterpoint.server.working.weights import Named
 
 FROZEN = Sgd(0.0)
 """The rule of what is never pushed."""
+ALONE_BYTES = 1 << 20
+MAX_HELD = 2
 
 
 @dataclass(slots=True)
@@ -35,14 +37,22 @@ class Unit:
     is_trained: bool
     owners: set[str] = field(default_factory=set)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its parameters."""
+        return sum(part.parameter.nbytes for part in self.parts)
 
-def dense_units(model: nn.Module, rules: Mapping[str, Rule], *, leave: Iterable[str]) -> list[Unit]:
+
+def dense_units(
+    model: nn.Module, rules: Mapping[str, Rule], *, leave: Iterable[str], alone_bytes: int = ALONE_BYTES
+) -> list[Unit]:
     """Return the keys of all parameters but some.
 
     Args:
         model: whose.
         rules: of the parameters that are trained, by name.
         leave: names of those that are kept otherwise.
+        alone_bytes: from which on a parameter is a key by itself, for its gradient need not be put beside another.
 
     Raises:
         PlanError: a parameter is not on the CPU.
@@ -58,7 +68,7 @@ def dense_units(model: nn.Module, rules: Mapping[str, Rule], *, leave: Iterable[
     found: dict[nn.Parameter, Unit] = {}
     units: list[Unit] = []
     for path, module in model.named_modules():
-        groups: dict[tuple[Rule, bool, torch.dtype], Unit] = {}
+        groups: dict[tuple[Rule, bool, torch.dtype, str], Unit] = {}
         for parameter in module.parameters(recurse=False):
             if parameter in left:
                 continue
@@ -68,7 +78,9 @@ def dense_units(model: nn.Module, rules: Mapping[str, Rule], *, leave: Iterable[
             require_here(names[parameter], parameter)
             rule = rules.get(names[parameter], FROZEN)
             is_trained = names[parameter] in rules and parameter.requires_grad
-            unit = groups.setdefault((rule, is_trained, parameter.dtype), Unit("", [], rule, is_trained, {path}))
+            alone = names[parameter] if parameter.nbytes >= alone_bytes else ""
+            kind = rule, is_trained, parameter.dtype, alone
+            unit = groups.setdefault(kind, Unit("", [], rule, is_trained, {path}))
             unit.parts.append(Named(names[parameter], parameter))
             found[parameter] = unit
         units += groups.values()
@@ -94,9 +106,12 @@ def gathered(units: Iterable[Unit], key_bytes: int) -> list[Unit]:
     open_units: dict[tuple[Rule, bool, torch.dtype], list[Unit]] = {}
     runs: list[list[Unit]] = []
     for unit in units:
+        if unit.num_bytes > key_bytes:
+            runs.append([unit])
+            continue
         kind = unit.rule, unit.is_trained, unit.parts[0].parameter.dtype
         run = open_units.get(kind)
-        if run is None or sum(map(_num_bytes, run)) + _num_bytes(unit) > key_bytes:
+        if run is None or sum(one.num_bytes for one in run) + unit.num_bytes > key_bytes:
             run = open_units[kind] = []
             runs.append(run)
         run.append(unit)
@@ -110,8 +125,17 @@ def _together(run: list[Unit]) -> Unit:
     return Unit(f"{first.key} to {last.key}", parts, first.rule, first.is_trained, owners)
 
 
-def _num_bytes(unit: Unit) -> int:
-    return sum(part.parameter.nbytes for part in unit.parts)
+def to_be_held(units: Iterable[Unit]) -> set[str]:
+    """Return the keys that are computed with where they come in, in memory that a connection lends: the largest few.
+
+    A connection lends memory for two letters of a size, the one that is held and the one that comes next. So a key that
+    is held has to be the only one of its size; others are copied.
+    """
+    sizes: dict[int, list[Unit]] = {}
+    for unit in units:
+        sizes.setdefault((unit.num_bytes - 1).bit_length(), []).append(unit)
+    alone = [found[0] for size, found in sorted(sizes.items(), reverse=True) if len(found) == 1]
+    return {unit.key for unit in alone[:MAX_HELD]}
 
 
 def require_here(name: str, parameter: nn.Parameter) -> None:

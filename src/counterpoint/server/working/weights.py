@@ -37,14 +37,25 @@ class Weights:
         parts: what lies in it, in order.
         rule: what a push does; None where nothing is ever pushed.
         code: how pushes are written on the wire; empty for as they are.
+        is_held: whether what comes is computed with where it came in; else it is copied to memory of the worker's own.
     """
 
-    def __init__(self, session: Session, key: str, parts: Sequence[Named], rule: Rule, *, code: str = "") -> None:
+    def __init__(
+        self,
+        session: Session,
+        key: str,
+        parts: Sequence[Named],
+        rule: Rule,
+        *,
+        code: str = "",
+        is_held: bool = False,
+    ) -> None:
         self.session, self.key, self.parts, self.code = session, key, tuple(parts), code
         self.sizes = [part.parameter.numel() for part in parts]
         self.flat = torch.cat([part.parameter.detach().reshape(-1) for part in parts])
         session.init(key, self.flat, rule)
-        self._spare: Tensor | None = None
+        self._is_held = is_held
+        self._spare = None if is_held else torch.empty_like(self.flat)
         self._pulling: Pending[Pulls] | None = None
         self._pushing: deque[tuple[Pending[Pushes], Tensor | None]] = deque()
         self.held: Versions = ()
@@ -83,9 +94,14 @@ class Weights:
         """The parameters are the newest there are, whatever else is under way."""
         self._set(self.session.pull(self.key).wait())
 
+    def own(self) -> None:
+        """The parameters are in memory of the worker's own, whatever becomes of the session."""
+        self._point(self.flat.clone())
+
     def forget(self) -> None:
         """What the parameters are is too old to be used; they are fetched again."""
-        self.held, self._pulling, self._spare = (), None, None
+        self.held, self._pulling = (), None
+        self._spare = None if self._is_held else torch.empty_like(self.flat)  # something may still come to the other
 
     def _take(self) -> None:
         pulling, self._pulling = self._pulling, None
@@ -93,8 +109,13 @@ class Weights:
             self._set(pulling.wait())
 
     def _set(self, pulls: Pulls) -> None:
-        self._spare, self.flat = self.flat, pulls.values
+        is_own = pulls.values is self._spare or len(pulls.versions) > 1
+        self._spare = self.flat if is_own else None
         self.held = pulls.versions
+        self._point(pulls.values)
+
+    def _point(self, flat: Tensor) -> None:
+        self.flat = flat
         for part, values in zip(self.parts, torch.split(self.flat, self.sizes), strict=True):
             part.parameter.data = values.view(part.parameter.shape)
 

@@ -1,0 +1,138 @@
+"""Bags travel as their sums, in both directions, and train as rows do."""
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint.server.choices import Uniform
+from counterpoint.server.job import Asp, Bsp, Ssp
+from counterpoint.server.messages import Pull, Push
+from counterpoint.server.working import lookups
+from counterpoint.server.working.bags import bags_of
+from counterpoint.server.working.loop import Habits
+from counterpoint.server.working.rhythm import Rhythm
+from counterpoint.server.working.rows import distinct
+from tests.server.working.crews import Crew, bags, distance, portions_of, seeded, words
+
+START = Uniform(-0.5, 0.5)
+TABLE = {"0.weight": START}
+
+
+def trained(consistency, build=bags, *, habits=None, minibatches=1):
+    rhythm = Rhythm(push_every=minibatches)
+    crew = Crew(portions_of(words(40), consistency, batch_size=8, minibatches=minibatches), num_servers=1)
+    crew.join("a", build(), tables=TABLE, habits=habits, rhythm=rhythm)
+    crew.take_turns()
+    return crew
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every pull and push of a table that is made, as whether it is one of sums."""
+    found = []
+    for kind in (Pull, Push):
+        check = kind.__post_init__
+
+        def noted(self, check=check):
+            check(self)
+            if self.rows is not None:
+                found.append((type(self), self.sums is not None))
+
+        monkeypatch.setattr(kind, "__post_init__", noted)
+    return found
+
+
+def test_where_bags_are_fewer_than_rows_only_sums_travel(asked):
+    trained(Asp())
+    assert set(asked) == {(Pull, True), (Push, True)}
+
+
+def test_a_push_of_sums_has_a_value_for_each_bag_and_rows_that_were_looked_up(asked):
+    crew = trained(Asp())
+    pushes = [entry for entry in crew.job.journals[0].values() if isinstance(entry, Push) and entry.sums is not None]
+    assert {len(push.values) for push in pushes} == {8}
+    assert all(push.rows is not None and len(push.rows) > 8 for push in pushes)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("consistency", [Asp(), Ssp(1), Bsp(1)], ids=str)
+def test_sums_train_as_rows_do(consistency, minibatches, monkeypatch):
+    found = [trained(consistency, minibatches=minibatches).model()]
+    monkeypatch.setattr(lookups, "bags_of", lambda *_: None)
+    found.append(trained(consistency, minibatches=minibatches).model())
+    assert distance(*found) < 1e-12
+
+
+@pytest.mark.parametrize("consistency", [Asp(), Ssp(1), Bsp(1)], ids=str)
+def test_sums_that_are_fetched_ahead_are_those_that_would_have_been_fetched(consistency):
+    models = [trained(consistency, habits=Habits(prefetch=prefetch)).model() for prefetch in (True, False)]
+    assert distance(*models) == 0
+
+
+class Pair(nn.Module):
+    """Two modules with one table, of which one adds up and one takes the mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.EmbeddingBag(12, 4, mode="sum")
+        self.second = nn.EmbeddingBag(12, 4, mode="mean")
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, rows):
+        return self.last(self.first(rows) - self.second(rows) + self.second(rows.flip(0)))
+
+
+def test_modules_that_share_a_table_push_one_gradient(monkeypatch):
+    found = []
+    for is_summed in (True, False):
+        if not is_summed:
+            monkeypatch.setattr(lookups, "bags_of", lambda *_: None)
+        crew = Crew(portions_of(words(40), Asp(), batch_size=8), epochs=1, num_servers=1)
+        crew.join("a", seeded(Pair), tables={"first.weight": START})
+        crew.take_turns()
+        found.append(crew.model())
+    assert distance(*found) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{"mode": "max"}, {"scale_grad_by_freq": True}], ids=str)
+def test_what_is_no_sum_of_rows_is_looked_up_as_rows(options, asked):
+    trained(Asp(), lambda: seeded(lambda: nn.Sequential(nn.EmbeddingBag(12, 4, **options), nn.Linear(4, 2))))
+    assert set(asked) == {(Pull, False), (Push, False)}
+
+
+def test_few_rows_of_many_bags_are_looked_up_as_rows(asked):
+    class Same(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.last = nn.EmbeddingBag(12, 4, mode="sum"), nn.Linear(4, 2)
+
+        def forward(self, rows):
+            return self.last(self.table(rows % 2))
+
+    crew = Crew(portions_of(words(40), Asp(), batch_size=8), epochs=1, num_servers=1)
+    crew.join("a", seeded(Same), tables={"table.weight": START})
+    crew.take_turns()
+    assert set(asked) == {(Pull, False), (Push, False)}
+
+
+def test_a_model_that_is_measured_looks_up_rows():
+    crew = trained(Asp())
+    served = crew.served["a"]
+    with served.reading() as model:
+        found = model(words(4).tensors[0])
+    expected = served.give_back(tables=True)(words(4).tensors[0])
+    assert float((found - expected).detach().abs().max()) < 1e-12
+
+
+def test_the_table_of_bags_is_what_torch_would_make_of_it():
+    torch.manual_seed(0)
+    indices = torch.randint(0, 12, (5, 3))
+    bag = nn.EmbeddingBag(12, 4, mode="sum").double()
+    wanted = distinct("table", indices, 12, None)
+    made = bags_of(wanted, bag, 1)
+    assert made
+    sums = made.there.of(bag.weight.detach()[wanted.rows])
+    assert torch.equal(sums, bag(indices).detach())
+    (expected,) = torch.autograd.grad(bag(indices), bag.weight, sums)
+    assert torch.allclose(made.back.of(sums), expected[wanted.rows])
