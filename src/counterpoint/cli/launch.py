@@ -45,8 +45,7 @@ def launch(
     command, as a file that can be handed over by hand. The job's key is in none of them.
     """
     target = target_of(on)
-    inside = detect()
-    if inside is not None and not dry_run:
+    if (inside := detect()) is not None and not dry_run:
         raise LaunchError(
             f"this is already rank {inside.rank} of {inside.world_size}; ranks do not start ranks: start the script "
             f"itself, {script}, with the launcher that started this rank"

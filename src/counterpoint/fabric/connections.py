@@ -35,6 +35,7 @@ def over_gloo(device: ProcessGroupGloo.Device) -> Link:
     """Return what opens connections of gloo, which listen on this device."""
 
     def link(store: PrefixStore, place: str, group: tuple[int, ...], rank: int, deadline_s: float) -> Gloo:
+        """Return a connection among the members of a group, all of which have come to this place of the store."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
         options._devices = [device]  # noqa: SLF001
         options._timeout = timedelta(seconds=deadline_s)  # noqa: SLF001

@@ -16,9 +16,8 @@ from typing import Any
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.description import Launch, Written, rank_command
-from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, severity, tell
+from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, tell, wait_for_others_s
 from counterpoint.launchers.environment import RankEnvironment
-from counterpoint.launchers.local import SETTLE_S, TOGETHER_S
 from counterpoint.launchers.seat import Seat, outcome_of, seat_variables
 
 PLACES_S = 60.0  # so long a cluster may take to have room for all ranks
@@ -126,9 +125,8 @@ class Attempt:
             self._start(seats)
             while self.running:
                 self._hear(began)
-                worst = min((severity(outcome) for outcome in self.outcomes), default=3)
-                if worst < 3:
-                    stop_s = min(stop_s, time.monotonic() + (TOGETHER_S if worst < 2 else SETTLE_S))
+                if find_culprit(self.outcomes) is not None:
+                    stop_s = min(stop_s, time.monotonic() + wait_for_others_s(self.outcomes, ()))
                 if self.stopped_s is None and stop_s <= time.monotonic():
                     self.stopped_s = time.monotonic()
                     for rank in self.running.values():

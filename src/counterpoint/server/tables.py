@@ -300,6 +300,8 @@ def begin_of(spec: Spec, rows: Tensor) -> Tensor:
 
 def _lent_out(values: Tensor, lent: list[weakref.ref[Any]]) -> Tensor:
     """Return the same numbers; as long as somebody has them, so it is said among those that are lent."""
+    if not values.numel():
+        return values.new_empty(values.shape)
     raw = values.view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
     lent.append(weakref.ref(raw))
     return torch.from_numpy(raw).view(values.dtype)

@@ -214,8 +214,7 @@ def train(  # noqa: PLR0913 - what a training may be given, most by keyword
     from pyspark.sql import DataFrame
 
     rows = rows_of(data, columns) if isinstance(data, DataFrame) else data
-    context = rows.context
-    settings = dict(context.getConf().getAll())
+    context, settings = rows.context, dict(rows.context.getConf().getAll())
     warn_of_open(context.master, settings)
     training = Training(model, loss, optimizer, options, rows.getNumPartitions())
     require_room(training.layout.num_elements * training.layout.dtype.itemsize, context.master, settings)

@@ -136,8 +136,7 @@ class Elastic:
         if session.job != self.job:
             raise PlanError(f"the session is of {session.job}, but this is {self.job}; build both from one Elastic")
         served = Served(model, session, optimizer, tables=tables, rhythm=self.rhythm, **options)
-        report = Report([], [], is_complete=False)
-        keeping = Keeping(wanted=self.keep_freed)
+        report, keeping = Report([], [], is_complete=False), Keeping(wanted=self.keep_freed)
 
         def measure_now() -> None:
             if evaluation is not None:
