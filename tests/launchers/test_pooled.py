@@ -54,9 +54,11 @@ def linger(job, worker, must_go):
 
 
 def stay(job, worker, must_go):
-    """The second worker stays until a file says that it may go."""
+    """The second worker stays until a file says that it may go; the first is done when the second is there."""
     pause = threading.Event()
-    while worker == "worker-1" and not Path(job, "go").exists():
+    if worker == "worker-1":
+        Path(job, "here").touch()
+    while not Path(job, "go" if worker == "worker-1" else "here").exists():
         pause.wait(LOOK_S)
     return True
 
