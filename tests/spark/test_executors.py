@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -103,9 +104,12 @@ def test_clipping_by_the_norm_is_a_third_job(spark):
 def test_a_data_frame_is_trained_on_by_its_columns(spark):
     parts = [([float(x) for x in inputs], float(target)) for inputs, target in DATA]
     frame = spark.createDataFrame(parts, "features array<double>, label double").repartition(2)
-    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
-    done = train(frame, model, loss=mse, optimizer=torch.optim.SGD, options=TEN)
-    assert done.losses[-1] < done.losses[0]
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).double()
+    inputs, targets = torch.stack([one for one, _ in DATA]), torch.cat([target for _, target in DATA])
+    before = mse(model(inputs), targets).item()
+    done = train(frame, model, loss=mse, optimizer=partial(torch.optim.SGD, lr=0.1), options=TEN)
+    assert len(done.losses) == 10
+    assert mse(model(inputs), targets).item() < before
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from counterpoint.errors import LaunchError, PlanError
 
 NO_MODULE = "No module named 'counterpoint'"
+ABORTED = "Job aborted"
 
 
 @contextmanager
@@ -53,7 +54,10 @@ def told(text: str, label: str) -> str:
         label: what the job was for.
 
     Example:
-        >>> told("Job aborted due to stage failure: Task 1 failed 4 times\nDriver stacktrace:", "step 7")
+        >>> told(
+        ...     ": SparkException: Job aborted due to stage failure: Task 1 failed 4 times\nDriver stacktrace:",
+        ...     "step 7",
+        ... )
         "Spark gave up step 7: Job aborted due to stage failure: Task 1 failed 4 times; the executors' logs say more"
     """
     if NO_MODULE in text:
@@ -62,5 +66,6 @@ def told(text: str, label: str) -> str:
             "version of torch, or ship an environment with spark.archives"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = next((line for line in lines if "Job aborted" in line), lines[0] if lines else "it said nothing")
+    aborted = next((line[line.index(ABORTED) :] for line in lines if ABORTED in line), None)
+    found = aborted or (lines[0] if lines else "it said nothing")
     return f"Spark gave up {label}: {found}; the executors' logs say more"
