@@ -10,7 +10,7 @@ from tests.mistakes import scenes
 from tests.mistakes.page import promised
 from tests.mistakes.players import on_ranks
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
 
 
 def check_disagreement(scene):

@@ -8,7 +8,7 @@ from tests.mistakes.page import promised
 from tests.mistakes.players import on_ranks
 from tests.training.fits import dataset, mlp, noisy, params_of, same_bits
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
 ANOTHER = "Another dtype, device or model on a rank"
 REFUSED = [
     (scenes.weights_that_share_memory, "Weights that share memory", 0),

@@ -14,6 +14,8 @@ from tests.mistakes.page import promised
 from tests.mistakes.players import on_ranks
 from tests.process.test_faults import variables
 
+pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
+
 CORES = Topology((Core((0, 2)), Core((1, 3))))
 
 
@@ -30,7 +32,6 @@ def masked(text):
     return re.sub(r"pid \d+|\d+ threads?", "N", text)
 
 
-@pytest.mark.process
 def test_workers_that_are_forked_beside_threads_are_told_of_once_on_each_rank():
     """Not in every epoch, though each starts other workers."""
     _, _, notices = heard(unseen.workers_that_are_forked_late)
@@ -39,35 +40,30 @@ def test_workers_that_are_forked_beside_threads_are_told_of_once_on_each_rank():
     ] * unseen.NUM_RANKS
 
 
-@pytest.mark.process
 def test_noise_that_depends_on_the_number_of_ranks_is_told():
     _, seconds, notices = heard(unseen.noise_for_many_samples_at_once)
     assert notices == [promised("Noise that depends on the number of ranks")] * unseen.NUM_RANKS
     assert seconds < 2
 
 
-@pytest.mark.process
 def test_an_optimizer_of_another_model_is_refused_on_all_ranks():
     answers, seconds, _ = heard(unseen.an_optimizer_from_before)
     assert answers == promised("An optimizer that was built too early") * unseen.NUM_RANKS
     assert seconds < 2
 
 
-@pytest.mark.process
 def test_samples_that_all_of_horovods_ranks_are_fed_are_told_of_once():
     _, seconds, notices = heard(unseen.the_same_samples_under_horovod)
     assert notices == [promised("The same samples under Horovod's face"), []]
     assert seconds < 2
 
 
-@pytest.mark.process
 def test_replicas_that_differ_are_told_of_in_the_next_step_on_all_ranks():
     answers, seconds, _ = heard(unseen.weights_changed_unseen)
     assert answers == promised("Replicas that differ")[:1] * unseen.NUM_RANKS
     assert seconds < 2
 
 
-@pytest.mark.process
 def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
     answers, seconds, _ = heard(unseen.weights_changed_in_place)
     told = promised("Weights changed in a loop")[0]
@@ -77,7 +73,6 @@ def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
     assert seconds < 2
 
 
-@pytest.mark.process
 def test_ranks_with_more_threads_than_cores_have_fewer_now():
     (first, second), _, _ = heard(unseen.more_threads_than_cores)
     assert re.match(r"counterpoint: 2 ranks x \d+ threads on \d+ cores?; setting \d+ threads? each, ", first[0])
@@ -115,7 +110,6 @@ with step_of():
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_ranks_of_another_launcher_have_fewer_threads_too(tmp_path):
     (tmp_path / "script.py").write_text(STARTED)
     torchrun = Path(sys.executable).with_name("torchrun")

@@ -148,6 +148,17 @@ def test_a_simpler_plan_that_was_as_fast_in_some_turn_is_taken_unless_it_is_a_te
     assert decide(choice, [Trial(data, 1.2, turns=(1.2, 0.99, 1.2)), best]).plan == zero
 
 
+def test_a_plan_that_was_as_fast_in_some_turn_but_slower_than_a_simpler_one_is_not_taken():
+    choice = chosen(2)
+    data, other, best = choice.simplest[:3]
+    trials = [
+        Trial(data, 1.05, turns=(1.05, 1.04)),
+        Trial(other, 1.09, turns=(1.2, 0.98)),
+        Trial(best, 1.0, turns=(1.0, 1.0)),
+    ]
+    assert decide(choice, trials).plan == best
+
+
 def test_the_best_of_each_kind_is_tried_before_a_second_one_of_a_kind():
     choice = chosen(4, Question(layers(16, cost=1e9), Cluster(), 16))
     kinds = [tuple(map(type, plan.strategies)) for plan in worth_measuring(choice, 3)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.cutting.eager import Inputs, call_of, num_samples, unmarked
 from counterpoint.errors import PlanError
+
+
+def keeping_statistics(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of the modules that keep running statistics of their batches, which no optimizer updates.
+
+    Example:
+        >>> list(keeping_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+        ['1']
+    """
+    kinds = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 - what all that keep running statistics have in common
+    for path, module in model.named_modules():
+        if isinstance(module, kinds) and module.track_running_stats:
+            yield path
 
 
 def require_apart(model: nn.Module, inputs: Inputs, plan: str, num_micros: int) -> None:

@@ -184,8 +184,9 @@ def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] =
     """Return the choice by what was measured: the simplest of the plans that are not surely slower than the fastest.
 
     A plan is as fast that takes at most 2 % longer; or at most a tenth, if in one of its turns it was as fast as the
-    fastest was at that time. Plain data parallelism is simpler than any other plan for several ranks, so that what is
-    chosen has measured faster in every turn, or is it.
+    fastest was at that time. A plan that measured no faster than a simpler one is not taken, whatever its turns say.
+    Plain data parallelism is simpler than any other plan for several ranks, so that what is chosen has measured faster,
+    or is it.
 
     Args:
         choice: by what was predicted; it stays where nothing was measured.
@@ -195,8 +196,18 @@ def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] =
     if not trials:
         return replace(choice, untried=tuple(untried))
     best = min(trials, key=lambda trial: trial.step_s)
-    near = [found.plan for found in trials if _is_as_fast(found, best)]
-    return replace(choice, plan=_simplest(near, choice.simplest), trials=tuple(trials), untried=tuple(untried))
+    steps = _that_get_faster(trials, choice.simplest)
+    near = [found.plan for found in steps if _is_as_fast(found, best)]
+    return replace(choice, plan=near[0], trials=tuple(trials), untried=tuple(untried))
+
+
+def _that_get_faster(trials: Sequence[Trial], simplest: Sequence[Plan]) -> list[Trial]:
+    """Return the trials, the simplest plan first, without those that were no faster than a simpler one."""
+    found: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: _place(trial.plan, simplest)):
+        if not found or trial.step_s < found[-1].step_s:
+            found.append(trial)
+    return found
 
 
 def _is_as_fast(trial: Trial, best: Trial) -> bool:
@@ -207,8 +218,12 @@ def _is_as_fast(trial: Trial, best: Trial) -> bool:
 
 
 def _simplest(plans: Sequence[Plan], simplest: Sequence[Plan]) -> Plan:
-    order = {plan: at for at, plan in enumerate(simplest)}
-    return min(plans, key=lambda plan: order.get(plan, len(order)))
+    return min(plans, key=lambda plan: _place(plan, simplest))
+
+
+def _place(plan: Plan, simplest: Sequence[Plan]) -> int:
+    """Return how many plans are simpler; one that is not on the list comes last."""
+    return simplest.index(plan) if plan in simplest else len(simplest)
 
 
 def _best_of_kinds(kept: Sequence[Prediction]) -> list[Plan]:

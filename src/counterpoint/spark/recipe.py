@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load as read_tensors, save as write_tensors
 from torch import Tensor, nn
 
+from counterpoint.cutting.mixing import keeping_statistics
 from counterpoint.errors import PlanError
 from counterpoint.runtime.layout import Layout
 from counterpoint.spark.failures import unshippable
@@ -94,13 +95,11 @@ def require_no_statistics(model: nn.Module) -> None:
     Raises:
         PlanError: it has running statistics.
     """
-    kinds = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 - what all that keep running statistics have in common
-    for path, module in model.named_modules():
-        if isinstance(module, kinds) and module.track_running_stats:
-            raise PlanError(
-                f"{path} keeps running statistics, but a task of Spark's may run again, so it must leave nothing "
-                "behind; take track_running_stats=False, or a GroupNorm"
-            )
+    for path in keeping_statistics(model):
+        raise PlanError(
+            f"{path} keeps running statistics, but a task of Spark's may run again, so it must leave nothing behind; "
+            "take track_running_stats=False, or a GroupNorm"
+        )
 
 
 class Replica:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from counterpoint.cutting.mixing import keeping_statistics
 from counterpoint.errors import PlanError
 from counterpoint.server.choices import Rule, Sgd
 from counterpoint.server.working.rows import require_plain
@@ -188,10 +189,8 @@ def require_kept_buffers(model: nn.Module) -> None:
     Raises:
         PlanError: it has running statistics.
     """
-    kinds = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 - what all that keep running statistics have in common
-    for path, module in model.named_modules():
-        if isinstance(module, kinds) and module.track_running_stats:
-            raise PlanError(
-                f"{path} keeps running statistics, which servers do not: each worker would have its own; say "
-                "buffers='own' to have it so, or take track_running_stats=False, or a GroupNorm"
-            )
+    for path in keeping_statistics(model):
+        raise PlanError(
+            f"{path} keeps running statistics, which servers do not: each worker would have its own; say buffers='own' "
+            "to have it so, or take track_running_stats=False, or a GroupNorm"
+        )
