@@ -13,6 +13,8 @@ from counterpoint.world.cluster_file import write_cluster
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 LAP_S = 0.25
+LAPS, STEPS = 2, 3
+"""How few of them tell how long a step takes, and what the machine's speed is meanwhile, however long steps are."""
 CHOOSING = Path(__file__).with_name("choosing.py")
 
 
@@ -58,7 +60,8 @@ def chosen_in_lab(lab, letter, cluster, timing, *, measure, deadline_s):
 def request(cells, rounds, seconds, *, lap_s, gives_up=False):
     """Return what ranks.py is told."""
     named = [[cell.letter, cell.strategy, cell.micros] for cell in cells]
-    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, "lap_s": lap_s, "gives_up": gives_up})
+    least = {"laps": LAPS, "fewest": STEPS, "gives_up": gives_up}
+    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, "lap_s": lap_s, **least})
 
 
 def turns(texts, cells):

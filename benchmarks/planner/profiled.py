@@ -2,7 +2,7 @@
 
 Called with the model and the sizes of microbatches. Each size is profiled by itself, some times, between steps of the
 loop that is taken beside plans, too: by these all are brought to one speed, because that of a shared machine jumps. Of
-each size that profile is taken in which the speed has changed least.
+each figure the median is taken.
 """
 
 import json
@@ -14,28 +14,19 @@ from cells import SUBJECTS
 from ranks import Alone
 
 import counterpoint as cp
-from counterpoint.model.timing import Fixed, Timing
+from counterpoint.model.timing import Fixed, PieceTime, Point, Timing
 from counterpoint.model.timing_file import write_timing
 from counterpoint.profiler.watch import as_in_training
 
-MOST_AT_ONCE, ROUNDS, BESIDE_S = 64, 3, 0.3
+MOST_AT_ONCE, ROUNDS, BESIDE_S = 64, 4, 0.3
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One profile, with a step of the loop beside it as it took before and afterwards."""
+    """One profile, with a step of the loop beside it, the mean of before and afterwards."""
 
     timing: Timing
-    before_s: float
-    after_s: float
-
-    @property
-    def beside_s(self):
-        return (self.before_s + self.after_s) / 2
-
-    @property
-    def drift(self):
-        return abs(self.after_s - self.before_s) / self.beside_s
+    beside_s: float
 
     def at_pace(self, beside_s):
         """Return the timing as it would have been, had a step of the loop taken so long."""
@@ -52,7 +43,7 @@ def main(letter, text):
             for size in sizes:
                 found[size].append(taken(subject, alone, size))
     beside_s = median(one.beside_s for own in found.values() for one in own)
-    best = [min(own, key=lambda one: one.drift).at_pace(beside_s) for own in found.values()]
+    best = [in_the_middle([one.at_pace(beside_s) for one in own]) for own in found.values()]
     sys.stdout.write(f"{json.dumps({'timing': write_timing(merged(best)), 'beside_s': beside_s})}\n")
 
 
@@ -63,7 +54,21 @@ def taken(subject, alone, size):
     timing = cp.profile(
         subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, samples=[size]
     )
-    return Taken(timing, before_s, median(alone.steps(BESIDE_S)))
+    return Taken(timing, (before_s + median(alone.steps(BESIDE_S))) / 2)
+
+
+def in_the_middle(timings):
+    """Return the timings of one model for one size as one, of each figure the median."""
+    points = [timing.points[0] for timing in timings]
+    pieces = tuple(map(in_between, zip(*(point.pieces for point in points), strict=True)))
+    whole = in_between([point.whole for point in points])
+    alone = None if points[0].alone is None else in_between([point.alone for point in points])
+    return replace(merged(timings), points=(Point(points[0].samples, pieces, whole, alone),))
+
+
+def in_between(pieces):
+    """Return what a piece takes by the median of each figure."""
+    return PieceTime(*medians(pieces))
 
 
 def merged(timings):
@@ -73,8 +78,13 @@ def merged(timings):
         points=tuple(point for timing in timings for point in timing.points),
         update_s_per_byte=median(timing.update_s_per_byte for timing in timings),
         add_s_per_byte=median(timing.add_s_per_byte for timing in timings),
-        fixed=Fixed(*map(median, zip(*(astuple(timing.fixed) for timing in timings), strict=True))),
+        fixed=Fixed(*medians(timing.fixed for timing in timings)),
     )
+
+
+def medians(found):
+    """Yield the median of each field."""
+    yield from map(median, zip(*map(astuple, found), strict=True))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 
 from cells import SUBJECTS, Cell
 
@@ -25,6 +25,8 @@ from counterpoint.training.world import met
 BESIDE, WARM_UP, BESIDE_S = 2, 8, 0.05
 HOPELESS = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
+LONG_S = 1.0
+"""A longer step is told by one: it waits for a network, whose speed does not jump."""
 
 
 def computed_s():
@@ -55,10 +57,10 @@ class Alone:
         self.optimizer.step()
         return time.perf_counter() - began
 
-    def steps(self, least_s=BESIDE_S):
-        """Take some for so long, after some that warm, and return the seconds of each."""
+    def steps(self, least_s=BESIDE_S, fewest=1):
+        """Take some for so long, and at least so many, after some that warm; return the seconds of each."""
         warm_s = [self.step() for _ in range(BESIDE)][-1]
-        return [self.step() for _ in range(max(1, round(least_s / warm_s)))]
+        return [self.step() for _ in range(max(fewest, round(least_s / warm_s)))]
 
     def together(self, others, count):
         """Take so many on all ranks, each when all have taken the one before; return the seconds from one to the next.
@@ -76,7 +78,8 @@ class Alone:
 class Beside:
     """What is taken beside a plan: steps of one process that the profile knows, and steps of each rank's share."""
 
-    def __init__(self, subject, ranks):
+    def __init__(self, subject, ranks, fewest):
+        self.fewest = fewest
         self.known = Alone(subject, subject.reference)
         self.share = Alone(subject, subject.batch // ranks)
         self.taken = {"beside": [], "alone": [], "together": []}
@@ -85,15 +88,15 @@ class Beside:
         """Take some of each."""
         own = 0
         for name, alone in (("beside", self.known), ("alone", self.share)):
-            steps = alone.steps() if others.rank == 0 else []
+            steps = alone.steps(fewest=self.fewest) if others.rank == 0 else []
             self.taken[name] += steps
             own = len(steps)
             others.slowest(0.0)
         self.taken["together"] += self.share.together(others, int(others.slowest(own)))
 
     def told(self):
-        """Return the mean of the seconds of all that were taken since the last time, on rank 0."""
-        told = {name: fmean(seconds) for name, seconds in self.taken.items() if seconds}
+        """Return the median of the seconds of all that were taken since the last time, on rank 0."""
+        told = {name: median(seconds) for name, seconds in self.taken.items() if seconds}
         self.taken = {name: [] for name in self.taken}
         return told
 
@@ -148,9 +151,10 @@ def turn(cell, subject, beside, others, asked):
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
         run.team.buckets = replace(run.team.buckets, tune=False)  # else many first steps try sizes, slow ones, too
         step_s = warmed(run, batches, others, budget_s)
-        count = max(1, round(lap_s / step_s))
+        least_laps, least_steps = (1, 1) if step_s > LONG_S else (asked["laps"], asked["fewest"])
+        count = max(least_steps, round(lap_s / step_s))
         laps = []
-        for _ in range(max(1, round(budget_s / max(lap_s, step_s)))):
+        for _ in range(max(least_laps, round(budget_s / max(lap_s, count * step_s)))):
             beside.take(others)
             laps.append(lap(run, batches, count))
             others.slowest(0.0)
@@ -159,7 +163,12 @@ def turn(cell, subject, beside, others, asked):
 
 
 def main(text):
-    """Take the turns that are asked for as JSON: cells, rounds, seconds of a turn and of a lap, who may give up."""
+    """Take the turns that are asked for as JSON.
+
+    Args:
+        text: the cells and how many rounds; the seconds of a turn and of a lap, and how few laps and steps there may be
+            of either however long a step is; whether hopeless plans are given up.
+    """
     asked = json.loads(text)
     with as_in_training(threads=1):
         taken(asked)
@@ -171,7 +180,7 @@ def taken(asked):
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = SUBJECTS[letter]()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
-        beside = Beside(subject, cells[0].ranks)
+        beside = Beside(subject, cells[0].ranks, asked["fewest"])
         for number in range(asked["rounds"]):
             first, steps = number % len(cells), {}
             for cell in cells[first:] + cells[:first]:

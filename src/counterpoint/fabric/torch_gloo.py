@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
@@ -109,9 +110,16 @@ class TorchFabric(JoinedFabric):
             own = whole.detach()[bounds[index] : bounds[index + 1]]
             parts = own.new_empty((len(group), len(own)))
             sizes = [(end - start) * whole.element_size() for start, end in pairwise(bounds)]
-            work = swap(gloo, raw(parts), raw(whole), [sizes[index]] * len(group), sizes)
-            # sums are added here, in the order of the group: the same bits as on the local transport
-            return [work], lambda: own.copy_(reduce_in_order(list(parts), verb))
+            gives = torch.split(raw(whole[bounds[0] : bounds[-1]]), sizes)
+            works, place = swap(gloo, [raw(part) for part in parts], gives, max(sizes))
+
+            def add() -> None:
+                """Sums are made here, in the order of the group: the same bits as on the local transport."""
+                if place is not None:
+                    place()
+                own.copy_(reduce_in_order(list(parts), verb))
+
+            return works, add
 
         return self.start(operation, launch)
 
@@ -128,7 +136,8 @@ class TorchFabric(JoinedFabric):
 
         def launch(gloo: Gloo) -> Launched:
             incoming, outgoing = [count * size for count in theirs], [count * size for count in counts[place]]
-            return [swap(gloo, raw(received), raw(whole), incoming, outgoing)], None
+            takes, gives = torch.split(raw(received), incoming), torch.split(raw(whole), outgoing)
+            return swap(gloo, takes, gives, max(map(max, counts)) * size)
 
         return received, self.start(operation, launch)
 
@@ -147,7 +156,7 @@ class TorchFabric(JoinedFabric):
 
         def launch(gloo: Gloo) -> Launched:
             target = raw(whole[bounds[0] : bounds[-1]])
-            return [collect(gloo, target, sizes, group.index(self.rank))] if len(target) else [], None
+            return collect(gloo, target, sizes) if len(target) else ([], None)
 
         return self.start(operation, launch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -22,6 +22,8 @@ from counterpoint.fabric.gloo_numbers import given, restored
 
 Launched = tuple[list[GlooWork], Callable[[], object] | None]  # what is under way, and what is to be done after it
 
+PIECE_BYTES: Final = 1 << 21
+"""So much goes to each other member at a time."""
 REDUCE_OPS: Final = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
@@ -47,14 +49,55 @@ def reduced(gloo: Gloo, whole: Tensor, verb: Verb) -> GlooWork:
     return gloo.allreduce([whole], options)
 
 
-def swap(gloo: Gloo, received: Tensor, sent: Tensor, incoming: list[int], outgoing: list[int]) -> GlooWork:
-    """Start to exchange ranges of bytes with every member: how many come from each, and how many go to each."""
+def swap(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], longest: int) -> Launched:
+    """Start to exchange bytes with every member.
+
+    They go in pieces, of which gloo carries some at a time: in one go the two directions of a link take turns.
+
+    Args:
+        gloo: the connection.
+        takes: for each member the place of what comes from it.
+        gives: for each member what it gets.
+        longest: of all that any member gets from any other, so that all members cut alike.
+
+    Cost:
+        memory of what is sent and received, where there are more than two members.
+    """
+    own = gloo.rank()
+    takes[own].copy_(gives[own])
+    others = [member for member in range(gloo.size()) if member != own]
+    works: list[GlooWork] = []
+    came: list[tuple[Tensor, list[Tensor]]] = []
+    for low in range(0, longest, PIECE_BYTES):
+        into = [part[low : low + PIECE_BYTES] for part in takes]
+        part = joined([gives[member][low : low + PIECE_BYTES] for member in others])
+        room = into[others[0]] if len(others) == 1 else part.new_empty(sum(len(into[member]) for member in others))
+        incoming, outgoing = ([len(one[low : low + PIECE_BYTES]) for one in ones] for ones in (takes, gives))
+        incoming[own] = outgoing[own] = 0
+        works.append(exchanged(gloo, room, part, incoming, outgoing))
+        came.append((room, [into[member] for member in others]))
+
+    def complete() -> None:
+        for room, into in came:
+            for target, part in zip(into, torch.split(room, [len(one) for one in into]), strict=True):
+                target.copy_(part)
+
+    return works, complete if len(others) > 1 else None
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts one behind the other; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def exchanged(gloo: Gloo, received: Tensor, sent: Tensor, incoming: list[int], outgoing: list[int]) -> GlooWork:
+    """Start gloo's own exchange: how many bytes come from each member, and how many go to each."""
     options = AllToAllOptions()
     options.timeout = GLOO_TIMEOUT
     return gloo.alltoall_base(received, sent, incoming, outgoing, options)
 
 
-def collect(gloo: Gloo, whole: Tensor, sizes: list[int], place: int) -> GlooWork:
+def collect(gloo: Gloo, whole: Tensor, sizes: list[int]) -> Launched:
     """Start to replace each member's range of bytes by what that member has there.
 
     Every member sends its own to each other one at the same time, so that both directions of a link are in use; ranges
@@ -64,14 +107,9 @@ def collect(gloo: Gloo, whole: Tensor, sizes: list[int], place: int) -> GlooWork
         gloo: the connection.
         whole: all ranges, one behind the other.
         sizes: of the ranges.
-        place: which of them is the own.
-
-    Cost:
-        memory of as many copies of the own range as there are members.
     """
-    start = sum(sizes[:place])
-    own = whole[start : start + sizes[place]]
-    return swap(gloo, whole, own.repeat(len(sizes)), sizes, [len(own)] * len(sizes))
+    ranges = torch.split(whole, sizes)
+    return swap(gloo, ranges, [ranges[gloo.rank()]] * len(sizes), max(sizes))
 
 
 def spread(gloo: Gloo, part: Tensor, root: int) -> GlooWork:

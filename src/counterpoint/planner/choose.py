@@ -38,7 +38,7 @@ class Trial:
 
     Args:
         plan: which one.
-        step_s: seconds of a step: the median, on the slowest rank.
+        step_s: seconds of a step: the mean of a turn on the slowest rank, the median over turns.
         trace: one more step, word by word; None where nobody asked for it.
         turns: likewise, of each turn; turns of plans that were tried together have met the same moments, one by one.
             Empty for a plan that was given up, because its first steps took several times as long as another plan's.
@@ -159,8 +159,8 @@ def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choi
 def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
     """Return the plans to measure: plain data parallelism, the choice, the best of each kind, and the fastest others.
 
-    Predictions of plans of one kind err alike; so of each kind (pipelines, slices, pipelines of replicas) the plan that
-    is predicted to be the fastest comes first, where that is at most twice as slow as the fastest of all.
+    Predictions of plans of one kind err alike; so of each kind (pipelines of one order, slices, pipelines of replicas)
+    the plan that is predicted to be the fastest comes first, where that is at most twice as slow as the fastest of all.
 
     All of them are held by the ranks at one time; those are left out, the slowest first, for which there is no room.
 
@@ -228,11 +228,16 @@ def _place(plan: Plan, simplest: Sequence[Plan]) -> int:
 
 def _best_of_kinds(kept: Sequence[Prediction]) -> list[Plan]:
     """Return the plan of each kind that is predicted to be the fastest, where that is not too slow to be tried."""
-    found: dict[tuple[type, ...], Plan] = {}
+    found: dict[tuple[str, ...], Plan] = {}
     for one in sorted(kept, key=lambda one: one.step_s):
         if one.step_s <= WORTH_A_TRIAL * kept[0].step_s:
-            found.setdefault(tuple(map(type, one.plan.strategies)), one.plan)
+            found.setdefault(_kind(one.plan), one.plan)
     return list(found.values())
+
+
+def _kind(plan: Plan) -> tuple[str, ...]:
+    """Return which strategies a plan is made of, and in which orders its pipelines compute."""
+    return tuple(one.order if isinstance(one, Pipeline) else type(one).__name__ for one in plan.strategies)
 
 
 def _is_plain(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any, cast
 
 import torch
@@ -36,9 +36,9 @@ WARM_STEPS = 2
 """Steps of each plan that nobody counts; the last one says how long the others will take."""
 ROUNDS = 5
 """Plans take turns so often, there and back, so that what changes on the machine meanwhile meets all of them."""
-TURN_S = 0.2
+TURN_S = 0.5
 """Seconds that a turn should take."""
-FEWEST, MOST = 2, 20
+FEWEST, MOST = 2, 50
 """Steps of a turn that count; the one before them finds what the plan before has left in the caches."""
 HOPELESS = 4.0
 """A plan whose last warm step took so many times as long as that of another plan is given up."""
@@ -75,7 +75,7 @@ class Runner:
         feed: the batch of every step.
         number: of the next step.
         warm_s: the last of the steps that warm the ranks up, on the slowest of them.
-        turns: the median step of each turn on this process's ranks.
+        turns: the mean step of each turn on this process's ranks.
     """
 
     plan: Plan
@@ -95,7 +95,7 @@ class Runner:
     def take_turn(self, num_steps: int) -> None:
         """Take a step that does not count, and so many that do."""
         self.step()
-        self.turns.append(median(self.step() for _ in range(num_steps)))
+        self.turns.append(fmean(self.step() for _ in range(num_steps)))
 
 
 def settle(auto: Auto, subject: Subject, inputs: Any, batch_size: int) -> tuple[Plan, Choice | None]:  # noqa: ANN401
@@ -194,7 +194,7 @@ def turn_length(runner: Runner) -> int:
 
 
 def trial_of(runner: Runner, *, traced: bool) -> Trial:
-    """Return the median step of the slowest rank, and that of each turn."""
+    """Return the median over turns of the slowest rank's mean step, and that of each turn."""
     everyone = cast("list[list[float]]", told(runner.team, list(runner.turns)))
     turns = tuple(max(own) for own in zip(*everyone, strict=True))
     step_s = median(turns) if turns else runner.warm_s

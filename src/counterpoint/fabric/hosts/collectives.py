@@ -114,7 +114,8 @@ def reduce_scatter(operation: Operation, whole: Tensor, verb: Verb, inside: Insi
         pieces = slabs.pieces(layout.place)
         slab = turned[pieces[0][0] : pieces[-1][1]]
         sizes = [(stop - start) * whole.element_size() for start, stop in pieces]
-        return OnWire([swap(living(across.gloo), raw(parts), raw(slab), [sizes[layout.home]] * len(sizes), sizes)])
+        gives = torch.split(raw(slab), sizes)
+        return OnWire(*swap(living(across.gloo), [raw(part) for part in parts], gives, max(sizes)))
 
     def finish() -> None:
         own.copy_(reduce_in_order(list(parts), "sum" if verb == "mean" else verb))
@@ -137,7 +138,7 @@ def all_gather(operation: Operation, whole: Tensor, inside: Inside, across: Acro
         turned[start:stop] = whole[operation.bounds[index] : operation.bounds[index + 1]]
         sizes = [(b - a) * whole.element_size() for a, b in pieces]
         slab = raw(turned[pieces[0][0] : pieces[-1][1]])
-        return OnWire([collect(living(across.gloo), slab, sizes, layout.home)] if len(slab) else [])
+        return OnWire(*collect(living(across.gloo), slab, sizes)) if len(slab) else None
 
     def gather() -> Pending | None:
         return inside.start(OUT, Kind.ALL_GATHER, operation, turned, slabs.bounds)
