@@ -8,7 +8,7 @@ from counterpoint.compat.elasticdl import elasticdl
 from counterpoint.errors import PlanError
 from counterpoint.server.job import Asp, Bsp, Work
 from counterpoint.server.local import LocalJob
-from tests.server.working.crews import SGD, distance, mlp, numbers
+from tests.server.working.crews import SGD, distance, mlp, numbers, solo
 
 
 def test_synchronous_training_averages_the_gradients_it_waits_for():
@@ -35,6 +35,15 @@ def test_a_task_that_fails_is_never_dropped():
     assert elasticdl(numbers(), minibatch_size=5, task_fault_tolerance=False).job.budget.failures == 0
 
 
+def test_allreduce_cuts_a_batch_into_a_minibatch_for_each_worker_there_is_at_first():
+    data = numbers(20)
+    plan = elasticdl(data, minibatch_size=5, num_workers=2, distribution_strategy="AllreduceStrategy")
+    assert (plan.job.num_servers, plan.job.consistency, plan.job.work) == (0, Bsp(2), Work(4, 1, 2, 2))
+    model, expected = mlp(), mlp()
+    plan.train(LocalJob(plan.job).join("a"), model, loss=F.cross_entropy, optimizer=torch.optim.AdamW)
+    assert distance(model, solo(expected, data, plan.portions, torch.optim.AdamW, epochs=1)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -42,7 +51,8 @@ def test_a_task_that_fails_is_never_dropped():
         ({"sync_version_tolerance": 1}, "depends on who was late"),
         ({"get_model_steps": 2}, "give use_async=True"),
         ({"max_step": 10}, "here all data counts"),
-        ({"distribution_strategy": "AllreduceStrategy"}, "grads_to_wait"),
+        ({"distribution_strategy": "AllreduceStrategy", "grads_to_wait": 2}, "give num_workers"),
+        ({"distribution_strategy": "AllreduceStrategy", "use_async": True}, "about servers"),
         ({"distribution_strategy": "Local"}, "strategy='solo'"),
         ({"distribution_strategy": "Horovod"}, "there is no distribution_strategy"),
         ({"num_epochs": 0}, "num_epochs"),

@@ -1,9 +1,9 @@
 from typing import Any
 
 from counterpoint.server.actions import Send, Write
-from counterpoint.server.calls import Heartbeat, Hello, Keepers, Lease, Leased, Report, Task, View, Welcome
+from counterpoint.server.calls import Heartbeat, Hello, Keepers, Lease, Leased, Leave, Report, Task, View, Welcome
 from counterpoint.server.coordinator import Coordinator
-from counterpoint.server.job import Asp, Job, Work
+from counterpoint.server.job import Asp, Bsp, Job, Work
 from counterpoint.server.messages import Done, Origin, Refused
 from counterpoint.server.staffing import staffed, without
 
@@ -103,3 +103,15 @@ def test_the_last_copy_of_a_shard_is_never_given_up():
 
 def test_nobody_is_replaced_when_there_is_nobody_else():
     assert staffed(Keepers("a", "b", True), {"b": 0}) == Keepers("a", "b", True)
+
+
+def test_a_job_without_servers_is_lost_with_its_last_worker_if_anything_was_done():
+    job = Job("job", Bsp(2), num_servers=0, work=Work(4, 1, 2, 2))
+    coordinator = Coordinator(job)
+    coordinator.on_event(hello(job=job), 0.0)
+    (leased,) = sent(coordinator.on_event(Lease(origin(coordinator)), 0.0), Leased)
+    coordinator.on_event(Report(origin(coordinator, 1), leased.task, "done"), 0.0)
+    coordinator.on_event(Leave(origin(coordinator, 2)), 0.0)
+    (refused,) = sent(coordinator.on_event(hello("worker", 8, job), 1.0), Refused)
+    assert (refused.reason, coordinator.book.lost) == ("lost", refused.text)
+    assert "the last worker of job job has gone, and the weights with it, when 1 tasks were done" in refused.text

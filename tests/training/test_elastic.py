@@ -80,3 +80,39 @@ def test_batch_norm_is_every_worker_s_own_if_that_is_meant():
     adam = partial(torch.optim.Adam, lr=0.01)
     assert train(plan, session, model, optimizer=adam, buffers="own").is_complete
     assert int(model.get_buffer("1.num_batches_tracked")) == 12
+
+
+def test_without_servers_the_same_lines_train_the_same_model_under_any_optimizer():
+    plan, model = elastic(numbers(), servers=0), mlp()
+    rmsprop = partial(torch.optim.RMSprop, lr=0.01)
+    report = train(plan, LocalJob(plan.job).join("a"), model, optimizer=rmsprop, evaluation=numbers(10))
+    assert report.is_complete
+    assert distance(model, solo(mlp(), numbers(), plan.portions, rmsprop)) < 1e-12
+    assert len(report.losses) == 12
+    assert [found.step for found in report.evaluations] == [12]
+
+
+def test_batch_norm_without_servers_is_every_worker_s_own_if_that_is_meant():
+    plan = elastic(numbers(), servers=0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double()
+    with pytest.raises(PlanError, match="buffers='own'"):
+        train(plan, LocalJob(plan.job).join("a"), model)
+    assert train(plan, LocalJob(plan.job).join("a"), model, buffers="own").is_complete
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"code": "int8"}, "code= is about what lies on servers"),
+        ({"tables": {"0.weight": Uniform(-1, 1)}}, "tables= is about"),
+    ],
+)
+def test_what_is_about_servers_is_refused_without_them(options, told):
+    plan = elastic(numbers(), servers=0)
+    with pytest.raises(PlanError, match=told):
+        train(plan, LocalJob(plan.job).join("a"), **options)
+
+
+def test_asynchrony_without_servers_is_refused():
+    with pytest.raises(PlanError, match="take every step together"):
+        elastic(numbers(), servers=0, consistency="asp")

@@ -38,14 +38,15 @@ class Others(TypedDict, total=False):
         sync_version_tolerance: refused above 0.
         max_step: refused above 0.
         relaunch_timeout_worker: makes no difference: a task whose lease is over is given to others in any case.
-        distribution_strategy: ``ParameterServerStrategy``; others are refused.
+        num_workers: with ``AllreduceStrategy``, how many minibatches are a batch, however many workers there are later;
+            makes no difference otherwise.
     """
 
     lr_staleness_modulation: bool
     sync_version_tolerance: int
     max_step: int
     relaunch_timeout_worker: bool
-    distribution_strategy: Literal["ParameterServerStrategy", "AllreduceStrategy", "Local"]
+    num_workers: int
 
 
 def elasticdl(  # noqa: PLR0913 - the options of its command
@@ -64,6 +65,7 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     task_fault_tolerance: bool = True,
     seed: int = 0,
     job_name: str = "elasticdl",
+    distribution_strategy: Literal["ParameterServerStrategy", "AllreduceStrategy", "Local"] = "ParameterServerStrategy",
     **others: Unpack[Others],
 ) -> Elastic:
     """Return the job that ``elasticdl train`` would run with these options.
@@ -83,6 +85,8 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
         task_fault_tolerance: whether a task that fails is given again, three times at most.
         seed: of the order of samples, which ElasticDL leaves to chance.
         job_name: of the job.
+        distribution_strategy: ``ParameterServerStrategy``; or ``AllreduceStrategy``, for workers that have all
+            weights and no server: then a batch is ``num_workers`` minibatches. There is no ``Local``.
         **others: options that make no difference or are refused, see :class:`Others`.
 
     Raises:
@@ -91,12 +95,15 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     require_counts(minibatch_size=minibatch_size, num_minibatches_per_task=num_minibatches_per_task)
     require_counts(num_epochs=num_epochs, num_ps_pods=num_ps_pods, grads_to_wait=grads_to_wait)
     _require_plain(others)
+    is_allreduce = _is_allreduce(distribution_strategy, grads_to_wait, use_async=use_async)
+    parts = others.get("num_workers", 1) if is_allreduce else grads_to_wait
+    require_counts(num_workers=parts)
     return Elastic(
         dataset=dataset,
-        batch_size=minibatch_size if use_async else minibatch_size * grads_to_wait,
+        batch_size=minibatch_size if use_async else minibatch_size * parts,
         epochs=num_epochs,
-        consistency="asp" if use_async else f"bsp({grads_to_wait})",
-        servers=num_ps_pods,
+        consistency="asp" if use_async else f"bsp({parts})",
+        servers=0 if is_allreduce else num_ps_pods,
         task_portions=num_minibatches_per_task if use_async else 1,
         rhythm=_rhythm(get_model_steps, learning_rate, use_async=use_async),
         habits=Habits(seed=seed, checkpoint_every=checkpoint_steps),
@@ -121,7 +128,6 @@ def _require_plain(others: Others) -> None:
     unknown = sorted(others.keys() - Others.__optional_keys__)
     if unknown:
         raise TypeError(f"elasticdl() got an unexpected keyword argument {unknown[0]!r}")
-    _require_servers(others.get("distribution_strategy", "ParameterServerStrategy"))
     if others.get("lr_staleness_modulation"):
         raise PlanError(
             "lr_staleness_modulation divides the learning rate by how old a gradient is, which a server's rule does "
@@ -140,14 +146,19 @@ def _require_plain(others: Others) -> None:
         )
 
 
-def _require_servers(distribution_strategy: str) -> None:
-    if distribution_strategy == "AllreduceStrategy":
-        raise PlanError(
-            "AllreduceStrategy needs ranks that meet again when one of them has gone, which allreduce cannot do here; "
-            "give ParameterServerStrategy with grads_to_wait, whose batch and whose bits stay the same with any number "
-            "of workers, or Trainer(strategy='data') on a fixed number"
-        )
+def _is_allreduce(distribution_strategy: str, grads_to_wait: int, *, use_async: bool) -> bool:
+    """Tell whether gradients are added up among workers instead of on servers."""
     if distribution_strategy == "Local":
         raise PlanError("Local trains in one process; take Trainer(strategy='solo'), which needs no servers")
-    if distribution_strategy != "ParameterServerStrategy":
-        raise PlanError(f"there is no distribution_strategy {distribution_strategy!r}; give ParameterServerStrategy")
+    if distribution_strategy not in {"ParameterServerStrategy", "AllreduceStrategy"}:
+        raise PlanError(
+            f"there is no distribution_strategy {distribution_strategy!r}; give ParameterServerStrategy or "
+            "AllreduceStrategy"
+        )
+    is_allreduce = distribution_strategy == "AllreduceStrategy"
+    if is_allreduce and (use_async or grads_to_wait != 1):
+        raise PlanError(
+            f"grads_to_wait={grads_to_wait} and use_async={use_async} are about servers, which AllreduceStrategy has "
+            "not; give num_workers, the minibatches of a batch, or ParameterServerStrategy"
+        )
+    return is_allreduce

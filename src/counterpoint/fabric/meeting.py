@@ -32,6 +32,7 @@ from counterpoint.fabric.shm.transport import ShmFabric
 from counterpoint.fabric.torch_gloo import TorchFabric
 
 NUM_TRIES = 3  # of torch's store, each as long as it is given
+MEMBER_S = 2.0  # for a member that has just been seen to listen, and may have died since
 PAUSE_S = 0.02  # between two looks whether somebody listens
 
 Transport: TypeAlias = Literal["auto", "shm", "gloo", "mpi"]
@@ -45,13 +46,19 @@ class Address:
         host: the interface that this job uses is the one this name leads to; loopback for ranks of one machine.
         port: where the store listens.
         listen_fd: a socket that already listens there, for the rank that keeps the store; it is taken over.
-        kept_by: who keeps the store: rank 0, or the launcher (torchrun's agent does), and then all ranks are guests.
+        kept_by: who keeps the store: rank 0; or the launcher (torchrun's agent does) or a process that keeps it for
+            longer than the ranks meet, and then all ranks are guests.
     """
 
     host: str
     port: int
     listen_fd: int | None = None
-    kept_by: Literal["rank 0", "launcher"] = "rank 0"
+    kept_by: Literal["rank 0", "launcher", "the oldest member"] = "rank 0"
+
+
+def never() -> bool:
+    """Tell that a wait is not in vain."""
+    return False
 
 
 def connect(  # noqa: PLR0913 - what a rank is told
@@ -65,6 +72,7 @@ def connect(  # noqa: PLR0913 - what a rank is told
     transport: Transport = "auto",
     host: str | None = None,
     facts: Mapping[str, str] | None = None,
+    is_vain: Callable[[], bool] = never,
 ) -> Fabric:
     """Return this rank's fabric: all ranks have arrived and run the same versions; otherwise a PeerError names who.
 
@@ -80,6 +88,7 @@ def connect(  # noqa: PLR0913 - what a rank is told
         host: ranks of equal names share memory; found out where it is left out. Another name keeps ranks of one host
             apart, as if they were on two.
         facts: what else must be the same on all ranks, by name, beside versions.
+        is_vain: asked while others are waited for: whether to wait no longer, because they will not come.
 
     Raises:
         LaunchError: shared memory or MPI was asked for, and some rank has none or is on another host.
@@ -88,11 +97,11 @@ def connect(  # noqa: PLR0913 - what a rank is told
         return TorchFabric(rank, num_ranks, deadline_s, None)
     if transport == "mpi":
         address = Address(*mpi_address(rank, num_ranks, address.host, deadline_s))
-    store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s))
+    store = PrefixStore(f"counterpoint/{job}/{generation}", reach(rank, address, deadline_s, is_vain))
     site, place = Site(store, rank, num_ranks, tuple(range(num_ranks)), deadline_s), f"{address.host}:{address.port}"
     number = int.from_bytes(digest(job)[:8], "little")
     with meeting_at(place, rank, address.kept_by):
-        places = announce(site, place, host or host_key(), facts or {})
+        places = announce(site, place, host or host_key(), facts or {}, is_vain)
         return joined(
             site, places, transport, number, generation,
             lambda: ProcessGroupGloo.create_device(hostname=interface_towards(address)),
@@ -188,7 +197,7 @@ def host_numbers(places: Sequence[tuple[str, str]]) -> list[int]:
     return [rank if host is None else able.index(host) for rank, host in enumerate(able)]
 
 
-def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
+def reach(rank: int, address: Address, deadline_s: float, is_vain: Callable[[], bool] = never) -> TCPStore:
     """Return the store, which this rank starts where it is the one to keep it; a PeerError where nobody does."""
     timeout = timedelta(seconds=deadline_s)
     if rank == 0 and address.kept_by == "rank 0":
@@ -197,8 +206,11 @@ def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
             address.host, address.port, None, True, timeout, wait_for_workers=False, master_listen_fd=listen_fd
         )
     try:
-        await_listener(address, deadline_s)
-        store = TCPStore(address.host, address.port, None, False, timeout / NUM_TRIES, wait_for_workers=False)
+        await_listener(address, deadline_s, is_vain)
+        calling = timeout / NUM_TRIES
+        if address.kept_by == "the oldest member":
+            calling = min(calling, timedelta(seconds=MEMBER_S))
+        store = TCPStore(address.host, address.port, None, False, calling, wait_for_workers=False)
         store.set_timeout(timeout)
         return store
     except (DistError, OSError) as error:
@@ -209,11 +221,11 @@ def reach(rank: int, address: Address, deadline_s: float) -> TCPStore:
         ) from error
 
 
-def await_listener(address: Address, deadline_s: float) -> None:
+def await_listener(address: Address, deadline_s: float, is_vain: Callable[[], bool] = never) -> None:
     """Somebody listens there; torch's store would look for up to three times its timeout.
 
     Raises:
-        OSError: nobody has come to within the deadline.
+        OSError: nobody has come to within the deadline, or until it was in vain.
     """
     end = time.monotonic() + deadline_s
     while True:
@@ -221,7 +233,7 @@ def await_listener(address: Address, deadline_s: float) -> None:
         try:
             socket.create_connection((address.host, address.port), timeout=max(left, PAUSE_S)).close()
         except OSError:
-            if left <= 0:
+            if left <= 0 or is_vain():
                 raise
             time.sleep(PAUSE_S)
         else:
@@ -296,7 +308,9 @@ def host_key() -> str:
     return f"{kernel} {socket.gethostname()} {Path(container).readlink() if container.exists() else ''} {os.getuid()}"
 
 
-def announce(site: Site, place: str, host: str, facts: Mapping[str, str]) -> list[tuple[str, str]]:
+def announce(
+    site: Site, place: str, host: str, facts: Mapping[str, str], is_vain: Callable[[], bool] = never
+) -> list[tuple[str, str]]:
     """Return each rank's host, and why it cannot share memory: all are here, and were started alike.
 
     Args:
@@ -304,6 +318,7 @@ def announce(site: Site, place: str, host: str, facts: Mapping[str, str]) -> lis
         place: where, for errors.
         host: this rank's; ranks of one host could share memory.
         facts: what else must be the same on all ranks, by name.
+        is_vain: whether to wait no longer.
 
     Raises:
         PeerError: some are not, when the deadline passes; this rank was here before; or the ranks differ.
@@ -320,7 +335,7 @@ def announce(site: Site, place: str, host: str, facts: Mapping[str, str]) -> lis
     began = time.monotonic()
     lost = ""
     try:
-        missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], site.deadline_s)
+        missing = await_keys(store, [f"here/{other}" for other in range(num_ranks)], site.deadline_s, is_vain)
     except StoreLostError as error:
         missing = list(error.missing)
         lost = ", and at why whoever kept the meeting place, rank 0 or a launcher, has ended"

@@ -156,6 +156,12 @@ class Book:
         self.keepers.clear()
         self.cut, self.lost = None, ""
 
+    @property
+    def is_forsaken(self) -> bool:
+        """Whether the weights are lost: no server keeps them, and the last worker has gone before all was done."""
+        is_begun = bool(self.queue.done) and not self.queue.is_finished
+        return not self.job.num_servers and not self.lives and is_begun and not self.lost
+
     def load(self, silent: set[str]) -> dict[str, int]:
         """Return how many shards each server keeps, of those that are not silent."""
         named = [name for keepers in self.keepers for name in (keepers.primary, keepers.backup)]

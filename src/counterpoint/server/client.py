@@ -56,7 +56,7 @@ class Client:
     @property
     def is_ready(self) -> bool:
         """Whether requests can be made: it belongs to the job, and servers keep all shards."""
-        return self.presence.is_welcome and bool(self.presence.view.shards)
+        return self.presence.is_welcome and len(self.presence.view.shards) == self.job.num_shards
 
     def change(self, shard: int, make: Callable[[Origin], Change]) -> tuple[int, list[Action]]:
         """Ask a shard to change; returns the sequence that the answer will have, and what is to be done.
@@ -160,8 +160,10 @@ class Client:
         """Yield a refusal that asking again would not change, and every one by the coordinator."""
         if answer.reason == "over" and answer.shard < 0:
             yield Stop(answer.text)
+        elif answer.reason in {"identity", "lost"} and answer.shard < 0 and not self.presence.is_welcome:
+            yield Deliver(answer)
         elif answer.reason == "identity" and answer.shard < 0:
-            yield Stop(answer.text) if self.presence.is_welcome else Deliver(answer)
+            yield Stop(answer.text)
         elif answer.shard < 0:
             is_final = answer.reason in FINAL
             if self.call is not None and answer.sequence == self.call.origin.sequence:

@@ -86,6 +86,14 @@ class Coordinator:
                 self._answer(message, now)
             case _:
                 pass
+        if self.book.is_forsaken:
+            self._decide(
+                Lost(
+                    f"the last worker of job {self.job.name} has gone, and the weights with it, when "
+                    f"{len(self.book.queue.done)} tasks were done; start the job anew: from the last checkpoint, if "
+                    "its workers have saved one"
+                )
+            )
         if self.book.generation != generation:
             view = self.book.view
             self._actions += [Send(name, view) for name in self.book.lives]

@@ -119,7 +119,7 @@ class Job:
     Args:
         name: of the job.
         consistency: how pushes are counted.
-        num_servers: each keeps one shard first, and is the backup of another.
+        num_servers: each keeps one shard first, and is the backup of another; 0 where every worker has all weights.
         work: the data.
         budget: how often tasks may go wrong.
         patience: how long one waits.
@@ -141,11 +141,13 @@ class Job:
     is_replicated: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_servers < 1:
+        if self.num_servers < 0:
+            raise PlanError(f"job {self.name} with {self.num_servers} servers; give 0 or more")
+        if not self.num_servers and not self.repeats_steps:
             raise PlanError(
-                f"job {self.name} with {self.num_servers} servers keeps its weights nowhere; give 1 or more"
+                f"job {self.name} without servers is trained by all workers step by step, which {self.consistency} "
+                "with this work does not allow; give bsp and epochs, or 1 server or more"
             )
-
         if not self.is_replicated and self.is_logged and self.num_servers > 1:
             raise PlanError(
                 f"job {self.name} has {self.num_servers} servers without backups, of which no logs are kept; give "

@@ -13,7 +13,8 @@ from torch import Tensor
 from counterpoint.errors import DataError, PlanError, ProgramError, ProtocolError
 from counterpoint.fabric.coding import ALONE, decoded, encoded
 from counterpoint.program.codes import find_code
-from counterpoint.server.choices import Rule, Start
+from counterpoint.server.choices import Aggregate, Rule, Start
+from counterpoint.server.job import Bsp, Job
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import Place, shard_of_row
 from counterpoint.server.sums import Sums, require_sums
@@ -254,6 +255,31 @@ def written(text: str, values: Tensor) -> Tensor:
     found = encoded(code, values)
     values -= decoded(code, found, values)
     return found
+
+
+def require_kept(job: Job, key: str, rule: Rule) -> None:
+    """The servers of a job can keep a key that has this rule.
+
+    Raises:
+        PlanError: there are none, or they would need an optimizer.
+    """
+    require_servers(job, key)
+    if isinstance(rule, Aggregate) and not isinstance(job.consistency, Bsp):
+        mode = type(job.consistency).__name__.lower()
+        raise PlanError(f"{key} without an optimizer on the server, which {mode} needs; give it a rule, as Sgd(0.1)")
+
+
+def require_servers(job: Job, what: str) -> None:
+    """The job has servers, which keep this.
+
+    Raises:
+        PlanError: it has none.
+    """
+    if not job.num_servers:
+        raise PlanError(
+            f"job {job.name} has no servers, so that nobody keeps {what}; its workers train by Elastic.train, or give "
+            "it servers"
+        )
 
 
 def require_alone(text: str) -> None:

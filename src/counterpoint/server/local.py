@@ -88,7 +88,7 @@ class LocalJob:
         self.start_coordinator()
         for index in range(job.num_servers):
             self.start_server(f"server-{index}")
-        self.run_until(lambda: bool(self.coordinator.book.keepers), READY_S)
+        self.run_until(lambda: len(self.coordinator.book.keepers) == job.num_shards, READY_S)
 
     @property
     def coordinator(self) -> Coordinator:

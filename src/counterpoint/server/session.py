@@ -109,6 +109,17 @@ class Session(Protocol):
     def view(self) -> View:
         """Who belongs to the job now, as far as this session has heard."""
 
+    def await_view(self, newer_than: int, wait_s: float) -> View:
+        """Return who belongs to the job, as soon as that is of a newer generation, or the time is up.
+
+        Args:
+            newer_than: a generation.
+            wait_s: the longest that this lasts.
+
+        Raises:
+            PeerError: the job has stopped, or goes on without this session.
+        """
+
     def init(self, key: str, value: Tensor, rule: Rule) -> None:
         """The key exists: as it is there already, or as this value.
 

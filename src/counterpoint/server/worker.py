@@ -18,8 +18,7 @@ from counterpoint.server.calls import Checkpoint, Leased, Leave, Promised, Repor
 from counterpoint.server.choices import Aggregate, Rule, Start
 from counterpoint.server.client import Client
 from counterpoint.server.form import Message
-from counterpoint.server.job import Bsp
-from counterpoint.server.keys import NAMES, Dense, Key, Table, require_value
+from counterpoint.server.keys import NAMES, Dense, Key, Table, require_kept, require_servers, require_value
 from counterpoint.server.messages import (
     NO_PORTION,
     Done,
@@ -74,6 +73,12 @@ class WorkerSession:
         """Who belongs to the job now, as far as this session has heard."""
         return self._client.presence.view
 
+    def await_view(self, newer_than: int, wait_s: float) -> View:
+        """Return who belongs to the job, as soon as that is of a newer generation, or the time is up."""
+        self._carrier.wait(lambda: self.view.generation > newer_than or self._error is not None, wait_s)
+        self._require_in()
+        return self.view
+
     def on_event(self, message: Message | None, now: float) -> list[Action]:
         """Take in a message, or the time, and return what is to be sent; answers go to those who wait for them."""
         if self._has_left or self._error is not None:
@@ -115,7 +120,7 @@ class WorkerSession:
 
     def init(self, key: str, value: Tensor, rule: Rule) -> None:
         """The key exists: as it is there already, or as this value."""
-        self._require_optimizer(key, rule)
+        require_kept(self.job, key, rule)
         require_value(key, value)
         dense = Dense(key, tuple(value.shape), value.dtype, home(key, value.numel(), self.job.num_shards))
         self._make(dense, list(dense.specs(rule)), [part.values.clone() for part in dense.parts(value, None)])
@@ -128,6 +133,7 @@ class WorkerSession:
             )
         if isinstance(rule, Aggregate):
             raise PlanError(f"rows of {key} without an optimizer on the server; give them a rule")
+        require_kept(self.job, key, rule)
         table = Table(key, rows, width, dtype, self.job.num_shards)
         if isinstance(start, Given):
             parts = table.parts(start.values, start.rows)
@@ -135,13 +141,6 @@ class WorkerSession:
             self._make(table, list(table.specs(rule, start.others)), values, numbers)
         else:
             self._make(table, list(table.specs(rule, start)), [None] * self.job.num_shards)
-
-    def _require_optimizer(self, key: str, rule: Rule) -> None:
-        if isinstance(rule, Aggregate) and not isinstance(self.job.consistency, Bsp):
-            mode = type(self.job.consistency).__name__.lower()
-            raise PlanError(
-                f"{key} without an optimizer on the server, which {mode} needs; give it a rule, as Sgd(0.1)"
-            )
 
     def _make(
         self, key: Key, specs: Sequence[Spec], values: Sequence[Tensor | None], rows: Sequence[Tensor | None] = ()
@@ -320,6 +319,7 @@ class WorkerSession:
     def checkpoint(self) -> int:
         """Return the number of a cut that will be saved as soon as no task is begun and not done."""
         self._require_in()
+        require_servers(self.job, "a cut")
         told = self._calling.ask(Checkpoint)
         if not isinstance(told, Promised):
             raise PeerError(f"the coordinator answered {told} to a checkpoint; look at what it runs")

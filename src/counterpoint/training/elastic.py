@@ -19,10 +19,12 @@ from counterpoint.optim.options import require_counts
 from counterpoint.server.choices import Start
 from counterpoint.server.job import Asp, Bsp, Budget, Consistency, Job, Patience, Ssp
 from counterpoint.server.session import Session
+from counterpoint.server.working.lockstep import Lockstep
 from counterpoint.server.working.lookups import Table
 from counterpoint.server.working.loop import Event, Habits, Loss, Trained, Worker
 from counterpoint.server.working.optimizers import Factory
 from counterpoint.server.working.portions import Portions, sampler_of
+from counterpoint.server.working.replica import Replica
 from counterpoint.server.working.rhythm import Rhythm
 from counterpoint.server.working.served import Served
 from counterpoint.training.evaluation import Measure, measuring
@@ -45,8 +47,9 @@ class Elastic:
         epochs: passes over the dataset.
         consistency: ``bsp(4)`` cuts a batch into four portions, which any workers compute; ``ssp(2)`` and ``asp`` make
             every portion an update of its own.
-        servers: that keep the weights.
-        task_portions: portions that a worker is given at once.
+        servers: that keep the weights; 0 for none: every worker has all of them, and gradients are added up among
+            workers (allreduce), under bsp.
+        task_portions: portions that a worker is given at once; without servers, that are recorded at once.
         rhythm: how often workers push and fetch.
         habits: how they work.
         evaluate_every: a worker measures held-out data after so many portions of its own, too; 0 for the end only.
@@ -83,6 +86,11 @@ class Elastic:
     def __post_init__(self) -> None:
         require_counts(batch_size=self.batch_size, epochs=self.epochs, task_portions=self.task_portions)
         self.rhythm.require_fit(consistency_of(self.consistency))
+        if not self.servers and not isinstance(consistency_of(self.consistency), Bsp):
+            raise PlanError(
+                f"consistency={self.consistency!r} with servers=0: workers without servers take every step together; "
+                "give bsp(4), or servers=1"
+            )
 
     @property
     def portions(self) -> Portions:
@@ -94,7 +102,9 @@ class Elastic:
     @property
     def job(self) -> Job:
         """What the servers and all workers have to agree on."""
-        work = self.portions.work(self.epochs, task_portions=self.task_portions)
+        portions = self.portions
+        least = 1 if self.servers else portions.per_step
+        work = portions.work(self.epochs, task_portions=max(least, self.task_portions))
         return Job(self.name, consistency_of(self.consistency), self.servers, work, self.budget, self.patience)
 
     def train(  # noqa: PLR0913 - what a worker may choose, all by keyword
@@ -119,12 +129,13 @@ class Elastic:
             session: this worker's belonging to the job.
             model: any module; afterwards it has the newest weights, but for tables.
             loss: from the model's output and the targets to the mean loss of the samples.
-            optimizer: of torch, or a factory; the servers do what it would.
+            optimizer: of torch, or a factory; servers do what it would. Without servers, any that needs no closure.
             tables: weights of embeddings of which only rows that are looked up lie on a worker, and how rows begin.
             evaluation: held-out data, measured by this worker when all data is counted.
             measure: from outputs and targets to tallies; by default the loss.
             must_go: asked between two minibatches.
-            **options: of ``counterpoint.server.working.served.Served``, such as ``code="int8"``.
+            **options: of ``counterpoint.server.working.served.Served``, such as ``code="int8"``; without servers,
+                those of ``counterpoint.server.working.replica.Replica``.
 
         Returns:
             What this worker did.
@@ -135,30 +146,60 @@ class Elastic:
         """
         if session.job != self.job:
             raise PlanError(f"the session is of {session.job}, but this is {self.job}; build both from one Elastic")
-        served = Served(model, session, optimizer, tables=tables, rhythm=self.rhythm, **options)
+        copy = self._copy(session, model, optimizer, tables, options)
         report, keeping = Report([], [], is_complete=False), Keeping(wanted=self.keep_freed)
 
         def measure_now() -> None:
             if evaluation is not None:
-                found = evaluate(served, evaluation, measure or measuring(loss), self.batch_size)
+                found = evaluate(copy, evaluation, measure or measuring(loss), self.batch_size)
                 report.evaluations.append(Evaluated(len(report.losses), found))
 
         try:
             with until_terminated() as is_terminated:
                 going = must_go or (lambda: False)
-                worker = Worker(
-                    served, self.portions, loss, habits=self.habits, must_go=lambda: is_terminated() or going()
-                )
+                worker = self._worker(copy, session, loss, lambda: is_terminated() or going())
                 self._follow(worker, report, measure_now, keeping)
             if report.is_complete:
                 measure_now()
-                served.give_back()
+                copy.give_back()
         finally:
             keeping.end()
-            served.close()
+            copy.close()
         return report
 
-    def _follow(self, worker: Worker, report: Report, measure_now: Callable[[], None], keeping: Keeping) -> None:
+    def _copy(
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizer: optim.Optimizer | Factory,
+        tables: Mapping[str, Table | Start] | None,
+        options: Mapping[str, Any],
+    ) -> Served | Replica:
+        """Return the worker's copy of the model.
+
+        Raises:
+            PlanError: an option is about what lies on servers, and there are none.
+        """
+        if self.servers:
+            return Served(model, session, optimizer, tables=tables, rhythm=self.rhythm, **options)
+        about_servers = [*(["tables"] if tables else []), *sorted(options.keys() - {"buffers", "folder"})]
+        if about_servers:
+            raise PlanError(
+                f"{about_servers[0]}= is about what lies on servers, and with servers=0 nothing does; leave it out, or "
+                "give servers=1"
+            )
+        return Replica(model, optimizer, **options)
+
+    def _worker(
+        self, copy: Served | Replica, session: Session, loss: Loss, must_go: Callable[[], bool]
+    ) -> Worker | Lockstep:
+        if isinstance(copy, Served):
+            return Worker(copy, self.portions, loss, habits=self.habits, must_go=must_go)
+        return Lockstep(copy, session, self.portions, loss, habits=self.habits, must_go=must_go)
+
+    def _follow(
+        self, worker: Worker | Lockstep, report: Report, measure_now: Callable[[], None], keeping: Keeping
+    ) -> None:
         """All that the worker did is in the report, and it was measured whenever that was due."""
         count = 0
         for event in worker.events():
@@ -209,19 +250,19 @@ def consistency_of(text: str) -> Consistency:
     return Bsp(int(found[2])) if found[1] == "bsp" else Ssp(int(found[2]))
 
 
-def evaluate(served: Served, dataset: MapDataset, measure: Measure, batch_size: int) -> dict[str, float]:
+def evaluate(copy: Served | Replica, dataset: MapDataset, measure: Measure, batch_size: int) -> dict[str, float]:
     """Return the mean of every metric over a dataset, by the newest weights; the model is in evaluation mode.
 
     Args:
-        served: the worker's model.
+        copy: the worker's, of the model.
         dataset: map-style, samples ``(inputs..., target)``.
         measure: from outputs and targets to tallies.
         batch_size: samples at once.
     """
     sampler = Sampler(len(dataset), min(batch_size, len(dataset)), shuffle="sequential")
-    before = [(module, module.training) for module in served.model.modules()]
+    before = [(module, module.training) for module in copy.model.modules()]
     found = []
-    with served.reading() as model:
+    with copy.reading() as model:
         model.eval()
         for index in range(sampler.num_batches):
             *inputs, targets = fetch(dataset, sampler.batch(0, index))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from counterpoint.errors import CounterpointError
+from counterpoint.fabric.meeting import Address, interface_towards
+from counterpoint.fabric.standing import StandingPlace
 from counterpoint.server.actions import Action
 from counterpoint.server.client import Client
 from counterpoint.server.hosting.contact import Contact
@@ -14,10 +16,12 @@ from counterpoint.server.hosting.host import Host
 from counterpoint.server.wire.greeting import Secret
 from counterpoint.server.wire.key import JobKey
 from counterpoint.server.wire.loop import Loop
+from counterpoint.server.wire.place import Place, TcpPlace, UnixPlace
 from counterpoint.server.worker import WorkerSession
 
 READY_S = 60.0
 TOKEN_BITS = 62
+LOOPBACK = "127.0.0.1"
 
 
 def join(contact: Contact, name: str, key: JobKey | None = None, *, deadline_s: float = READY_S) -> WorkerSession:
@@ -34,9 +38,12 @@ def join(contact: Contact, name: str, key: JobKey | None = None, *, deadline_s: 
     Raises:
         LaunchError: the name is taken, the job is another one, or nobody has answered in time; the error says why.
     """
+    place = None if contact.job.num_servers else StandingPlace(interface_of(contact.coordinator))
     loop = Loop()
     host = Host(contact.job, loop, Secret(key, contact.job.name), contact.coordinator)
-    session = WorkerSession(Client(contact.job, name, secrets.randbits(TOKEN_BITS)), LoopCarrier(loop, host))
+    address = "" if place is None else str(TcpPlace(place.address.host, place.address.port))
+    client = Client(contact.job, name, secrets.randbits(TOKEN_BITS), address)
+    session = WorkerSession(client, LoopCarrier(loop, host, place))
     loop.start()
     try:
         host.run(session)
@@ -46,16 +53,24 @@ def join(contact: Contact, name: str, key: JobKey | None = None, *, deadline_s: 
         raise
 
 
+def interface_of(coordinator: Place) -> str:
+    """Return this host's own address on the way to a coordinator; loopback where both are on one host."""
+    if isinstance(coordinator, UnixPlace):
+        return LOOPBACK
+    return interface_towards(Address(coordinator.host, coordinator.port))
+
+
 class LoopCarrier:
     """Carries a session's messages over the wire.
 
     Args:
         loop: turns in a thread of its own.
         host: of the session.
+        place: where workers meet, if this one is the oldest of a job without servers; it is closed with the rest.
     """
 
-    def __init__(self, loop: Loop, host: Host) -> None:
-        self._loop, self._host = loop, host
+    def __init__(self, loop: Loop, host: Host, place: StandingPlace | None = None) -> None:
+        self._loop, self._host, self._place = loop, host, place
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -87,3 +102,5 @@ class LoopCarrier:
         """No connection and no thread is left."""
         self._host.close()
         self._loop.close()
+        if self._place is not None:
+            self._place.close()

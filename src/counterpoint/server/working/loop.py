@@ -78,7 +78,22 @@ class Idle:
     """There is data left, but none that may be begun now."""
 
 
-Event: TypeAlias = Trained | Ended | Idle
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The workers of a job without servers have met, and go on together.
+
+    Args:
+        generation: in which they are all who belong to the job.
+        members: their names, the oldest first.
+        step: that comes next.
+    """
+
+    generation: int
+    members: tuple[str, ...]
+    step: int
+
+
+Event: TypeAlias = Trained | Ended | Idle | Met
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +120,25 @@ class Habits:
 def never() -> bool:
     """Tell that nobody wants the worker to go."""
     return False
+
+
+def require_finite(loss: float, portion: int, habits: Habits) -> bool:
+    """Tell whether a loss is finite, and may be; if not, it counts as a gradient of zeros.
+
+    Args:
+        loss: of some samples.
+        portion: that they are of.
+        habits: that say what another loss means.
+
+    Raises:
+        DataError: it is not, and that is an error.
+    """
+    if not isfinite(loss) and habits.nonfinite == "error":
+        raise DataError(
+            f"the loss of portion {portion} is {loss}; look at its samples, take a smaller learning rate, or give "
+            "nonfinite='skip' to count it as zeros"
+        )
+    return isfinite(loss)
 
 
 class Worker:
@@ -242,19 +276,10 @@ class Worker:
             value = float(loss.detach())
             if ahead is not None and self.habits.prefetch:
                 served.expect(ahead.minibatch.inputs, ahead.portion)
-            if isfinite(value):
+            if require_finite(value, place.portion, self.habits):
                 (loss * (one.weight * self._factor(place.portion))).backward()  # type: ignore[no-untyped-call]
-            else:
-                self._refuse(place.portion, value)
         served.finish(is_skipped=not isfinite(value))
         return value
-
-    def _refuse(self, portion: int, value: float) -> None:
-        if self.habits.nonfinite == "error":
-            raise DataError(
-                f"the loss of portion {portion} is {value}; look at its samples, take a smaller learning rate, or give "
-                "nonfinite='skip' to count it as zeros"
-            )
 
     def _factor(self, portion: int) -> float:
         schedule = self.habits.schedule

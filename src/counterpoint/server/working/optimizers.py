@@ -32,13 +32,7 @@ def rules_of(optimizer: optim.Optimizer | Factory, model: nn.Module, tables: Ite
         {'0': Sgd(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, is_nesterov=False)}
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    if not isinstance(optimizer, optim.Optimizer):
-        if not callable(optimizer):
-            raise PlanError(
-                f"optimizer={optimizer!r} is neither an optimizer nor a way to make one; pass a torch optimizer on the "
-                "model's parameters, or a factory such as partial(torch.optim.SGD, lr=0.1)"
-            )
-        optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = made(optimizer, model)
     _require_fresh(optimizer)
     rows = set(tables)
     found: dict[str, Rule] = {}
@@ -52,6 +46,22 @@ def rules_of(optimizer: optim.Optimizer | Factory, model: nn.Module, tables: Ite
             name = names[parameter]
             found[name] = rule_of(optimizer, group, name, is_table=name in rows)
     return found
+
+
+def made(optimizer: optim.Optimizer | Factory, model: nn.Module) -> optim.Optimizer:
+    """Return the optimizer, on the parameters of the model that are trained if it is to be made.
+
+    Raises:
+        PlanError: it is none, and none can be made of it.
+    """
+    if isinstance(optimizer, optim.Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise PlanError(
+            f"optimizer={optimizer!r} is neither an optimizer nor a way to make one; pass a torch optimizer on the "
+            "model's parameters, or a factory such as partial(torch.optim.SGD, lr=0.1)"
+        )
+    return optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
 def rule_of(optimizer: optim.Optimizer, group: Mapping[str, Any], name: str, *, is_table: bool) -> Rule:
