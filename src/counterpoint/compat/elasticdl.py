@@ -31,13 +31,14 @@ TASK_RETRIES = 3
 
 
 class Others(TypedDict, total=False):
-    """Options of ElasticDL that make no difference as they are there by default, and otherwise are refused.
+    """Options of ElasticDL that change nothing as they are there by default; most are refused otherwise.
 
     Args:
         lr_staleness_modulation: refused where it is set.
         sync_version_tolerance: refused above 0.
         max_step: refused above 0.
         relaunch_timeout_worker: makes no difference: a task whose lease is over is given to others in any case.
+        distribution_strategy: ``ParameterServerStrategy`` by default; ``AllreduceStrategy`` to have no servers.
         num_workers: with ``AllreduceStrategy``, how many minibatches are a batch, however many workers there are later;
             makes no difference otherwise.
     """
@@ -46,6 +47,7 @@ class Others(TypedDict, total=False):
     sync_version_tolerance: int
     max_step: int
     relaunch_timeout_worker: bool
+    distribution_strategy: Literal["ParameterServerStrategy", "AllreduceStrategy", "Local"]
     num_workers: int
 
 
@@ -65,7 +67,6 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     task_fault_tolerance: bool = True,
     seed: int = 0,
     job_name: str = "elasticdl",
-    distribution_strategy: Literal["ParameterServerStrategy", "AllreduceStrategy", "Local"] = "ParameterServerStrategy",
     **others: Unpack[Others],
 ) -> Elastic:
     """Return the job that ``elasticdl train`` would run with these options.
@@ -85,9 +86,7 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
         task_fault_tolerance: whether a task that fails is given again, three times at most.
         seed: of the order of samples, which ElasticDL leaves to chance.
         job_name: of the job.
-        distribution_strategy: ``ParameterServerStrategy``; or ``AllreduceStrategy``, for workers that have all
-            weights and no server: then a batch is ``num_workers`` minibatches. There is no ``Local``.
-        **others: options that make no difference or are refused, see :class:`Others`.
+        **others: options that are left out where they change nothing, see :class:`Others`.
 
     Raises:
         PlanError: an option means something that is not done here; the error says what to write.
@@ -95,7 +94,7 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     require_counts(minibatch_size=minibatch_size, num_minibatches_per_task=num_minibatches_per_task)
     require_counts(num_epochs=num_epochs, num_ps_pods=num_ps_pods, grads_to_wait=grads_to_wait)
     _require_plain(others)
-    is_allreduce = _is_allreduce(distribution_strategy, grads_to_wait, use_async=use_async)
+    is_allreduce = _is_allreduce(others, grads_to_wait, use_async=use_async)
     parts = others.get("num_workers", 1) if is_allreduce else grads_to_wait
     require_counts(num_workers=parts)
     return Elastic(
@@ -146,8 +145,9 @@ def _require_plain(others: Others) -> None:
         )
 
 
-def _is_allreduce(distribution_strategy: str, grads_to_wait: int, *, use_async: bool) -> bool:
+def _is_allreduce(others: Others, grads_to_wait: int, *, use_async: bool) -> bool:
     """Tell whether gradients are added up among workers instead of on servers."""
+    distribution_strategy = others.get("distribution_strategy", "ParameterServerStrategy")
     if distribution_strategy == "Local":
         raise PlanError("Local trains in one process; take Trainer(strategy='solo'), which needs no servers")
     if distribution_strategy not in {"ParameterServerStrategy", "AllreduceStrategy"}:

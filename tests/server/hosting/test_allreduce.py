@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -207,3 +208,20 @@ def test_the_others_go_on_without_a_worker_that_is_stopped_and_it_is_told_so(cre
     assert met == [["a"], ["a", "b"], ["a"]]
     assert is_the_same(parameters, alone())
     assert "PeerError: b: " in found.told("b")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(3))
+def test_when_the_oldest_dies_again_and_again_no_bit_changes(crew, seed):
+    found, chance = crew(epochs=20), random.Random(seed)
+    names = [f"w{index}" for index in range(6)]
+    for name, following in pairwise(names):
+        how = chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
+        moments = (2, "invite", following), (chance.randrange(8, 25), "get", how)
+        found.start(name, *moments, is_invited=name != names[0])
+    found.start(names[-1], is_invited=True)
+    is_complete, parameters, met = found.told(names[-1])
+    assert is_complete
+    assert met[-1] == [names[-1]]
+    assert is_the_same(parameters, alone(epochs=20))
