@@ -86,7 +86,7 @@ class Calling:
         finally:
             with self._carrier.lock:
                 told, self._make, self._is_lease = self._told, None, False
-        if self.error is not None:
+        if told is None and self.error is not None:  # who has left is told that it does not belong to the job any more
             raise self.error
         if told is None:
             raise PeerError(
