@@ -28,7 +28,6 @@ class Subject:
         optimizer: takes parameters.
         batch: samples of a global batch.
         reference: samples of the step of one process that is taken beside every plan, to see how fast the machine is.
-        steps: timed in one turn.
     """
 
     build: Callable[[], nn.Module]
@@ -37,7 +36,6 @@ class Subject:
     optimizer: Callable[[Any], optim.Optimizer]
     batch: int
     reference: int
-    steps: int
 
     def batches(self, size):
         """Yield batches of so many samples for ever."""
@@ -56,24 +54,22 @@ def _neighbour(name):
     return module
 
 
-def _of_data_parallel(letter, reference, steps):
+def _of_data_parallel(letter, reference):
     found = _neighbour("data_parallel_workloads")
     workload = found.WORKLOADS[letter]
     samples = workload.batch(torch.Generator().manual_seed(1), MOST_SAMPLES)
-    return Subject(
-        lambda: found.built(workload), samples, workload.loss, workload.optimizer, workload.size, reference, steps
-    )
+    return Subject(lambda: found.built(workload), samples, workload.loss, workload.optimizer, workload.size, reference)
 
 
 def _digits():
     job = find("digits")
     samples = job.build_data()[0].fetch(range(MOST_SAMPLES))
-    return Subject(lambda: job.build_model(0), samples, job.loss, job.optimizer, job.batch_size, 64, 60)
+    return Subject(lambda: job.build_model(0), samples, job.loss, job.optimizer, job.batch_size, 64)
 
 
 SUBJECTS = {
-    "A": lambda: _of_data_parallel("A", 64, 12),
-    "B": lambda: _of_data_parallel("B", 4, 6),
+    "A": lambda: _of_data_parallel("A", 64),
+    "B": lambda: _of_data_parallel("B", 4),
     "digits": _digits,
 }
 
