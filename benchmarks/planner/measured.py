@@ -65,7 +65,7 @@ def request(cells, rounds, seconds, *, lap_s, gives_up=False):
 
 
 def turns(texts, cells):
-    """Return for each cell its turns: seconds of a step, of one process beside it, how much slower all at once are."""
+    """Return for each cell its turns: seconds of a step, of one process beside it, how much slower some at once are."""
     told = [json.loads(text[text.index('{"rank"') :]) for text in texts if '{"rank"' in text]
     rows = [[one for one in told if one["rank"] == rank] for rank in range(cells[0].ranks)]
     if min(map(len, rows)) != max(map(len, rows)) or not told:
@@ -75,7 +75,9 @@ def turns(texts, cells):
     for own in zip(*rows, strict=True):
         first = own[0]
         cell = next(cell for cell in cells if [cell.letter, cell.strategy, cell.micros] == first["cell"])
-        taken = {"beside_s": first["beside"], "slowdown": first["together"] / first["alone"]}
+        all_s, two_s = (first.get(name, 0.0) - first["meeting"] for name in ("together", "pair"))
+        slowdowns = {cells[0].ranks: all_s / first["alone"]} | ({2: two_s / first["alone"]} if "pair" in first else {})
+        taken = {"beside_s": first["beside"], "slowdowns": slowdowns}
         laps = list(zip(*(one["laps"] for one in own), strict=True))
         found[cell].append({"step_s": step_s(laps, first["count"]), "least_s": least_s(laps, first["count"]), **taken})
     return found

@@ -20,10 +20,11 @@ from counterpoint.runtime.optimizers import Face
 from counterpoint.training.choice import FEW_SAMPLES, trace_spec
 from counterpoint.training.one_copy import with_one_copy
 from counterpoint.training.trained import trainable, with_unused
-from counterpoint.world.cluster import Cluster, Level
+from counterpoint.world.cluster import Cluster, Level, Link
 from counterpoint.world.cluster_file import read_cluster
 
 SCRIPT = Path(__file__).with_name("profiled.py")
+PROBING = Path(__file__).with_name("probing.py")
 MOST_RANKS, PROBE_S = 4, 120
 PROBE = (sys.executable, "-m", "counterpoint", "probe", "--json")
 
@@ -37,19 +38,21 @@ class Profiled:
         chain: its pieces as pipelines have them.
         timing: what they take.
         beside_s: what a step of one process took meanwhile, see ranks.py.
+        probed_s: what it took beside the probe.
     """
 
     finest: ModelSpec
     chain: ModelSpec
     timing: Timing
     beside_s: float
+    probed_s: float
 
     def spec(self, need: Need):
         """Return the pieces as the runtime would cut them for a plan."""
         return self.chain if need == "chain" else self.finest
 
 
-def profiled(letter, cells):
+def profiled(letter, cells, probed_s):
     """Return a model's profile, for the sizes of microbatches that its cells have; it runs in a process of its own."""
     subject = SUBJECTS[letter]()
     sizes = sorted({subject.batch // cell.plan.num_micros for cell in cells if cell.letter == letter})
@@ -58,12 +61,16 @@ def profiled(letter, cells):
     model, few = subject.build(), subject.samples[0][:FEW_SAMPLES]
     face = Face(subject.optimizer, dict(model.named_parameters()))
     chain = with_unused(trainable(cut_model(model, call_form(few), need="chain").spec, face))
-    return Profiled(trace_spec(model, face, few, None), chain, read_timing(told["timing"]), told["beside_s"])
+    return Profiled(trace_spec(model, face, few, None), chain, read_timing(told["timing"]), told["beside_s"], probed_s)
 
 
 def probed():
-    """Return this host as `counterpoint probe` finds it, with as many ranks as any plan here has."""
-    return read_cluster(json.loads("\n".join(told_by(PROBE, MOST_RANKS, "the probe")))["cluster"])
+    """Return this host as `counterpoint probe` finds it, with as many ranks as any plan here has, and steps beside it.
+
+    These are of one process, by model.
+    """
+    told = json.loads(told_by(script_command(PROBING, []), MOST_RANKS, "the probe")[-1])
+    return read_cluster(told["cluster"]), told["beside_s"]
 
 
 def told_by(command, ranks, what):
@@ -103,14 +110,39 @@ def step_s(cell, found: Profiled, cluster: Cluster):
     return predict(plan, found.spec(plan.need), cluster, batch_size=batch, timing=found.timing).step_s
 
 
-def crowded(cluster: Cluster, ranks, slowdown):
-    """Return the machine as it is while a step that each of so many ranks takes at once is so many times slower."""
-    if ranks == 1:
+def crowded(cluster: Cluster, slowdowns):
+    """Return the machine as it is while a step is so many times slower when each of some ranks takes one at once.
+
+    More ranks than that have together what those have, and fewer what the next larger number has.
+
+    Args:
+        cluster: the machine.
+        slowdowns: by the number of ranks.
+    """
+    most = max(slowdowns)
+    if most == 1:
         return cluster
-    most = range(1, max(len(cluster.crowding), ranks) + 1)
-    return replace(cluster, crowding=tuple(min(1.0, ranks / max(1.0, slowdown) / count) for count in most))
+    crowding = [1.0]
+    for count in range(2, max(len(cluster.crowding), most) + 1):
+        known = min((number for number in slowdowns if number >= count), default=most)
+        crowding.append(min(crowding[-1], known / max(1.0, slowdowns[known]) / count))
+    return replace(cluster, crowding=tuple(crowding))
 
 
-def calmed(found: Profiled, beside_s):
-    """Return the profile as it would have been while a step of one process took so long."""
-    return replace(found, timing=found.timing.at_speed(beside_s / found.beside_s), beside_s=beside_s)
+def calmed(found: Profiled, cluster: Cluster, beside_s):
+    """Return profile and machine as they would have been while a step of one process took so long.
+
+    What ranks copy their own cores copy, as fast as they compute then; what a network carries it carries as ever.
+    """
+    factor = beside_s / found.probed_s
+    device = replace(cluster.device, memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor)
+    levels = tuple(replace(level, link=paced(level.link, factor)) for level in cluster.levels)
+    timing = found.timing.at_speed(beside_s / found.beside_s)
+    return replace(found, timing=timing), replace(cluster, device=device, levels=levels)
+
+
+def paced(link: Link, factor):
+    """Return a link on a machine on which everything takes so many times as long."""
+    if not link.is_copied:
+        return link
+    return replace(link, latency_s=factor * link.latency_s, bytes_per_s=link.bytes_per_s / factor)

@@ -2,7 +2,7 @@
 
 Called with the model and the sizes of microbatches. Each size is profiled by itself, some times, between steps of the
 loop that is taken beside plans, too: by these all are brought to one speed, because that of a shared machine jumps. Of
-each figure the median is taken.
+the half during which it jumped least, the median of each figure is taken.
 """
 
 import json
@@ -18,15 +18,26 @@ from counterpoint.model.timing import Fixed, PieceTime, Point, Timing
 from counterpoint.model.timing_file import write_timing
 from counterpoint.profiler.watch import as_in_training
 
-MOST_AT_ONCE, ROUNDS, BESIDE_S = 64, 4, 0.3
+MOST_AT_ONCE, ROUNDS, BESIDE_S = 64, 8, 0.3
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One profile, with a step of the loop beside it, the mean of before and afterwards."""
+    """One profile, with a step of the loop before it and one afterwards."""
 
     timing: Timing
-    beside_s: float
+    before_s: float
+    after_s: float
+
+    @property
+    def beside_s(self):
+        """The mean of both."""
+        return (self.before_s + self.after_s) / 2
+
+    @property
+    def jump(self):
+        """By how much the speed has changed meanwhile."""
+        return abs(self.after_s - self.before_s) / self.beside_s
 
     def at_pace(self, beside_s):
         """Return the timing as it would have been, had a step of the loop taken so long."""
@@ -42,6 +53,8 @@ def main(letter, text):
         for _ in range(ROUNDS):
             for size in sizes:
                 found[size].append(taken(subject, alone, size))
+    for size, own in found.items():
+        found[size] = sorted(own, key=lambda one: one.jump)[: ROUNDS // 2]
     beside_s = median(one.beside_s for own in found.values() for one in own)
     best = [in_the_middle([one.at_pace(beside_s) for one in own]) for own in found.values()]
     sys.stdout.write(f"{json.dumps({'timing': write_timing(merged(best)), 'beside_s': beside_s})}\n")
@@ -54,7 +67,7 @@ def taken(subject, alone, size):
     timing = cp.profile(
         subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, samples=[size]
     )
-    return Taken(timing, (before_s + median(alone.steps(BESIDE_S))) / 2)
+    return Taken(timing, before_s, median(alone.steps(BESIDE_S)))
 
 
 def in_the_middle(timings):

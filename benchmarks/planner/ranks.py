@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from operator import sub
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,7 @@ from counterpoint.launchers.environment import detect
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
 
-BESIDE, WARM_UP, BESIDE_S = 2, 8, 0.05
+BESIDE, WARM_UP, BESIDE_S, MEETINGS, PAIR = 2, 8, 0.05, 6, 2
 HOPELESS = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
 LONG_S = 1.0
@@ -62,17 +63,18 @@ class Alone:
         warm_s = [self.step() for _ in range(BESIDE)][-1]
         return [self.step() for _ in range(max(fewest, round(least_s / warm_s)))]
 
-    def together(self, others, count):
-        """Take so many on all ranks, each when all have taken the one before; return the seconds from one to the next.
+    def together(self, others, count, ranks):
+        """Take so many on the first ranks, each when all have taken the one before; return the seconds between them.
 
         A step itself says less: a rank that has no core yet has not begun.
         """
         ended = []
         for _ in range(BESIDE + count):
-            self.step()
+            if others.rank < ranks:
+                self.step()
             others.slowest(0.0)
             ended.append(time.perf_counter())
-        return [ended[at] - ended[at - 1] for at in range(BESIDE, BESIDE + count)]
+        return list(map(sub, ended[BESIDE:], ended[BESIDE - 1 :]))
 
 
 class Beside:
@@ -80,9 +82,10 @@ class Beside:
 
     def __init__(self, subject, ranks, fewest):
         self.fewest = fewest
+        self.ranks = ranks
         self.known = Alone(subject, subject.reference)
         self.share = Alone(subject, subject.batch // ranks)
-        self.taken = {"beside": [], "alone": [], "together": []}
+        self.taken = {"beside": [], "alone": [], "together": [], "pair": [], "meeting": []}
 
     def take(self, others):
         """Take some of each."""
@@ -92,7 +95,11 @@ class Beside:
             self.taken[name] += steps
             own = len(steps)
             others.slowest(0.0)
-        self.taken["together"] += self.share.together(others, int(others.slowest(own)))
+        count = int(others.slowest(own))
+        self.taken["together"] += self.share.together(others, count, self.ranks)
+        if self.ranks > PAIR:
+            self.taken["pair"] += self.share.together(others, count, PAIR)
+        self.taken["meeting"] += others.meetings()
 
     def told(self):
         """Return the median of the seconds of all that were taken since the last time, on rank 0."""
@@ -118,6 +125,14 @@ class Others:
             return seconds
         fabric = met(self.environment)[0]
         return max(fabric.gather_values("seconds", seconds, tuple(range(fabric.num_ranks))))
+
+    def meetings(self):
+        """Return the seconds of some calls of the above which nobody is late for."""
+        ended = []
+        for _ in range(MEETINGS):
+            self.slowest(0.0)
+            ended.append(time.perf_counter())
+        return list(map(sub, ended[1:], ended))
 
 
 def lap(run, batches, count):

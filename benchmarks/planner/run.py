@@ -23,8 +23,8 @@ COLUMNS = ("model", "where", "plan", "ms", "predicted", "off", "over the fastest
 
 def measure(options: Options) -> Result:
     options.tell("calibration: probe and profiles")
-    cluster = predicted.probed()
-    models = {letter: predicted.profiled(letter, [*CELLS, *lab_cells()]) for letter in SUBJECTS}
+    cluster, beside_s = predicted.probed()
+    models = {letter: predicted.profiled(letter, [*CELLS, *lab_cells()], beside_s[letter]) for letter in SUBJECTS}
     here, missed = on_this_machine(models, cluster, options)
     rows, figures = [row for row, _ in here], {"here": [found for _, found in here]}
     notes = {
@@ -71,8 +71,8 @@ def judged(cell, turns, model, cluster):
 
 def said_s(cell, turn, model, cluster):
     """Return what is predicted of a cell at the speed that the machine had while a turn was measured."""
-    crowded = predicted.crowded(cluster, cell.ranks, turn["slowdown"])
-    return predicted.step_s(cell, predicted.calmed(model, turn["beside_s"]), crowded)
+    crowded = predicted.crowded(cluster, turn["slowdowns"])
+    return predicted.step_s(cell, *predicted.calmed(model, crowded, turn["beside_s"]))
 
 
 def misses(found):

@@ -31,12 +31,12 @@ def test_between_two_sizes_times_are_on_the_line_between_them():
     assert [one.forward_s for one in with_point(8, 3.0, 2.0, 5.0).at(6).pieces] == [2.0, 2.0, 4.5]
 
 
-def test_on_a_slower_machine_work_takes_longer_and_has_as_many_bytes():
+def test_on_a_slower_machine_everything_takes_longer_and_has_as_many_bytes():
     timing = replace(TIMING, update_s_per_byte=2.0, add_s_per_byte=1.0, fixed=Fixed(0.5))
     slower = timing.at_speed(1.5)
     assert [one.forward_s for one in slower.at(4).pieces] == [1.5, 3.0, 6.0]
     assert [one.output_bytes for one in slower.at(4).pieces] == [one.output_bytes for one in timing.at(4).pieces]
-    assert (slower.update_s_per_byte, slower.add_s_per_byte, slower.fixed) == (3.0, 1.5, Fixed(0.5))
+    assert (slower.update_s_per_byte, slower.add_s_per_byte, slower.fixed) == (3.0, 1.5, Fixed(0.75))
 
 
 def test_beyond_all_sizes_times_are_in_proportion():

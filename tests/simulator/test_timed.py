@@ -90,3 +90,10 @@ def test_a_slow_rank_takes_longer_for_its_calls_too():
     timing = timing_of(MODEL, UNEVEN, samples=4, whole=took(7.0, 13.0), fixed=Fixed(1.0, 1.0))
     slow = predicted("solo", timing, cluster=replace(FREE, speeds=(0.5,)))
     assert slow.compute_s == 2 * (20.0 + 2.0)
+
+
+def test_each_stage_puts_together_what_its_own_batch_norms_have_seen():
+    timing = timing_of(MODEL, UNEVEN, samples=2, whole=took(10.0, 20.0), fixed=Fixed(step_s=3.0, alone_s=1.0))
+    timing = replace(timing, points=(replace(timing.points[0], alone=took(5.0, 10.0)),))
+    found = predicted("pipeline(2)", timing, m=2, batch_size=4)
+    assert found.update_s == pytest.approx(1.0 + 2.0 / 2), "of two stages, each with half of the parameters"

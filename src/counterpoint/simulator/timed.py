@@ -41,6 +41,7 @@ class TimedCosts:
         update_s_per_byte: of parameters.
         add_s_per_byte: of gradients, to add them to others.
         adds: of each block, what it takes to add its gradient to an earlier one.
+        merges: of each block, what it takes to put together what batch norm has seen of all microbatches.
         size_of: bytes of a whole value on one rank.
         others: costs of the same model on the same cluster, for links.
     """
@@ -50,11 +51,12 @@ class TimedCosts:
     update_s_per_byte: float
     add_s_per_byte: float
     adds: tuple[float, ...]
+    merges: tuple[float, ...]
     size_of: Sizes
     others: Costs
 
     def compute_s(self, word: Compute | Update, part: Fraction) -> float:
-        """Return the seconds of a block's pieces, or of an update by its bytes."""
+        """Return the seconds of a block's pieces, or of an update by its bytes, and what goes before it."""
         match word:
             case Forward(block) | Recompute(block):
                 return self.blocks[block].forward_s
@@ -65,12 +67,12 @@ class TimedCosts:
             case Backward(block):
                 return self.blocks[block].backward_s
             case Update(unit):
-                return self._update_s(unit) * float(part)
+                return self._update_s(unit) * float(part) + (self.merges[unit[0]] if len(unit) == 1 else 0.0)
 
     def call_s(self, word: Instruction) -> float:
         """Return the fixed seconds of a call.
 
-        That of an update has those of the whole step; of a rank that updates nothing, its commit has them.
+        That of an update has those of the whole step; of a rank that updates nothing, its commit has them, and merges.
         """
         match word:
             case Forward() | Recompute():
@@ -80,7 +82,7 @@ class TimedCosts:
             case Update():
                 return self.fixed.update_s + self.fixed.step_s
             case Commit():
-                return self.fixed.step_s
+                return self.fixed.step_s + sum(self.merges)
             case Collective() | Send() | Recv() | Push() | Pull() | Serve() | Release() | Swap():
                 return 0.0
 
@@ -130,9 +132,13 @@ def timed_costs(
         num_micros: microbatches of a step, of all ranks.
     """
     point, fixed = timing.at(samples_per_micro), timing.fixed
-    if num_micros == 1 and point.alone is not None:
-        point, fixed = point.as_alone(), replace(fixed, step_s=fixed.alone_s)
+    merging_s = 0.0
+    if point.alone is not None:
+        merging_s = 0.0 if num_micros == 1 else max(0.0, fixed.step_s - fixed.alone_s)
+        point, fixed = point.as_alone() if num_micros == 1 else point, replace(fixed, step_s=fixed.alone_s)
     blocks = tuple(point.over(block) for block in model.blocks)
     own_bytes = [sum(size_of(weight(unit)) for unit in model.units if at in unit) for at in range(model.num_blocks)]
     adds = tuple(timing.add_s_per_byte * size for size in own_bytes)
-    return TimedCosts(blocks, fixed, timing.update_s_per_byte, timing.add_s_per_byte, adds, size_of, others)
+    counts = [len(block.params) for block in model.blocks]
+    merges = tuple(merging_s * count / (sum(counts) or 1) for count in counts)
+    return TimedCosts(blocks, fixed, timing.update_s_per_byte, timing.add_s_per_byte, adds, merges, size_of, others)

@@ -1,0 +1,49 @@
+"""Runs on each of some ranks: does as ``counterpoint probe`` does, and prints the cluster as JSON.
+
+Before it and afterwards rank 0 takes steps of the loop that is taken beside profiles and plans: the speed of a shared
+machine jumps, and so its figures can be told for another one.
+"""
+
+import json
+import sys
+from statistics import median
+
+from cells import SUBJECTS
+from ranks import Alone, Others
+
+from counterpoint.cli import probe
+from counterpoint.launchers.environment import detect
+from counterpoint.profiler.watch import as_in_training
+from counterpoint.training.world import open_world
+
+BESIDE_S = 0.3
+
+
+def main():
+    open_world(detect(), 1, probe.DEADLINE_S)
+    others = Others()
+    with as_in_training(threads=1):
+        loops = {letter: Alone(subject, subject.reference) for letter, subject in built()} if others.rank == 0 else {}
+        before_s = beside(loops, others)
+        cluster = probe.measure()["cluster"]
+        after_s = beside(loops, others)
+    if others.rank == 0:
+        beside_s = {letter: (before_s[letter] + after_s[letter]) / 2 for letter in loops}
+        sys.stdout.write(f"{json.dumps({'cluster': cluster, 'beside_s': beside_s})}\n")
+
+
+def built():
+    """Yield every model by its letter."""
+    for letter, build in SUBJECTS.items():
+        yield letter, build()
+
+
+def beside(loops, others):
+    """Return what a step of each loop takes, while all other ranks wait."""
+    taken = {letter: median(loop.steps(BESIDE_S)) for letter, loop in loops.items()}
+    others.slowest(0.0)
+    return taken
+
+
+if __name__ == "__main__":
+    main()
