@@ -8,7 +8,7 @@ import torch
 from counterpoint.errors import PlanError
 from counterpoint.fabric import LocalWorld
 from counterpoint.profiler.effort import Effort
-from counterpoint.profiler.probe import probe
+from counterpoint.profiler.probe import probe, unlike
 from counterpoint.profiler.probe_compute import flops_by_threads, flops_for, thread_counts
 from counterpoint.profiler.probe_links import fitted, trips_by_size
 from counterpoint.world.cluster import Link
@@ -104,3 +104,12 @@ def test_the_lower_rank_of_a_pair_has_the_figures():
         lower, upper = world.run(lambda fabric: trips_by_size(fabric, 1 - fabric.rank, LITTLE))
     assert len(lower) == 3
     assert upper == []
+
+
+def test_a_rank_is_unlike_the_others_that_was_slower_every_time():
+    assert unlike([[8.0, 6.0, 8.0], [6.0, 8.0, 8.0], [4.0, 4.4, 5.0], [16.0, 12.0, 9.9]]) == (1.0, 1.0, 0.55, 1.5)
+
+
+@pytest.mark.parametrize("third", [[4.0, 4.0, 7.0], [14.0, 12.0, 8.0], [7.0, 7.5, 7.0]])
+def test_a_rank_is_not_slow_or_fast_that_was_as_fast_as_the_others_once(third):
+    assert unlike([[8.0, 6.0, 8.0], [6.0, 8.0, 8.0], third]) == ()

@@ -29,8 +29,10 @@ DIGITS = 3
 """So many digits of a measured figure count."""
 TRIES = 2
 """So often every rank computes alone; the better time counts, as what slows one down for a while is not the rank."""
+PACES = 7
+"""So often each rank's speed is compared with that of the others: that of a shared machine jumps, for all of them."""
 UNLIKE = 0.15
-"""Ranks whose speeds differ by no more than this part are alike."""
+"""A rank is unlike the others that was slower than usual by more than this part every time, or faster every time."""
 SHARED = 1.5
 """A link that two pairs of ranks use at once, each so many times slower than alone, is shared."""
 STREAM_S, STREAM_TURNS = 0.1, 8
@@ -137,10 +139,12 @@ def probe(
     hosts = _hosts(fabric, host_key() if host is None else host)
     per_host, num_hosts = hosts.count(0), len(set(hosts))
     own = _in_turn(fabric, per_host, lambda: flops_by_size(effort))
+    paces = _paces(fabric, per_host, effort)
     crowding = _crowding(fabric, per_host, effort)
     mine = {
         "threads": torch.get_num_threads(),
         "flops": list(own.items()),
+        "paces": paces,
         "crowding": crowding,
         "memory_bytes": host_memory_bytes // per_host // MIB * MIB,
         "memory_bytes_per_s": memory_bytes_per_s(effort) if hosts[fabric.rank] == fabric.rank else 0.0,
@@ -157,7 +161,7 @@ def probe(
     )
     cluster = Cluster(
         device,
-        speeds=_unlike(speeds, median(speeds)),
+        speeds=unlike([row["paces"] for row in told]),
         levels=_copied(fabric, per_host, _levels(trips, per_host, num_hosts, is_shared=is_shared)),
         crowding=_falling([median(parts) for parts in zip(*(row["crowding"] for row in firsts), strict=True)]),
     )
@@ -201,6 +205,16 @@ def _in_turn(fabric: Fabric, per_host: int, work: Callable[[], dict[int, float]]
         fabric.barrier(tuple(range(fabric.num_ranks)))
         if turn % per_host == fabric.rank % per_host:
             found = {rows: max(rate, found.get(rows, 0.0)) for rows, rate in work().items()}
+    return found
+
+
+def _paces(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
+    """Return how fast this rank computes while no other one of its host does, again and again in turns with them."""
+    found = []
+    for turn in range(PACES * per_host):
+        fabric.barrier(tuple(range(fabric.num_ranks)))
+        if turn % per_host == fabric.rank % per_host:
+            found.append(flops_for(effort))
     return found
 
 
@@ -271,10 +285,25 @@ def _copied(fabric: Fabric, per_host: int, levels: tuple[Level, ...]) -> tuple[L
     return (replace(levels[0], link=replace(levels[0].link, is_copied=True)), *levels[1:])
 
 
-def _unlike(speeds: Sequence[float], usual: float) -> tuple[float, ...]:
-    """Return how many times as fast as usual each rank is; nothing where they are alike."""
-    parts = [rounded(speed / usual) for speed in speeds]
-    return tuple(parts) if max(abs(part - 1) for part in parts) > UNLIKE else ()
+def unlike(paces: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return how many times as fast as usual each rank is; nothing where all are alike.
+
+    Args:
+        paces: how fast each of them was, every time.
+
+    Example:
+        >>> unlike([[4.0, 4.0, 3.0], [4.0, 3.0, 4.0], [2.0, 2.0, 2.5]])
+        (1.0, 1.0, 0.5)
+        >>> unlike([[4.0, 4.0, 3.0], [4.0, 3.0, 4.0], [2.0, 2.0, 4.0]])
+        ()
+    """
+    middles = list(map(median, paces))
+    usual = median(middles)
+    parts = [
+        rounded(middle / usual) if max(own) < (1 - UNLIKE) * usual or min(own) > (1 + UNLIKE) * usual else 1.0
+        for own, middle in zip(paces, middles, strict=True)
+    ]
+    return tuple(parts) if set(parts) != {1.0} else ()
 
 
 def _falling(parts: Sequence[float]) -> tuple[float, ...]:
