@@ -2,11 +2,12 @@
 
 Called with the model and the sizes of microbatches. Each size is profiled by itself, some times, between steps of the
 loop that is taken beside plans, too: by these all are brought to one speed, because that of a shared machine jumps. Of
-the half during which it jumped least, the median of each figure is taken.
+those during which it jumped least, the half or three of four, the median of each figure is taken.
 """
 
 import json
 import sys
+import time
 from dataclasses import astuple, dataclass, replace
 from statistics import median
 
@@ -18,7 +19,9 @@ from counterpoint.model.timing import Fixed, PieceTime, Point, Timing
 from counterpoint.model.timing_file import write_timing
 from counterpoint.profiler.watch import as_in_training
 
-MOST_AT_ONCE, ROUNDS, BESIDE_S = 64, 8, 0.3
+MOST_AT_ONCE, BESIDE_S = 64, 0.3
+FEWEST, MOST, LONG_S = 4, 8, 60.0
+"""So many rounds there are at least, and at most; after so long no other one begins that need not be."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,13 @@ def main(letter, text):
         alone = Alone(subject, subject.reference)
         alone.steps()
         found = {size: [] for size in sizes}
-        for _ in range(ROUNDS):
+        rounds, began = 0, time.perf_counter()
+        while rounds < FEWEST or (rounds < MOST and time.perf_counter() - began < LONG_S):
             for size in sizes:
                 found[size].append(taken(subject, alone, size))
+            rounds += 1
     for size, own in found.items():
-        found[size] = sorted(own, key=lambda one: one.jump)[: ROUNDS // 2]
+        found[size] = sorted(own, key=lambda one: one.jump)[: max(FEWEST - 1, len(own) // 2)]
     beside_s = median(one.beside_s for own in found.values() for one in own)
     best = [in_the_middle([one.at_pace(beside_s) for one in own]) for own in found.values()]
     sys.stdout.write(f"{json.dumps({'timing': write_timing(merged(best)), 'beside_s': beside_s})}\n")
