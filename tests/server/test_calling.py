@@ -2,6 +2,7 @@
 
 from threading import RLock
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ GONE = Refused(-1, 4, False, "generation", "worker-0 does not belong to the job"
 
 class Carried:
     """A carrier by which the coordinator says some things as soon as somebody waits."""
+
+    calling: Any
 
     def __init__(self, says):
         self.lock, self.says = RLock(), says
@@ -31,13 +34,13 @@ class Carried:
 def calling(*says):
     """A worker that is no member any more and hears this."""
     patience = SimpleNamespace(lease_s=0.01)
-    client = SimpleNamespace(
+    client: Any = SimpleNamespace(
         name="worker-0",
         job=SimpleNamespace(name="short", patience=patience),
         presence=SimpleNamespace(is_welcome=False),
         ask=lambda make: [make],
     )
-    carrier = Carried(says)
+    carrier: Any = Carried(says)
     carrier.calling = Calling(client, carrier)
     return carrier.calling
 
