@@ -75,7 +75,12 @@ def test_a_run_goes_on_after_the_model_was_given_back():
         assert torch.allclose(mixed, torch.cat([param.detach().reshape(-1) for param in one.model.parameters()]))
 
 
-@pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam, optim.RMSprop])
+# What a gradient of nothing but rounding is divided by decides its update: with an epsilon of 1e-8 it is a hundred
+# million times as large, and two orders of adding the same numbers are no longer alike to 1e-12.
+WELL_CONDITIONED = [optim.SGD, partial(optim.Adam, eps=1e-3), partial(optim.RMSprop, eps=1e-3)]
+
+
+@pytest.mark.parametrize("optimizer", WELL_CONDITIONED, ids=["SGD", "Adam", "RMSprop"])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_memory_in_common_changes_nothing(optimizer, clip_norm, num_microbatches):
