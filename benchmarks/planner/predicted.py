@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from cells import SUBJECTS
 
@@ -67,10 +68,41 @@ def profiled(letter, cells, probed_s):
 def probed():
     """Return this host as `counterpoint probe` finds it, with as many ranks as any plan here has, and steps beside it.
 
-    These are of one process, by model.
+    These are of one process, by model. Of several probes, each told for the speed that the machine usually had, every
+    figure is the middle one.
     """
-    told = json.loads(told_by(script_command(PROBING, []), MOST_RANKS, "the probe")[-1])
-    return read_cluster(told["cluster"]), told["beside_s"]
+    lines = told_by(script_command(PROBING, []), MOST_RANKS, "the probe")
+    told = [json.loads(line) for line in lines if line.startswith('{"cluster"')]
+    usual_s = {letter: median(one["beside_s"][letter] for one in told) for letter in SUBJECTS}
+    found = []
+    for one in told:
+        factor = median(usual_s[letter] / one["beside_s"][letter] for letter in SUBJECTS)
+        found.append(at_pace(read_cluster(one["cluster"]), factor))
+    return middle(found), usual_s
+
+
+def middle(found):
+    """Return the machine of which every figure is the middle one of some that differ by nothing else."""
+    devices, first = [one.device for one in found], found[0]
+    device = replace(
+        first.device,
+        cost_per_s=median(one.cost_per_s for one in devices),
+        memory_bytes_per_s=median(one.memory_bytes_per_s for one in devices),
+    )
+    links = [[level.link for level in one.levels] for one in found]
+    levels = tuple(
+        replace(
+            level,
+            link=replace(
+                level.link,
+                latency_s=median(one.latency_s for one in own),
+                bytes_per_s=median(one.bytes_per_s for one in own),
+            ),
+        )
+        for level, own in zip(first.levels, zip(*links, strict=True), strict=True)
+    )
+    crowding = tuple(median(parts) for parts in zip(*(one.crowding for one in found), strict=True))
+    return replace(first, device=device, levels=levels, crowding=crowding)
 
 
 def told_by(command, ranks, what):
@@ -130,15 +162,19 @@ def crowded(cluster: Cluster, slowdowns):
 
 
 def calmed(found: Profiled, cluster: Cluster, beside_s):
-    """Return profile and machine as they would have been while a step of one process took so long.
+    """Return profile and machine as they would have been while a step of one process took so long."""
+    timing = found.timing.at_speed(beside_s / found.beside_s)
+    return replace(found, timing=timing), at_pace(cluster, beside_s / found.probed_s)
+
+
+def at_pace(cluster: Cluster, factor):
+    """Return the machine as it is while everything takes so many times as long.
 
     What ranks copy their own cores copy, as fast as they compute then; what a network carries it carries as ever.
     """
-    factor = beside_s / found.probed_s
     device = replace(cluster.device, memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor)
     levels = tuple(replace(level, link=paced(level.link, factor)) for level in cluster.levels)
-    timing = found.timing.at_speed(beside_s / found.beside_s)
-    return replace(found, timing=timing), replace(cluster, device=device, levels=levels)
+    return replace(cluster, device=device, levels=levels)
 
 
 def paced(link: Link, factor):

@@ -1,11 +1,12 @@
-"""Runs on each of some ranks: does as ``counterpoint probe`` does, and prints the cluster as JSON.
+"""Runs on each of some ranks: does as ``counterpoint probe`` does, a few times, and prints the clusters as JSON.
 
-Before it and afterwards rank 0 takes steps of the loop that is taken beside profiles and plans: the speed of a shared
+Before each and afterwards rank 0 takes steps of the loop that is taken beside profiles and plans: the speed of a shared
 machine jumps, and so its figures can be told for another one.
 """
 
 import json
 import sys
+from itertools import pairwise
 from statistics import median
 
 from cells import SUBJECTS
@@ -16,7 +17,7 @@ from counterpoint.launchers.environment import detect
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import open_world
 
-BESIDE_S = 0.3
+BESIDE_S, PROBES = 0.3, 3
 
 
 def main():
@@ -24,12 +25,14 @@ def main():
     others = Others()
     with as_in_training(threads=1):
         loops = {letter: Alone(subject, subject.reference) for letter, subject in built()} if others.rank == 0 else {}
-        before_s = beside(loops, others)
-        cluster = probe.measure()["cluster"]
-        after_s = beside(loops, others)
+        edges_s, clusters = [beside(loops, others)], []
+        for _ in range(PROBES):
+            clusters.append(probe.measure()["cluster"])
+            edges_s.append(beside(loops, others))
     if others.rank == 0:
-        beside_s = {letter: (before_s[letter] + after_s[letter]) / 2 for letter in loops}
-        sys.stdout.write(f"{json.dumps({'cluster': cluster, 'beside_s': beside_s})}\n")
+        for cluster, (before_s, after_s) in zip(clusters, pairwise(edges_s), strict=True):
+            beside_s = {letter: (before_s[letter] + after_s[letter]) / 2 for letter in loops}
+            sys.stdout.write(f"{json.dumps({'cluster': cluster, 'beside_s': beside_s})}\n")
 
 
 def built():

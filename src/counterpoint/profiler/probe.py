@@ -140,30 +140,31 @@ def probe(
     per_host, num_hosts = hosts.count(0), len(set(hosts))
     own = _in_turn(fabric, per_host, lambda: flops_by_size(effort))
     paces = _paces(fabric, per_host, effort)
-    crowding = _crowding(fabric, per_host, effort)
+    crowds, memory, inside = _rounds(fabric, hosts, per_host, effort)
     mine = {
         "threads": torch.get_num_threads(),
         "flops": list(own.items()),
         "paces": paces,
-        "crowding": crowding,
+        "crowding": _parts(crowds),
         "memory_bytes": host_memory_bytes // per_host // MIB * MIB,
-        "memory_bytes_per_s": memory_bytes_per_s(effort) if hosts[fabric.rank] == fabric.rank else 0.0,
+        "memory_bytes_per_s": memory,
     }
     told = _everyone(fabric, "figures", mine)
     products = _products(fabric, told[0]["threads"], told[0]["flops"], most_threads, effort)
-    trips = _trips(fabric, hosts, per_host, effort)
+    firsts = range(0, len(hosts), per_host)
+    trips = (*inside, *_trips(fabric, [(0, first) for first in firsts[1:]], "network", effort))
     is_shared = _is_shared(fabric, trips, per_host)
-    firsts, speeds = told[::per_host], [median(rate for _, rate in row["flops"]) for row in told]
+    first_told, speeds = told[::per_host], [median(rate for _, rate in row["flops"]) for row in told]
     device = Device(
         rounded(median(speeds)),
         min(row["memory_bytes"] for row in told),
-        rounded(median(row["memory_bytes_per_s"] for row in firsts)),
+        rounded(median(row["memory_bytes_per_s"] for row in first_told)),
     )
     cluster = Cluster(
         device,
         speeds=unlike([row["paces"] for row in told]),
         levels=_copied(fabric, per_host, _levels(trips, per_host, num_hosts, is_shared=is_shared)),
-        crowding=_falling([median(parts) for parts in zip(*(row["crowding"] for row in firsts), strict=True)]),
+        crowding=_falling([median(parts) for parts in zip(*(row["crowding"] for row in first_told), strict=True)]),
     )
     return Probe(cluster, fabric.num_ranks, told[0]["threads"], products, trips)
 
@@ -218,32 +219,65 @@ def _paces(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
     return found
 
 
-def _crowding(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
-    """Return how fast each of 1, 2, ... ranks of this host computes at once, on average; known to its first rank."""
-    rates: list[list[float]] = [[] for _ in range(per_host)]
-    here = tuple(range(fabric.rank - fabric.rank % per_host, fabric.rank - fabric.rank % per_host + per_host))
+def _rounds(
+    fabric: Fabric, hosts: Sequence[int], per_host: int, effort: Effort
+) -> tuple[list[list[float]], float, tuple[Trips, ...]]:
+    """Return what is measured in rounds, of whose figures the middle ones count: a machine's speed jumps.
+
+    Returns:
+        by round how fast each of 1, 2, ... ranks of this host computes at once, on average, known to its first rank;
+        how many bytes a second that one reads and writes; how long messages take inside each host.
+    """
+    crowds: list[list[float]] = []
+    memory: list[float] = []
+    inside: list[tuple[Trips, ...]] = []
+    pairs = [(first, first + 1) for first in range(0, len(hosts), per_host) if per_host > 1]
     for _ in range(effort.rounds):
-        for count, found in enumerate(rates, 1):
-            fabric.barrier(here)
-            mine = flops_for(effort) if fabric.rank - here[0] < count else 0.0
-            heard = fabric.gather_values("rate", mine, here)
-            found.append(mean(rate for rate in heard[:count] if isinstance(rate, float)))
-    alone = median(rates[0])
-    return [median(found) / alone for found in rates]
+        crowds.append(_crowd(fabric, per_host, effort))
+        memory.append(memory_bytes_per_s(effort) if hosts[fabric.rank] == fabric.rank else 0.0)
+        inside.append(_trips(fabric, pairs, "host", effort))
+    return crowds, median(memory), tuple(middle(rows) for rows in zip(*inside, strict=True))
 
 
-def _trips(fabric: Fabric, hosts: Sequence[int], per_host: int, effort: Effort) -> tuple[Trips, ...]:
-    """Return how long messages take inside each host, and between the first one and each other."""
-    firsts = range(0, len(hosts), per_host)
-    pairs = [((first, first + 1), "host") for first in firsts if per_host > 1]
-    pairs += [((0, first), "network") for first in firsts[1:]]
+def _crowd(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
+    """Return how fast each of 1, 2, ... ranks of this host computes at once, on average; known to its first rank."""
+    here = tuple(range(fabric.rank - fabric.rank % per_host, fabric.rank - fabric.rank % per_host + per_host))
     found = []
-    for pair, level in pairs:
+    for count in range(1, per_host + 1):
+        fabric.barrier(here)
+        mine = flops_for(effort) if fabric.rank - here[0] < count else 0.0
+        heard = fabric.gather_values("rate", mine, here)
+        found.append(mean(rate for rate in heard[:count] if isinstance(rate, float)))
+    return found
+
+
+def _parts(crowds: Sequence[Sequence[float]]) -> list[float]:
+    """Return how fast ranks are at once, in parts of how fast one is alone."""
+    middles = [median(rates) for rates in zip(*crowds, strict=True)]
+    return [rate / middles[0] for rate in middles]
+
+
+def _trips(fabric: Fabric, pairs: Sequence[tuple[int, int]], level: str, effort: Effort) -> tuple[Trips, ...]:
+    """Return how long messages take between the ranks of each pair, one pair after the other."""
+    found = []
+    for pair in pairs:
         fabric.barrier(tuple(range(fabric.num_ranks)))
         mine = trips_by_size(fabric, _other(pair, fabric.rank), effort) if fabric.rank in pair else []
         told = _everyone(fabric, "trips", mine)[pair[0]]
         found.append(Trips(pair, level, tuple((int(size), float(seconds)) for size, seconds in told)))
     return tuple(found)
+
+
+def middle(rows: Sequence[Trips]) -> Trips:
+    """Return what messages between two ranks usually took, of the sizes that were sent every time.
+
+    Example:
+        >>> middle([Trips((0, 1), "host", ((8, seconds),)) for seconds in (3e-05, 9e-05, 4e-05)]).messages
+        ((8, 4e-05),)
+    """
+    times = [dict(row.messages) for row in rows]
+    sizes = [size for size, _ in rows[0].messages if all(size in took for took in times)]
+    return replace(rows[0], messages=tuple((size, median(took[size] for took in times)) for size in sizes))
 
 
 def _is_shared(fabric: Fabric, trips: Sequence[Trips], per_host: int) -> bool:
