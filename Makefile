@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	touch $@
 
 spark: $(READY)  ## what the tests of Spark need beside: PySpark (456 MB, once), and Java where there is none
-	$(BIN)/python -m pip install -qq -c constraints.txt pyspark
+	$(BIN)/python -m pip install -qq -c constraints.txt pyspark pandas pyarrow
 	command -v java >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless; }
 
 check: $(READY)  ## what needs no training: format, lint, types, imports, the rules of the house

@@ -19,10 +19,15 @@ def call(folder: Path) -> None:
     """The function that ``folder`` names has run, and its result is there."""
     order = read_value(folder, "call")
     sys.path[:] = order["path"]
-    place, _, name = order["target"].rpartition(":")
-    module = _import_script(place) if place.endswith(".py") or os.sep in place else importlib.import_module(place)
-    fn: Any = attrgetter(name)(module)
+    fn = find_function(order["target"])
     write_value(folder, f"result-{os.environ['RANK']}", fn(*read_value(folder, "args")))
+
+
+def find_function(target: str) -> Any:  # noqa: ANN401 - the user's
+    """Return what ``module:name`` or ``path.py:name`` names; what it stands in has been imported."""
+    place, _, name = target.rpartition(":")
+    module = _import_script(place) if place.endswith(".py") or os.sep in place else importlib.import_module(place)
+    return attrgetter(name)(module)
 
 
 def _import_script(path: str) -> ModuleType:

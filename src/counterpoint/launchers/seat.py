@@ -46,9 +46,13 @@ class Seat:
         self._child: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
-    def reserve(self) -> tuple[str, int]:
-        """Return this host's address, as others reach it, and a port that is kept for rank 0, which is started here."""
-        host = outward_address()
+    def reserve(self, host: str | None = None) -> tuple[str, int]:
+        """Return this host's address, as others reach it, and a port that is kept for rank 0, which is started here.
+
+        Args:
+            host: the address, where it is known.
+        """
+        host = host or outward_address()
         self._meeting = reserve_port(None, host)
         return host, int(self._meeting.getsockname()[1])
 

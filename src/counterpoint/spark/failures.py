@@ -9,6 +9,13 @@ from counterpoint.errors import LaunchError, PlanError
 
 NO_MODULE = "No module named 'counterpoint'"
 ABORTED = "Job aborted"
+BARRIER = {
+    "SPARK-24820": "coalesce(), union() or limit() stands before them, which a barrier stage does not allow; call "
+    "repartition(n) on the data, or write them down first",
+    "SPARK-24942": "it allocates executors dynamically, and ranks have to run all at once; set "
+    "spark.dynamicAllocation.enabled=false",
+}
+"""What Spark refuses of stages whose tasks run together, by its own number, and what to do."""
 
 
 @contextmanager
@@ -65,6 +72,9 @@ def told(text: str, label: str) -> str:
             f"Spark gave up {label}, because its executors have no counterpoint; install it there, with the same "
             "version of torch, or ship an environment with spark.archives"
         )
+    for number, remedy in BARRIER.items():
+        if number in text:
+            return f"Spark refuses {label}: {remedy}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     aborted = next((line[line.index(ABORTED) :] for line in lines if ABORTED in line), None)
     found = aborted or (lines[0] if lines else "it said nothing")

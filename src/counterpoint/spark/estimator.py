@@ -1,0 +1,267 @@
+"""An estimator of Spark's ML pipelines that trains a PyTorch model, and the transformer that it becomes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from pyspark import keyword_only
+from pyspark.ml import Estimator, Model
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
+from safetensors.torch import load as read_tensors, save as write_tensors
+from torch import nn
+
+from counterpoint.errors import CheckpointError, PlanError
+from counterpoint.spark.driver import Options
+from counterpoint.spark.fitting import fit, put_values, values_of, with_rate
+from counterpoint.spark.modules import Written, read_tree, write_tree
+from counterpoint.spark.predicting import Predictor
+from counterpoint.spark.ranks import run_ranks
+from counterpoint.spark.recipe import Loss, without_numbers
+from counterpoint.spark.samples import require_columns
+from counterpoint.spark.training import train
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+BIGDL = "bigdl"
+"""The word for training in two Spark jobs a step, without ranks of our own."""
+SCHEMA = "prediction double, raw array<double>"
+
+
+class _Columns(Params):  # type: ignore[misc] # PySpark is not looked into
+    """Which columns are read and written."""
+
+    featuresCols = Param(Params._dummy(), "featuresCols", "columns of the inputs", TypeConverters.toListString)  # noqa: N815, SLF001
+    labelCol = Param(Params._dummy(), "labelCol", "column of the target", TypeConverters.toString)  # noqa: N815, SLF001
+    predictionCol = Param(Params._dummy(), "predictionCol", "the class, or the number", TypeConverters.toString)  # noqa: N815, SLF001
+    rawPredictionCol = Param(Params._dummy(), "rawPredictionCol", "the outputs", TypeConverters.toString)  # noqa: N815, SLF001
+
+    def _begin(self) -> None:
+        self._setDefault(
+            featuresCols=["features"], labelCol="label", predictionCol="prediction", rawPredictionCol="rawPrediction"
+        )
+
+    def setParams(self, **given: Any) -> Self:  # noqa: N802, ANN401 - Spark's name, and whatever params are of
+        """Return this stage with other values of params, by name."""
+        self._set(**given)
+        return self
+
+    def _own(self, name: str) -> Any:  # noqa: ANN401 - whatever the param is of
+        return self.getOrDefault(self.getParam(name))
+
+
+class TorchEstimator(_Columns, Estimator):  # type: ignore[misc]
+    """Trains a model on the rows of a DataFrame, under any strategy; ``fit`` gives a :class:`TorchModel`.
+
+    Args:
+        model: any module; it stays as it is, and every ``fit`` begins with its weights.
+        loss: from the model's output and the targets to the mean loss of the samples.
+        optimizer: a factory such as ``partial(Adam, lr=0.01)``.
+        strategy: ``"bigdl"`` trains in two Spark jobs a step, for which nothing has to be importable. Any other plan,
+            ``"zero3"`` or ``"pipeline(2) * data(2)"``, is run by ranks in the tasks of a barrier stage.
+        ranks: how many ranks; by default as many as the DataFrame has partitions.
+        batchSize: samples of one *global* batch.
+        epochs: passes over the data.
+        maxSteps: steps at most; -1 for no limit.
+        seed: of the order of samples, and of what the model draws.
+        learningRate: instead of the factory's own, for a search such as CrossValidator's; 0 leaves that.
+        featuresCols: columns of the inputs.
+        labelCol: column of the target.
+        predictionCol: of the model: the class of the greatest output, or the number where there is one.
+        rawPredictionCol: of the model: all outputs of a sample.
+        options: further fields of :class:`counterpoint.spark.driver.Options` under ``"bigdl"``, of a ``Trainer`` under
+            other plans.
+
+    Raises:
+        PlanError: the parts do not go together, or cannot travel.
+
+    Example:
+        A pipeline: ``Pipeline(stages=[assembler, TorchEstimator(net, loss=F.cross_entropy, optimizer=adam)])``.
+    """
+
+    strategy = Param(Params._dummy(), "strategy", "bigdl, or a plan", TypeConverters.toString)  # noqa: SLF001
+    ranks = Param(Params._dummy(), "ranks", "of a plan; 0 for one each partition", TypeConverters.toInt)  # noqa: SLF001
+    batchSize = Param(Params._dummy(), "batchSize", "samples of a global batch", TypeConverters.toInt)  # noqa: N815, SLF001
+    epochs = Param(Params._dummy(), "epochs", "passes over the data", TypeConverters.toInt)  # noqa: SLF001
+    maxSteps = Param(Params._dummy(), "maxSteps", "steps at most; -1 for no limit", TypeConverters.toInt)  # noqa: N815, SLF001
+    seed = Param(Params._dummy(), "seed", "of order and draws", TypeConverters.toInt)  # noqa: SLF001
+    learningRate = Param(Params._dummy(), "learningRate", "0 for the factory's own", TypeConverters.toFloat)  # noqa: N815, SLF001
+
+    @keyword_only  # type: ignore[untyped-decorator]
+    def __init__(  # noqa: PLR0913 - Spark's way: every param by keyword
+        self,
+        *,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Callable[..., Any],
+        strategy: str = BIGDL,
+        ranks: int = 0,
+        batchSize: int = 64,  # noqa: N803 - Spark's names
+        epochs: int = 1,
+        maxSteps: int = -1,  # noqa: N803
+        seed: int = 0,
+        learningRate: float = 0.0,  # noqa: N803
+        featuresCols: Sequence[str] = ("features",),  # noqa: N803
+        labelCol: str = "label",  # noqa: N803
+        predictionCol: str = "prediction",  # noqa: N803
+        rawPredictionCol: str = "rawPrediction",  # noqa: N803
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._begin()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise PlanError("an estimator trains copies of its model; give a factory such as partial(Adam, lr=0.01)")
+        self.model, self.loss, self.optimizer, self.options = model, loss, optimizer, dict(options or {})
+        self._setDefault(
+            strategy=BIGDL, ranks=0, batchSize=64, epochs=1, maxSteps=-1, seed=0, learningRate=0.0
+        )  # fmt: skip
+        given = {key: value for key, value in self._input_kwargs.items() if self.hasParam(key)}
+        self._set(**{key: list(value) if key == "featuresCols" else value for key, value in given.items()})
+
+    def _fit(self, dataset: DataFrame) -> TorchModel:
+        model = copy.deepcopy(self.model)
+        optimizer = with_rate(self.optimizer, self._own("learningRate") or None)
+        columns = [*self._own("featuresCols"), self._own("labelCol")]
+        run = self._supersteps if self._own("strategy") == BIGDL else self._in_ranks
+        plan, losses = run(dataset, model, optimizer, columns)
+        return self._copyValues(TorchModel(model, plan, losses))  # type: ignore[no-any-return]
+
+    def _supersteps(
+        self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
+    ) -> tuple[str, list[float]]:
+        options = Options(**self._length(), seed=self._own("seed"), **self.options)
+        done = train(dataset, model, loss=self.loss, optimizer=optimizer, options=options, columns=columns)
+        return done.plan, done.losses
+
+    def _in_ranks(
+        self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
+    ) -> tuple[str, list[float]]:
+        written = write_tree((model, self.loss, optimizer), "the model, the loss or the optimizer")
+        trainer = {"strategy": self._own("strategy"), "seed": self._own("seed"), **self.options}
+        args = [written.tree, dict(written.tensors), {"trainer": trainer, "fit": self._length()}]
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        count = self._own("ranks") or None
+        (first, *_) = run_ranks(dataset, fit, ranks=count, args=args, columns=columns, dtype=dtype)
+        put_values(model, first["values"])
+        return first["plan"], first["losses"]
+
+    def _length(self) -> dict[str, Any]:
+        steps = self._own("maxSteps")
+        return {
+            "batch_size": self._own("batchSize"),
+            "epochs": self._own("epochs"),
+            "max_steps": None if steps < 0 else steps,
+        }
+
+
+class TorchModel(_Columns, Model, MLWritable, MLReadable):  # type: ignore[misc]
+    """A trained model as a transformer of DataFrames.
+
+    ``transform`` adds two columns: ``predictionCol`` has the class of the greatest output, or the output itself where
+    there is one, as a double; ``rawPredictionCol`` has all outputs. ``write().save(path)`` and
+    ``TorchModel.load(path)`` keep it wherever Spark keeps files, without a pickle; the classes of its modules have to
+    be importable for that. Read models only from where you would run programs from.
+
+    Args:
+        model: trained, on the CPU.
+        plan: what it was trained with.
+        losses: of each step.
+    """
+
+    def __init__(self, model: nn.Module | None = None, plan: str = "", losses: Sequence[float] = ()) -> None:
+        super().__init__()
+        self._begin()
+        self.model, self.plan, self.losses = model, plan, list(losses)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        from pyspark.ml.functions import vector_to_array
+        from pyspark.sql.functions import col
+
+        assert self.model is not None, "only a reader makes one without"
+        names = self._own("featuresCols")
+        kinds = {field.name: field.dataType.simpleString() for field in dataset.schema.fields}
+        require_columns(kinds, [*names, names[0]])
+        inputs = [vector_to_array(col(name)) if kinds[name] == "vector" else col(name) for name in names]
+        made = f"counterpoint_{secrets.token_hex(4)}"
+        added = [
+            col(f"{made}.{part}").alias(self._own(name))
+            for part, name in (("prediction", "predictionCol"), ("raw", "rawPredictionCol"))
+            if self._own(name)
+        ]
+        rows = dataset.withColumn(made, predicting(dataset, self.model, names)(*inputs))
+        return rows.select(*(col(name) for name in dataset.columns), *added)
+
+    def write(self) -> MLWriter:
+        """Return what writes it to a path."""
+        return _ModelWriter(self)
+
+    @classmethod
+    def read(cls) -> MLReader:
+        """Return what reads one from a path."""
+        return _ModelReader()
+
+
+def predicting(dataset: DataFrame, model: nn.Module, names: Sequence[str]) -> Callable[..., Any]:
+    """Return a function of Spark's from input columns to a prediction and the outputs."""
+    import pandas as pd
+    from pyspark.sql.functions import pandas_udf
+
+    dtype = next((param.dtype for param in model.parameters()), torch.float32)
+    still = dataset.sparkSession.sparkContext.broadcast(write_tensors(dict(values_of(copy.deepcopy(model)))))
+    predictor = Predictor(secrets.token_hex(8), without_numbers(model), still, tuple(names), dtype)
+
+    def predict(batches):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 - below, as objects that Spark looks at
+        return predictor(batches if len(names) > 1 else ((one,) for one in batches))
+
+    given = pd.Series if len(names) == 1 else tuple[pd.Series, ...]
+    predict.__annotations__ = {"batches": Iterator[given], "return": Iterator[pd.DataFrame]}  # type: ignore[valid-type]
+    return pandas_udf(predict, SCHEMA)  # type: ignore[no-any-return]
+
+
+class _ModelWriter(MLWriter):  # type: ignore[misc]
+    """Writes a model: Spark's metadata, and a table of two files."""
+
+    def __init__(self, instance: TorchModel) -> None:
+        super().__init__()
+        self.instance = instance
+
+    def saveImpl(self, path: str) -> None:  # noqa: N802 - Spark's name
+        """The model is under the path."""
+        one = self.instance
+        written = write_tree(one.model, "the model")
+        DefaultParamsWriter.saveMetadata(one, path, self.sparkSession)
+        told = json.dumps({"tree": written.tree, "plan": one.plan, "losses": one.losses}).encode()
+        rows = [
+            ("model.json", bytearray(told)),
+            ("values.safetensors", bytearray(write_tensors(dict(written.tensors)))),
+        ]
+        frame = self.sparkSession.createDataFrame(rows, "name string, content binary")
+        frame.coalesce(1).write.parquet(f"{path}/files")
+
+
+class _ModelReader(MLReader):  # type: ignore[misc]
+    """Reads what the writer has written."""
+
+    def load(self, path: str) -> TorchModel:
+        """Return the model that is under a path.
+
+        Raises:
+            CheckpointError: something else is there.
+            PlanError: a class of it cannot be imported here.
+        """
+        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        if metadata["class"].rpartition(".")[2] != TorchModel.__name__:
+            raise CheckpointError(f"{path} has a {metadata['class']}, and no TorchModel; read it with its own class")
+        files = {row[0]: bytes(row[1]) for row in self.sparkSession.read.parquet(f"{path}/files").collect()}
+        told = json.loads(files["model.json"])
+        model = read_tree(Written(told["tree"], read_tensors(files["values.safetensors"])))
+        found = TorchModel(model, told["plan"], told["losses"])
+        found._resetUid(metadata["uid"])  # noqa: SLF001 - as Spark's own readers do
+        DefaultParamsReader.getAndSetParams(found, metadata)
+        return found

@@ -1,0 +1,70 @@
+"""What ranks on Spark run in tests; executors import it."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+import counterpoint as cp
+from counterpoint.launchers.environment import detect
+from counterpoint.server.wire.key import read_key
+from tests.spark.subjects import Adam, mse, net
+
+
+def place():
+    """What the launcher has told this rank."""
+    found = detect()
+    assert found is not None
+    return found
+
+
+def who(word):
+    """Which rank this is, and whether its key is a secret that no variable shows."""
+    found = place()
+    key = read_key(Path(str(found.key_file))).secret
+    return {
+        "rank": found.rank,
+        "world": found.world_size,
+        "word": word,
+        "key": torch.tensor(list(key)),
+        "is_shown": any(key.hex() in value for value in os.environ.values()),
+    }
+
+
+def trained(shard, strategy, batch_size, steps):
+    """The parameters after so many steps on the samples of all ranks."""
+    data, model = shard.all(), net()
+    trainer = cp.Trainer(model, loss=mse, optimizer=Adam, strategy=strategy, progress="off")
+    history = trainer.fit(data, batch_size=batch_size, epochs=100, max_steps=steps)
+    trainer.close()
+    return {"losses": history.losses, "own": len(shard), "params": [param.detach() for param in model.parameters()]}
+
+
+def own_trained(shard):
+    """The parameters after one step on the samples where they are."""
+    model = net()
+    with cp.parallelize(model, Adam, mse, batches="own", uneven=True) as step:
+        if len(shard):
+            step(*shard.own.tensors)
+        step.finish()
+    return [param.detach() for param in model.parameters()]
+
+
+def sizes(shard):
+    """How many samples this rank has and all have, and of which kinds."""
+    return [len(shard), len(shard.all()), [str(field.dtype) for field in shard.fields]]
+
+
+def failing(culprit):
+    """One rank fails, the others would stay for ever."""
+    if place().rank == culprit:
+        raise ValueError("the cat sat on the keyboard")
+    signal.pause()
+
+
+def killed(culprit):
+    """One rank is killed, the others would stay for ever."""
+    if place().rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
