@@ -1,7 +1,9 @@
 """What ranks on Spark run in tests; executors import it."""
 
 import os
+import runpy
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -68,3 +70,9 @@ def killed(culprit):
     if place().rank == culprit:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
+
+
+def scripted(script, folder):
+    """A script that knows nothing of Spark, as any launcher would start it."""
+    sys.argv = [script, folder]
+    runpy.run_path(script, run_name="__main__")

@@ -6,6 +6,8 @@ import torch
 from counterpoint import LaunchError
 from counterpoint.spark.driver import Options
 from counterpoint.spark.ranks import run_ranks
+from tests.lab.launching import losses_alone, script_in
+from tests.process.test_launchers import losses_of
 from tests.spark import ranked
 from tests.spark.subjects import BAR, cut, mse, net, samples, solo
 
@@ -35,6 +37,14 @@ def test_a_plan_ends_where_solo_ends_from_uneven_partitions(spark):
     assert [one["own"] for one in found] == [23, 0]
     assert found[0]["losses"] == pytest.approx(losses, rel=BAR)
     assert max(distance(one["params"], expected) for one in found) < BAR
+
+
+def test_the_same_script_has_the_losses_of_python(spark, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    run_ranks(spark, ranked.scripted, ranks=2, args=[str(script_in(tmp_path)), str(tmp_path / "ranks")])
+    losses, num_ranks = losses_of(tmp_path / "ranks")
+    assert num_ranks == 2
+    assert losses == pytest.approx(losses_alone(tmp_path), rel=BAR)
 
 
 def test_samples_stay_where_they_are_and_count_alike(spark):

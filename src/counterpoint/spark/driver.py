@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from counterpoint.data.sampler import Cursor
-from counterpoint.errors import DataError
+from counterpoint.errors import DataError, PlanError
 from counterpoint.optim.options import require_counts
 from counterpoint.runtime.vote import Ballot, Guard, Verdict, decide, require_finite, require_reached, unreached
 from counterpoint.spark.exchange import Exchange, Held
@@ -40,6 +40,8 @@ class Options:
         cut_every: after so many steps slices come to the driver and begin there anew, so that what Spark would have to
             compute again for a lost executor, and its shuffle files, go back no further.
         drop: when partitions that are too slow are left out of a step, by microbatches; None for never.
+        retries: so often the run goes on from the last slices that came to the driver where Spark has given up a job,
+            which it does when a task has failed several times; then the error is raised.
 
     Raises:
         PlanError: a number makes no sense.
@@ -59,10 +61,13 @@ class Options:
     keep: int | None = 3
     cut_every: int = 20
     drop: Drop | None = None
+    retries: int = 0
 
     def __post_init__(self) -> None:
         require_counts(batch_size=self.batch_size, epochs=self.epochs, micros=self.micros, cut_every=self.cut_every)
         require_counts(optional=True, max_steps=self.max_steps, save_every=self.save_every, keep=self.keep)
+        if type(self.retries) is not int or self.retries < 0:
+            raise PlanError(f"retries={self.retries!r} is no number of times; give 0 for none, or 1, 2, ...")
 
     def num_steps(self, num_batches: int) -> int:
         """Return how many steps the whole run has."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn, optim
 
 from counterpoint.data.sampler import Sampler
-from counterpoint.errors import PlanError
+from counterpoint.errors import LaunchError, PlanError
 from counterpoint.runtime.optimizers import Factory
 from counterpoint.spark.driver import Done, Options, Run
 from counterpoint.spark.exchange import Exchange, OnSpark
@@ -127,7 +128,7 @@ class Training:
             recipe: from ``recipe``.
             found: what is in each place.
             resume: a checkpoint, or a folder of them, to go on from.
-            on_step: called after each step.
+            on_step: called after each step, also of those that are taken again.
 
         Raises:
             CheckpointError: one cannot be read or written.
@@ -139,14 +140,34 @@ class Training:
             slices, progress = load_slices(self.subject, resume, self.num_places)
         run = Run(exchange, recipe, self.share(found), self.micros, self.options)
         steps: list[Done] = []
-        for done in run.steps(slices, progress):
+        for done in self._steps(run, slices, progress):
             if done.slices:
                 put_back(self.subject, done.slices)
                 self._save(run, done)
-            steps.append(replace(done, slices=()))
+            again = next((at for at, one in enumerate(steps) if one.progress.step == done.progress.step), len(steps))
+            steps[again:] = [replace(done, slices=())]  # what Spark gave up afterwards is taken once more
             if on_step is not None:
                 on_step(done)
         return Trained(str(self.compiled.plan), tuple(steps), self.step_bytes)
+
+    def _steps(self, run: Run, slices: Sequence[bytes], progress: Progress) -> Iterator[Done]:
+        """Yield every step; where Spark gives up a job, again from the last slices at the driver, if that may be.
+
+        Raises:
+            LaunchError: Spark gave up a job once more than the options allow.
+        """
+        for left in range(self.options.retries, -1, -1):
+            try:
+                for done in run.steps(slices, progress):
+                    if done.slices:
+                        slices, progress = done.slices, done.progress
+                    yield done
+            except LaunchError as error:
+                if left == 0:
+                    raise
+                warnings.warn(f"{error}; going on from step {progress.step}", RuntimeWarning, stacklevel=2)
+            else:
+                return
 
     def _save(self, run: Run, done: Done) -> None:
         options = self.options
