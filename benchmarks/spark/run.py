@@ -6,7 +6,6 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import sides
 from torch import nn
 
 from counterpoint.launchers.function import launch
@@ -15,6 +14,10 @@ from counterpoint.spark.driver import Options as Training
 from counterpoint.spark.ranks import run_ranks
 from counterpoint.spark.training import train
 from counterpoint.testing.claims import Options, Result
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sides
 
 HERE = Path(__file__).parent
 ROUNDS, RANKS, STEPS = 3, 2, {"small": 200, "large": 20}
