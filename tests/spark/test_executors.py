@@ -126,8 +126,7 @@ def test_a_task_that_dies_again_and_again_is_told_with_the_step(spark):
         trained(spark, 12, model=net(Dying))
 
 
-@pytest.mark.slow
-def test_a_loss_that_holds_a_lock_cannot_be_shipped(spark):
+def test_a_loss_that_holds_a_lock_cannot_be_shipped_and_leaves_nothing_behind(spark):
     lock = threading.Lock()
 
     def loss(outputs, targets):
@@ -136,3 +135,8 @@ def test_a_loss_that_holds_a_lock_cannot_be_shipped(spark):
 
     with pytest.raises(PlanError, match="Spark cannot ship the model, the loss or the optimizer"):
         train(rows(spark, 12), net(), loss=loss, optimizer=Adam, options=TEN)
+    assert spark.sparkContext.parallelize([1, 2], 2).map(twice).collect() == [2, 4]
+
+
+def twice(number):
+    return 2 * number

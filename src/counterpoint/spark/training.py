@@ -248,6 +248,7 @@ def train(  # noqa: PLR0913 - what a training may be given, most by keyword
         return training.run(exchange, training.recipe(still), found, resume=path, on_step=on_step)
     finally:
         samples.unpersist()
+        context._pickled_broadcast_vars.clear()  # noqa: SLF001 - a closure that cannot be shipped leaves its own to the next
         still.destroy()
 
 
