@@ -28,7 +28,7 @@ from counterpoint.training.checks import make_face, require_folder
 from counterpoint.training.saving import Progress
 
 if TYPE_CHECKING:
-    from pyspark import RDD
+    from pyspark import RDD, Broadcast, SparkContext
     from pyspark.sql import DataFrame
 
 OnStep = Callable[[Done], None]
@@ -189,6 +189,12 @@ def require_here(model: nn.Module) -> None:
             raise PlanError(f"{name} is on {tensor.device}, but tasks of Spark's compute on the CPU; move it there")
 
 
+def forget(still: Broadcast[Any], context: SparkContext) -> None:
+    """End a broadcast, also in the list of those to ship: a closure that could not be shipped leaves it to the next."""
+    context._pickled_broadcast_vars.clear()  # noqa: SLF001 - nothing public empties it
+    still.destroy()
+
+
 def train(  # noqa: PLR0913 - what a training may be given, most by keyword
     data: RDD[Any] | DataFrame,
     model: nn.Module,
@@ -248,8 +254,7 @@ def train(  # noqa: PLR0913 - what a training may be given, most by keyword
         return training.run(exchange, training.recipe(still), found, resume=path, on_step=on_step)
     finally:
         samples.unpersist()
-        context._pickled_broadcast_vars.clear()  # noqa: SLF001 - a closure that cannot be shipped leaves its own to the next
-        still.destroy()
+        forget(still, context)
 
 
 def train_here(
