@@ -11,6 +11,7 @@ from counterpoint.program.instruction import Push, Recv, Send
 from counterpoint.program.text import parse_instruction
 from counterpoint.simulator.moves import row_moves
 from counterpoint.simulator.network import PIPE_BYTES, Network
+from counterpoint.simulator.score import Hand, hand_of
 from counterpoint.simulator.simulate import row_hands, simulate
 from counterpoint.simulator.timed import TimedCosts
 from counterpoint.world.cluster import Cluster, Link
@@ -67,16 +68,33 @@ def test_both_ends_of_a_message_larger_than_the_pipe_are_busy_all_the_time(size,
     assert [network.hand_s(word, Fraction(1), 0) for word in (sent, heard)] == [1.0 if is_streamed else 0.5] * 2
 
 
+class Streamed(Ticks):
+    """Every message is larger than its pipe, and takes a tick."""
+
+    def hand_s(self, word, part, rank, *, has_one_copy=False):
+        return 1.0
+
+    def is_streamed(self, word, rank):
+        return True
+
+
 def test_a_streamed_message_is_taken_while_it_is_sent():
-    class Streamed(Ticks):
-        def hand_s(self, word, part, rank, *, has_one_copy=False):
-            return 1.0
-
-        def is_streamed(self, word, rank):
-            return True
-
     trace = simulate(program("F0.0 x1.0>1 F0.1", "x1.0<0 F1.0"), Streamed(0.0))
     assert max(event.stop_s for event in trace.events if event.rank == 1) == 3.0
+
+
+@pytest.mark.parametrize("third", [1.0, 0.5])
+def test_the_two_ends_of_a_streamed_message_are_in_the_way_of_others_as_one(third):
+    """Of two processors one is left for the third rank, however little three ranks that compute would have."""
+    trace = simulate(program("x1.0>1", "x1.0<0", "F2.0 F3.0"), Streamed(0.0), Cluster(crowding=(1.0, 1.0, third)))
+    assert {event.rank: event.stop_s for event in trace.events}[2] == 2.0
+
+
+@pytest.mark.parametrize(("own_s", "share"), [(0.0, 0.5), (1.0, 0.75), (3.0, 0.875)])
+def test_what_a_rank_does_for_a_streamed_message_beside_is_its_own(own_s, share):
+    word = parse_instruction("x1.0>1")
+    assert isinstance(word, Send)
+    assert hand_of(word, Streamed(), 0, own_s=own_s) == Hand(1.0 + own_s, is_streamed=True, share=share)
 
 
 def test_a_timed_rank_pays_for_what_it_moves():

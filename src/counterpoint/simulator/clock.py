@@ -37,7 +37,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.partners import Place
 from counterpoint.program.trace import Lane
 from counterpoint.simulator import places
-from counterpoint.simulator.score import Key, Score, Transfer, goes_on_beside, lane_of
+from counterpoint.simulator.score import Hand, Key, Score, Transfer, goes_on_beside, lane_of
 from counterpoint.simulator.sharing import Pool
 
 Span: TypeAlias = tuple[int, float, float, Lane]
@@ -171,10 +171,10 @@ class Clock:
         word = self.score.rows[rank][index]
         match word:
             case Forward() | Recompute() | Backward() | Update():
-                return self.work((rank, index), self.score.seconds[rank][index], now)
+                return self.work((rank, index), Hand(self.score.seconds[rank][index]), now)
             case Send() | Push():
                 self.say((rank, index), now, begins=True)
-                until = self.work((rank, index), self.score.hand(rank, index).seconds, now)
+                until = self.work((rank, index), self.score.hand(rank, index), now)
                 if until is not None:
                     self.say((rank, index), until)
                 return until
@@ -198,13 +198,14 @@ class Clock:
             case Serve():
                 return self.serve(rank, word, now)
             case Release() | Swap():
-                return self.work((rank, index), self.score.hand(rank, index).seconds, now)
+                return self.work((rank, index), self.score.hand(rank, index), now)
 
-    def work(self, place: Place, seconds: float, now: float, seat: int | None = None) -> float | None:
+    def work(self, place: Place, hand: Hand, now: float, seat: int | None = None) -> float | None:
         """Let a rank's processor do something; return until when, or None where others of its host may slow it down."""
+        seconds = hand.seconds
         if not seconds and seat is None and not isinstance(self.score.word(place), Compute | Update | Release | Swap):
             return now
-        uses = self.score.places.cores(place[0]) if seconds and self.shares else ()
+        uses = self.score.places.cores(place[0], hand.share) if seconds and self.shares else ()
         if uses:
             self.pool.begin(Work(place, now, seat), now, seconds, uses)
             return None
@@ -221,17 +222,17 @@ class Clock:
         if self.await_done(rank, key, now) is None:
             return None
         index = self.cursor[rank]
-        return self.work((rank, index), self.score.hand(rank, index).seconds, now)
+        return self.work((rank, index), self.score.hand(rank, index), now)
 
     def serve(self, rank: int, word: Serve, now: float) -> float | None:
         """Apply the push that came first and answer it; go on when all workers have been served."""
         place = (rank, self.cursor[rank])
         if self.pushed[place]:
             seat = self.pushed[place].popleft()
-            update_s, _ = self.score.answer(place, seat)
+            hand, _ = self.score.answer(place, seat)
             if self.came_s[rank] < now:
                 self.note(*place, (self.came_s[rank], now), "wait")
-            until = self.work(place, update_s, now, seat)
+            until = self.work(place, hand, now, seat)
             if until is not None:
                 self.answer(place, seat, until)
             return None

@@ -23,7 +23,7 @@ from counterpoint.program.instruction import (
     weight,
 )
 from counterpoint.program.traffic import Sizes
-from counterpoint.simulator.network import Network, Talk
+from counterpoint.simulator.network import Message, Network, Talk
 from counterpoint.world.cluster import Cluster, Device
 
 ADAM_PASSES = 7
@@ -64,7 +64,7 @@ class Costs(Protocol):
         """
         ...
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell whether a message of a rank is taken out while it is still being put in, by two that are both busy."""
         ...
 
@@ -116,7 +116,7 @@ class UnitCosts:
         """Return nothing."""
         return 0.0
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell that none is."""
         return False
 
@@ -175,7 +175,7 @@ class ModelCosts:
         """Return what :class:`counterpoint.simulator.network.Network` says."""
         return self.network.hand_s(word, part, rank, has_one_copy=has_one_copy)
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell what :class:`counterpoint.simulator.network.Network` says."""
         return self.network.is_streamed(word, rank)
 

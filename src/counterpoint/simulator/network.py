@@ -31,7 +31,10 @@ PIPE_BYTES = 1 << 20
 REMEMBERED = 4096
 """Of so many groups of ranks it is remembered where they are; a program calls each of its groups many times."""
 
-Talk: TypeAlias = Send | Push | Recv | Pull | Collective | Commit
+Message: TypeAlias = Send | Push | Recv | Pull
+"""What one rank says to another, or hears from it."""
+
+Talk: TypeAlias = Message | Collective | Commit
 """What a rank says to others, or hears from them."""
 
 
@@ -84,7 +87,7 @@ class Network:
 
     def is_copied(self, word: Talk, rank: int) -> bool:
         """Tell whether all that a word of a rank is about goes through memory that its members see."""
-        ranks = (rank, word.peer) if isinstance(word, Send | Push | Recv | Pull) else word.group
+        ranks = (rank, word.peer) if isinstance(word, Message) else word.group
         return self.cluster.link_among(ranks).is_copied
 
     def hand_s(self, word: Talk, part: Fraction, rank: int, *, has_one_copy: bool = False) -> float:
@@ -110,9 +113,10 @@ class Network:
             case Commit(group):
                 return self.cluster.link_among(group).latency_s
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell whether a message of a rank is larger than the pipe that it goes through."""
-        return self.size_of(word.value, word.code) > PIPE_BYTES and self.is_copied(word, rank)
+        size = self.size_of(word.value, "" if isinstance(word, Pull) else word.code)
+        return size > PIPE_BYTES and self.is_copied(word, rank)
 
     def _on_way(self, ranks: Group, rounds: int, num_bytes: float) -> Load:
         """Return what it takes to get so many bytes from group to group of these ranks, in so many rounds."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -17,6 +18,10 @@ from counterpoint.world.cluster import Cluster
 
 Lane: TypeAlias = tuple[int, int]
 """A rank, and 1 for its way out of its host or 0 for the one to others on it; without levels there is only 0."""
+
+
+PARTS = 16
+"""Parts of a processor that are told apart: sums of whole numbers do not depend on the order of who comes and goes."""
 
 
 class Places:
@@ -42,13 +47,19 @@ class Places:
         self.known: dict[tuple[object, ...], tuple[Use, ...]] = {}
         self.ways: dict[tuple[int, ...], int] = {}
 
-    def cores(self, rank: int) -> tuple[Use, ...]:
-        """Return what a rank uses when it computes."""
+    def cores(self, rank: int, share: float = 1.0) -> tuple[Use, ...]:
+        """Return what a rank uses when it computes, or does so for a share of the time."""
         if not self.has_crowds:
             return ()
-        if (rank,) not in self.known:
-            self.known[rank,] = (self._use("cores", 1, (rank, 1), self.cluster.crowded),)
-        return self.known[rank,]
+        key = ("cores", rank, parts := round(PARTS * share))
+        if key not in self.known:
+            whole = self._use("cores", 1, (rank, 1), self._crowded)
+            self.known[key] = (replace(whole, count=parts * whole.count),)
+        return self.known[key]
+
+    def _crowded(self, parts: int) -> float:
+        """Return how fast each is while so many parts of processors compute."""
+        return self.cluster.crowded(parts / PARTS)
 
     def outwards(self, ranks: tuple[int, ...]) -> int:
         """Return which of its ways a message or a collective of these ranks takes: 1 for the one out of a host."""

@@ -33,7 +33,7 @@ from counterpoint.program.ledger import Ledger
 from counterpoint.program.program import Program, Row, Words
 from counterpoint.program.turn import Turn
 from counterpoint.simulator.costs import Costs
-from counterpoint.simulator.network import Talk
+from counterpoint.simulator.network import Message, Talk
 from counterpoint.strategies.buckets import Buckets, Ready, cut
 from counterpoint.world.cluster import Cluster
 
@@ -229,7 +229,7 @@ class PortionCosts:
         """Return what a sum of the bucket's part costs."""
         return self.others.hand_s(*self._whole(word, part), rank, has_one_copy=has_one_copy)
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell what the other costs say."""
         return self.others.is_streamed(word, rank)
 

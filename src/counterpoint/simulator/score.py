@@ -29,6 +29,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.partners import Partners, Place
 from counterpoint.program.program import Words
 from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.network import Message
 from counterpoint.simulator.places import Lane, Places
 from counterpoint.simulator.sharing import Use
 
@@ -42,14 +43,21 @@ class Hand(NamedTuple):
     Args:
         seconds: how long.
         is_streamed: whether it is a message that can be taken out as soon as it begins to be put in.
+        share: of these seconds, the part in which it computes, and does not wait for the other end.
     """
 
     seconds: float
     is_streamed: bool = False
+    share: float = 1.0
 
 
 IDLE_HAND = Hand(0.0)
 """That of a word that asks for nothing."""
+
+STREAM_SHARE = 0.5
+"""Of a message larger than the pipe that it goes through, one end puts a piece in while the other one waits for it."""
+
+WHOLE = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +138,21 @@ class Score:
         ranks = tuple([one for one, _ in members])
         return Transfer(places, places, seconds, self.places.outwards(ranks), crossing_s, uses)
 
-    def answer(self, server: Place, seat: int) -> tuple[float, Transfer]:
-        """Return how long a server takes to apply the push with a seat in its order, and its answer."""
+    def answer(self, server: Place, seat: int) -> tuple[Hand, Transfer]:
+        """Return what it takes a server to apply the push with a seat in its order, and its answer."""
         rank, index = server
         word = self.rows[rank][index]
         assert isinstance(word, Serve), "nothing else answers"
         unit, worker = word.units[seat % len(word.units)], word.workers[seat // len(word.units)]
         update_s, answer_s = self.costs.serve_s(unit, rank, worker)
-        update_s += self.costs.hand_s(Recv(grad(unit), worker), Fraction(1), rank)
-        if word.answers:
-            update_s += self.costs.hand_s(Send(weight(unit), worker), Fraction(1), rank)
+        if word.answers:  # while it puts in what is large, the worker takes it out: together they compute all the time
+            update_s += self.costs.hand_s(Send(weight(unit), worker), WHOLE, rank)
+        hand = hand_of(Recv(grad(unit), worker), self.costs, rank, WHOLE, update_s)
         crossing_s = 0.0
         if self.places.has_cards:
-            crossing_s = self.costs.crossing_s(Send(weight(unit), worker), Fraction(1), rank)
+            crossing_s = self.costs.crossing_s(Send(weight(unit), worker), WHOLE, rank)
         transfer = self._between(("answer", *server, seat), server, (rank, worker), (answer_s, crossing_s))
-        return update_s / self.places.cluster.speed(rank), transfer
+        return Hand(hand.seconds / self.places.cluster.speed(rank), share=hand.share), transfer
 
     def _crossing(self, place: Place) -> float:
         return self.crossings[place[0]][place[1]] if self.crossings else 0.0
@@ -155,6 +163,22 @@ class Score:
             return Transfer(key, (place,), seconds)
         uses = self.places.message(*ends) if crossing_s else ()
         return Transfer(key, (place,), seconds, self.places.outwards(ends), crossing_s, uses)
+
+
+def hand_of(word: Message, costs: Costs, rank: int, part: Fraction = WHOLE, own_s: float = 0.0) -> Hand:
+    """Return what a message asks of a processor, with some seconds in which it does something else for it.
+
+    Args:
+        word: that says or hears the message.
+        costs: of words.
+        rank: whose word it is.
+        part: of the value that is at hand.
+        own_s: for how long it computes beside.
+    """
+    seconds, is_streamed = costs.hand_s(word, part, rank), costs.is_streamed(word, rank)
+    if not is_streamed or not seconds:
+        return Hand(seconds + own_s, is_streamed)
+    return Hand(seconds + own_s, is_streamed, (STREAM_SHARE * seconds + own_s) / (seconds + own_s))
 
 
 def lane_of(word: Instruction) -> trace.Lane:

@@ -37,7 +37,7 @@ from counterpoint.simulator.clock import Clash, Clock
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.moves import row_moves
 from counterpoint.simulator.places import Places, nearness
-from counterpoint.simulator.score import IDLE_HAND, Hand, Score
+from counterpoint.simulator.score import IDLE_HAND, Hand, Score, hand_of
 from counterpoint.world.cluster import Cluster
 
 ALIKE = Cluster()
@@ -283,11 +283,8 @@ def row_hands(row: Words, costs: Costs, rank: int, cluster: Cluster) -> list[Han
 
     for (word, part), passes in zip(_parted(row), row_moves(row, has_one_copy), strict=True):
         match word:
-            case Send() | Push():
-                seconds = costs.hand_s(word, part, rank) + passes * costs.pass_s(word)
-                found.append(Hand(seconds, costs.is_streamed(word, rank)))
-            case Recv() | Pull():
-                found.append(Hand(costs.hand_s(word, part, rank) + passes * costs.pass_s(word)))
+            case Send() | Push() | Recv() | Pull():
+                found.append(hand_of(word, costs, rank, part, passes * costs.pass_s(word)))
             case Commit():
                 found.append(Hand(costs.hand_s(word, part, rank) + (0.0 if updates else costs.call_s(word))))
             case Release():

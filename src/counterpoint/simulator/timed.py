@@ -28,7 +28,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.traffic import Sizes
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.moves import ADD_PASSES
-from counterpoint.simulator.network import Talk
+from counterpoint.simulator.network import Message, Talk
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class TimedCosts:
         """Return what it costs by the other costs."""
         return self.others.hand_s(word, part, rank, has_one_copy=has_one_copy)
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell what the other costs say."""
         return self.others.is_streamed(word, rank)
 

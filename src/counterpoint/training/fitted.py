@@ -33,7 +33,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.text import format_instruction, parse_instruction
 from counterpoint.program.trace import Event, Trace
-from counterpoint.simulator.network import Talk
+from counterpoint.simulator.network import Message, Talk
 from counterpoint.simulator.simulate import simulate_turn
 
 Key: TypeAlias = tuple[str, tuple[int, ...]]
@@ -82,7 +82,7 @@ class FittedCosts:
         """Return nothing: what a word took was measured with all that it kept busy."""
         return 0.0
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell that none is: what both ends took was measured."""
         return False
 

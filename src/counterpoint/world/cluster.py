@@ -131,13 +131,18 @@ class Cluster:
         """Return the levels on the way between any of these ranks at which all ranks of a group share its link."""
         return tuple(at for at in range(1, self.level_among(ranks) + 1) if self.levels[at].is_shared)
 
-    def crowded(self, num_computing: int) -> float:
-        """Return how fast each rank of a host computes while so many do, as a part of the speed of one alone."""
-        if not self.crowding or num_computing < 1:
-            return 1.0
-        if num_computing <= len(self.crowding):
-            return self.crowding[num_computing - 1]
-        return self.crowding[-1] * len(self.crowding) / num_computing
+    def crowded(self, num_computing: float) -> float:
+        """Return how fast each rank of a host computes while so many do, as a part of the speed of one alone.
+
+        One that computes half of the time counts half; between two whole numbers the part falls evenly.
+        """
+        if not self.crowding or num_computing <= 1:
+            return self.crowding[0] if self.crowding and num_computing == 1 else 1.0
+        if num_computing >= len(self.crowding):
+            return self.crowding[-1] * len(self.crowding) / num_computing
+        below = int(num_computing)
+        slower = self.crowding[below - 1] - self.crowding[below]
+        return self.crowding[below - 1] - slower * (num_computing - below)
 
     @property
     def num_ranks(self) -> int:

@@ -30,7 +30,7 @@ from counterpoint.program.symmetry import outline_of
 from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.network import Talk
+from counterpoint.simulator.network import Message, Talk
 from counterpoint.simulator.portions import Portion, Spread, spread_alike
 from counterpoint.simulator.score import Hand
 from counterpoint.simulator.simulate import row_crossings, row_hands, row_seconds
@@ -134,7 +134,7 @@ class Kept:
             self.found[key] = self.costs.hand_s(word, part, rank, has_one_copy=has_one_copy)
         return self.found[key]
 
-    def is_streamed(self, word: Send | Push, rank: int) -> bool:
+    def is_streamed(self, word: Message, rank: int) -> bool:
         """Tell what the costs say."""
         return self.costs.is_streamed(word, rank)
 
