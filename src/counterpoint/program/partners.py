@@ -73,7 +73,8 @@ def _pair_messages(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partner
 
 def _join_calls(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partners) -> None:
     groups = Groups()
-    calls: defaultdict[int, list[int]] = defaultdict(list)
+    calls: defaultdict[int, list[int]] = defaultdict(list)  # of each group
+    members, call = found.members, found.call
     for rank, row in enumerate(rows):
         made: defaultdict[int, int] = defaultdict(int)
         started: dict[tuple[int, str, Value], int] = {}
@@ -86,14 +87,14 @@ def _join_calls(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partners) 
                     found.source[rank, index] = (rank, started[group, word.verb, word.value])
                     continue
                 started[group, word.verb, word.value] = index
-            if made[group] == len(calls[group]):
-                calls[group].append(len(found.members))
-                found.members.append([])
-            number = calls[group][made[group]]
-            made[group] += 1
-            place = (rank, index)
-            found.members[number].append(place)
-            found.call[place] = number
+            numbers, nth = calls[group], made[group]
+            if nth == len(numbers):
+                numbers.append(len(members))
+                members.append([])
+            made[group] = nth + 1
+            number, place = numbers[nth], (rank, index)
+            members[number].append(place)
+            call[place] = number
 
 
 def _seat_workers(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partners) -> None:

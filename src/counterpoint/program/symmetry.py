@@ -71,7 +71,8 @@ def refine(
     program: Program, rows: Sequence[Words], partners: Partners, near: Nearness = ANYWHERE
 ) -> tuple[tuple[int, ...], ...]:
     """Return the classes of rows whose partners are known, on ranks that may differ; see :func:`classes`."""
-    return refined([outline_of(row, words) for row, words in zip(program.rows, rows, strict=True)], partners, near)
+    number_of = Outlines().number
+    return refined([number_of(row, words) for row, words in zip(program.rows, rows, strict=True)], partners, near)
 
 
 def refined(outlines: Sequence[Hashable], partners: Partners, near: Nearness = ANYWHERE) -> tuple[tuple[int, ...], ...]:
@@ -166,10 +167,27 @@ def _numbered(things: Sequence[Hashable]) -> list[int]:
     return [numbers.setdefault(thing, len(numbers)) for thing in things]
 
 
-def outline_of(row: Row, words: Words) -> Hashable:
-    """Return a row without its ranks, and with microbatches counted from its first one."""
-    first = next((word.micro for word in words if type(word) is Forward), 0)
-    return row.num_slices, tuple([_plain(word, first) for word in words])
+class Outlines:
+    """Numbers for rows without their ranks, and with microbatches counted from the first one: equal for equal ones.
+
+    Example:
+        >>> from counterpoint.program.text import parse_program
+        >>> first, second = parse_program("F0.0 x1.0>1" + chr(10) + "F0.3 x1.3>0").rows
+        >>> number_of = Outlines().number
+        >>> number_of(first, first.body) == number_of(second, second.body)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[Hashable, int] = {}
+        self._rows: dict[Hashable, int] = {}
+
+    def number(self, row: Row, words: Words) -> int:
+        """Return the number of a row's words."""
+        first = next((word.micro for word in words if type(word) is Forward), 0)
+        known = self._words
+        plain = tuple([known.setdefault(_plain(word, first), len(known)) for word in words])
+        return self._rows.setdefault((row.num_slices, plain), len(self._rows))
 
 
 def _plain(word: Instruction, first: int) -> Hashable:  # noqa: C901, PLR0911, PLR0912 - one case each

@@ -26,7 +26,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.partners import Kinds, by_kind
 from counterpoint.program.program import Program, Row, Words
-from counterpoint.program.symmetry import outline_of
+from counterpoint.program.symmetry import Outlines
 from counterpoint.program.traffic import Sizes, sent_bytes
 from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.memory import peak_bytes
@@ -184,6 +184,7 @@ class Cut:
     held: Sizes = field(init=False)
     costs: tuple[Kept, ...] = field(init=False)
     is_chain: bool = field(init=False)
+    plain: Outlines = field(default_factory=Outlines)
     outlines: dict[Hashable, int] = field(default_factory=dict)
     bills: dict[int, Bill] = field(default_factory=dict)
     times: dict[tuple[int, int], tuple[Times, ...]] = field(default_factory=dict)
@@ -253,7 +254,7 @@ class Cut:
         return spread_alike(row, self.portions[buckets], self.cluster)
 
     def _outline(self, row: Row, portions: tuple[Portion, ...]) -> int:
-        return self.outlines.setdefault((outline_of(row, row.body), portions), len(self.outlines))
+        return self.outlines.setdefault((self.plain.number(row, row.body), portions), len(self.outlines))
 
     def _times(self, words: Words, rank: int, costs: Costs) -> Times:
         has_cards = any(level.is_shared for level in self.cluster.levels)
