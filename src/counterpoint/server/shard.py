@@ -205,7 +205,8 @@ class Shard:
         values = push.values if push.sums is None else push.sums.of(push.values)
         is_known = key.tally.is_known(worker, push)
         key.table.check(values, push.rows)
-        self._require_room(key.table.more_bytes(push.rows), push.key)
+        if self.num_bytes + key.table.most_bytes(push.rows) > self.job.capacity_bytes:
+            self._require_room(key.table.more_bytes(push.rows), push.key)
         if not is_known and isinstance(self.job.consistency, Bsp):
             key.held[push.portion] = Held(push.portion, values, push.rows)
         if key.tally.count(worker, push, is_known=is_known):
@@ -243,9 +244,12 @@ class Shard:
         version = key.tally.version
         if pull.is_exact and version == pull.least + 1 and key.table.keeps_earlier:
             version, values = pull.least, key.table.read_earlier(pull.rows)
+            values = values if pull.sums is None else pull.sums.of(values)
+        elif pull.sums is not None and isinstance(key.table, Rows):
+            values = key.table.read_sums(pull.rows, pull.sums)
         else:
             values = key.table.read(pull.rows)
-        return Pulled(self.index, pull.ticket, pull.key, version, values if pull.sums is None else pull.sums.of(values))
+        return Pulled(self.index, pull.ticket, pull.key, version, values)
 
     def digest(self) -> str:
         """Return a word that is the same for shards that are the same, bit for bit."""

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from counterpoint.server.beginnings import begin
 from counterpoint.server.choices import require, unmeant
+from counterpoint.server.lending import is_any_held, lent_out
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import shard_of_row
 from counterpoint.server.places import Numbers, places_of
 from counterpoint.server.rules import first_parts, num_parts, update_range, update_rows
+from counterpoint.server.sums import Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Range:
         """Return how much more memory a push would take."""
         return 0
 
+    most_bytes = more_bytes
+
     def check_rows(self, rows: Tensor | None) -> None:
         """Check that a pull fits; a ProtocolError where it does not."""
         if rows is not None:
@@ -101,10 +105,10 @@ class Range:
         """The numbers are as after one step more."""
         if self.keeps_earlier:
             self._keep()
-        elif _is_any_held(self._lent):
+        elif is_any_held(self._lent):
             self.parts = (self.parts[0].clone(), *self.parts[1:])
         self._lent.clear()
-        if _is_any_held(self._lent_rest):
+        if is_any_held(self._lent_rest):
             self.parts = (self.parts[0], *(part.clone() for part in self.parts[1:]))
         self._lent_rest.clear()
         update_range(self.spec.rule, step, self.parts[0], self.parts[1:], values)
@@ -112,24 +116,24 @@ class Range:
     def _keep(self) -> None:
         """The numbers are the earlier ones, and a copy of them is what will be changed."""
         value, spare = self.parts[0], self.earlier
-        is_free = spare is not None and not _is_any_held(self._lent_earlier)
+        is_free = spare is not None and not is_any_held(self._lent_earlier)
         copy = spare.values.copy_(value) if spare is not None and is_free else value.clone()
         self.parts, self.earlier = (copy, *self.parts[1:]), Earlier(value)
         self._lent_earlier = self._lent.copy()
 
     def read(self, rows: Tensor | None) -> Tensor:
         """Return the numbers; what was read does not change with them."""
-        return _lent_out(self.parts[0], self._lent)
+        return lent_out(self.parts[0], self._lent)
 
     def read_earlier(self, rows: Tensor | None) -> Tensor:
         """Return the numbers before the last update, where they are kept."""
-        return self.read(rows) if self.earlier is None else _lent_out(self.earlier.values, self._lent_earlier)
+        return self.read(rows) if self.earlier is None else lent_out(self.earlier.values, self._lent_earlier)
 
     def snapshot(self) -> Snapshot:
         """Return its numbers as they are now; later updates do not change what was returned."""
         value, *rest = self.parts
-        parts = (_lent_out(value, self._lent), *(_lent_out(part, self._lent_rest) for part in rest))
-        earlier = None if self.earlier is None else Earlier(_lent_out(self.earlier.values, self._lent_earlier))
+        parts = (lent_out(value, self._lent), *(lent_out(part, self._lent_rest) for part in rest))
+        earlier = None if self.earlier is None else Earlier(lent_out(self.earlier.values, self._lent_earlier))
         return Snapshot(parts, None, earlier)
 
 
@@ -167,6 +171,7 @@ class Rows:
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._storage = tuple(torch.empty(0, spec.width, dtype=self._dtype) for _ in range(1 + num_parts(spec.rule)))
         self._places = places_of(spec.high, num_shards)
+        self._row_bytes = spec.width * self._dtype.itemsize * len(self._storage)
         self._lent: list[weakref.ref[Any]] = []
         if rows is not None:
             _require_parts(spec, parts, (len(rows), spec.width))
@@ -224,7 +229,11 @@ class Rows:
     def more_bytes(self, rows: Tensor | None) -> int:
         """Return how much more memory a push would take."""
         new = 0 if rows is None else int((self._places.of(rows) < 0).sum())
-        return new * self.spec.width * self._dtype.itemsize * len(self._storage)
+        return new * self._row_bytes
+
+    def most_bytes(self, rows: Tensor | None) -> int:
+        """Return how much more it would take if all rows were new, which nobody has to look for."""
+        return 0 if rows is None else len(rows) * self._row_bytes
 
     def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
         """The rows are as after the key's next step."""
@@ -239,7 +248,7 @@ class Rows:
             found[is_new] = added = self._grow(new)
             for own, part in zip(self._storage, (first, *first_parts(self.spec.rule, first)), strict=True):
                 own[added[0] : added[-1] + 1] = part
-        if _is_any_held(self._lent):
+        if is_any_held(self._lent):
             self._storage = tuple(part.clone() for part in self._storage)
         self._lent.clear()
         places, is_first = torch.from_numpy(found), torch.from_numpy(is_new)
@@ -263,6 +272,15 @@ class Rows:
         found[torch.from_numpy(unknown)] = begin_of(self.spec, torch.from_numpy(rows.numpy()[unknown]))
         return found
 
+    def read_sums(self, rows: Tensor | None, sums: Sums) -> Tensor:
+        """Return sums of rows, without a copy of these where all of them have been pushed."""
+        if rows is not None and rows.numel() and self._known:
+            places = self._places.of(rows)
+            if not (places < 0).any():
+                members = torch.from_numpy(places[sums.members.numpy()])
+                return Sums(members, sums.starts.long()).of(self._storage[0])
+        return sums.of(self.read(rows))
+
     def read_earlier(self, rows: Tensor | None) -> Tensor:
         """Return rows as they were before the last update, where they are kept."""
         found = self.read(rows)
@@ -275,7 +293,7 @@ class Rows:
 
     def snapshot(self) -> Snapshot:
         """Return its rows as they are now, in the order in which they came; see :meth:`Range.snapshot`."""
-        numbers, *parts = (_lent_out(one[: self._known], self._lent) for one in (self._numbers, *self._storage))
+        numbers, *parts = (lent_out(one[: self._known], self._lent) for one in (self._numbers, *self._storage))
         return Snapshot(tuple(parts), numbers, self.earlier)
 
     def _grow(self, rows: Tensor) -> Numbers:
@@ -296,20 +314,6 @@ def begin_of(spec: Spec, rows: Tensor) -> Tensor:
     if spec.start is None:
         return torch.empty(0, spec.width)
     return begin(spec.start, spec.key, rows, spec.width, DTYPES[spec.dtype])
-
-
-def _lent_out(values: Tensor, lent: list[weakref.ref[Any]]) -> Tensor:
-    """Return the same numbers; as long as somebody has them, so it is said among those that are lent."""
-    if not values.numel():
-        return values.new_empty(values.shape)
-    raw = values.view(torch.uint8).numpy()  # lives as long as a tensor that is made of it, or a view of one
-    lent.append(weakref.ref(raw))
-    return torch.from_numpy(raw).view(values.dtype)
-
-
-def _is_any_held(lent: list[weakref.ref[Any]]) -> bool:
-    """Tell whether somebody still has what was lent."""
-    return any(one() is not None for one in lent)
 
 
 def _whole_rows(part: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:

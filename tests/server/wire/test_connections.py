@@ -1,6 +1,7 @@
 """Two sides with one key talk, in order and without loss; anybody else learns nothing."""
 
 import socket
+import threading
 
 import pytest
 import torch
@@ -208,6 +209,42 @@ def test_letters_that_are_gathered_leave_together_at_the_end(loop, place_and_sec
         assert not heard.letters
     turns(loop)
     assert [letter.kind for letter in heard.letters] == ["one", "two"]
+
+
+def test_of_blocks_inside_each_other_the_outermost_one_counts(loop, place_and_secret):
+    heard = Records()
+    server = serve(loop, place_and_secret[0], place_and_secret[1], heard.letter)
+    connection, _ = called(loop, server.place, place_and_secret[1])
+    turns(loop)
+    with loop.gathering():
+        with loop.gathering():
+            connection.send(Letter("one"))
+        turns(loop)
+        assert not heard.letters
+    turns(loop)
+    assert [letter.kind for letter in heard.letters] == ["one"]
+
+
+def test_a_block_of_another_thread_holds_nothing_back(loop, place_and_secret):
+    heard, is_inside, is_over = Records(), threading.Event(), threading.Event()
+    server = serve(loop, place_and_secret[0], place_and_secret[1], heard.letter)
+    connection, _ = called(loop, server.place, place_and_secret[1])
+    turns(loop)
+    other = threading.Thread(target=stay_inside, args=(loop, is_inside, is_over))
+    other.start()
+    is_inside.wait(10.0)
+    with loop.gathering():
+        connection.send(Letter("one"))
+    turns(loop)
+    assert [letter.kind for letter in heard.letters] == ["one"]
+    is_over.set()
+    other.join(10.0)
+
+
+def stay_inside(loop, is_inside, is_over):
+    with loop.gathering():
+        is_inside.set()
+        is_over.wait(10.0)
 
 
 def test_what_is_gathered_leaves_when_somebody_waits(loop, asking):

@@ -62,7 +62,7 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._failure: BaseException | None = None
-        self._num_gathering = 0
+        self._gathering: dict[int, int] = {}  # how deep, by thread
         self._deferred: dict[Callable[[], None], None] = {}
 
     def watch(self, watched: Watched, events: int) -> None:
@@ -106,17 +106,24 @@ class Loop:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """What is sent meanwhile leaves in one go at the end, unless a connection has much to send."""
+        """What is sent meanwhile leaves in one go at the end, unless a connection has much to send.
+
+        Of blocks inside each other in one thread the end of the outermost one counts.
+        """
+        thread = threading.get_ident()
         with self.lock:
-            self._num_gathering += 1
+            depth = self._gathering[thread] = self._gathering.get(thread, 0) + 1
         try:
             yield
         finally:
             with self.lock:
                 try:
-                    self._flush()
+                    if depth == 1:
+                        self._flush()
                 finally:
-                    self._num_gathering -= 1
+                    self._gathering[thread] = depth - 1
+                    if depth == 1:
+                        del self._gathering[thread]
 
     def _flush(self) -> None:
         """What was gathered has left, or is about to; called with the lock."""
@@ -127,9 +134,9 @@ class Loop:
 
     def defers(self, flush: Callable[[], None]) -> bool:
         """Tell whether what is sent is being gathered; then this will be called at the end, once."""
-        if self._num_gathering:
+        if self._gathering:
             self._deferred[flush] = None
-        return self._num_gathering > 0
+        return bool(self._gathering)
 
     def wait_for(self, holds: Callable[[], bool], deadline_s: float, what: str) -> None:
         """The condition holds; the loop has turned here, unless it does in its own thread.
