@@ -45,8 +45,10 @@ def distance(one, other):
     return float((one - other).abs().max())
 
 
-def test_sums_of_rows_are_those_of_the_rows_that_would_have_come(session):
-    session.push("table", torch.arange(6, dtype=torch.float64).view(3, 2), rows=ROWS[1:4])
+@pytest.mark.parametrize("pushed", [slice(0, 0), slice(1, 4), slice(None)])
+def test_sums_of_rows_are_those_of_the_rows_that_would_have_come(session, pushed):
+    rows = ROWS[pushed]
+    session.push("table", torch.arange(2 * len(rows), dtype=torch.float64).view(-1, 2), rows=rows)
     found = session.pull("table", rows=ROWS, sums=sums(*THERE)).wait().values
     expected = added_up(session.pull("table", rows=ROWS).wait().values, *THERE)
     assert distance(found, expected) < 1e-12
