@@ -8,7 +8,8 @@ from counterpoint.program.instruction import Collective
 from counterpoint.program.text import format_instruction, parse_instruction
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.rings import collective_s, ring_all_reduce_s, ring_half_s, star_copy_s
-from counterpoint.simulator.simulate import row_seconds, simulate
+from counterpoint.simulator.row_times import time_row
+from counterpoint.simulator.simulate import simulate
 from counterpoint.world.cluster import Link
 from tests.simulator.played import Ticks, compiled, costs_of, program, size_of_in
 
@@ -38,7 +39,7 @@ def test_a_collective_takes_as_long_as_its_algorithm(word, seconds):
 def test_a_backward_costs_two_forwards_and_a_share_is_updated_in_part():
     made = compiled("zero1(2)", blocks=1)
     row = made.program.rows[0].body
-    seconds = dict(zip((type(word).__name__ for word in row), row_seconds(row, costs_of(made)), strict=True))
+    seconds = dict(zip((type(word).__name__ for word in row), time_row(row, costs_of(made)).seconds, strict=True))
     assert seconds["Forward"] == 2 / 1e4
     assert seconds["Backward"] == 2 * seconds["Forward"]
     assert seconds["Update"] == pytest.approx(7 * WEIGHT / 2 / 10e9)
@@ -47,7 +48,7 @@ def test_a_backward_costs_two_forwards_and_a_share_is_updated_in_part():
 def test_each_part_of_a_backward_costs_half_of_it():
     made = compiled("zero_bubble(2)", blocks=2)
     row = made.program.rows[0].body
-    seconds = dict(zip(map(format_instruction, row), row_seconds(row, costs_of(made)), strict=True))
+    seconds = dict(zip(map(format_instruction, row), time_row(row, costs_of(made)).seconds, strict=True))
     assert seconds["Bi0.0"] == seconds["Bw0.0"] == seconds["F0.0"] == 2 / 1e4
 
 
@@ -61,7 +62,9 @@ def test_a_gradient_that_was_shared_out_is_summed_in_part():
     made = compiled("zero1(2) * data(3)", blocks=1)
     row = made.program.rows[0].body
     sums = [
-        s for word, s in zip(row, row_seconds(row, costs_of(made)), strict=True) if getattr(word, "verb", "") == "sum"
+        s
+        for word, s in zip(row, time_row(row, costs_of(made)).seconds, strict=True)
+        if getattr(word, "verb", "") == "sum"
     ]
     assert sums == [pytest.approx(4 * (1e-4 + WEIGHT / 2 / 3 / 1e8))]
 

@@ -11,8 +11,9 @@ from counterpoint.program.instruction import Push, Recv, Send
 from counterpoint.program.text import parse_instruction
 from counterpoint.simulator.moves import row_moves
 from counterpoint.simulator.network import PIPE_BYTES, Network
+from counterpoint.simulator.row_times import time_row
 from counterpoint.simulator.score import Hand, hand_of
-from counterpoint.simulator.simulate import row_hands, simulate
+from counterpoint.simulator.simulate import simulate
 from counterpoint.simulator.timed import TimedCosts
 from counterpoint.world.cluster import Cluster, Link
 from tests.model.timings import timing_of, took
@@ -104,7 +105,9 @@ def test_a_timed_rank_pays_for_what_it_moves():
 
 
 def test_a_rank_that_updates_nothing_has_what_a_step_costs_beside_its_calls_too():
-    costs = TimedCosts((), Fixed(step_s=1.0), 0.0, 0.0, (), (), lambda value, code="": 0, Ticks())
+    costs = TimedCosts(
+        (took(1.0, 2.0),), Fixed(step_s=1.0), 0.0, 0.0, (0.0,), (0.0,), lambda value, code="": 0, Ticks()
+    )
     rows = [tuple(map(parse_instruction, row.split())) for row in ("B0.0 commit@0,1 U0", "B0.0 grad0>0 commit@0,1")]
-    hands = [row_hands(row, costs, rank, Cluster()) for rank, row in enumerate(rows)]
+    hands = [time_row(row, costs, rank=rank).hands for rank, row in enumerate(rows)]
     assert [sum(hand.seconds for hand in own) for own in hands] == [0.0, 1.0]

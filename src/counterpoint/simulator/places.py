@@ -36,7 +36,7 @@ class Places:
         self.cluster = cluster
         self.speaker = speaker
         self.has_crowds = any(cluster.crowded(count) != 1.0 for count in range(1, len(speaker) + 1))
-        self.has_cards = any(level.is_shared for level in cluster.levels[1:])
+        self.has_cards = has_cards(cluster)
         self.like: Counter[tuple[int, int, int]] = Counter()
         self.first: dict[tuple[int, int], int] = {}
         for level in _outer(cluster) if self.has_crowds or self.has_cards else ():
@@ -120,6 +120,11 @@ class Places:
         """Return how fast each of so many is on a group's link, 1 for as fast as its whole way alone."""
         room = self.cluster.link_at(level, (end,)).bytes_per_s / self.cluster.link_among(ranks).bytes_per_s
         return partial(_part, room)
+
+
+def has_cards(cluster: Cluster) -> bool:
+    """Tell whether some ranks share a link, as those of a host its network card."""
+    return any(level.is_shared for level in cluster.levels[1:])
 
 
 def nearness(cluster: Cluster, num_ranks: int) -> Nearness:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.instruction import (
-    Backward,
     Collective,
     Commit,
-    Forward,
     Instruction,
-    Pull,
-    Push,
-    Recompute,
-    Recv,
-    Release,
-    Send,
-    Serve,
-    Swap,
-    Update,
 )
-from counterpoint.program.one_copy import groups_with_one_copy
 from counterpoint.program.partners import Partners, find_partners
 from counterpoint.program.program import Program, Words
-from counterpoint.program.runs import goes_on
 from counterpoint.program.symmetry import refine
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Event, Trace
@@ -35,13 +21,10 @@ from counterpoint.program.walk import Groups, show_places, walk
 from counterpoint.simulator.bodies import Bodies
 from counterpoint.simulator.clock import Clash, Clock
 from counterpoint.simulator.costs import Costs
-from counterpoint.simulator.moves import row_moves
 from counterpoint.simulator.places import Places, nearness
-from counterpoint.simulator.score import IDLE_HAND, Hand, Score, hand_of
+from counterpoint.simulator.row_times import ALIKE, Times, time_row
+from counterpoint.simulator.score import Score
 from counterpoint.world.cluster import Cluster
-
-ALIKE = Cluster()
-"""Ranks that are alike, none in the way of another."""
 
 
 def simulate(program: Program, costs: Costs, cluster: Cluster = ALIKE) -> Trace:
@@ -185,9 +168,19 @@ def simulate_every_rank(program: Program, costs: Costs, cluster: Cluster = ALIKE
 def _play(rows: Sequence[Words], cast: Cast, costs: Costs, cluster: Cluster) -> Clock:
     speakers = list(dict.fromkeys(cast.speaker))
     places = Places(cluster, cast.speaker)
-    seconds = {rank: row_seconds(rows[rank], costs, rank=rank, speed=cluster.speed(rank)) for rank in speakers}
-    crossings = {rank: row_crossings(rows[rank], costs, rank) for rank in speakers} if places.has_cards else {}
-    hands = {rank: row_hands(rows[rank], costs, rank, cluster) for rank in speakers}
+    times = {rank: time_row(rows[rank], costs, rank=rank, cluster=cluster) for rank in speakers}
+    return run_clock(rows, cast, times, costs, places)
+
+
+def run_clock(rows: Sequence[Words], cast: Cast, times: Mapping[int, Times], costs: Costs, places: Places) -> Clock:
+    """Return the clock after those have spoken of whose words it is known what each takes.
+
+    Raises:
+        Clash: ranks of one class would differ, see there.
+    """
+    seconds = {rank: own.seconds for rank, own in times.items()}
+    crossings = {rank: own.crossings for rank, own in times.items()} if places.has_cards else {}
+    hands = {rank: own.hands for rank, own in times.items()}
     clock = Clock(Score(rows, cast.partners, cast.speaker, seconds, crossings, hands, costs, places))
     clock.run()
     return clock
@@ -232,93 +225,3 @@ class _Writer:
         if key not in self.texts:
             self.texts[key] = format_instruction(word)
         return self.texts[key]
-
-
-def row_seconds(row: Words, costs: Costs, *, rank: int = 0, speed: float = 1.0) -> list[float]:
-    """Return the seconds of every word of a row, on its processor or on its link, while nothing else is in its way.
-
-    A gradient that was shared out is summed and applied in part. Adjacent words that are one call begin it once. What a
-    block's backward makes for a microbatch is added to what others before it have left, until an update has used it.
-
-    Args:
-        row: whose words.
-        costs: of words.
-        rank: whose row it is.
-        speed: how many times as fast as the device it computes.
-    """
-    found: list[float] = []
-    held: set[int] = set()  # blocks of which there is a gradient
-    for index, (word, part) in enumerate(_parted(row)):
-        match word:
-            case Forward() | Recompute() | Backward() | Update():
-                is_first = index == 0 or not goes_on(row[index - 1], word)
-                seconds = costs.compute_s(word, part) + (costs.call_s(word) if is_first else 0.0)
-                if isinstance(word, Update):
-                    held.difference_update(word.unit)
-                elif isinstance(word, Backward) and word.part != "input":
-                    seconds += costs.add_s(word.block) if word.block in held else 0.0
-                    held.add(word.block)
-                found.append(seconds / speed)
-            case Collective(phase="-"):
-                found.append(0.0)
-            case Send() | Push() | Commit() | Collective():
-                found.append(costs.link_s(word, part, rank))
-            case Recv() | Pull() | Serve() | Release() | Swap():
-                found.append(0.0)
-    return found
-
-
-def row_hands(row: Words, costs: Costs, rank: int, cluster: Cluster) -> list[Hand]:
-    """Return what each word of a row that talks to others asks of its rank's own processor.
-
-    What a rank waits for it takes when it is there: a started collective where it is waited for. A rank that updates
-    nothing has what a step costs beside its calls with its commit.
-    """
-    together, found = groups_with_one_copy(row), list[Hand]()
-    updates = any(isinstance(word, Update) for word in row)
-
-    def has_one_copy(word: Collective) -> bool:
-        is_one_host = len({cluster.host(member) for member in word.group}) == 1
-        return is_one_host and together.get(word.value.blocks) == word.group
-
-    for (word, part), passes in zip(_parted(row), row_moves(row, has_one_copy), strict=True):
-        match word:
-            case Send() | Push() | Recv() | Pull():
-                found.append(hand_of(word, costs, rank, part, passes * costs.pass_s(word)))
-            case Commit():
-                found.append(Hand(costs.hand_s(word, part, rank) + (0.0 if updates else costs.call_s(word))))
-            case Release():
-                found.append(Hand(passes * costs.pass_s(word)) if passes else IDLE_HAND)
-            case Collective() if word.phase != "+":
-                seconds = costs.hand_s(word, part, rank, has_one_copy=has_one_copy(word))
-                found.append(Hand(seconds + passes * costs.pass_s(word)))
-            case Forward() | Recompute() | Backward() | Update() | Collective() | Serve() | Swap():
-                found.append(IDLE_HAND)
-    return found
-
-
-def row_crossings(row: Words, costs: Costs, rank: int) -> list[float]:
-    """Return of these seconds those on links that ranks share."""
-    found = []
-    for word, part in _parted(row):
-        if isinstance(word, Send | Push | Commit) or (isinstance(word, Collective) and word.phase != "-"):
-            found.append(costs.crossing_s(word, part, rank))
-        else:
-            found.append(0.0)
-    return found
-
-
-def _parted(row: Words) -> Iterator[tuple[Instruction, Fraction]]:
-    """Yield every word with the part of its value that is at hand."""
-    parts: dict[tuple[int, ...], Fraction] = {}
-    whole = Fraction(1)
-    for word in row:
-        if isinstance(word, Update):
-            yield word, parts.get(word.unit, whole)
-        elif isinstance(word, Collective):
-            sums_gradients = (word.verb, word.value.name) == ("sum", "grad")
-            yield word, parts.get(word.value.blocks, whole) if sums_gradients else whole
-            if word.verb == "share" and word.phase != "-":
-                parts[word.value.blocks] = Fraction(1, len(word.group))
-        else:
-            yield word, whole

@@ -11,7 +11,8 @@ from counterpoint.program.turn import Turn
 from counterpoint.simulator.bodies import Bodies
 from counterpoint.simulator.clock import Clock
 from counterpoint.simulator.costs import Costs
-from counterpoint.simulator.simulate import ALIKE, find_cast, play, step_s
+from counterpoint.simulator.row_times import ALIKE
+from counterpoint.simulator.simulate import find_cast, play, step_s
 from counterpoint.world.cluster import Cluster
 
 

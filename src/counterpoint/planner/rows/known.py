@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -32,8 +32,7 @@ from counterpoint.simulator.costs import Costs
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.simulator.network import Message, Talk
 from counterpoint.simulator.portions import Portion, Spread, spread_alike
-from counterpoint.simulator.score import Hand
-from counterpoint.simulator.simulate import row_crossings, row_hands, row_seconds
+from counterpoint.simulator.row_times import Times, time_row
 from counterpoint.strategies.buckets import Buckets
 from counterpoint.strategies.recomputation import Recomputation
 from counterpoint.strategies.solo import solo
@@ -47,21 +46,6 @@ class Bill:
 
     sent_bytes: Fraction
     memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """What each word of a row takes, by where.
-
-    Args:
-        seconds: on its processor or its link.
-        crossings: of that on links that ranks share, if any do.
-        hands: on the processors of those who talk.
-    """
-
-    seconds: Sequence[float]
-    crossings: Sequence[float]
-    hands: Sequence[Hand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +226,9 @@ class Cut:
             costs = tuple(finer.costs(one) for one in self.costs)
         place = rank if self.cluster.levels or self.cluster.slow_links or self.cluster.speeds else 0
         if (outline, place) not in self.times:
-            self.times[outline, place] = tuple(self._times(shown.body, rank, one) for one in costs)
+            self.times[outline, place] = tuple(
+                time_row(shown.body, one, rank=rank, cluster=self.cluster) for one in costs
+            )
         return KnownRow(shown.body, by_kind(shown.body), outline, self.bills[own], self.times[outline, place])
 
     def finer(self, row: Row, buckets: Buckets) -> Spread | None:
@@ -255,14 +241,6 @@ class Cut:
 
     def _outline(self, row: Row, portions: tuple[Portion, ...]) -> int:
         return self.outlines.setdefault((self.plain.number(row, row.body), portions), len(self.outlines))
-
-    def _times(self, words: Words, rank: int, costs: Costs) -> Times:
-        has_cards = any(level.is_shared for level in self.cluster.levels)
-        return Times(
-            row_seconds(words, costs, rank=rank, speed=self.cluster.speed(rank)),
-            row_crossings(words, costs, rank) if has_cards else [],
-            row_hands(words, costs, rank, self.cluster),
-        )
 
 
 def _is_chain(model: ModelSpec) -> bool:

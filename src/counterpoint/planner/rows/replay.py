@@ -26,10 +26,9 @@ from counterpoint.planner.settled import settled
 from counterpoint.planner.unlike import balanced
 from counterpoint.program.program import Program, Row
 from counterpoint.program.symmetry import Nearness
-from counterpoint.simulator.clock import Clash, Clock
+from counterpoint.simulator.clock import Clash
 from counterpoint.simulator.places import Places, nearness
-from counterpoint.simulator.score import Score
-from counterpoint.simulator.simulate import Cast
+from counterpoint.simulator.simulate import Cast, run_clock
 from counterpoint.simulator.spent import Spent, spent_in
 from counterpoint.strategies.chunks import Chunks
 from counterpoint.strategies.data import Data
@@ -262,11 +261,7 @@ def _spent(fold: Fold, cast: Cast, cut: Cut) -> tuple[Spent, ...] | None:
     found = []
     for at, costs in enumerate(cut.costs):
         times = {rank: fold.row(rank).times[at] for rank in speakers}
-        seconds = {rank: known.seconds for rank, known in times.items()}
-        crossings = {rank: known.crossings for rank, known in times.items()} if places.has_cards else {}
-        hands = {rank: known.hands for rank, known in times.items()}
-        clock = Clock(Score(every, cast.partners, cast.speaker, seconds, crossings, hands, costs, places))
-        clock.run()
+        clock = run_clock(every, cast, times, costs, places)
         if clock.stuck:
             return None
         found.append(spent_in(every, cast.speaker, clock))
