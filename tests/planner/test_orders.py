@@ -5,7 +5,7 @@ from functools import cache
 from counterpoint.plan import Plan
 from counterpoint.planner.choose import choose_from
 from counterpoint.planner.orders import rank_with_orders
-from counterpoint.planner.rank import rank_plans
+from counterpoint.planner.rank import rank_plans, replay_for
 from counterpoint.world.cluster import Cluster
 from tests.planner.models import layers, memory
 
@@ -16,7 +16,7 @@ PIPELINE = Plan.parse("pipeline(4)", num_microbatches=8)
 
 @cache
 def found():
-    ranking = rank_with_orders([PIPELINE], DEEP, Cluster(), batch_size=16)
+    ranking = rank_with_orders([PIPELINE], replay_for(DEEP, Cluster(), 16))
     return {str(one.plan): one.step_s for one in ranking.predictions}
 
 
@@ -37,12 +37,12 @@ def test_the_choice_is_the_order_that_is_predicted_fastest():
 
 def test_no_order_is_tried_where_a_plan_without_a_bubble_is_faster_than_any_could_be():
     plans = [Plan.parse("data(4)"), PIPELINE]
-    ranking = rank_with_orders(plans, DEEP, Cluster(), batch_size=16)
+    ranking = rank_with_orders(plans, replay_for(DEEP, Cluster(), 16))
     assert ranking == rank_plans(plans, DEEP, Cluster(), batch_size=16)
 
 
 def test_chunks_are_tried_only_where_there_are_blocks_for_them():
-    ranking = rank_with_orders([PIPELINE], layers(4, cost=1e9), Cluster(), batch_size=16)
+    ranking = rank_with_orders([PIPELINE], replay_for(layers(4, cost=1e9), Cluster(), 16))
     assert [str(one.plan) for one in ranking.predictions] == ["pipeline(4, order=zero_bubble)", "pipeline(4)"]
 
 
@@ -50,10 +50,10 @@ def test_other_pipelines_stay_as_they_are():
     plans = [Plan.parse("gpipe(4)", num_microbatches=4), Plan.parse("pipeline(2, replicas=(1,3))", num_microbatches=3)]
     for plan in plans:
         size = 12 if plan.num_microbatches == 3 else 16
-        ranking = rank_with_orders([plan], DEEP, Cluster(), batch_size=size)
+        ranking = rank_with_orders([plan], replay_for(DEEP, Cluster(), size))
         assert [one.plan for one in ranking.predictions] == [plan]
 
 
 def test_where_nothing_fits_nothing_else_is_tried():
-    ranking = rank_with_orders([PIPELINE], DEEP, memory(1), batch_size=16)
+    ranking = rank_with_orders([PIPELINE], replay_for(DEEP, memory(1), 16))
     assert [one.plan for one in ranking.predictions] == [PIPELINE]

@@ -7,7 +7,7 @@ import pytest
 
 from counterpoint.compiler.compile import compile as compile_plan
 from counterpoint.plan import Plan
-from counterpoint.planner.choose import weigh
+from counterpoint.planner.choose import replay_of, weigh
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.given import compiled_for
 from counterpoint.planner.orders import rank_with_orders
@@ -48,7 +48,7 @@ def test_pipelines_of_a_model_that_was_timed_are_cut_by_its_seconds_and_say_wher
 
 
 def test_a_plan_that_was_ranked_by_seconds_is_cut_alike_where_it_is_read_again():
-    for found in weigh(enumerate_plans(2, MODEL), QUESTION).ranking.predictions:
+    for found in weigh(enumerate_plans(2, MODEL), QUESTION, within=None).ranking.predictions:
         read = Plan.from_yaml(found.plan.to_yaml())
         assert runs(read) == runs(compiled_for(found.plan, MODEL, FREE, 8, LATE)[0].plan)
         assert predict(read, MODEL, FREE, batch_size=8, timing=LATE) == found
@@ -65,7 +65,7 @@ def test_what_is_settled_is_ranked_once_and_simpler_plans_still_win_by_two_per_c
 
 def test_other_orders_are_tried_of_a_pipeline_that_chose_its_cut_itself():
     own, given = (Plan.parse(text, num_microbatches=4) for text in ("pipeline(2)", "pipeline(2, balance=(4,2))"))
-    tried = partial(rank_with_orders, model=MODEL, cluster=FREE, batch_size=8, timing=LATE)
+    tried = partial(rank_with_orders, replay=replay_of(QUESTION))
     assert any("zero_bubble" in str(one.plan) for one in tried([own]).predictions)
     assert [one.plan for one in tried([given]).predictions] == [given]
 

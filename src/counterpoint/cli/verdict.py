@@ -111,7 +111,8 @@ def listed(ranking: Ranking, top: int | None) -> dict[str, Any]:
     """Return the figures of all plans as JSON values."""
     plans = []
     for found in ranking.predictions[:top]:
-        own = {key: value for key, value in asdict(found).items() if key != "plan"}
+        own = {key: value for key, value in asdict(found).items() if key not in {"plan", "free_s"}}
+        own |= {"communication_s": found.communication_s, "idle_s": found.idle_s}
         why_not = found.why_not(ranking.predictions[0])
         plans.append({**parts(found.plan), **own, "fits": found.fits, "why_not": why_not})
     refused = [{**parts(one.plan), "reason": one.reason} for one in ranking.refusals]

@@ -9,8 +9,8 @@ from counterpoint.drawing.figures import Figure
 from counterpoint.drawing.scale import format_bytes, format_number, format_seconds
 from counterpoint.drawing.weighing import Weighed, Weighing
 from counterpoint.plan import Plan
-from counterpoint.planner.choose import NEARLY_AS_FAST, PERHAPS_AS_FAST, Choice
-from counterpoint.planner.rank import Prediction, Ranking, foresee, named
+from counterpoint.planner.choose import NEARLY_AS_FAST, PERHAPS_AS_FAST, Choice, replay_of
+from counterpoint.planner.rank import Prediction, Ranking, foresee, named, split
 from counterpoint.program.text import format_group
 
 TITLES = ("plan", "micros", "step ms", "compute", "comm", "idle", "update", "sent", "memory", "why not")
@@ -70,7 +70,20 @@ def explain(choice: Choice) -> list[str]:
 
 
 def explain_unseen(ranking: Ranking) -> list[str]:
-    """Return which plans nobody has looked at, if there are any."""
+    """Return which plans nobody has looked at to the end, if there are any."""
+    return [*_explain_slower(ranking), *_explain_late(ranking)]
+
+
+def _explain_slower(ranking: Ranking) -> list[str]:
+    if not ranking.slower:
+        return []
+    first, *others = map(named, ranking.slower)
+    rest = f" and {len(others)} more plans of the list" if others else ""
+    verb = "are" if others else "is"
+    return [f"{first}{rest} {verb} surely slower: what one of the ranks does alone takes longer than the fastest step"]
+
+
+def _explain_late(ranking: Ranking) -> list[str]:
     if not ranking.unseen:
         return []
     first, *others = map(named, ranking.unseen)
@@ -121,10 +134,14 @@ def _fastest(plan: Plan) -> str:
 
 def account(choice: Choice, count: int = 3) -> Weighing:
     """Return the choice as a page shows it, with the timelines of so many of the best plans."""
-    found = choice.ranking.predictions
+    found, replay = choice.ranking.predictions, replay_of(choice.question)
     tried = {trial.plan: trial for trial in choice.trials}
-    shown = [one for at, one in enumerate(found) if at < MOST_ROWS or one.plan in tried or one.plan == choice.plan]
-    rows = [_with_trial(choice, cells(one, found[0]), one.plan) for one in shown]
+    shown = [
+        split(one, replay)
+        for at, one in enumerate(found)
+        if at < MOST_ROWS or one.plan in tried or one.plan == choice.plan
+    ]
+    rows = [_with_trial(choice, cells(one, shown[0]), one.plan) for one in shown]
     titles = TITLES if not tried else (*TITLES[:3], "measured ms", *TITLES[3:])
     return Weighing(tuple(explain(choice)), titles, tuple(rows), TEXTS, tuple(_steps(choice, count)))
 

@@ -12,8 +12,9 @@ from counterpoint.plan import Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.limit import ENDLESS, Limit
 from counterpoint.planner.orders import rank_with_orders
-from counterpoint.planner.rank import Prediction, Ranking, Refusal
+from counterpoint.planner.rank import Prediction, Ranking, Refusal, replay_for
 from counterpoint.planner.remedies import Question, explain_excess, settle_all
+from counterpoint.planner.rows.replay import Replay
 from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
 from counterpoint.program.trace import Trace
 from counterpoint.strategies.data import Data
@@ -116,26 +117,31 @@ def choose_from(
     return weigh(plans, Question(model, cluster, batch_size, timing)).plan
 
 
-def weigh(plans: Iterable[Plan], question: Question) -> Choice:
+def weigh(plans: Iterable[Plan], question: Question, within: float | None = PERHAPS_AS_FAST) -> Choice:
     """Return what :func:`choose_from` takes, with what it was weighed against.
+
+    Args:
+        plans: what to choose from, the simplest first.
+        question: what the plan is for.
+        within: plans may be left out that are surely slower than so many times the fastest; None to predict all.
 
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
     candidates = settle_all((plan for plan in plans if not is_late(plan)), question)
-    return pick(rank_for(candidates, question), candidates, question)
+    return pick(rank_for(candidates, question, within=within), candidates, question)
 
 
-def rank_for(plans: Iterable[Plan], question: Question, limit: Limit = ENDLESS) -> Ranking:
+def rank_for(
+    plans: Iterable[Plan], question: Question, limit: Limit = ENDLESS, *, within: float | None = None
+) -> Ranking:
     """Return the plans for a question by what is predicted of them; see :func:`rank_with_orders`."""
-    return rank_with_orders(
-        plans,
-        question.model,
-        question.cluster,
-        batch_size=question.batch_size,
-        timing=question.timing,
-        limit=limit,
-    )
+    return rank_with_orders(plans, replay_of(question), limit, within)
+
+
+def replay_of(question: Question) -> Replay:
+    """Return what the plans for a question are predicted with."""
+    return replay_for(question.model, question.cluster, question.batch_size, question.timing)
 
 
 def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choice:

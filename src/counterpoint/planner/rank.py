@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from counterpoint.plan import Plan
 from counterpoint.planner.given import compiled_for, fitted_to, held_bytes
 from counterpoint.planner.limit import ENDLESS, Limit
 from counterpoint.planner.playing import Playing
-from counterpoint.planner.rows.replay import Played, Replay
+from counterpoint.planner.rows.replay import Played, Replay, Slower
 from counterpoint.program.trace import Trace
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.world.cluster import Cluster, Link
@@ -27,40 +28,56 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says about one step of a plan; the four parts of ``step_s`` add up to it.
+    """What the simulator says about one step of a plan; its four parts, once it is split, add up to ``step_s``.
 
     Args:
         plan: which one.
         samples_per_micro: so that all plans take the same global batch.
         step_s: seconds of one step.
         compute_s: seconds of forward and backward on a rank, on average.
-        communication_s: seconds by which free links would make the step shorter: communication that nothing hides.
-        idle_s: seconds that a rank would still wait with free links, on average: the bubble, or a server's leisure.
         update_s: seconds that a rank updates weights, on average.
         sent_bytes: what the busiest rank sends.
         memory_bytes: what the fullest rank holds at most.
         room_bytes: what a rank can hold.
         is_synchronous: whether it keeps solo's numbers.
         rank_bytes: what each rank holds at most.
+        free_s: seconds of one step if links took no time; None until :func:`split` has played it.
     """
 
     plan: Plan
     samples_per_micro: int
     step_s: float
     compute_s: float
-    communication_s: float
-    idle_s: float
     update_s: float
     sent_bytes: int
     memory_bytes: int
     room_bytes: int
     is_synchronous: bool
     rank_bytes: tuple[int, ...] = ()
+    free_s: float | None = None
 
     @property
     def fits(self) -> bool:
         """Whether no rank needs more memory than it has."""
         return self.memory_bytes <= self.room_bytes
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds by which free links would make the step shorter: communication that nothing hides."""
+        assert self.free_s is not None, "it has been split"
+        more_s = self.step_s - self.free_s
+        return more_s if more_s > ROUNDING * self.step_s else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds that a rank would still wait with free links, on average: the bubble, or a server's leisure."""
+        idle_s = self.waiting_s - self.communication_s
+        return idle_s if idle_s > ROUNDING * self.step_s else 0.0
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that a rank neither computes nor updates, on average."""
+        return self.step_s - self.compute_s - self.update_s
 
     def why_not(self, first: Prediction) -> str:
         """Return why the plan loses to the first one: the largest difference, in words; nothing for the first itself.
@@ -100,11 +117,13 @@ class Ranking:
         predictions: of those that can be carried out.
         refusals: those that cannot.
         unseen: those that nobody has looked at, because the time was over.
+        slower: those that were not played, because a rank's own work says that they are slower than what was asked for.
     """
 
     predictions: tuple[Prediction, ...]
     refusals: tuple[Refusal, ...]
     unseen: tuple[Plan, ...] = ()
+    slower: tuple[Plan, ...] = ()
 
     @property
     def kept(self) -> list[Prediction]:
@@ -139,19 +158,39 @@ def rank_plans(
         timing: of the model's pieces; None where their work is only counted.
         limit: when to end; the first plan that can be carried out is looked at in any case.
     """
+    return rank_among(plans, replay_for(model, cluster, batch_size, timing), limit)
+
+
+def rank_among(plans: Iterable[Plan], replay: Replay, limit: Limit = ENDLESS, within: float | None = None) -> Ranking:
+    """Return plans as :func:`rank_plans` does, with the help of what is known of others.
+
+    Args:
+        plans: what is compared.
+        replay: for one model, cluster and batch, as :func:`replay_for` makes it.
+        limit: when to end; the first plan that can be carried out is looked at in any case.
+        within: so many times the step of the fastest that keeps the numbers and fits; what is surely slower may be left
+            out then, and nothing is split. None for all of it.
+    """
     predictions: list[Prediction] = []
     refusals: list[Refusal] = []
     unseen: list[Plan] = []
-    replay = replay_for(model, cluster, batch_size, timing)
+    slower: list[Plan] = []
+    most_s = math.inf
     for plan in plans:
         if predictions and limit.is_over:
             unseen.append(plan)
             continue
         try:
-            predictions.append(predict_among(plan, replay))
+            found = predict_among(plan, replay, most_s, is_split=within is None)
         except PlanError as error:
             refusals.append(Refusal(plan, str(error).splitlines()[0]))
-    return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals), tuple(unseen))
+        except Slower:
+            slower.append(plan)
+        else:
+            predictions.append(found)
+            if within is not None and found.is_synchronous and found.fits:
+                most_s = min(most_s, within * found.step_s)
+    return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals), tuple(unseen), tuple(slower))
 
 
 def merged(one: Ranking, other: Ranking) -> Ranking:
@@ -159,7 +198,9 @@ def merged(one: Ranking, other: Ranking) -> Ranking:
     predictions = {found.plan: found for found in (*one.predictions, *other.predictions)}
     refusals = {refused.plan: refused for refused in (*one.refusals, *other.refusals)}
     unseen = dict.fromkeys(plan for plan in (*one.unseen, *other.unseen) if plan not in predictions | refusals)
-    return Ranking(tuple(sorted(predictions.values(), key=_place)), tuple(refusals.values()), tuple(unseen))
+    slower = dict.fromkeys(plan for plan in (*one.slower, *other.slower) if plan not in predictions)
+    known = tuple(sorted(predictions.values(), key=_place))
+    return Ranking(known, tuple(refusals.values()), tuple(unseen), tuple(slower))
 
 
 def _place(found: Prediction) -> tuple[bool, float, int, int]:
@@ -169,7 +210,7 @@ def _place(found: Prediction) -> tuple[bool, float, int, int]:
 def predict(
     plan: Plan, model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
 ) -> Prediction:
-    """Return what the simulator says about a plan; where ranks differ in speed, of one cut by their speeds.
+    """Return what the simulator says about a plan, split; where ranks differ in speed, of one cut by their speeds.
 
     With a timing, pipelines are cut by its seconds, and memory is what was kept. The laws are not proved for it; they
     are before it runs.
@@ -185,22 +226,46 @@ def predict(
     return _prediction(played, cluster, is_synchronous=compiled.is_synchronous)
 
 
-def predict_among(plan: Plan, replay: Replay) -> Prediction:
+def predict_among(plan: Plan, replay: Replay, most_s: float = math.inf, *, is_split: bool = True) -> Prediction:
     """Return what :func:`predict` says of a plan, with the help of what is known of others.
 
     Args:
         plan: one of many for a model, a cluster and a batch.
         replay: for these, as :func:`replay_for` makes it.
+        most_s: what a step may take.
+        is_split: whether it has to be known what the step would take if links took no time.
 
     Raises:
+        Slower: a rank's own work takes longer.
         PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
     played = None
     with suppress(PlanError):  # it is raised again by the whole plan, which says more
-        played = replay.played(plan)
+        played = replay.played(plan, most_s, _ALL if is_split else _REAL)
     if played is not None:
         return _prediction(played, replay.cluster, is_synchronous=True)
     return predict(plan, replay.model, replay.cluster, batch_size=replay.batch_size, timing=replay.timing)
+
+
+def split(found: Prediction, replay: Replay) -> Prediction:
+    """Return a prediction with what its step would take if links took no time, so that its parts are known.
+
+    Args:
+        found: for a model, a cluster and a batch.
+        replay: for these, as :func:`replay_for` makes it.
+    """
+    if found.free_s is not None:
+        return found
+    played = replay.played(found.plan, at=_FREE)
+    if played is None:
+        return predict_among(found.plan, replay)
+    (free,) = played.spent
+    return replace(found, free_s=free.step_s)
+
+
+_REAL, _FREE = (0,), (1,)
+_ALL = (*_REAL, *_FREE)
+"""The clusters of a replay: links as they are, and free ones."""
 
 
 def replay_for(model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timing | None = None) -> Replay:
@@ -209,24 +274,20 @@ def replay_for(model: ModelSpec, cluster: Cluster, batch_size: int, timing: Timi
 
 
 def _prediction(played: Played, cluster: Cluster, *, is_synchronous: bool) -> Prediction:
-    """Return what is said of a plan that was played on a cluster and on the same one with free links."""
-    spent, free = played.spent
-    step_s, more_s = spent.step_s, spent.step_s - free.step_s
-    communication_s = more_s if more_s > ROUNDING * step_s else 0.0
-    idle_s = step_s - communication_s - spent.compute_s - spent.update_s
+    """Return what is said of a plan that was played on a cluster, and perhaps on the same one with free links."""
+    spent, *free = played.spent
     return Prediction(
         plan=played.plan,
         samples_per_micro=played.samples,
-        step_s=step_s,
+        step_s=spent.step_s,
         compute_s=spent.compute_s,
-        communication_s=communication_s,
-        idle_s=idle_s if idle_s > ROUNDING * step_s else 0.0,
         update_s=spent.update_s,
         sent_bytes=played.sent_bytes,
         memory_bytes=max(played.rank_bytes),
         room_bytes=cluster.device.memory_bytes,
         is_synchronous=is_synchronous,
         rank_bytes=played.rank_bytes,
+        free_s=free[0].step_s if free else None,
     )
 
 

@@ -11,6 +11,7 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Compute,
     Forward,
     Group,
     Instruction,
@@ -46,11 +47,13 @@ class Times:
         seconds: on its processor or its link.
         crossings: of that on links that ranks share; empty where they share none.
         hands: on the processor of a rank that talks to others.
+        least_s: what all of it takes at least, whatever others do: each processor and each link does one at a time.
     """
 
     seconds: Sequence[float]
     crossings: Sequence[float]
     hands: Sequence[Hand]
+    least_s: float
 
 
 def time_row(row: Words, costs: Costs, *, rank: int = 0, cluster: Cluster = ALIKE) -> Times:
@@ -75,8 +78,22 @@ def time_row(row: Words, costs: Costs, *, rank: int = 0, cluster: Cluster = ALIK
     for word, moved in zip(row, passes, strict=True):
         times.append(timer.take(word, before, moved))
         before = word
-    crossings = [crossing_s for _, crossing_s, _ in times] if timer.has_cards else []
-    return Times([seconds for seconds, _, _ in times], crossings, [hand for *_, hand in times])
+    seconds, crossings, hands = map(list, zip(*times, strict=True)) if times else ([], [], [])
+    return Times(seconds, crossings if timer.has_cards else [], hands, _least_s(row, times, cluster))
+
+
+def _least_s(row: Words, times: Sequence[_Taken], cluster: Cluster) -> float:
+    """Return what a rank needs for its words one by one, or for those on a link: on hosts it has two of them."""
+    own_s = inside_s = across_s = 0.0
+    for word, (seconds, crossing_s, hand) in zip(row, times, strict=True):
+        if isinstance(word, Compute | Update):
+            own_s += seconds
+        elif crossing_s:
+            across_s += seconds
+        else:
+            inside_s += seconds
+        own_s += hand.seconds
+    return max(own_s, across_s, inside_s / 2 if cluster.levels else inside_s)
 
 
 _Taken = tuple[float, float, Hand]

@@ -16,7 +16,7 @@ from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan import PASSES as PASSES, Plan
-from counterpoint.planner.choose import Choice, weigh
+from counterpoint.planner.choose import PERHAPS_AS_FAST, Choice, weigh
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.remedies import Question
 from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
@@ -142,7 +142,8 @@ class Auto:
             for plan in (*enumerate_plans(self.num_ranks, spec), *staged)
             if face.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
         )
-        return weigh(plans, Question(spec, cluster, batch_size, options.timing))
+        within = None if options.measure else PERHAPS_AS_FAST  # what is measured may be predicted to be slower
+        return weigh(plans, Question(spec, cluster, batch_size, options.timing), within)
 
 
 def make_auto(strategy: str | Plan, plan: Plan, num_microbatches: int | None, options: Options) -> Auto | None:

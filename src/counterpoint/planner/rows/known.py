@@ -56,15 +56,19 @@ class KnownRow:
         words: what the rank does.
         kinds: the places of words of each kind.
         outline: a number that rows have in common which are equal but for ranks and microbatches, and cost alike.
-        bill: what it holds and sends.
-        times: what its words take, on each cluster.
+        place: the rank whose row it is, where ranks differ.
+        row: what it is before its words are made finer, which is what holds and sends.
+        own: the outline of that.
+        costs: of its words, on each cluster.
     """
 
     words: Words
     kinds: Kinds
     outline: int
-    bill: Bill
-    times: tuple[Times, ...]
+    place: int
+    row: Row
+    own: int
+    costs: tuple[Costs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ class Cut:
     plain: Outlines = field(default_factory=Outlines)
     outlines: dict[Hashable, int] = field(default_factory=dict)
     bills: dict[int, Bill] = field(default_factory=dict)
-    times: dict[tuple[int, int], tuple[Times, ...]] = field(default_factory=dict)
+    times: dict[tuple[int, int, int], Times] = field(default_factory=dict)
     rows: dict[Hashable, KnownRow] = field(default_factory=dict)
     stages: dict[Hashable, Row] = field(default_factory=dict)
     inner: dict[Hashable, Program] = field(default_factory=dict)
@@ -216,20 +220,27 @@ class Cut:
     def know(self, row: Row, rank: int, finer: Spread | None) -> KnownRow:
         """Return the row of a rank with all that it says by itself; its words are those of what is played, finer."""
         own = self._outline(row, ())
-        if own not in self.bills:
-            alone = Program((row,))
-            self.bills[own] = Bill(sent_bytes(alone, self.sizes)[0], peak_bytes(alone, self.held)[0])
         shown, outline, costs = row, own, tuple[Costs, ...](self.costs)
         if finer is not None:
             (shown,) = finer.turn.program.rows
             outline = self._outline(shown, finer.portions)
             costs = tuple(finer.costs(one) for one in self.costs)
         place = rank if self.cluster.levels or self.cluster.slow_links or self.cluster.speeds else 0
-        if (outline, place) not in self.times:
-            self.times[outline, place] = tuple(
-                time_row(shown.body, one, rank=rank, cluster=self.cluster) for one in costs
-            )
-        return KnownRow(shown.body, by_kind(shown.body), outline, self.bills[own], self.times[outline, place])
+        return KnownRow(shown.body, by_kind(shown.body), outline, place, row, own, costs)
+
+    def bill(self, known: KnownRow) -> Bill:
+        """Return what a row holds and sends."""
+        if known.own not in self.bills:
+            alone = Program((known.row,))
+            self.bills[known.own] = Bill(sent_bytes(alone, self.sizes)[0], peak_bytes(alone, self.held)[0])
+        return self.bills[known.own]
+
+    def time(self, known: KnownRow, at: int) -> Times:
+        """Return what the words of a row take on one of the clusters."""
+        key = known.outline, known.place, at
+        if key not in self.times:
+            self.times[key] = time_row(known.words, known.costs[at], rank=known.place, cluster=self.cluster)
+        return self.times[key]
 
     def finer(self, row: Row, buckets: Buckets) -> Spread | None:
         """Return a step in which all ranks have rows like this with early sums in buckets; None without such sums."""

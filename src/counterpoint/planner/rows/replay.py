@@ -9,6 +9,7 @@ it does for any program, because a change in one row may move every other one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,9 @@ from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 from counterpoint.world.cluster import Cluster
+
+ROUNDING = 1e-9
+"""Sums of the same seconds in another order differ by less than this part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ class Played:
     rank_bytes: tuple[int, ...]
 
 
+class Slower(Exception):  # noqa: N818 - not an error: that much was asked
+    """The work of one rank of a plan takes longer than a step of it may, so that it is not played."""
+
+
 class Replay:
     """What plans for one model, clusters and batch take, each as a simulation of it alone would say.
 
@@ -133,10 +141,16 @@ class Replay:
         """The first of the clusters."""
         return self.clusters[0]
 
-    def played(self, plan: Plan) -> Played | None:
+    def played(self, plan: Plan, most_s: float = math.inf, at: Sequence[int] | None = None) -> Played | None:
         """Return what a plan takes; None for one that has rows which are not kept, or not its clusters' alone to say.
 
+        Args:
+            plan: which one.
+            most_s: what a step may take on the first of the clusters.
+            at: on which of the clusters it is played; None for all.
+
         Raises:
+            Slower: a rank's own work takes longer.
             PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
         """
         if self.timing is None and plan.timing is not None:
@@ -146,7 +160,15 @@ class Replay:
         plan = balanced(plan, given, self.cluster)
         plan = plan if self.timing is None else settled(plan, given)
         parts = Parts.of(plan)
-        return None if parts is None else self._replayed(plan, parts, given)
+        if parts is None:
+            return None
+        cut = self._cut(plan, parts, given)
+        if is_divisible(cut.model) and "overlap" in plan.passes and self.cluster.link_at(0, (0,)).is_copied:
+            return None  # sums in memory that members see stay whole, and who sees whose depends on where each stands
+        fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
+        if max(cut.time(row, 0).least_s for row in fold.rows) > most_s * (1 + ROUNDING):
+            raise Slower
+        return self._folded(plan, fold, cut, range(len(self.clusters)) if at is None else at)
 
     def _model(self, plan: Plan) -> ModelSpec:
         """Return the model as a plan gets it; plans that get the same get one and the same."""
@@ -156,23 +178,19 @@ class Replay:
             self.given[key] = model_for(plan, self.model, samples, self.timing)
         return self.given[key]
 
-    def _replayed(self, plan: Plan, parts: Parts, given: ModelSpec) -> Played | None:
+    def _folded(self, plan: Plan, fold: Fold, cut: Cut, at: Sequence[int]) -> Played | None:
         """Return what rows that are known say; None where not all ranks are of the classes of those written down."""
-        cut = self._cut(plan, parts, given)
-        if is_divisible(cut.model) and "overlap" in plan.passes and self.cluster.link_at(0, (0,)).is_copied:
-            return None  # sums in memory that members see stay whole, and who sees whose depends on where each stands
-        fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
         if plan.num_ranks not in self.near:
             self.near[plan.num_ranks] = nearness(self.cluster, plan.num_ranks)
         cast = fold.cast(self.near[plan.num_ranks])
         try:
-            spent = None if cast is None else _spent(fold, cast, cut)
+            spent = None if cast is None else _spent(fold, cast, cut, at)
         except Clash:
             return None
         if spent is None:
             return None
-        sent_bytes = int(max(row.bill.sent_bytes for row in fold.rows))
-        rank_bytes = tuple(fold.row(rank).bill.memory_bytes for rank in range(plan.num_ranks))
+        sent_bytes = int(max(cut.bill(row).sent_bytes for row in fold.rows))
+        rank_bytes = tuple(cut.bill(fold.row(rank)).memory_bytes for rank in range(plan.num_ranks))
         return Played(plan, cut.samples, spent, sent_bytes, rank_bytes)
 
     def _cut(self, plan: Plan, parts: Parts, given: ModelSpec) -> Cut:
@@ -254,14 +272,14 @@ class Replay:
         return list(program.rows[:: parts.num_slices])
 
 
-def _spent(fold: Fold, cast: Cast, cut: Cut) -> tuple[Spent, ...] | None:
-    """Return what the clock says of rows that ranks have in common; None where they come to no end."""
+def _spent(fold: Fold, cast: Cast, cut: Cut, at: Sequence[int]) -> tuple[Spent, ...] | None:
+    """Return what the clock says of rows that ranks have in common, on some clusters; None where they never end."""
     every, places = fold.words(), Places(cut.cluster, cast.speaker)
     speakers = list(dict.fromkeys(cast.speaker))
     found = []
-    for at, costs in enumerate(cut.costs):
-        times = {rank: fold.row(rank).times[at] for rank in speakers}
-        clock = run_clock(every, cast, times, costs, places)
+    for cluster in at:
+        times = {rank: cut.time(fold.row(rank), cluster) for rank in speakers}
+        clock = run_clock(every, cast, times, cut.costs[cluster], places)
         if clock.stuck:
             return None
         found.append(spent_in(every, cast.speaker, clock))

@@ -1,0 +1,84 @@
+"""Plans that are surely slower are not played, and the choice is the same as if they had been."""
+
+from dataclasses import replace
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import PASSES, Plan
+from counterpoint.planner.account import explain_unseen
+from counterpoint.planner.choose import PERHAPS_AS_FAST, replay_of, weigh
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.rank import Ranking, merged, rank_among, replay_for, split
+from counterpoint.planner.remedies import Question
+from counterpoint.planner.rows.replay import Slower
+from counterpoint.world.cluster import Cluster
+from tests.planner.search.spaces import COPIES, FLAT, HOSTS, MODELS, WIRE
+
+UNLIKE = Cluster(link=WIRE, speeds=(1.0, 0.5))
+CLUSTERS = {"flat": FLAT, "hosts": HOSTS, "copies": COPIES, "unlike": UNLIKE}
+
+
+def listed(name):
+    """Every fifth plan for a model, with the passes that plans have."""
+    return [replace(plan, passes=PASSES) for plan in [*enumerate_plans(8, MODELS[name], batch_size=48)][::5]]
+
+
+def question(name, cluster):
+    return Question(MODELS[name], CLUSTERS[cluster], 48)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_left_out_changes_no_choice_and_is_slower_than_was_asked_for(cluster, name):
+    asked, plans = question(name, cluster), listed(name)
+    every, near = (weigh(plans, asked, within) for within in (None, PERHAPS_AS_FAST))
+    assert near.plan == every.plan
+    seconds = {found.plan: found.step_s for found in every.ranking.predictions}
+    assert all(seconds[found.plan] == found.step_s for found in near.ranking.predictions)
+    best_s = every.ranking.kept[0].step_s
+    assert all(seconds[plan] > PERHAPS_AS_FAST * best_s for plan in near.ranking.slower if plan in seconds)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_rank_does_more_by_itself_than_a_step_takes(cluster, name):
+    replay = replay_for(MODELS[name], CLUSTERS[cluster], 48)
+    for plan in listed(name)[::2]:
+        try:
+            played = replay.played(plan)
+        except PlanError:
+            continue
+        assert played is None or replay.played(plan, most_s=played.spent[0].step_s) == played
+
+
+def test_one_rank_alone_does_all_that_its_step_takes():
+    replay = replay_for(MODELS["layers"], FLAT, 48)
+    step_s = replay.figures(Plan()).step_s
+    with pytest.raises(Slower):
+        replay.played(Plan(), most_s=0.999 * step_s)
+
+
+def test_plans_that_were_left_out_are_told():
+    replay = replay_for(MODELS["layers"], Cluster(), 48)
+    plans = [Plan.parse("data(4)"), Plan(), Plan.parse("data(2)")]
+    ranking = rank_among(plans, replay, within=1.1)
+    assert ranking.slower == (Plan(), Plan.parse("data(2)"))
+    told = "solo and 1 more plans of the list are surely slower: what one of the ranks does alone takes longer"
+    assert explain_unseen(ranking)[0].startswith(told)
+
+
+def test_of_two_rankings_only_what_neither_has_played_is_slower():
+    replay = replay_for(MODELS["layers"], Cluster(), 48)
+    quick = Ranking((), (), (), (Plan(), Plan.parse("data(2)")))
+    assert merged(quick, rank_among([Plan()], replay)).slower == (Plan.parse("data(2)"),)
+
+
+def test_what_is_split_later_is_split_as_if_at_once():
+    asked, plans = question("tied", "hosts"), listed("tied")[:20]
+    replay = replay_of(asked)
+    near = rank_among(plans, replay, within=PERHAPS_AS_FAST).predictions
+    assert any(found.free_s is None for found in near)
+    assert [split(found, replay) for found in near] == [
+        one for one in rank_among(plans, replay).predictions if one.plan in {found.plan for found in near}
+    ]
