@@ -31,6 +31,7 @@ from counterpoint.fabric.lanes import VALUE_BYTES, Lane, Launch, Member, Start, 
 from counterpoint.fabric.mail import Mail
 from counterpoint.fabric.processes import Processes, has_ended, neighbours, processes_of
 from counterpoint.fabric.wire import Launched, add_up, collect, raw, spread, swap
+from counterpoint.fabric.workspace import Desk, Workspace
 
 NOTHING: Final = Finished()
 
@@ -50,6 +51,7 @@ class TorchFabric(JoinedFabric):
         self._connections: Connections | None = None
         self._mail: Mail | None = None
         self._deputy: Deputy | None = None
+        self.workspace = Workspace()
         self._processes = Processes([])
         self.followers: list[Callable[[], bool]] = []  # what else its deputy does; each says whether something is left
         if meeting is not None:
@@ -108,16 +110,18 @@ class TorchFabric(JoinedFabric):
             """Every member's part of this rank's range is on its way; they are added once all are here."""
             index = group.index(self.rank)
             own = whole.detach()[bounds[index] : bounds[index + 1]]
-            parts = own.new_empty((len(group), len(own)))
+            desk = Desk(self.workspace)
+            parts = desk.empty(len(group) * len(own), own.dtype).view(len(group), -1)
             sizes = [(end - start) * whole.element_size() for start, end in pairwise(bounds)]
             gives = torch.split(raw(whole[bounds[0] : bounds[-1]]), sizes)
-            works, place = swap(gloo, [raw(part) for part in parts], gives, max(sizes))
+            works, place = swap(gloo, [raw(part) for part in parts], gives, max(sizes), Desk(self.workspace))
 
             def add() -> None:
                 """Sums are made here, in the order of the group: the same bits as on the local transport."""
                 if place is not None:
                     place()
                 own.copy_(reduce_in_order(list(parts), verb))
+                desk.clear()
 
             return works, add
 
@@ -137,7 +141,7 @@ class TorchFabric(JoinedFabric):
         def launch(gloo: Gloo) -> Launched:
             incoming, outgoing = [count * size for count in theirs], [count * size for count in counts[place]]
             takes, gives = torch.split(raw(received), incoming), torch.split(raw(whole), outgoing)
-            return swap(gloo, takes, gives, max(map(max, counts)) * size)
+            return swap(gloo, takes, gives, max(map(max, counts)) * size, Desk(self.workspace))
 
         return received, self.start(operation, launch)
 
@@ -156,7 +160,7 @@ class TorchFabric(JoinedFabric):
 
         def launch(gloo: Gloo) -> Launched:
             target = raw(whole[bounds[0] : bounds[-1]])
-            return collect(gloo, target, sizes) if len(target) else ([], None)
+            return collect(gloo, target, sizes, Desk(self.workspace)) if len(target) else ([], None)
 
         return self.start(operation, launch)
 

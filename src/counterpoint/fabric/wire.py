@@ -19,6 +19,7 @@ from counterpoint.fabric.gloo import (
     ReduceOp,
 )  # fmt: skip
 from counterpoint.fabric.gloo_numbers import given, restored
+from counterpoint.fabric.workspace import Desk
 
 Launched = tuple[list[GlooWork], Callable[[], object] | None]  # what is under way, and what is to be done after it
 
@@ -49,7 +50,7 @@ def reduced(gloo: Gloo, whole: Tensor, verb: Verb) -> GlooWork:
     return gloo.allreduce([whole], options)
 
 
-def swap(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], longest: int) -> Launched:
+def swap(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], longest: int, desk: Desk) -> Launched:
     """Start to exchange bytes with every member.
 
     They go in pieces, of which gloo carries some at a time: in one go the two directions of a link take turns.
@@ -59,6 +60,7 @@ def swap(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], longest: 
         takes: for each member the place of what comes from it.
         gives: for each member what it gets.
         longest: of all that any member gets from any other, so that all members cut alike.
+        desk: what it works in; it is cleared when the exchange is complete.
 
     Cost:
         memory of what is sent and received, where there are more than two members.
@@ -70,24 +72,29 @@ def swap(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], longest: 
     came: list[tuple[Tensor, list[Tensor]]] = []
     for low in range(0, longest, PIECE_BYTES):
         into = [part[low : low + PIECE_BYTES] for part in takes]
-        part = joined([gives[member][low : low + PIECE_BYTES] for member in others])
-        room = into[others[0]] if len(others) == 1 else part.new_empty(sum(len(into[member]) for member in others))
+        part = joined([gives[member][low : low + PIECE_BYTES] for member in others], desk)
+        is_one = len(others) == 1
+        room = into[others[0]] if is_one else desk.empty(sum(len(into[member]) for member in others), torch.uint8)
         incoming, outgoing = ([len(one[low : low + PIECE_BYTES]) for one in ones] for ones in (takes, gives))
         incoming[own] = outgoing[own] = 0
         works.append(exchanged(gloo, room, part, incoming, outgoing))
-        came.append((room, [into[member] for member in others]))
+        if not is_one:
+            came.append((room, [into[member] for member in others]))
 
     def complete() -> None:
         for room, into in came:
             for target, part in zip(into, torch.split(room, [len(one) for one in into]), strict=True):
                 target.copy_(part)
+        desk.clear()
 
-    return works, complete if len(others) > 1 else None
+    return works, complete
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor], desk: Desk) -> Tensor:
     """Return the parts one behind the other; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), out=desk.empty(sum(map(len, parts)), parts[0].dtype))
 
 
 def exchanged(gloo: Gloo, received: Tensor, sent: Tensor, incoming: list[int], outgoing: list[int]) -> GlooWork:
@@ -97,7 +104,7 @@ def exchanged(gloo: Gloo, received: Tensor, sent: Tensor, incoming: list[int], o
     return gloo.alltoall_base(received, sent, incoming, outgoing, options)
 
 
-def collect(gloo: Gloo, whole: Tensor, sizes: list[int]) -> Launched:
+def collect(gloo: Gloo, whole: Tensor, sizes: list[int], desk: Desk) -> Launched:
     """Start to replace each member's range of bytes by what that member has there.
 
     Every member sends its own to each other one at the same time, so that both directions of a link are in use; ranges
@@ -107,9 +114,10 @@ def collect(gloo: Gloo, whole: Tensor, sizes: list[int]) -> Launched:
         gloo: the connection.
         whole: all ranges, one behind the other.
         sizes: of the ranges.
+        desk: what it works in; it is cleared when the ranges are there.
     """
     ranges = torch.split(whole, sizes)
-    return swap(gloo, ranges, [ranges[gloo.rank()]] * len(sizes), max(sizes))
+    return swap(gloo, ranges, [ranges[gloo.rank()]] * len(sizes), max(sizes), desk)
 
 
 def spread(gloo: Gloo, part: Tensor, root: int) -> GlooWork:

@@ -21,6 +21,7 @@ from counterpoint.fabric.hosts.stages import OnWire, Pending, Stage
 from counterpoint.fabric.shm.native import Kind
 from counterpoint.fabric.shm.transport import ShmFabric
 from counterpoint.fabric.wire import add_up, collect, raw, spread, swap
+from counterpoint.fabric.workspace import Desk, Workspace
 
 IN, OUT = "in", "out"  # the channels of a group inside a host: towards other hosts, and back
 
@@ -103,7 +104,8 @@ def reduce_scatter(operation: Operation, whole: Tensor, verb: Verb, inside: Insi
     own = whole[operation.bounds[index] : operation.bounds[index + 1]]
     plain = replace(operation, kind=operation.kind.replace("mean", "sum"))
     turned = inside.empty(whole)
-    parts = own.new_empty((len(layout.hosts), len(own)))
+    desk = Desk(across.workspace)
+    parts = desk.empty(len(layout.hosts) * len(own), own.dtype).view(len(layout.hosts), -1)
 
     def share() -> Pending | None:
         for (start, stop), at in zip(slabs.ranges, slabs.edges, strict=False):
@@ -115,12 +117,14 @@ def reduce_scatter(operation: Operation, whole: Tensor, verb: Verb, inside: Insi
         slab = turned[pieces[0][0] : pieces[-1][1]]
         sizes = [(stop - start) * whole.element_size() for start, stop in pieces]
         gives = torch.split(raw(slab), sizes)
-        return OnWire(*swap(living(across.gloo), [raw(part) for part in parts], gives, max(sizes)))
+        into = [raw(part) for part in parts]
+        return OnWire(*swap(living(across.gloo), into, gives, max(sizes), Desk(across.workspace)))
 
     def finish() -> None:
         own.copy_(reduce_in_order(list(parts), "sum" if verb == "mean" else verb))
         if verb == "mean":
             own.mul_(1 / len(layout.group))
+        desk.clear()
 
     return [share, complete, finish]
 
@@ -138,7 +142,9 @@ def all_gather(operation: Operation, whole: Tensor, inside: Inside, across: Acro
         turned[start:stop] = whole[operation.bounds[index] : operation.bounds[index + 1]]
         sizes = [(b - a) * whole.element_size() for a, b in pieces]
         slab = raw(turned[pieces[0][0] : pieces[-1][1]])
-        return OnWire(*collect(living(across.gloo), slab, sizes)) if len(slab) else None
+        if not len(slab):
+            return None
+        return OnWire(*collect(living(across.gloo), slab, sizes, Desk(across.workspace)))
 
     def gather() -> Pending | None:
         return inside.start(OUT, Kind.ALL_GATHER, operation, turned, slabs.bounds)
@@ -180,11 +186,13 @@ class Across:
     Args:
         layout: where the group is.
         gloo: their connection; None where this member holds no part.
+        workspace: memory that their exchanges work in.
     """
 
-    def __init__(self, layout: Layout, gloo: Gloo | None) -> None:
+    def __init__(self, layout: Layout, gloo: Gloo | None, workspace: Workspace) -> None:
         self.layout = layout
         self.gloo = gloo
+        self.workspace = workspace
 
 
 def living(gloo: Gloo | None) -> Gloo:

@@ -250,7 +250,7 @@ class HostsFabric(Fabric):
                 if holders
                 else None
             )
-            self._ways[group] = Ways(layout, inside, Across(layout, gloo), Route())
+            self._ways[group] = Ways(layout, inside, Across(layout, gloo, self._far.workspace), Route())
         return self._ways[group]
 
     def _advance(self) -> bool:
