@@ -137,6 +137,7 @@ def all_gather(operation: Operation, whole: Tensor, inside: Inside, across: Acro
     turned = inside.empty(whole)
 
     def exchange() -> Pending | None:
+        """Those of equal places have each other's ranges."""
         pieces = slabs.pieces(layout.place)
         start, stop = pieces[layout.home]
         turned[start:stop] = whole[operation.bounds[index] : operation.bounds[index + 1]]
