@@ -80,7 +80,8 @@ def _explain_slower(ranking: Ranking) -> list[str]:
     first, *others = map(named, ranking.slower)
     rest = f" and {len(others)} more plans of the list" if others else ""
     verb = "are" if others else "is"
-    return [f"{first}{rest} {verb} surely slower: what one of the ranks does alone takes longer than the fastest step"]
+    least = "what one of the ranks does alone, or what those of one host send through its card"
+    return [f"{first}{rest} {verb} surely slower: {least}, takes longer than the fastest step"]
 
 
 def _explain_late(ranking: Ranking) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from counterpoint.compiler.compile import Compiled
 from counterpoint.drawing.scale import format_seconds
@@ -20,6 +21,8 @@ from counterpoint.planner.rows.replay import Played, Replay, Slower
 from counterpoint.program.trace import Trace
 from counterpoint.simulator.memory import peak_bytes
 from counterpoint.world.cluster import Cluster, Link
+
+Found = TypeVar("Found")
 
 FREE = Link(latency_s=0.0, bytes_per_s=float("inf"))
 ROUNDING = 1e-9
@@ -169,28 +172,37 @@ def rank_among(plans: Iterable[Plan], replay: Replay, limit: Limit = ENDLESS, wi
         replay: for one model, cluster and batch, as :func:`replay_for` makes it.
         limit: when to end; the first plan that can be carried out is looked at in any case.
         within: so many times the step of the fastest that keeps the numbers and fits; what is surely slower may be left
-            out then, and nothing is split. None for all of it.
+            out then, and nothing is split; those that could be fastest are played first. None for all of it.
     """
-    predictions: list[Prediction] = []
-    refusals: list[Refusal] = []
-    unseen: list[Plan] = []
-    slower: list[Plan] = []
+    predictions: dict[int, Prediction] = {}
+    refusals: dict[int, Refusal] = {}
+    unseen: dict[int, Plan] = {}
+    slower: dict[int, Plan] = {}
     most_s = math.inf
-    for plan in plans:
+    asked = list(enumerate(plans))
+    if within is not None:
+        asked.sort(key=lambda one: replay.least_s(one[1]))
+    for at, plan in asked:
         if predictions and limit.is_over:
-            unseen.append(plan)
+            unseen[at] = plan
             continue
         try:
             found = predict_among(plan, replay, most_s, is_split=within is None)
         except PlanError as error:
-            refusals.append(Refusal(plan, str(error).splitlines()[0]))
+            refusals[at] = Refusal(plan, str(error).splitlines()[0])
         except Slower:
-            slower.append(plan)
+            slower[at] = plan
         else:
-            predictions.append(found)
+            predictions[at] = found
             if within is not None and found.is_synchronous and found.fits:
                 most_s = min(most_s, within * found.step_s)
-    return Ranking(tuple(sorted(predictions, key=_place)), tuple(refusals), tuple(unseen), tuple(slower))
+    fastest = sorted(_in_order(predictions), key=_place)
+    return Ranking(tuple(fastest), _in_order(refusals), _in_order(unseen), _in_order(slower))
+
+
+def _in_order(found: Mapping[int, Found]) -> tuple[Found, ...]:
+    """Return what was found, in the order in which it was asked for."""
+    return tuple(found[at] for at in sorted(found))
 
 
 def merged(one: Ranking, other: Ranking) -> Ranking:
@@ -236,7 +248,7 @@ def predict_among(plan: Plan, replay: Replay, most_s: float = math.inf, *, is_sp
         is_split: whether it has to be known what the step would take if links took no time.
 
     Raises:
-        Slower: a rank's own work takes longer.
+        Slower: what its ranks do by themselves takes longer.
         PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
     """
     played = None

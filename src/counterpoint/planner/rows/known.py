@@ -176,6 +176,7 @@ class Cut:
     outlines: dict[Hashable, int] = field(default_factory=dict)
     bills: dict[int, Bill] = field(default_factory=dict)
     times: dict[tuple[int, int, int], Times] = field(default_factory=dict)
+    crossings: dict[tuple[int, int], float] = field(default_factory=dict)
     rows: dict[Hashable, KnownRow] = field(default_factory=dict)
     stages: dict[Hashable, Row] = field(default_factory=dict)
     inner: dict[Hashable, Program] = field(default_factory=dict)

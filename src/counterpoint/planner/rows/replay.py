@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
+from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.model.timing import Timing
 from counterpoint.plan import Plan
@@ -23,6 +24,7 @@ from counterpoint.planner.given import fitted_to, model_for
 from counterpoint.planner.playing import is_divisible
 from counterpoint.planner.rows.folded import Fold
 from counterpoint.planner.rows.known import Cut, KnownRow
+from counterpoint.planner.rows.least import least_s
 from counterpoint.planner.settled import settled
 from counterpoint.planner.unlike import balanced
 from counterpoint.program.program import Program, Row
@@ -94,8 +96,25 @@ class Played:
     rank_bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The rows of a plan.
+
+    Args:
+        plan: as it runs, with its cut.
+        cut: of the model, where its rows are known.
+        fold: the rows.
+        least_s: what no step of theirs is shorter than.
+    """
+
+    plan: Plan
+    cut: Cut
+    fold: Fold
+    least_s: float
+
+
 class Slower(Exception):  # noqa: N818 - not an error: that much was asked
-    """The work of one rank of a plan takes longer than a step of it may, so that it is not played."""
+    """What ranks of a plan do by themselves takes longer than a step of it may, so that it is not played."""
 
 
 class Replay:
@@ -118,6 +137,7 @@ class Replay:
         self.cuts: dict[tuple[int, int], Cut] = {}
         self.near: dict[int, Nearness] = {}
         self.chunks: dict[tuple[int, Pipeline], Chunks] = {}
+        self.looked: dict[Plan, Written | None] = {}
 
     def figures(self, plan: Plan) -> Figures:
         """Return the figures of a plan with one kind of step.
@@ -144,15 +164,37 @@ class Replay:
     def played(self, plan: Plan, most_s: float = math.inf, at: Sequence[int] | None = None) -> Played | None:
         """Return what a plan takes; None for one that has rows which are not kept, or not its clusters' alone to say.
 
+        None is also for one of which :meth:`least_s` has found that it cannot be carried out.
+
         Args:
             plan: which one.
             most_s: what a step may take on the first of the clusters.
             at: on which of the clusters it is played; None for all.
 
         Raises:
-            Slower: a rank's own work takes longer.
+            Slower: what its ranks do by themselves takes longer.
             PlanError: it cannot be compiled for this model or this batch, or the timing is of another model.
         """
+        written = self.looked.pop(plan) if plan in self.looked else self._written(plan)
+        if written is None:
+            return None
+        if written.least_s > most_s * (1 + ROUNDING):
+            raise Slower
+        return self._folded(written, range(len(self.clusters)) if at is None else at)
+
+    def least_s(self, plan: Plan) -> float:
+        """Return what a step of a plan takes at least; 0 where nothing is known of it, or it cannot be carried out.
+
+        What has been found out is kept until the plan is played.
+        """
+        try:
+            written = self.looked[plan] = self._written(plan)
+        except PlanError:
+            written = self.looked[plan] = None
+        return 0.0 if written is None else written.least_s
+
+    def _written(self, plan: Plan) -> Written | None:
+        """Return the rows of a plan; None for what :meth:`played` returns None for."""
         if self.timing is None and plan.timing is not None:
             return None
         plan.require_batch(self.batch_size)
@@ -166,9 +208,7 @@ class Replay:
         if is_divisible(cut.model) and "overlap" in plan.passes and self.cluster.link_at(0, (0,)).is_copied:
             return None  # sums in memory that members see stay whole, and who sees whose depends on where each stands
         fold = Fold(self._rows(plan, parts, cut), parts.num_slices, plan.num_ranks)
-        if max(cut.time(row, 0).least_s for row in fold.rows) > most_s * (1 + ROUNDING):
-            raise Slower
-        return self._folded(plan, fold, cut, range(len(self.clusters)) if at is None else at)
+        return Written(plan, cut, fold, least_s(fold, cut))
 
     def _model(self, plan: Plan) -> ModelSpec:
         """Return the model as a plan gets it; plans that get the same get one and the same."""
@@ -178,8 +218,9 @@ class Replay:
             self.given[key] = model_for(plan, self.model, samples, self.timing)
         return self.given[key]
 
-    def _folded(self, plan: Plan, fold: Fold, cut: Cut, at: Sequence[int]) -> Played | None:
+    def _folded(self, written: Written, at: Sequence[int]) -> Played | None:
         """Return what rows that are known say; None where not all ranks are of the classes of those written down."""
+        plan, cut, fold = written.plan, written.cut, written.fold
         if plan.num_ranks not in self.near:
             self.near[plan.num_ranks] = nearness(self.cluster, plan.num_ranks)
         cast = fold.cast(self.near[plan.num_ranks])
