@@ -1,4 +1,4 @@
-"""A worker of ours: ``ours.py SIDE WORKLOAD WORKER CONTACT KEY FOLDER``."""
+"""A worker of ours: ``ours.py WORKLOAD WORKER CONTACT KEY FOLDER [ahead]``."""
 
 import sys
 from pathlib import Path
@@ -10,15 +10,18 @@ from turn import go_on, measured
 from counterpoint.server.choices import Normal
 from counterpoint.server.hosting import join, read_contact
 from counterpoint.server.wire.key import read_key
+from counterpoint.server.working.rhythm import Rhythm
 from counterpoint.server.working.served import Served
 from counterpoint.training.keeping import Keeping
 
 
-def served(name, session):
+def served(name, session, *, is_ahead):
     """Return the worker's copy of the model; tables begin as torch's do."""
     workload = given.workload(name)
     tables = {given.TABLE: Normal(0.0, 1.0)} if name == "D" else {}
-    return Served(given.built(workload), session, workload.optimizer, tables=tables)
+    return Served(
+        given.built(workload), session, workload.optimizer, tables=tables, rhythm=Rhythm(fetch_ahead=is_ahead)
+    )
 
 
 def stepping(name, worker, copy):
@@ -37,11 +40,11 @@ def stepping(name, worker, copy):
     return step
 
 
-def main(name, worker, contact, key, folder):
+def main(name, worker, contact, key, folder, *words):
     torch.set_num_threads(1)
     secret = read_key(Path(key)) if key != "-" else None
     with join(read_contact(Path(contact)), f"worker-{worker}", secret) as session:
-        copy = served(name, session)
+        copy = served(name, session, is_ahead="ahead" in words)
         Keeping(wanted=True).begin()  # as cp.Elastic does
         step = stepping(name, int(worker), copy)
         done = measured(folder, f"worker-{worker}", step, warm_up=given.WARM_UP[name], steps=given.STEPS[name])

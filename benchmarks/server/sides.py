@@ -69,12 +69,17 @@ def workers():
     return [f"worker-{worker}" for worker in range(given.RANKS)]
 
 
-def ours(name, processes):
+def ours(name, processes, *words):
     """Workers and a server that talk over UNIX sockets; nothing is written to a disk."""
     with start(Job("bench", Asp(), num_servers=1, is_logged=False)) as servers:
         for worker in range(given.RANKS):
-            processes.start("ours.py", name, worker, servers.contact_path, "-", processes.folder)
+            processes.start("ours.py", name, worker, servers.contact_path, "-", processes.folder, *words)
         return conduct(processes.folder, workers(), processes.check)
+
+
+def ours_ahead(name, processes):
+    """The same, and no minibatch waits for its worker's push before it."""
+    return ours(name, processes, "ahead")
 
 
 def program(name, processes):
@@ -114,6 +119,7 @@ def tensorflow(name, processes):
 
 SIDES = {
     "ours": ours,
+    "ours, ahead": ours_ahead,
     "ours, a program": program,
     "torch rpc": rpc,
     "torch rpc, memory kept": rpc_keeping,

@@ -1,5 +1,6 @@
 """Workers that wait for nobody equal their references, from what they read to what they push."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from counterpoint.errors import PlanError
 from counterpoint.server.job import Asp, Bsp, Ssp
 from counterpoint.server.shard import replay
 from counterpoint.server.working.layout import KEY as LAYOUT
+from counterpoint.server.working.lookups import Table
 from counterpoint.server.working.rhythm import Rhythm
 from tests.references.downpour import downpour
 from tests.server.working.crews import SGD, Crew, bags, distance, mlp, numbers, portions_of, words
@@ -21,15 +23,38 @@ ADAGRAD = partial(optim.Adagrad, lr=0.1)
 @pytest.mark.parametrize(
     ("n_push", "n_fetch", "alpha"), [(1, 1, 0.0), (3, 1, 0.0), (1, 3, 0.0), (2, 3, 0.2), (3, 2, 0.2)]
 )
-def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha):
+@pytest.mark.parametrize("behind", [False, True])
+def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind):
     data = numbers(24)
     portions = portions_of(data, Asp(), batch_size=2, minibatches=n_push)
     crew = Crew(portions, epochs=1)
-    crew.join("a", mlp(), ADAGRAD, rhythm=Rhythm(n_push, n_fetch, alpha))
+    crew.join("a", mlp(), ADAGRAD, rhythm=Rhythm(n_push, n_fetch, alpha, fetch_ahead=behind))
     crew.take_turns()
     pieces = [one for number in range(portions.num_portions) for one in portions.read(0, number)]
-    options = {"n_push": n_push, "n_fetch": n_fetch, "alpha": alpha, "loss": F.cross_entropy, "optimizer": ADAGRAD}
-    expected = downpour(mlp(), [one.fields for one in pieces], **options)
+    expected = downpour(
+        mlp(),
+        [one.fields for one in pieces],
+        n_push=n_push,
+        n_fetch=n_fetch,
+        alpha=alpha,
+        behind=behind,
+        loss=F.cross_entropy,
+        optimizer=ADAGRAD,
+    )
+    assert distance(crew.model(), expected) < 1e-12
+
+
+@pytest.mark.parametrize("indices", [None, lambda rows: rows], ids=["found out", "told"])
+def test_rows_that_are_fetched_ahead_lack_the_push_before_as_weights_do(indices):
+    portions = portions_of(words(24), Asp(), batch_size=2)
+    crew = Crew(portions, epochs=1, task_portions=12)
+    served = crew.join("a", bags(), tables={"0.weight": Table(START, indices=indices)}, rhythm=Rhythm(fetch_ahead=True))
+    first = copy.deepcopy(bags())
+    first[0].weight.data = served.tables["0.weight"].whole()
+    crew.take_turns()
+    pieces = [one.fields for number in range(portions.num_portions) for one in portions.read(0, number)]
+    options = {"n_push": 1, "n_fetch": 1, "alpha": 0.0, "loss": F.cross_entropy, "optimizer": SGD}
+    expected = downpour(first, pieces, behind=1, **options)
     assert distance(crew.model(), expected) < 1e-12
 
 
@@ -66,10 +91,11 @@ def test_a_worker_that_is_slow_holds_the_others_no_further_back_than_agreed():
     assert sorted(crew.trained) == list(range(20))
 
 
-def test_weights_of_before_are_for_asynchronous_jobs_only():
+@pytest.mark.parametrize("rhythm", [{"fetch_every": 2}, {"fetch_ahead": True}], ids=str)
+def test_weights_of_before_are_for_asynchronous_jobs_only(rhythm):
     crew = Crew(portions_of(numbers(), Ssp(1)))
     with pytest.raises(PlanError, match="computes from weights of before"):
-        crew.join("a", mlp(), rhythm=Rhythm(fetch_every=2))
+        crew.join("a", mlp(), rhythm=Rhythm(**rhythm))
 
 
 def test_one_push_for_several_minibatches_is_the_sum_of_their_gradients():

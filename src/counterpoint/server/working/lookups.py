@@ -233,7 +233,8 @@ class Lookups:
     def expect(self, inputs: Sequence[Tensor], *, following: int) -> None:
         """What the next minibatch will look up is on its way, if that is known.
 
-        Rows that this worker is about to push are asked for behind that push, so that nothing changes but the time.
+        Rows that this worker is about to push are asked for behind that push, so that nothing changes but the time;
+        before it, if weights are fetched ahead.
 
         Args:
             inputs: of the next minibatch.
@@ -250,7 +251,7 @@ class Lookups:
         consistency = self.session.job.consistency
         if self._bagging is not None:
             ahead.bags = bags_of(wanted, self._bagging, self.session.job.num_shards)
-        if not self.moment.is_last or isinstance(consistency, Bsp):
+        if not self.moment.is_last or self.moment.ahead or isinstance(consistency, Bsp):
             ahead.early = self._pull(wanted.rows, ahead.bags, least=following, is_open=True)
         elif ahead.bags is not None:
             pass  # a sum of which a row is about to be pushed is another one then: all are asked for behind that push

@@ -17,15 +17,18 @@ class Rhythm:
         push_every: a portion is so many minibatches, whose gradients are added up on the worker and pushed as one.
         fetch_every: weights are fetched anew after so many minibatches; rows of tables for every one.
         local_lr: between two fetches the worker moves its own weights by so much of each minibatch's gradient.
+        fetch_ahead: a minibatch does not wait for the worker's push before it: weights are fetched while it is
+            computed, for the one after it, and rows that are expected as they are before that push.
 
     Source:
         Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, appendix: Downpour SGD, whose names for these are
-        n_push, n_fetch and alpha.
+        n_push, n_fetch and alpha; its workers fetch ahead.
     """
 
     push_every: int = 1
     fetch_every: int = 1
     local_lr: float = 0.0
+    fetch_ahead: bool = False
 
     def __post_init__(self) -> None:
         if min(self.push_every, self.fetch_every) < 1 or not self.local_lr >= 0:
@@ -37,11 +40,11 @@ class Rhythm:
         Raises:
             PlanError: its servers would refuse what was computed from weights so old.
         """
-        is_plain = self.fetch_every == 1 and self.local_lr == 0
+        is_plain = self.fetch_every == 1 and self.local_lr == 0 and not self.fetch_ahead
         if not is_plain and not isinstance(consistency, Asp):
             raise PlanError(
                 f"{self} computes from weights of before, which {consistency} does not count; give Asp(), or "
-                "fetch_every=1 and local_lr=0"
+                "fetch_every=1, local_lr=0 and fetch_ahead=False"
             )
 
 
@@ -56,6 +59,7 @@ class Moment:
         is_last: whether this is the portion's last minibatch, after which its gradient is pushed.
         fetches: whether the next minibatch is computed from newer weights.
         is_open: whether gradients that are made now are the portion's.
+        ahead: how many minibatches begin before what is fetched now is waited for.
     """
 
     portion: int = NO_PORTION
@@ -64,6 +68,7 @@ class Moment:
     is_last: bool = True
     fetches: bool = True
     is_open: bool = False
+    ahead: int = 0
 
 
 def step_of(consistency: Consistency, portion: int) -> tuple[int, int]:

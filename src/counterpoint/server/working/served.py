@@ -80,7 +80,7 @@ class Served:
     ) -> None:
         self.model, self.session, self.rhythm = model, session, rhythm or Rhythm()
         self.unused, self.overlap = unused, overlap
-        self.moment = Moment()
+        self.moment = Moment(ahead=int(self.rhythm.fetch_ahead))
         consistency = session.job.consistency
         self.rhythm.require_fit(consistency)
         if code:

@@ -21,6 +21,21 @@ UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Weights that are on their way.
+
+    Args:
+        pending: what has been asked for.
+        out: where they are going to be, if nobody else has them in memory that all see.
+        minibatch: the number of the one whose forward waits for them.
+    """
+
+    pending: Pending[Pulls]
+    out: Tensor | None
+    minibatch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
     """A parameter and its name in the model."""
 
@@ -55,8 +70,9 @@ class Weights:
         self.flat = torch.cat([part.parameter.detach().reshape(-1) for part in parts])
         session.init(key, self.flat, rule)
         self._is_held = is_held
-        self._spare = None if is_held else torch.empty_like(self.flat)
-        self._pulling: Pending[Pulls] | None = None
+        self._spares: list[Tensor] = []
+        self._fetches: deque[Fetch] = deque()
+        self._minibatch = 0
         self._pushing: deque[tuple[Pending[Pushes], Tensor | None]] = deque()
         self.held: Versions = ()
         self.read: Versions = ()
@@ -67,14 +83,18 @@ class Weights:
         self.has_arrived = False
         self.is_complete = False
 
-    def ask(self, least: int) -> None:
-        """Newer weights are on their way, unless they are already."""
-        if self._pulling is None:
-            self._pulling = self.session.pull(self.key, least=least, out=self._spare, is_exact=self.is_exact)
+    def ask(self, moment: Moment, least: int) -> None:
+        """Newer weights are on their way, unless as many are as may be."""
+        if len(self._fetches) > moment.ahead:
+            return
+        out = self._spares.pop() if self._spares else None if self._is_held else torch.empty_like(self.flat)
+        pending = self.session.pull(self.key, least=least, out=out, is_exact=self.is_exact)
+        self._fetches.append(Fetch(pending, out, self._minibatch + 1 + moment.ahead))
 
     def begin(self) -> None:
         """A minibatch begins."""
         self.has_arrived = self.is_complete = False
+        self._minibatch += 1
         for part in self.parts:
             part.parameter.grad = None
 
@@ -83,16 +103,16 @@ class Weights:
         if self.has_arrived:
             return
         self.has_arrived = True
-        if not moment.following:
+        while not moment.following and self._fetches and self._fetches[0].minibatch <= self._minibatch:
             self._take()
         while not self.held or min(self.held) < moment.step:
-            self.ask(moment.step)
+            self.ask(moment, moment.step)
             self._take()
         self.read = self.read or self.held
 
     def renew(self) -> None:
         """The parameters are the newest there are, whatever else is under way."""
-        self._set(self.session.pull(self.key).wait())
+        self._set(self.session.pull(self.key).wait(), None)
 
     def own(self) -> None:
         """The parameters are in memory of the worker's own, whatever becomes of the session."""
@@ -100,17 +120,16 @@ class Weights:
 
     def forget(self) -> None:
         """What the parameters are is too old to be used; they are fetched again."""
-        self.held, self._pulling = (), None
-        self._spare = None if self._is_held else torch.empty_like(self.flat)  # something may still come to the other
+        self.held = ()
+        self._fetches.clear()  # something may still come to where they were going to be
 
     def _take(self) -> None:
-        pulling, self._pulling = self._pulling, None
-        if pulling is not None:
-            self._set(pulling.wait())
+        fetch = self._fetches.popleft()
+        self._set(fetch.pending.wait(), fetch.out)
 
-    def _set(self, pulls: Pulls) -> None:
-        is_own = pulls.values is self._spare or len(pulls.versions) > 1
-        self._spare = self.flat if is_own else None
+    def _set(self, pulls: Pulls, out: Tensor | None) -> None:
+        if pulls.values is out or len(pulls.versions) > 1:
+            self._spares = [*self._spares[:1], self.flat]  # no more than may be under way at once
         self.held = pulls.versions
         self._point(pulls.values)
 
@@ -147,7 +166,7 @@ class Weights:
             if moment.is_last:
                 self.push(moment)
             if moment.fetches:
-                self.ask(moment.following)
+                self.ask(moment, moment.following)
 
     def _gradient(self) -> Tensor:
         found = []
