@@ -126,7 +126,7 @@ def between_hosts(models, cluster, options):
                     cells = [predicted.as_it_runs(Cell(letter, *plan), models[letter], network) for plan in plans]
                     own = in_one_cell(lab, cells, models[letter], network, max(1, options.rounds or ROUNDS))
                     found += [{**one, "rate": rate or "unshaped"} for one in own]
-                    options.tell("".join(map(as_found, own)))
+                    options.tell("".join([*map(as_found, own), *map(as_tried, own[0]["trials"])]))
     return [(row, one) for one, row in zip(found, map(lab_row, found), strict=True)]
 
 
@@ -156,6 +156,12 @@ def as_found(one):
     """Return a line that says, while others are still measured, what has been found of one plan."""
     ratios = f", {one['over_data']:.2f} of data{', chosen' * one['is_taken']}" if "over_data" in one else ""
     return f"\n    {one['plan']}: {ms(one['step_s'])} ms, predicted {ms(one['said_s'])}{ratios}"
+
+
+def as_tried(trial):
+    """Return a line that says what a plan took when it was tried before one was chosen."""
+    plan, _, step_s, _ = trial
+    return f"\n    tried before: {plan}, {ms(step_s)} ms"
 
 
 def ratio(some, others):
