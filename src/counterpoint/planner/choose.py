@@ -26,8 +26,9 @@ from counterpoint.world.cluster import Cluster
 NEARLY_AS_FAST = 1.02
 """A simpler plan may have taken so many times as long as the one that was measured to be fastest."""
 PERHAPS_AS_FAST = 1.1
-"""A simpler plan may take so many times as long as the fastest one: by prediction, because predictions err by as much;
-as measured, if in some turn it was as fast."""
+"""A simpler plan may be predicted to take so many times as long as the fastest: predictions err by as much."""
+EVER_AS_FAST = 1.05
+"""One that was as fast as the fastest in some turn may have taken so many times as long: trials err by as much."""
 WORTH_A_TRIAL = 2.0
 """A kind of plan may be predicted to take so many times as long as the fastest plan and is tried before a second one of
 another kind."""
@@ -39,7 +40,8 @@ class Trial:
 
     Args:
         plan: which one.
-        step_s: seconds of a step: the mean of a turn on the slowest rank, the median over turns.
+        step_s: seconds of a step: the mean of a turn on the slowest rank beside what all plans took in that round, the
+            median over turns.
         trace: one more step, word by word; None where nobody asked for it.
         turns: likewise, of each turn; turns of plans that were tried together have met the same moments, one by one.
             Empty for a plan that was given up, because its first steps took several times as long as another plan's.
@@ -189,7 +191,7 @@ def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
 def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] = ()) -> Choice:
     """Return the choice by what was measured: the simplest of the plans that are not surely slower than the fastest.
 
-    A plan is as fast that takes at most 2 % longer; or at most a tenth, if in one of its turns it was as fast as the
+    A plan is as fast that takes at most 2 % longer; or at most 5 %, if in one of its turns it was as fast as the
     fastest was at that time. A plan that measured no faster than a simpler one is not taken, whatever its turns say.
     Plain data parallelism is simpler than any other plan for several ranks, so that what is chosen has measured faster,
     or is it.
@@ -220,7 +222,7 @@ def _is_as_fast(trial: Trial, best: Trial) -> bool:
     if trial.step_s <= NEARLY_AS_FAST * best.step_s:
         return True
     ever = any(own <= other for own, other in zip(trial.turns, best.turns, strict=False))
-    return ever and trial.step_s <= PERHAPS_AS_FAST * best.step_s
+    return ever and trial.step_s <= EVER_AS_FAST * best.step_s
 
 
 def _simplest(plans: Sequence[Plan], simplest: Sequence[Plan]) -> Plan:

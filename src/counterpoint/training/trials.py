@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any, cast
 
 import torch
@@ -154,7 +154,7 @@ def try_plans(plans: Sequence[Plan], subject: Subject, *, traced: bool) -> tuple
         for runner in runners:
             warm_up(runner)
         take_turns(runners)
-        return [trial_of(runner, traced=traced) for runner in runners], untried
+        return at_one_speed([trial_of(runner, traced=traced) for runner in runners]), untried
 
 
 def build(plan: Plan, subject: Subject, stack: ExitStack) -> Runner | Refusal:
@@ -202,6 +202,26 @@ def trial_of(runner: Runner, *, traced: bool) -> Trial:
         return Trial(runner.plan, step_s, turns=turns)
     _, trace = measured_step(runner.team, runner.number, runner.feed)
     return Trial(runner.plan, step_s, trace, turns)
+
+
+def at_one_speed(trials: Sequence[Trial]) -> list[Trial]:
+    """Return trials of the same rounds as if the machine had been equally fast in all of these.
+
+    How fast it was in a round all its turns say together. A plan's time is the median of its turns beside that.
+
+    Example:
+        >>> one, other = at_one_speed([Trial(Plan(), 6.0, turns=(2.0, 6.0)), Trial(Plan(), 4.0, turns=(1.0, 3.0))])
+        >>> one.step_s / other.step_s
+        2.0
+    """
+    speeds = [geometric_mean(turns) for turns in zip(*(trial.turns for trial in trials if trial.turns), strict=True)]
+    usual_s = median(speeds) if speeds else 0.0
+    return [
+        replace(trial, step_s=usual_s * median(own / of_all for own, of_all in zip(trial.turns, speeds, strict=True)))
+        if trial.turns
+        else trial
+        for trial in trials
+    ]
 
 
 def told(team: Team, value: Json) -> Sequence[Json]:
