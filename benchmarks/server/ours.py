@@ -31,6 +31,8 @@ def stepping(name, worker, copy):
     def step(number):
         inputs, targets = batch(number)
         copy.begin(-1, (inputs,))
+        if copy.rhythm.fetch_ahead:
+            copy.expect((batch(number + 1)[0],), -1)
         loss = workload.loss(copy.model(inputs), targets)
         copy.expect((batch(number + 1)[0],), -1)
         loss.backward()

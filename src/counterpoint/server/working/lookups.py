@@ -19,6 +19,7 @@ from counterpoint.server.sums import Sums
 from counterpoint.server.working.bags import Bags, bags_of
 from counterpoint.server.working.rhythm import Moment
 from counterpoint.server.working.rows import Distinct, among, distinct, merged, require_plain, whole_gradient
+from counterpoint.server.working.touches import Ahead, Touch
 from counterpoint.server.working.weights import UNDER_WAY
 
 
@@ -36,47 +37,6 @@ class Table:
     start: Start
     rule: Rule | None = None
     indices: Callable[..., Tensor] | None = None
-
-
-@dataclass(slots=True)
-class Touch:
-    """Rows that have been looked up.
-
-    Attributes:
-        rows: their numbers, ascending.
-        leaf: what they were, and zeros behind them where the padding row was among them.
-        is_complete: whether their gradient has come.
-        bags: of which the leaf is the sums; None where it is the rows.
-    """
-
-    rows: Tensor
-    leaf: Tensor
-    is_complete: bool = False
-    bags: Bags | None = None
-
-
-@dataclass(slots=True)
-class Ahead:
-    """Rows that are fetched before they are looked up.
-
-    Attributes:
-        wanted: what will be looked up.
-        early: the answer that is under way, to all rows; None if there is none before the push that is still to come.
-        late: places of rows that are to be asked for after that push, or have been.
-        newer: the answer to these, under way.
-        bags: whose sums are fetched instead of the rows.
-    """
-
-    wanted: Distinct
-    early: Pending[Pulls] | None = None
-    late: Tensor | None = None
-    newer: Pending[Pulls] | None = None
-    bags: Bags | None = None
-
-    def fits(self, rows: Tensor, bags: Bags | None) -> bool:
-        """Tell whether this is what is looked up."""
-        is_same = self.bags is None if bags is None else bags.equals(self.bags)
-        return is_same and (self.wanted.rows is rows or torch.equal(self.wanted.rows, rows))
 
 
 class Lookups:
@@ -105,8 +65,9 @@ class Lookups:
         self.read: Versions = ()
         self.is_pushed = False
         self.field: int | None = None
-        self._bagging: nn.EmbeddingBag | None = None  # the module that looks the field up as sums
-        self._ahead: Ahead | None = None
+        self._is_known = False  # how the field is looked up
+        self._bagging: nn.EmbeddingBag | None = None  # the module that does so as sums
+        self._ahead: deque[Ahead] = deque()
         self._inputs: Sequence[Tensor] = ()
         self._accrued: list[tuple[Tensor, Tensor, Bags | None]] = []
         self._pushing: deque[Pending[Pushes]] = deque()
@@ -164,19 +125,21 @@ class Lookups:
 
     def _distinct(self, indices: Tensor) -> Distinct:
         """Return the rows that are looked up, each once."""
+        self._is_known = True
         if self.field is None:
             found = [at for at, one in enumerate(self._inputs) if one is indices]
             self.field = found[0] if found else None
-        if self._ahead is not None and self._ahead.wanted.indices is indices:
-            return self._ahead.wanted
+        for ahead in self._ahead:
+            if ahead.wanted.indices is indices:
+                return ahead.wanted
         return distinct(self.key, indices, self.num_rows, self.padding)
 
     def _bags(self, module: nn.EmbeddingBag, wanted: Distinct) -> Bags | None:
         """Return the bags whose sums are fetched; None where rows are."""
-        is_foreseen = self._ahead is not None and self._ahead.wanted is wanted and module is self._bagging
-        self._bagging = module
-        if self._ahead is not None and is_foreseen:
-            return self._ahead.bags
+        is_known, self._bagging = module is self._bagging, module
+        for ahead in self._ahead if is_known else ():
+            if ahead.wanted is wanted:
+                return ahead.bags
         return bags_of(wanted, module, self.session.job.num_shards)
 
     def _fetch_sums(self, rows: Tensor, bags: Bags) -> Tensor:
@@ -211,10 +174,9 @@ class Lookups:
         return leaf
 
     def _values(self, rows: Tensor, bags: Bags | None = None) -> Tensor:
-        ahead = self._ahead if self.moment.is_open else None
-        if ahead is None or not ahead.fits(rows, bags):
+        ahead = self._foreseen(rows, bags) if self.moment.is_open else None
+        if ahead is None:
             return self._saw(self._pull(rows, bags, least=self.moment.step, is_open=self.moment.is_open).wait())
-        self._ahead = None
         self._ask_late(ahead)
         newer = ahead.newer
         if ahead.early is None:
@@ -224,6 +186,15 @@ class Lookups:
             values[ahead.late] = self._saw(newer.wait())
         return values
 
+    def _foreseen(self, rows: Tensor, bags: Bags | None) -> Ahead | None:
+        """Return what was fetched ahead of this look-up, if it was, and do away with it and what came before it."""
+        for at, ahead in enumerate(self._ahead):
+            if ahead.fits(rows, bags):
+                for _ in range(at + 1):
+                    self._ahead.popleft()
+                return ahead
+        return None
+
     def _saw(self, pulls: Pulls) -> Tensor:
         if self.moment.is_open:
             versions = pulls.versions
@@ -231,7 +202,7 @@ class Lookups:
         return pulls.values
 
     def expect(self, inputs: Sequence[Tensor], *, following: int) -> None:
-        """What the next minibatch will look up is on its way, if that is known.
+        """What the next minibatch will look up is on its way, if that is known; once, however often it is said.
 
         Rows that this worker is about to push are asked for behind that push, so that nothing changes but the time;
         before it, if weights are fetched ahead.
@@ -240,14 +211,14 @@ class Lookups:
             inputs: of the next minibatch.
             following: the step that it belongs to; 0 where there are no steps.
         """
-        if self.table.indices is not None:
-            indices = self.table.indices(*inputs)
-        elif self.field is not None and self.field < len(inputs):
-            indices = inputs[self.field]
-        else:
+        indices = self._upcoming(inputs)
+        if indices is None or (self._ahead and same(self._ahead[-1].wanted.indices, indices)):
             return
-        wanted = distinct(self.key, indices, self.num_rows, self.padding)
-        ahead = self._ahead = Ahead(wanted)
+        while len(self._ahead) > (not self.touches):  # what this minibatch has not looked up by now it does not
+            self._ahead.popleft()
+        ahead = Ahead(distinct(self.key, indices, self.num_rows, self.padding))
+        wanted = ahead.wanted
+        self._ahead.append(ahead)
         consistency = self.session.job.consistency
         if self._bagging is not None:
             ahead.bags = bags_of(wanted, self._bagging, self.session.job.num_shards)
@@ -261,13 +232,21 @@ class Lookups:
         else:
             ahead.late = torch.arange(len(wanted.rows))
 
+    def _upcoming(self, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Return what a minibatch will look up; None before it is known how the model does that."""
+        if not self._is_known:
+            return None
+        if self.table.indices is not None:
+            return self.table.indices(*inputs)
+        return inputs[self.field] if self.field is not None and self.field < len(inputs) else None
+
     def _touched(self) -> Tensor:
         """Return the rows that the push to come will have, ascending and each once."""
         found = [*(touch.rows for touch in self.touches), *(rows for rows, _, _ in self._accrued)]
         return found[0] if len(found) == 1 else torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *found]))
 
-    def _ask_late(self, ahead: Ahead | None) -> None:
-        if ahead is None or ahead.newer is not None:
+    def _ask_late(self, ahead: Ahead) -> None:
+        if ahead.newer is not None:
             return
         if ahead.bags is not None and ahead.early is None:
             ahead.newer = self._pull(ahead.wanted.rows, ahead.bags, least=0, is_open=False)
@@ -316,7 +295,8 @@ class Lookups:
                 portion = self.moment.portion
                 push = self.session.push(self.key, values, portion=portion, read=read or None, rows=rows, sums=sums)
                 self._pushing.append(push)
-            self._ask_late(self._ahead)
+            for ahead in self._ahead:
+                self._ask_late(ahead)
 
     def _gradient(self) -> tuple[Tensor, Tensor, Sums | None]:
         """Return rows, their gradients, and of which sums if there is one look-up alone."""
@@ -327,12 +307,13 @@ class Lookups:
 
     def drop(self) -> None:
         """Nothing is left of a portion that was begun."""
-        self._accrued, self.read, self._ahead = [], (), None
+        self._accrued, self.read = [], ()
+        self._ahead.clear()
         self.begin(())
 
     def forget(self) -> None:
         """What was fetched ahead is too old to be used."""
-        self._ahead = None
+        self._ahead.clear()
 
     def settle(self) -> None:
         """Every push has been answered."""
@@ -348,3 +329,8 @@ class Lookups:
         if self.padding is not None:
             found[self.padding] = 0
         return found
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are equal, or even one."""
+    return one is other or torch.equal(one, other)

@@ -270,16 +270,21 @@ class Worker:
         """
         served, one = self.served, place.minibatch
         served.begin(place.portion, one.inputs, is_last=is_last)
+        if served.rhythm.fetch_ahead:
+            self._expect(ahead)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(sample_key(self.habits.seed, place.portion, place.at))
             loss = self.loss(served.model(*one.inputs), one.fields[-1])
             value = float(loss.detach())
-            if ahead is not None and self.habits.prefetch:
-                served.expect(ahead.minibatch.inputs, ahead.portion)
+            self._expect(ahead)
             if require_finite(value, place.portion, self.habits):
                 (loss * (one.weight * self._factor(place.portion))).backward()  # type: ignore[no-untyped-call]
         served.finish(is_skipped=not isfinite(value))
         return value
+
+    def _expect(self, ahead: Place | None) -> None:
+        if ahead is not None and self.habits.prefetch:
+            self.served.expect(ahead.minibatch.inputs, ahead.portion)
 
     def _factor(self, portion: int) -> float:
         schedule = self.habits.schedule

@@ -1,7 +1,8 @@
 """A module whose parameters lie on servers: weights come when a layer's forward begins, gradients go when ready.
 
 The order of a minibatch is: `begin`, a forward of the module, `expect` for the next one, a backward, `finish`. What is
-asked for in `finish` or before is waited for in the forward of the next minibatch, layer by layer.
+asked for in `finish` or before is waited for in the forward of the next minibatch, layer by layer. Where weights are
+fetched ahead, `expect` may come before the forward, too.
 """
 
 from __future__ import annotations
@@ -198,6 +199,8 @@ class Served:
 
     def expect(self, inputs: Sequence[Any], portion: int) -> None:
         """Rows that the next minibatch looks up are on their way, if it can be told which.
+
+        It is said after the forward; where weights are fetched ahead, before it already, for more time.
 
         Args:
             inputs: of the next minibatch.
