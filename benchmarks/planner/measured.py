@@ -3,8 +3,10 @@
 import json
 import sys
 import tempfile
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
@@ -15,6 +17,8 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 LAP_S = 0.25
 LAPS, STEPS = 2, 3
 """How few of them tell how long a step takes, and what the machine's speed is meanwhile, however long steps are."""
+LEAST_S = 60.0
+"""There are rounds for so long at least, however short they are."""
 CHOOSING = Path(__file__).with_name("choosing.py")
 
 
@@ -60,12 +64,12 @@ def chosen_in_lab(lab, letter, cluster, timing, *, measure, deadline_s):
 def request(cells, rounds, seconds, *, lap_s, gives_up=False):
     """Return what ranks.py is told."""
     named = [[cell.letter, cell.strategy, cell.micros] for cell in cells]
-    least = {"laps": LAPS, "fewest": STEPS, "gives_up": gives_up}
+    least = {"laps": LAPS, "fewest": STEPS, "least_s": LEAST_S, "gives_up": gives_up}
     return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, "lap_s": lap_s, **least})
 
 
 def turns(texts, cells):
-    """Return for each cell its turns: seconds of a step, of one process beside it, how much slower some at once are."""
+    """Return for each cell its turns: seconds of a step, and its laps, each with how fast the machine was then."""
     told = [json.loads(text[text.index('{"rank"') :]) for text in texts if '{"rank"' in text]
     rows = [[one for one in told if one["rank"] == rank] for rank in range(cells[0].ranks)]
     if min(map(len, rows)) != max(map(len, rows)) or not told:
@@ -75,37 +79,50 @@ def turns(texts, cells):
     for own in zip(*rows, strict=True):
         first = own[0]
         cell = next(cell for cell in cells if [cell.letter, cell.strategy, cell.micros] == first["cell"])
-        all_s, two_s = (first.get(name, 0.0) - first["meeting"] for name in ("together", "pair"))
-        slowdowns = {cells[0].ranks: all_s / first["alone"]} | ({2: two_s / first["alone"]} if "pair" in first else {})
-        taken = {"beside_s": first["beside"], "slowdowns": slowdowns}
+        ranks, count = cells[0].ranks, first["count"]
         laps = list(zip(*(one["laps"] for one in own), strict=True))
-        found[cell].append({"step_s": step_s(laps, first["count"]), "least_s": least_s(laps, first["count"]), **taken})
+        paces = [pace(*both, ranks) for both in pairwise(first["paces"])]
+        each = [
+            {"step_s": longest_s(lap) / count, "others": others_share(lap), **now}
+            for lap, now in zip(laps, paces, strict=True)
+        ]
+        found[cell].append({"step_s": median(one["step_s"] for one in quieter(each)), "laps": each})
     return found
 
 
-def step_s(laps, count):
-    """Return the mean step of a lap, the median over that half of the laps in which others computed least.
-
-    Ranks wait for each other in a step, and not at its end; so a lap lasts as long as its slowest rank says, which for
-    a single step is more than what it adds.
+def pace(before, after, ranks):
+    """Return how fast the machine was during a lap: what a step of one process took, and how much slower some at once.
 
     Args:
-        laps: one after the other, of each rank; see ranks.py.
-        count: steps of a lap.
+        before: the seconds of steps that were taken before it, see ranks.py.
+        after: of those that were taken after it.
+        ranks: that took steps at once, all of them.
     """
-    rows = []
-    for own in laps:
-        others_s = own[0][2] - sum(computed for _, computed, _ in own)
-        rows.append((max(0.0, others_s) / own[0][0], longest_s(own) / count))
-    rows.sort()
-    return median(step for _, step in rows[: (len(rows) + 1) // 2])
+    took = {name: fmean([before[name], after[name]]) for name in before}
+    slowdowns = {ranks: (took["together"] - took["meeting"]) / took["alone"]}
+    if "pair" in took:
+        slowdowns[2] = (took["pair"] - took["meeting"]) / took["alone"]
+    return {"beside_s": took["beside"], "slowdowns": slowdowns}
 
 
-def least_s(laps, count):
-    """Return the mean step of the shortest lap."""
-    return min(map(longest_s, laps)) / count
+def others_share(lap):
+    """Return how many cores others took during a lap, of which each rank told.
+
+    Args:
+        lap: seconds that it lasted, that the rank computed, and that all cores did, of each rank.
+    """
+    return max(0.0, lap[0][2] - sum(computed for _, computed, _ in lap)) / lap[0][0]
+
+
+def quieter(laps):
+    """Return that half of the laps in which others computed least."""
+    return sorted(laps, key=itemgetter("others"))[: (len(laps) + 1) // 2]
 
 
 def longest_s(own):
-    """Return how long one lap was, given what each rank says of it."""
+    """Return how long one lap was, given what each rank says of it.
+
+    Ranks wait for each other in a step, and not at its end; so a lap lasts as long as its slowest rank says, which for
+    a single step is more than what it adds.
+    """
     return max(seconds for seconds, _, _ in own)

@@ -2,9 +2,9 @@
 
 Steps are timed in laps, each of so many that it takes the time that is asked for. Of every lap each rank notes how long
 it has computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile.
-Before every lap rank 0 takes steps of its own, alone, while all others wait, as they are taken beside the profile: by
-these figures of different minutes can be compared, because the speed of a shared machine drifts. So does what its cores
-lend each other: then each rank takes steps of its share of a batch by itself, first one and then all at once.
+Before and after every lap rank 0 takes steps of its own, alone, while all others wait, as they are taken beside the
+profile: by these figures of different minutes can be compared, because the speed of a shared machine drifts. So does
+what its cores lend each other: then each rank takes steps of its share of a batch by itself, first one and then all.
 """
 
 import json
@@ -23,7 +23,7 @@ from counterpoint.launchers.environment import detect
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
 
-BESIDE, WARM_UP, BESIDE_S, MEETINGS, PAIR = 2, 8, 0.05, 6, 2
+BESIDE, WARM_UP, BESIDE_S, MEETINGS, PAIR = 1, 8, 0.05, 6, 2
 HOPELESS = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
 LONG_S = 1.0
@@ -85,27 +85,19 @@ class Beside:
         self.ranks = ranks
         self.known = Alone(subject, subject.reference)
         self.share = Alone(subject, subject.batch // ranks)
-        self.taken = {"beside": [], "alone": [], "together": [], "pair": [], "meeting": []}
 
     def take(self, others):
-        """Take some of each."""
-        own = 0
+        """Take some of each; return the median of the seconds of each, on rank 0."""
+        taken = {}
         for name, alone in (("beside", self.known), ("alone", self.share)):
-            steps = alone.steps(fewest=self.fewest) if others.rank == 0 else []
-            self.taken[name] += steps
-            own = len(steps)
+            taken[name] = alone.steps(fewest=self.fewest) if others.rank == 0 else []
             others.slowest(0.0)
-        count = int(others.slowest(own))
-        self.taken["together"] += self.share.together(others, count, self.ranks)
+        count = int(others.slowest(len(taken["alone"])))
+        taken["together"] = self.share.together(others, count, self.ranks)
         if self.ranks > PAIR:
-            self.taken["pair"] += self.share.together(others, count, PAIR)
-        self.taken["meeting"] += others.meetings()
-
-    def told(self):
-        """Return the median of the seconds of all that were taken since the last time, on rank 0."""
-        told = {name: median(seconds) for name, seconds in self.taken.items() if seconds}
-        self.taken = {name: [] for name in self.taken}
-        return told
+            taken["pair"] = self.share.together(others, count, PAIR)
+        taken["meeting"] = others.meetings()
+        return {name: median(seconds) for name, seconds in taken.items() if seconds}
 
 
 class Others:
@@ -160,7 +152,7 @@ def warmed(run, batches, others, budget_s):
 
 
 def turn(cell, subject, beside, others, asked):
-    """Return the laps of one plan, and the steps beside it."""
+    """Return the laps of one plan, and the steps beside it, before and after each."""
     budget_s, lap_s = asked["seconds"], asked["lap_s"]
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
@@ -168,21 +160,21 @@ def turn(cell, subject, beside, others, asked):
         step_s = warmed(run, batches, others, budget_s)
         least_laps, least_steps = (1, 1) if step_s > LONG_S else (asked["laps"], asked["fewest"])
         count = max(least_steps, round(lap_s / step_s))
-        laps = []
+        laps, paces = [], [beside.take(others)]
         for _ in range(max(least_laps, round(budget_s / max(lap_s, count * step_s)))):
-            beside.take(others)
             laps.append(lap(run, batches, count))
             others.slowest(0.0)
+            paces.append(beside.take(others))
     named = {"rank": others.rank, "cell": [cell.letter, cell.strategy, cell.micros]}
-    return {**named, "count": count, "laps": laps, **beside.told()}
+    return {**named, "count": count, "laps": laps, "paces": paces}
 
 
 def main(text):
     """Take the turns that are asked for as JSON.
 
     Args:
-        text: the cells and how many rounds; the seconds of a turn and of a lap, and how few laps and steps there may be
-            of either however long a step is; whether hopeless plans are given up.
+        text: the cells, how many rounds and for how long at least; the seconds of a turn and of a lap, and how few laps
+            and steps there may be of either however long a step is; whether hopeless plans are given up.
     """
     asked = json.loads(text)
     with as_in_training(threads=1):
@@ -196,8 +188,9 @@ def taken(asked):
         subject = SUBJECTS[letter]()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
         beside = Beside(subject, cells[0].ranks, asked["fewest"])
-        for number in range(asked["rounds"]):
-            first, steps = number % len(cells), {}
+        began, number = time.perf_counter(), 0
+        while number < asked["rounds"] or others.slowest(time.perf_counter() - began) < asked["least_s"]:
+            first, steps, number = number % len(cells), {}, number + 1
             for cell in cells[first:] + cells[:first]:
                 told = turn(cell, subject, beside, others, asked)
                 sys.stdout.write(f"{json.dumps(told)}\n")

@@ -62,18 +62,19 @@ def on_this_machine(models, cluster, options):
 
 
 def judged(cell, turns, model, cluster):
-    """Return the turn of a cell that is off by the median, each predicted at the speed that the machine had then."""
-    said = [(said_s(cell, turn, model, cluster), turn["step_s"]) for turn in turns]
+    """Return the lap of a cell that is off by the median, each predicted at the speed that the machine had then."""
+    laps = measured.quieter([lap for turn in turns for lap in turn["laps"]])
+    said = [(said_s(cell, lap, model, cluster), lap["step_s"]) for lap in laps]
     foreseen_s, step_s = sorted(said, key=lambda pair: pair[0] / pair[1])[len(said) // 2]
     own = {"model": cell.letter, "plan": cell.strategy, "ranks": cell.ranks}
     probed_s = predicted.step_s(cell, model, cluster)
     return {**own, "step_s": step_s, "said_s": foreseen_s, "probed_s": probed_s, "turns": turns}
 
 
-def said_s(cell, turn, model, cluster):
-    """Return what is predicted of a cell at the speed that the machine had while a turn was measured."""
-    crowded = predicted.crowded(cluster, turn["slowdowns"])
-    return predicted.step_s(cell, *predicted.calmed(model, crowded, turn["beside_s"]))
+def said_s(cell, lap, model, cluster):
+    """Return what is predicted of a cell at the speed that the machine had while a lap was measured."""
+    crowded = predicted.crowded(cluster, lap["slowdowns"])
+    return predicted.step_s(cell, *predicted.calmed(model, crowded, lap["beside_s"]))
 
 
 def misses(found):

@@ -18,6 +18,8 @@ from counterpoint.launchers.serving import start
 from counterpoint.server.job import Asp, Job
 
 HERE = Path(__file__).parent
+AHEAD = 2
+"""So many pushes of a worker are not waited for, where it fetches ahead."""
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -78,8 +80,8 @@ def ours(name, processes, *words):
 
 
 def ours_ahead(name, processes):
-    """The same, and no minibatch waits for its worker's push before it."""
-    return ours(name, processes, "ahead")
+    """The same, and no minibatch waits for its worker's last pushes."""
+    return ours(name, processes, AHEAD)
 
 
 def program(name, processes):

@@ -24,7 +24,9 @@ from counterpoint.fabric.workspace import Desk
 Launched = tuple[list[GlooWork], Callable[[], object] | None]  # what is under way, and what is to be done after it
 
 PIECE_BYTES: Final = 1 << 21
-"""So much goes to each other member at a time."""
+"""So much goes to another member at a time."""
+LITTLE_BYTES: Final = 1 << 14
+"""For each member; so much goes to all members at once, for each exchange costs a word to everybody."""
 REDUCE_OPS: Final = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
@@ -53,7 +55,9 @@ def reduced(gloo: Gloo, whole: Tensor, verb: Verb) -> GlooWork:
 def swap(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], longest: int, desk: Desk) -> Launched:
     """Start to exchange bytes with every member.
 
-    They go in pieces, of which gloo carries some at a time: in one go the two directions of a link take turns.
+    Each member gives to one other at a time, and takes from one, so that several never fill the link to the same one.
+    What goes between two goes in pieces, of which gloo carries some at a time: in one go the two directions of a link
+    take turns. Little goes to all at once.
 
     Args:
         gloo: the connection.
@@ -61,40 +65,41 @@ def swap(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], longest: 
         gives: for each member what it gets.
         longest: of all that any member gets from any other, so that all members cut alike.
         desk: what it works in; it is cleared when the exchange is complete.
+    """
+    own, size = gloo.rank(), gloo.size()
+    takes[own].copy_(gives[own])
+    if size > 2 and longest <= size * LITTLE_BYTES:
+        return swap_at_once(gloo, takes, gives, desk)
+    works: list[GlooWork] = []
+    for away in range(1, size):
+        to, source = (own + away) % size, (own - away) % size
+        for low in range(0, longest, PIECE_BYTES):
+            room, part = takes[source][low : low + PIECE_BYTES], gives[to][low : low + PIECE_BYTES]
+            incoming = [len(room) if member == source else 0 for member in range(size)]
+            outgoing = [len(part) if member == to else 0 for member in range(size)]
+            works.append(exchanged(gloo, room, part, incoming, outgoing))
+    return works, desk.clear
+
+
+def swap_at_once(gloo: Gloo, takes: Sequence[Tensor], gives: Sequence[Tensor], desk: Desk) -> Launched:
+    """Start to exchange bytes with all other members in one go.
 
     Cost:
-        memory of what is sent and received, where there are more than two members.
+        memory of what is sent and received.
     """
     own = gloo.rank()
-    takes[own].copy_(gives[own])
     others = [member for member in range(gloo.size()) if member != own]
-    works: list[GlooWork] = []
-    came: list[tuple[Tensor, list[Tensor]]] = []
-    for low in range(0, longest, PIECE_BYTES):
-        into = [part[low : low + PIECE_BYTES] for part in takes]
-        part = joined([gives[member][low : low + PIECE_BYTES] for member in others], desk)
-        is_one = len(others) == 1
-        room = into[others[0]] if is_one else desk.empty(sum(len(into[member]) for member in others), torch.uint8)
-        incoming, outgoing = ([len(one[low : low + PIECE_BYTES]) for one in ones] for ones in (takes, gives))
-        incoming[own] = outgoing[own] = 0
-        works.append(exchanged(gloo, room, part, incoming, outgoing))
-        if not is_one:
-            came.append((room, [into[member] for member in others]))
+    into, parts = [takes[member] for member in others], [gives[member] for member in others]
+    part = torch.cat(parts, out=desk.empty(sum(map(len, parts)), torch.uint8))
+    room = desk.empty(sum(map(len, into)), torch.uint8)
+    incoming, outgoing = ([0 if at == own else len(one) for at, one in enumerate(ones)] for ones in (takes, gives))
 
     def complete() -> None:
-        for room, into in came:
-            for target, part in zip(into, torch.split(room, [len(one) for one in into]), strict=True):
-                target.copy_(part)
+        for target, found in zip(into, torch.split(room, [len(one) for one in into]), strict=True):
+            target.copy_(found)
         desk.clear()
 
-    return works, complete
-
-
-def joined(parts: Sequence[Tensor], desk: Desk) -> Tensor:
-    """Return the parts one behind the other; a single one as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts), out=desk.empty(sum(map(len, parts)), parts[0].dtype))
+    return [exchanged(gloo, room, part, incoming, outgoing)], complete
 
 
 def exchanged(gloo: Gloo, received: Tensor, sent: Tensor, incoming: list[int], outgoing: list[int]) -> GlooWork:

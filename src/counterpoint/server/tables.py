@@ -17,6 +17,7 @@ from counterpoint.server.lending import is_any_held, lent_out
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import shard_of_row
 from counterpoint.server.places import Numbers, places_of
+from counterpoint.server.room import gathered, longer, scatter
 from counterpoint.server.rules import first_parts, num_parts, update_range, update_rows
 from counterpoint.server.sums import Sums
 
@@ -252,11 +253,11 @@ class Rows:
             self._storage = tuple(part.clone() for part in self._storage)
         self._lent.clear()
         places, is_first = torch.from_numpy(found), torch.from_numpy(is_new)
-        gathered = [own.index_select(0, places) for own in self._storage]
-        self.earlier = Earlier(gathered[0].clone(), rows) if self.keeps_earlier else None
-        update_rows(self.spec.rule, step, gathered[0], tuple(gathered[1:]), values, is_first=is_first[:, None])
-        for own, part in zip(self._storage, gathered, strict=True):
-            _whole_rows(own)[found] = _whole_rows(part)
+        changed = [gathered(own, places) for own in self._storage]
+        self.earlier = Earlier(changed[0].clone(), rows) if self.keeps_earlier else None
+        update_rows(self.spec.rule, step, changed[0], tuple(changed[1:]), values, is_first=is_first[:, None])
+        for own, part in zip(self._storage, changed, strict=True):
+            scatter(own, found, part)
 
     def read(self, rows: Tensor | None) -> Tensor:
         """Return rows; one that has never been pushed as it begins."""
@@ -301,8 +302,8 @@ class Rows:
         first, self._known = self._known, self._known + rows.numel()
         if self._known > self._numbers.numel():
             room = max(self._known, 2 * first)
-            self._numbers = _longer(self._numbers, first, room)
-            self._storage = tuple(_longer(part, first, room) for part in self._storage)
+            self._numbers = longer(self._numbers, first, room)
+            self._storage = tuple(longer(part, first, room) for part in self._storage)
         self._numbers[first : self._known] = rows
         places = np.arange(first, self._known)
         self._places.add(rows, places)
@@ -314,19 +315,6 @@ def begin_of(spec: Spec, rows: Tensor) -> Tensor:
     if spec.start is None:
         return torch.empty(0, spec.width)
     return begin(spec.start, spec.key, rows, spec.width, DTYPES[spec.dtype])
-
-
-def _whole_rows(part: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
-    """Return each row as one value, which is copied three times as fast as its numbers are."""
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.void]]
-    rows = part.view(torch.uint8).numpy().view(f"V{part.shape[1] * part.itemsize}").reshape(-1)
-    return rows
-
-
-def _longer(part: Tensor, used: int, room: int) -> Tensor:
-    longer = part.new_empty((room, *part.shape[1:]))
-    longer[:used] = part[:used]
-    return longer
 
 
 def _require_parts(spec: Spec, parts: tuple[Tensor, ...], shape: tuple[int, ...]) -> None:

@@ -23,7 +23,7 @@ ADAGRAD = partial(optim.Adagrad, lr=0.1)
 @pytest.mark.parametrize(
     ("n_push", "n_fetch", "alpha"), [(1, 1, 0.0), (3, 1, 0.0), (1, 3, 0.0), (2, 3, 0.2), (3, 2, 0.2)]
 )
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("behind", [0, 1, 3])
 def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind):
     data = numbers(24)
     portions = portions_of(data, Asp(), batch_size=2, minibatches=n_push)
@@ -44,17 +44,19 @@ def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind
     assert distance(crew.model(), expected) < 1e-12
 
 
+@pytest.mark.parametrize("behind", [1, 2])
 @pytest.mark.parametrize("indices", [None, torch.clone], ids=["found out", "told"])
-def test_rows_that_are_fetched_ahead_lack_the_push_before_as_weights_do(indices):
+def test_rows_that_are_fetched_ahead_lack_the_pushes_before_as_weights_do(indices, behind):
     portions = portions_of(words(24), Asp(), batch_size=2)
     crew = Crew(portions, epochs=1, task_portions=12)
-    served = crew.join("a", bags(), tables={"0.weight": Table(START, indices=indices)}, rhythm=Rhythm(fetch_ahead=True))
+    table, rhythm = Table(START, indices=indices), Rhythm(fetch_ahead=behind)
+    served = crew.join("a", bags(), tables={"0.weight": table}, rhythm=rhythm)
     first = bags()
     first.get_parameter("0.weight").data = served.tables["0.weight"].whole()
     crew.take_turns()
     pieces = [one.fields for number in range(portions.num_portions) for one in portions.read(0, number)]
     options = {"n_push": 1, "n_fetch": 1, "alpha": 0.0, "loss": F.cross_entropy, "optimizer": SGD}
-    expected = downpour(first, pieces, behind=1, **options)
+    expected = downpour(first, pieces, behind=behind, **options)
     assert distance(crew.model(), expected) < 1e-12
 
 
@@ -91,7 +93,7 @@ def test_a_worker_that_is_slow_holds_the_others_no_further_back_than_agreed():
     assert sorted(crew.trained) == list(range(20))
 
 
-@pytest.mark.parametrize("rhythm", [{"fetch_every": 2}, {"fetch_ahead": True}], ids=str)
+@pytest.mark.parametrize("rhythm", [{"fetch_every": 2}, {"fetch_ahead": 1}], ids=str)
 def test_weights_of_before_are_for_asynchronous_jobs_only(rhythm):
     crew = Crew(portions_of(numbers(), Ssp(1)))
     with pytest.raises(PlanError, match="computes from weights of before"):

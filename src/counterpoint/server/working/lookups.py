@@ -202,19 +202,20 @@ class Lookups:
         return pulls.values
 
     def expect(self, inputs: Sequence[Tensor], *, following: int) -> None:
-        """What the next minibatch will look up is on its way, if that is known; once, however often it is said.
+        """What a minibatch to come will look up is on its way, if that is known; once, however often it is said.
 
         Rows that this worker is about to push are asked for behind that push, so that nothing changes but the time;
         before it, if weights are fetched ahead.
 
         Args:
-            inputs: of the next minibatch.
+            inputs: of the minibatch; of the next one, or of that behind what is expected already.
             following: the step that it belongs to; 0 where there are no steps.
         """
         indices = self._upcoming(inputs)
-        if indices is None or (self._ahead and same(self._ahead[-1].wanted.indices, indices)):
+        if indices is None or any(same(ahead.wanted.indices, indices) for ahead in self._ahead):
             return
-        while len(self._ahead) > (not self.touches):  # what this minibatch has not looked up by now it does not
+        # with what comes now: that of the minibatches that are begun ahead, and of this one until it has looked it up
+        while len(self._ahead) >= max(1, self.moment.ahead) + (not self.touches):
             self._ahead.popleft()
         ahead = Ahead(distinct(self.key, indices, self.num_rows, self.padding))
         wanted = ahead.wanted
@@ -288,7 +289,7 @@ class Lookups:
         consistency = self.session.job.consistency
         if isinstance(consistency, Bsp):
             read = read or (self.moment.step,) * self.session.job.num_shards
-        while len(self._pushing) >= UNDER_WAY:
+        while len(self._pushing) >= UNDER_WAY + self.moment.ahead:
             self._pushing.popleft().wait()
         with self.session.together():
             if len(rows) or not isinstance(consistency, Asp):

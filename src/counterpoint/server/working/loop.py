@@ -6,7 +6,7 @@ given and not finished is given to others; what it had pushed is counted, and co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any, Literal, TypeAlias
@@ -21,26 +21,12 @@ from counterpoint.server.job import Ssp
 from counterpoint.server.messages import Outcome
 from counterpoint.server.session import LATER, Later
 from counterpoint.server.working.optimizers import require_scalable
-from counterpoint.server.working.portions import Minibatch, Portions
+from counterpoint.server.working.portions import Portions
+from counterpoint.server.working.reading import Place, Reading
 from counterpoint.server.working.rhythm import step_of
 from counterpoint.server.working.served import Served
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A minibatch, and where in the run it stands.
-
-    Args:
-        portion: of the whole run.
-        at: which minibatch of the portion.
-        minibatch: its samples.
-    """
-
-    portion: int
-    at: int
-    minibatch: Minibatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,34 +227,27 @@ class Worker:
 
     def _train(self, task: Task) -> Generator[Event, None, bool]:
         """Yield the portions of a task as they are done; returns whether that is all of them."""
-        upcoming = list(self.portions.read(task.epoch, task.start))
-        for number in range(task.start, task.stop):
-            minibatches, upcoming = upcoming, []
-            if number + 1 < task.stop:
-                upcoming = list(self.portions.read(task.epoch, number + 1))
-            portion = self._number(task, number)
-            total, count = 0.0, sum(one.count for one in minibatches)
-            for at, one in enumerate(minibatches):
+        numbers = range(task.start, task.stop)
+        reading = Reading(self.portions, task.epoch, numbers, max(1, self.served.rhythm.fetch_ahead))
+        for portion, places in reading.portions():
+            total, count = 0.0, sum(place.minibatch.count for place in places)
+            for place in places:
                 if self.must_go():
                     return False
-                is_last = at + 1 == len(minibatches)
-                following = upcoming[:1] if is_last else minibatches[at + 1 : at + 2]
-                ahead = Place(portion + is_last, 0, following[0]) if following else None
-                total += one.count * self._compute(Place(portion, at, one), ahead, is_last=is_last)
-            if not minibatches:
+                total += place.minibatch.count * self._compute(place, reading.ahead_of(place))
+            if not places:
                 self.served.pass_over(portion)
             yield Trained(portion, total / count if count else nan, count)
         return True
 
-    def _compute(self, place: Place, ahead: Place | None, *, is_last: bool) -> float:
-        """Compute one minibatch of a portion; return its loss.
+    def _compute(self, place: Place, ahead: Sequence[Place]) -> float:
+        """Compute one minibatch; return its loss.
 
         Args:
             place: the minibatch.
-            ahead: the next one, if it is known.
-            is_last: whether its portion is complete with it.
+            ahead: those that come next, as far as they are known.
         """
-        served, one = self.served, place.minibatch
+        served, one, is_last = self.served, place.minibatch, place.is_last
         served.begin(place.portion, one.inputs, is_last=is_last)
         if served.rhythm.fetch_ahead:
             self._expect(ahead)
@@ -282,9 +261,9 @@ class Worker:
         served.finish(is_skipped=not isfinite(value))
         return value
 
-    def _expect(self, ahead: Place | None) -> None:
-        if ahead is not None and self.habits.prefetch:
-            self.served.expect(ahead.minibatch.inputs, ahead.portion)
+    def _expect(self, ahead: Sequence[Place]) -> None:
+        for place in ahead if self.habits.prefetch else ():
+            self.served.expect(place.minibatch.inputs, place.portion)
 
     def _factor(self, portion: int) -> float:
         schedule = self.habits.schedule

@@ -17,8 +17,8 @@ class Rhythm:
         push_every: a portion is so many minibatches, whose gradients are added up on the worker and pushed as one.
         fetch_every: weights are fetched anew after so many minibatches; rows of tables for every one.
         local_lr: between two fetches the worker moves its own weights by so much of each minibatch's gradient.
-        fetch_ahead: a minibatch does not wait for the worker's push before it: weights are fetched while it is
-            computed, for the one after it, and rows that are expected as they are before that push.
+        fetch_ahead: a minibatch does not wait for so many of the worker's pushes before it: weights are fetched while
+            one is computed, for that which comes so many after the next, and rows that are expected so far ahead.
 
     Source:
         Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, appendix: Downpour SGD, whose names for these are
@@ -28,11 +28,13 @@ class Rhythm:
     push_every: int = 1
     fetch_every: int = 1
     local_lr: float = 0.0
-    fetch_ahead: bool = False
+    fetch_ahead: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.push_every, self.fetch_every) < 1 or not self.local_lr >= 0:
-            raise PlanError(f"{self} has a number below what it can be; give 1 or more, and a rate of 0 or more")
+        if min(self.push_every, self.fetch_every) < 1 or self.fetch_ahead < 0 or not self.local_lr >= 0:
+            raise PlanError(
+                f"{self} has a number below what it can be; give 1 or more, and a rate and a fetch_ahead of 0 or more"
+            )
 
     def require_fit(self, consistency: Consistency) -> None:
         """Check that a job can be worked on in this rhythm.
@@ -44,7 +46,7 @@ class Rhythm:
         if not is_plain and not isinstance(consistency, Asp):
             raise PlanError(
                 f"{self} computes from weights of before, which {consistency} does not count; give Asp(), or "
-                "fetch_every=1, local_lr=0 and fetch_ahead=False"
+                "fetch_every=1, local_lr=0 and fetch_ahead=0"
             )
 
 

@@ -81,7 +81,7 @@ class Served:
     ) -> None:
         self.model, self.session, self.rhythm = model, session, rhythm or Rhythm()
         self.unused, self.overlap = unused, overlap
-        self.moment = Moment(ahead=int(self.rhythm.fetch_ahead))
+        self.moment = Moment(ahead=self.rhythm.fetch_ahead)
         consistency = session.job.consistency
         self.rhythm.require_fit(consistency)
         if code:
@@ -198,12 +198,13 @@ class Served:
         self._ready.clear()
 
     def expect(self, inputs: Sequence[Any], portion: int) -> None:
-        """Rows that the next minibatch looks up are on their way, if it can be told which.
+        """Rows that a minibatch to come looks up are on their way, if it can be told which.
 
-        It is said after the forward; where weights are fetched ahead, before it already, for more time.
+        It is said after the forward of the one before it; where weights are fetched ahead, of each of so many
+        minibatches in their order, and before the forward already, for more time.
 
         Args:
-            inputs: of the next minibatch.
+            inputs: of the minibatch.
             portion: that it belongs to.
         """
         step, _ = step_of(self.session.job.consistency, portion)

@@ -17,7 +17,7 @@ from counterpoint.server.session import Pending, Pulls, Pushes, Session, Version
 from counterpoint.server.working.rhythm import Moment
 
 UNDER_WAY = 2
-"""So many pushes of a key may be unanswered before the next one waits."""
+"""So many pushes of a key may be unanswered before the next one waits, and one for each that is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class Weights:
         """What has been added up for a portion is on its way; of a code, what it leaves out stays here."""
         values = torch.zeros_like(self.flat) if self._accrued is None else self._accrued
         read, self._accrued, self.read = self.read or self.held, None, ()
-        while len(self._pushing) >= UNDER_WAY:
+        while len(self._pushing) >= UNDER_WAY + moment.ahead:
             self._answer()
         if not self.code:
             self._pushing.append((self.session.push(self.key, values, portion=moment.portion, read=read), None))
