@@ -15,17 +15,19 @@ from counterpoint.world.cluster_file import write_cluster
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 LAP_S = 0.25
-LAPS, STEPS = 2, 3
-"""How few of them tell how long a step takes, and what the machine's speed is meanwhile, however long steps are."""
+LAPS, STEPS, BESIDE = 4, 3, 2
+"""How few laps and steps of these tell how long a step takes, and steps what the machine's speed is meanwhile."""
 LEAST_S = 60.0
 """There are rounds for so long at least, however short they are."""
+QUIET = 0.1
+"""Cores that others may take during a lap that counts."""
 CHOOSING = Path(__file__).with_name("choosing.py")
 
 
 def on_host(cells, *, rounds, seconds):
     """Return the turns of cells that need equally many ranks, run on this host."""
     ranks, lines = cells[0].ranks, []
-    asked = request(cells, rounds, seconds, lap_s=LAP_S)
+    asked = request(cells, rounds, seconds, lap_s=LAP_S, laps=LAPS, beside=BESIDE, gives_up=False)
     result = run_command(script_command(SCRIPT, [asked]), ranks, threads_per_rank=1, on_line=lines.append)
     texts = [line.text for line in lines]
     if result.exit_code:
@@ -35,7 +37,7 @@ def on_host(cells, *, rounds, seconds):
 
 def in_lab(lab, cells, *, rounds, seconds, deadline_s):
     """Return the turns of cells on the hosts of a lab, one rank on each; one where a plan is hopelessly slow."""
-    asked = request(cells, rounds, seconds, lap_s=seconds, gives_up=True)
+    asked = request(cells, rounds, seconds, lap_s=seconds, laps=1, beside=1, gives_up=True)
     ended = lab.run_ranks([sys.executable, str(SCRIPT), asked], deadline_s=deadline_s)
     return turns([line for one in ended for line in one.text().splitlines()], cells)
 
@@ -61,11 +63,11 @@ def chosen_in_lab(lab, letter, cluster, timing, *, measure, deadline_s):
     return told[0]
 
 
-def request(cells, rounds, seconds, *, lap_s, gives_up=False):
+def request(cells, rounds, seconds, **how):
     """Return what ranks.py is told."""
     named = [[cell.letter, cell.strategy, cell.micros] for cell in cells]
-    least = {"laps": LAPS, "fewest": STEPS, "least_s": LEAST_S, "gives_up": gives_up}
-    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, "lap_s": lap_s, **least})
+    least = {"fewest": STEPS, "least_s": LEAST_S}
+    return json.dumps({"cells": named, "rounds": rounds, "seconds": seconds, **least, **how})
 
 
 def turns(texts, cells):
@@ -115,8 +117,9 @@ def others_share(lap):
 
 
 def quieter(laps):
-    """Return that half of the laps in which others computed least."""
-    return sorted(laps, key=itemgetter("others"))[: (len(laps) + 1) // 2]
+    """Return the laps in which others hardly computed, and at least that half in which they did least."""
+    quiet = sum(lap["others"] <= QUIET for lap in laps)
+    return sorted(laps, key=itemgetter("others"))[: max(quiet, (len(laps) + 1) // 2)]
 
 
 def longest_s(own):

@@ -27,7 +27,7 @@ BESIDE, WARM_UP, BESIDE_S, MEETINGS, PAIR = 1, 8, 0.05, 6, 2
 HOPELESS = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
 LONG_S = 1.0
-"""A longer step is told by one: it waits for a network, whose speed does not jump."""
+"""A longer step makes a lap, and there may be half as many."""
 
 
 def computed_s():
@@ -158,7 +158,9 @@ def turn(cell, subject, beside, others, asked):
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
         run.team.buckets = replace(run.team.buckets, tune=False)  # else many first steps try sizes, slow ones, too
         step_s = warmed(run, batches, others, budget_s)
-        least_laps, least_steps = (1, 1) if step_s > LONG_S else (asked["laps"], asked["fewest"])
+        least_laps, least_steps = asked["laps"], asked["fewest"]
+        if step_s > LONG_S:
+            least_laps, least_steps = max(1, least_laps // 2), 1
         count = max(least_steps, round(lap_s / step_s))
         laps, paces = [], [beside.take(others)]
         for _ in range(max(least_laps, round(budget_s / max(lap_s, count * step_s)))):
@@ -174,7 +176,8 @@ def main(text):
 
     Args:
         text: the cells, how many rounds and for how long at least; the seconds of a turn and of a lap, and how few laps
-            and steps there may be of either however long a step is; whether hopeless plans are given up.
+            and steps there may be of either however long a step is, and how few steps beside them; whether hopeless
+            plans are given up.
     """
     asked = json.loads(text)
     with as_in_training(threads=1):
@@ -187,7 +190,7 @@ def taken(asked):
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = SUBJECTS[letter]()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
-        beside = Beside(subject, cells[0].ranks, asked["fewest"])
+        beside = Beside(subject, cells[0].ranks, asked["beside"])
         began, number = time.perf_counter(), 0
         while number < asked["rounds"] or others.slowest(time.perf_counter() - began) < asked["least_s"]:
             first, steps, number = number % len(cells), {}, number + 1
