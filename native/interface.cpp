@@ -1,6 +1,7 @@
 // What Python calls: plain C, so that one library serves every Python and every torch.
 #include <cstring>
 
+#include "bags.h"
 #include "collectives.h"
 #include "entropy.h"
 #include "linear.h"
@@ -165,3 +166,4 @@ CP_API int32_t cp_linear(const cp::Layer* layer) { return cp::linear(*layer); }
 CP_API int32_t cp_entropy(const cp::Scores* given, cp::Lost* lost) { return cp::entropy(*given, *lost); }
 CP_API void cp_entropy_gradient(const cp::Scores* given) { cp::entropy_gradient(*given); }
 CP_API void cp_add_rows(const cp::Rows* rows) { cp::add_rows(*rows); }
+CP_API void cp_add_sums(const cp::Bags* bags) { cp::add_sums(*bags); }

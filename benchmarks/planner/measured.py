@@ -81,9 +81,9 @@ def turns(texts, cells):
     for own in zip(*rows, strict=True):
         first = own[0]
         cell = next(cell for cell in cells if [cell.letter, cell.strategy, cell.micros] == first["cell"])
-        ranks, count = cells[0].ranks, first["count"]
+        count = first["count"]
         laps = list(zip(*(one["laps"] for one in own), strict=True))
-        paces = [pace(*both, ranks) for both in pairwise(first["paces"])]
+        paces = [pace(*both) for both in pairwise(first["paces"])]
         each = [
             {"step_s": longest_s(lap) / count, "others": others_share(lap), **now}
             for lap, now in zip(laps, paces, strict=True)
@@ -92,19 +92,18 @@ def turns(texts, cells):
     return found
 
 
-def pace(before, after, ranks):
-    """Return how fast the machine was during a lap: what a step of one process took, and how much slower some at once.
+def pace(before, after):
+    """Return how fast the machine was during a lap: what a step of one process took, and how fast each of some at once.
 
     Args:
-        before: the seconds of steps that were taken before it, see ranks.py.
-        after: of those that were taken after it.
-        ranks: that took steps at once, all of them.
+        before: what was taken before it, see ranks.py.
+        after: what was taken after it.
     """
-    took = {name: fmean([before[name], after[name]]) for name in before}
-    slowdowns = {ranks: (took["together"] - took["meeting"]) / took["alone"]}
-    if "pair" in took:
-        slowdowns[2] = (took["pair"] - took["meeting"]) / took["alone"]
-    return {"beside_s": took["beside"], "slowdowns": slowdowns}
+    crowds = {}
+    for name in ("crowd", "memory_crowd"):
+        parts = [[rate / taken[name][0] for rate in taken[name]] for taken in (before, after)]
+        crowds[name] = tuple(map(fmean, zip(*parts, strict=True)))
+    return {"beside_s": fmean([before["beside"], after["beside"]]), **crowds}
 
 
 def others_share(lap):

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -101,8 +102,11 @@ def middle(found):
         )
         for level, own in zip(first.levels, zip(*links, strict=True), strict=True)
     )
-    crowding = tuple(median(parts) for parts in zip(*(one.crowding for one in found), strict=True))
-    return replace(first, device=device, levels=levels, crowding=crowding)
+    crowds = {
+        name: tuple(map(median, zip(*(getattr(one, name) for one in found), strict=True)))
+        for name in ("crowding", "memory_crowding")
+    }
+    return replace(first, device=device, levels=levels, **crowds)
 
 
 def told_by(command, ranks, what):
@@ -123,7 +127,12 @@ def lab_cluster(lab, here):
     """
     found = json.loads(lab.run_ranks(PROBE, deadline_s=PROBE_S)[0].text())
     network = read_cluster(found["cluster"]).levels[-1]
-    return Cluster(here.device, levels=(Level("lab", network.count, network.link),), crowding=here.crowding)
+    return Cluster(
+        here.device,
+        levels=(Level("lab", network.count, network.link),),
+        crowding=here.crowding,
+        memory_crowding=here.memory_crowding,
+    )
 
 
 def as_it_runs(cell, found: Profiled, cluster: Cluster):
@@ -142,23 +151,19 @@ def step_s(cell, found: Profiled, cluster: Cluster):
     return predict(plan, found.spec(plan.need), cluster, batch_size=batch, timing=found.timing).step_s
 
 
-def crowded(cluster: Cluster, slowdowns):
-    """Return the machine as it is while a step is so many times slower when each of some ranks takes one at once.
-
-    More ranks than that have together what those have, and fewer what the next larger number has.
+def crowded(cluster: Cluster, lap):
+    """Return the machine as it is while each of 1, 2, ... ranks at once is as fast as it was beside a lap.
 
     Args:
         cluster: the machine.
-        slowdowns: by the number of ranks.
+        lap: see measured.py.
     """
-    most = max(slowdowns)
-    if most == 1:
-        return cluster
-    crowding = [1.0]
-    for count in range(2, max(len(cluster.crowding), most) + 1):
-        known = min((number for number in slowdowns if number >= count), default=most)
-        crowding.append(min(crowding[-1], known / max(1.0, slowdowns[known]) / count))
-    return replace(cluster, crowding=tuple(crowding))
+    return replace(cluster, crowding=falling(lap["crowd"]), memory_crowding=falling(lap["memory_crowd"]))
+
+
+def falling(parts):
+    """Return parts of which none is above 1 or above one before it."""
+    return tuple(accumulate((min(1.0, part) for part in parts), min))
 
 
 def calmed(found: Profiled, cluster: Cluster, beside_s):

@@ -4,7 +4,8 @@ Steps are timed in laps, each of so many that it takes the time that is asked fo
 it has computed itself, and rank 0 how long all cores have: what is left over is what others have computed meanwhile.
 Before and after every lap rank 0 takes steps of its own, alone, while all others wait, as they are taken beside the
 profile: by these figures of different minutes can be compared, because the speed of a shared machine drifts. So does
-what its cores lend each other: then each rank takes steps of its share of a batch by itself, first one and then all.
+what its cores lend each other: then one rank, two and so on compute at once, or go over memory, as they do for
+the probe.
 """
 
 import json
@@ -12,7 +13,6 @@ import os
 import sys
 import time
 from dataclasses import replace
-from operator import sub
 from pathlib import Path
 from statistics import median
 
@@ -20,10 +20,15 @@ from cells import SUBJECTS, Cell
 
 import counterpoint as cp
 from counterpoint.launchers.environment import detect
+from counterpoint.profiler.effort import Effort
+from counterpoint.profiler.probe_compute import flops_for, memory_bytes_per_s
+from counterpoint.profiler.probe_crowds import crowd
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
 
-BESIDE, WARM_UP, BESIDE_S, MEETINGS, PAIR = 1, 8, 0.05, 6, 2
+BESIDE, WARM_UP, BESIDE_S = 1, 8, 0.05
+CROWD = Effort(span_s=0.05)
+"""Half as long as the probe has ranks compute at once: this is done before and after every lap."""
 HOPELESS = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
 LONG_S = 1.0
@@ -63,41 +68,12 @@ class Alone:
         warm_s = [self.step() for _ in range(BESIDE)][-1]
         return [self.step() for _ in range(max(fewest, round(least_s / warm_s)))]
 
-    def together(self, others, count, ranks):
-        """Take so many on the first ranks, each when all have taken the one before; return the seconds between them.
 
-        A step itself says less: a rank that has no core yet has not begun.
-        """
-        ended = []
-        for _ in range(BESIDE + count):
-            if others.rank < ranks:
-                self.step()
-            others.slowest(0.0)
-            ended.append(time.perf_counter())
-        return list(map(sub, ended[BESIDE:], ended[BESIDE - 1 :]))
-
-
-class Beside:
-    """What is taken beside a plan: steps of one process that the profile knows, and steps of each rank's share."""
-
-    def __init__(self, subject, ranks, fewest):
-        self.fewest = fewest
-        self.ranks = ranks
-        self.known = Alone(subject, subject.reference)
-        self.share = Alone(subject, subject.batch // ranks)
-
-    def take(self, others):
-        """Take some of each; return the median of the seconds of each, on rank 0."""
-        taken = {}
-        for name, alone in (("beside", self.known), ("alone", self.share)):
-            taken[name] = alone.steps(fewest=self.fewest) if others.rank == 0 else []
-            others.slowest(0.0)
-        count = int(others.slowest(len(taken["alone"])))
-        taken["together"] = self.share.together(others, count, self.ranks)
-        if self.ranks > PAIR:
-            taken["pair"] = self.share.together(others, count, PAIR)
-        taken["meeting"] = others.meetings()
-        return {name: median(seconds) for name, seconds in taken.items() if seconds}
+def beside(known, others, fewest):
+    """Return what is taken beside a plan, on rank 0: a step of one process that the profile knows, and crowds."""
+    step_s = median(known.steps(fewest=fewest)) if others.rank == 0 else 0.0
+    others.slowest(0.0)
+    return {"beside": step_s, "crowd": others.crowd(flops_for), "memory_crowd": others.crowd(memory_bytes_per_s)}
 
 
 class Others:
@@ -118,13 +94,12 @@ class Others:
         fabric = met(self.environment)[0]
         return max(fabric.gather_values("seconds", seconds, tuple(range(fabric.num_ranks))))
 
-    def meetings(self):
-        """Return the seconds of some calls of the above which nobody is late for."""
-        ended = []
-        for _ in range(MEETINGS):
-            self.slowest(0.0)
-            ended.append(time.perf_counter())
-        return list(map(sub, ended[1:], ended))
+    def crowd(self, rate):
+        """Return how fast 1, 2, ... ranks do something at once, on average; known to rank 0."""
+        if self.environment is None or not met(self.environment):
+            return [1.0]
+        fabric = met(self.environment)[0]
+        return crowd(fabric, fabric.num_ranks, CROWD, rate)
 
 
 def lap(run, batches, count):
@@ -151,7 +126,7 @@ def warmed(run, batches, others, budget_s):
     return step_s
 
 
-def turn(cell, subject, beside, others, asked):
+def turn(cell, subject, known, others, asked):
     """Return the laps of one plan, and the steps beside it, before and after each."""
     budget_s, lap_s = asked["seconds"], asked["lap_s"]
     batches = subject.batches(subject.batch)
@@ -162,11 +137,11 @@ def turn(cell, subject, beside, others, asked):
         if step_s > LONG_S:
             least_laps, least_steps = max(1, least_laps // 2), 1
         count = max(least_steps, round(lap_s / step_s))
-        laps, paces = [], [beside.take(others)]
+        laps, paces = [], [beside(known, others, asked["beside"])]
         for _ in range(max(least_laps, round(budget_s / max(lap_s, count * step_s)))):
             laps.append(lap(run, batches, count))
             others.slowest(0.0)
-            paces.append(beside.take(others))
+            paces.append(beside(known, others, asked["beside"]))
     named = {"rank": others.rank, "cell": [cell.letter, cell.strategy, cell.micros]}
     return {**named, "count": count, "laps": laps, "paces": paces}
 
@@ -190,12 +165,12 @@ def taken(asked):
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
         subject = SUBJECTS[letter]()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
-        beside = Beside(subject, cells[0].ranks, asked["beside"])
+        known = Alone(subject, subject.reference)
         began, number = time.perf_counter(), 0
         while number < asked["rounds"] or others.slowest(time.perf_counter() - began) < asked["least_s"]:
             first, steps, number = number % len(cells), {}, number + 1
             for cell in cells[first:] + cells[:first]:
-                told = turn(cell, subject, beside, others, asked)
+                told = turn(cell, subject, known, others, asked)
                 sys.stdout.write(f"{json.dumps(told)}\n")
                 steps[cell] = others.slowest(min(seconds for seconds, _, _ in told["laps"]) / told["count"])
             if asked["gives_up"]:

@@ -73,7 +73,7 @@ def judged(cell, turns, model, cluster):
 
 def said_s(cell, lap, model, cluster):
     """Return what is predicted of a cell at the speed that the machine had while a lap was measured."""
-    crowded = predicted.crowded(cluster, lap["slowdowns"])
+    crowded = predicted.crowded(cluster, lap)
     return predicted.step_s(cell, *predicted.calmed(model, crowded, lap["beside_s"]))
 
 

@@ -57,7 +57,7 @@ def test_ranks_of_two_hosts_have_two_levels():
     assert [(one.ranks, one.level) for one in first.trips] == [
         ((0, 1), "host"), ((2, 3), "host"), ((0, 2), "network"),
     ]  # fmt: skip
-    assert len(first.cluster.crowding) == 2
+    assert len(first.cluster.crowding) == len(first.cluster.memory_crowding) == 2
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abab"])

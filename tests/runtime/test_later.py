@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.runtime.direct import Directly, Ways, run_backward
-from counterpoint.runtime.later import Desk, LaterPlace, OwnGradient, ways_of
+from counterpoint.runtime.landing import OwnGradient
+from counterpoint.runtime.later import Desk, LaterPlace, ways_of
 from tests.runtime.teams import team
 
 

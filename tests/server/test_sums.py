@@ -1,9 +1,14 @@
 """Sums of rows travel where there are fewer of them than rows, and change nothing else."""
 
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import torch
 
-from counterpoint.errors import PlanError, ProtocolError
+from counterpoint.errors import DataError, PlanError, ProtocolError
+from counterpoint.fabric.shm.native import Native, native
+from counterpoint.server import room
 from counterpoint.server.choices import Adagrad, Constant, Sgd
 from counterpoint.server.job import Asp, Bsp, Job
 from counterpoint.server.local import LocalJob
@@ -117,3 +122,31 @@ def test_only_rows_have_sums(session):
         Pull(ORIGIN, 0, "weight", 8, 0, sums=sums([0], [0]))
     with pytest.raises(ProtocolError, match="in a code"):
         Push(ORIGIN, 0, "weight", -1, 0, torch.zeros(1, dtype=torch.uint8), None, "int8", sums([], []))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lists", [BACK, None], ids=["sums", "values"])
+def test_what_is_added_to_rows_is_the_same_to_the_bit_with_the_native_part_and_without(dtype, lists, monkeypatch):
+    torch.manual_seed(0)
+    part, values = torch.randn(9, 40, dtype=dtype), torch.randn(4 if lists else 5, 40, dtype=dtype)
+    places, bags = np.array([7, 0, 3, 8, 1]), sums(*lists) if lists else None
+    found = []
+    for library in (native(), Native(None, "left out")):
+        monkeypatch.setattr("counterpoint.server.room.native", lambda library=library: library)
+        found.append(part.clone())
+        room.add_at(found[-1], places, values, bags, -0.3)
+    assert torch.equal(*found)
+    added = values if bags is None else added_up(values, *BACK)
+    assert distance(found[0][places], part[places] - 0.3 * added) <= 1e-6
+
+
+@pytest.mark.parametrize(("value", "fits"), [(1e38, False), (1e30, True), (float("nan"), False)])
+def test_sums_that_are_not_finite_are_refused_before_they_change_a_row(value, fits):
+    with LocalJob(Job("local", Asp())).join("worker-0") as opened:
+        opened.init_rows("table", 10, 2, torch.float32, Sgd(0.5), Constant(1.0))
+        values = torch.full((4, 2), value, dtype=torch.float32)
+        rows, back = torch.tensor([3]), sums([0, 1, 2, 3], [0])
+        with nullcontext() if fits else pytest.raises((DataError, PlanError), match="not finite"):
+            opened.push("table", values, rows=rows, sums=back).wait()
+        (row,) = opened.pull("table", rows=rows).wait().values
+        assert bool((row == 1.0).all()) is not fits

@@ -78,9 +78,9 @@ def test_two_hands_of_a_server_and_its_update_follow_each_other():
     [
         ("x1.0>1", 1.0),
         ("x1.0<1", 1.0),
-        ("join(weight0)@0,1", 0.5 + 2 * 4),
-        ("share(grad0)@0,1", 0.5 + 1.5 * 4),
-        ("sum(grad0)@0,1", 0.5 + 2 * 4),
+        ("join(weight0)@0,1", 0.5 + 3 * 4),
+        ("share(grad0)@0,1", 0.5 + 2 * 4),
+        ("sum(grad0)@0,1", 0.5 + 3 * 4),
         ("sum(y1.0)@0,1", 0.5 + 6 * 4),
         ("commit@0,1", 1.0),
     ],

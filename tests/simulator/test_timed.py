@@ -18,9 +18,9 @@ FREE = Cluster(link=Link(0.0, inf))
 UNEVEN = [took(6.0, 12.0), took(1.0, 2.0), took(2.0, 4.0)]
 
 
-def predicted(plan, timing, *, m=1, cluster=FREE, batch_size=4, passes=()):
+def predicted(plan, timing, *, m=1, cluster=FREE, batch_size=4, passes=(), model=MODEL):
     parsed = replace(Plan.parse(plan, num_microbatches=m), passes=passes)
-    return predict(parsed, MODEL, cluster, batch_size=batch_size, timing=timing)
+    return predict(parsed, model, cluster, batch_size=batch_size, timing=timing)
 
 
 def test_solo_takes_the_whole_model_as_it_was_measured_and_its_update():
@@ -41,8 +41,10 @@ def test_a_call_of_several_blocks_has_the_fixed_cost_of_one():
 def test_gradients_are_added_to_those_of_earlier_microbatches_of_a_rank_until_an_update(plan, micros, adds):
     plain, adding = (timing_of(MODEL, UNEVEN, add_s_per_byte=per_byte) for per_byte in (0.0, 0.01))
     all_bytes = 3 * 4 * 64
-    more_s = predicted(plan, adding, m=micros).compute_s - predicted(plan, plain, m=micros).compute_s
-    assert more_s == pytest.approx(adds * 0.01 * all_bytes)
+    flat = replace(MODEL, params=tuple(replace(param, shape=(param.num_elements,)) for param in MODEL.params))
+    for model, times in ((flat, adds), (MODEL, 0)):  # a product adds its result to what is there
+        more_s = [predicted(plan, timing, m=micros, model=model).compute_s for timing in (adding, plain)]
+        assert more_s[0] - more_s[1] == pytest.approx(times * 0.01 * all_bytes)
 
 
 def test_a_pipeline_is_cut_where_the_seconds_are_even():

@@ -44,8 +44,9 @@ levels = st.lists(
 devices = st.builds(Device, rates, st.integers(1, 2**60), rates)
 crowds = st.lists(parts).map(tuple)
 slow = st.lists(st.tuples(st.just(0), st.just(0), parts), max_size=2).map(tuple)
-flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), crowding=crowds, slow_links=slow)
-nested = st.builds(Cluster, devices, levels=levels.map(tuple), crowding=crowds, slow_links=slow)
+shared = {"crowding": crowds, "memory_crowding": crowds, "slow_links": slow}
+flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), **shared)
+nested = st.builds(Cluster, devices, levels=levels.map(tuple), **shared)
 
 
 def mistakes(text):
@@ -121,6 +122,7 @@ def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
         ("[1.0, 0.5]", "[1.0, -1]", "c.yaml:15: speeds[1] is -1; it must be a number above 0"),
         ("[1.0, 0.5]", str([1.0] * 9), "c.yaml:15: speeds has 9 numbers, and the levels have 8 ranks"),
         ("[1.0, 0.6]", "[1, 60]", "c.yaml:16: crowding has 60; no rank is faster in a crowd than alone"),
+        ("crowding:", "memory_crowding: [2]\ncrowding:", "c.yaml:16: memory_crowding has 2; no rank is faster in"),
         ("speeds: [", "link: {latency: 0 s, bandwidth: 1 B/s}\nspeeds: [", "c.yaml:15: link stands beside levels"),
         ("speeds:", "crowding:", "c.yaml:16: the file has crowding twice; give it once"),
         ("device:", "? [device]\n:", "c.yaml:1: the file has a key a list, which there is not; its keys are device"),

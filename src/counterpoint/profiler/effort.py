@@ -21,6 +21,6 @@ class Effort:
     rows: tuple[int, ...] = (256, 512, 1024)
     crowd_rows: int = 512
     vector_bytes: int = 64 << 20
-    messages: tuple[int, ...] = (8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+    messages: tuple[int, ...] = (8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
     span_s: float = 0.1
     rounds: int = 5

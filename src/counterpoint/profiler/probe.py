@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from counterpoint.profiler.probe_compute import (
     memory_bytes_per_s,
     thread_counts,
 )
+from counterpoint.profiler.probe_crowds import crowd, crowding_of, parts_of_one, rounded
 from counterpoint.profiler.probe_links import fitted, stream_s, trips_by_size
 from counterpoint.world.cluster import Cluster, Device, Level, Link
 from counterpoint.world.cluster_file import write_cluster
 from counterpoint.world.topology import counted
 
-DIGITS = 3
-"""So many digits of a measured figure count."""
 TRIES = 2
 """So often every rank computes alone; the better time counts, as what slows one down for a while is not the rank."""
 PACES = 7
@@ -109,11 +108,6 @@ class Probe:
         return "".join(f"# {line}\n" for line in lines)
 
 
-def rounded(figure: float) -> float:
-    """Return a measured figure with the digits that count."""
-    return float(f"{figure:.{DIGITS}g}")
-
-
 def probe(
     fabric: Fabric, *, host_memory_bytes: int, most_threads: int, host: str | None = None, effort: Effort = USUAL
 ) -> Probe:
@@ -145,9 +139,10 @@ def probe(
         "threads": torch.get_num_threads(),
         "flops": list(own.items()),
         "paces": paces,
-        "crowding": _parts(crowds),
+        "crowding": parts_of_one(crowds),
+        "memory_crowding": parts_of_one(memory),
         "memory_bytes": host_memory_bytes // per_host // MIB * MIB,
-        "memory_bytes_per_s": memory,
+        "memory_bytes_per_s": median(rates[0] for rates in memory),
     }
     told = _everyone(fabric, "figures", mine)
     products = _products(fabric, told[0]["threads"], told[0]["flops"], most_threads, effort)
@@ -164,7 +159,8 @@ def probe(
         device,
         speeds=unlike([row["paces"] for row in told]),
         levels=_copied(fabric, per_host, _levels(trips, per_host, num_hosts, is_shared=is_shared)),
-        crowding=_falling([median(parts) for parts in zip(*(row["crowding"] for row in first_told), strict=True)]),
+        crowding=crowding_of([row["crowding"] for row in first_told]),
+        memory_crowding=crowding_of([row["memory_crowding"] for row in first_told]),
     )
     return Probe(cluster, fabric.num_ranks, told[0]["threads"], products, trips)
 
@@ -221,40 +217,22 @@ def _paces(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
 
 def _rounds(
     fabric: Fabric, hosts: Sequence[int], per_host: int, effort: Effort
-) -> tuple[list[list[float]], float, tuple[Trips, ...]]:
+) -> tuple[list[list[float]], list[list[float]], tuple[Trips, ...]]:
     """Return what is measured in rounds, of whose figures the middle ones count: a machine's speed jumps.
 
     Returns:
-        by round how fast each of 1, 2, ... ranks of this host computes at once, on average, known to its first rank;
-        how many bytes a second that one reads and writes; how long messages take inside each host.
+        by round how fast each of 1, 2, ... ranks of this host computes at once, on average, and how many bytes a second
+        it reads and writes then, known to its first rank; how long messages take inside each host.
     """
     crowds: list[list[float]] = []
-    memory: list[float] = []
+    memory: list[list[float]] = []
     inside: list[tuple[Trips, ...]] = []
     pairs = [(first, first + 1) for first in range(0, len(hosts), per_host) if per_host > 1]
     for _ in range(effort.rounds):
-        crowds.append(_crowd(fabric, per_host, effort))
-        memory.append(memory_bytes_per_s(effort) if hosts[fabric.rank] == fabric.rank else 0.0)
+        crowds.append(crowd(fabric, per_host, effort))
+        memory.append(crowd(fabric, per_host, effort, memory_bytes_per_s))
         inside.append(_trips(fabric, pairs, "host", effort))
-    return crowds, median(memory), tuple(middle(rows) for rows in zip(*inside, strict=True))
-
-
-def _crowd(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
-    """Return how fast each of 1, 2, ... ranks of this host computes at once, on average; known to its first rank."""
-    here = tuple(range(fabric.rank - fabric.rank % per_host, fabric.rank - fabric.rank % per_host + per_host))
-    found = []
-    for count in range(1, per_host + 1):
-        fabric.barrier(here)
-        mine = flops_for(effort) if fabric.rank - here[0] < count else 0.0
-        heard = fabric.gather_values("rate", mine, here)
-        found.append(mean(rate for rate in heard[:count] if isinstance(rate, float)))
-    return found
-
-
-def _parts(crowds: Sequence[Sequence[float]]) -> list[float]:
-    """Return how fast ranks are at once, in parts of how fast one is alone."""
-    middles = [median(rates) for rates in zip(*crowds, strict=True)]
-    return [rate / middles[0] for rate in middles]
+    return crowds, memory, tuple(middle(rows) for rows in zip(*inside, strict=True))
 
 
 def _trips(fabric: Fabric, pairs: Sequence[tuple[int, int]], level: str, effort: Effort) -> tuple[Trips, ...]:
@@ -338,8 +316,3 @@ def unlike(paces: Sequence[Sequence[float]]) -> tuple[float, ...]:
         for own, middle in zip(paces, middles, strict=True)
     ]
     return tuple(parts) if set(parts) != {1.0} else ()
-
-
-def _falling(parts: Sequence[float]) -> tuple[float, ...]:
-    """Return parts of which none is above 1 or above one before it, as no rank is faster in a larger crowd."""
-    return tuple(rounded(min(1.0, *parts[: at + 1])) for at in range(len(parts)))

@@ -40,8 +40,11 @@ def flops_for(effort: Effort) -> float:
 
 
 def memory_bytes_per_s(effort: Effort) -> float:
-    """Return how many bytes a second are read and written where one long vector is added to another in place."""
-    total, more = (torch.zeros(effort.vector_bytes // 4) for _ in range(2))
+    """Return how many bytes a second are read and written where one long vector is added to another in place.
+
+    Both have been written, as zeros that nobody has written lie in one page.
+    """
+    total, more = (torch.ones(effort.vector_bytes // 4) for _ in range(2))
     return 3 * effort.vector_bytes / _median_s(lambda: total.add_(more), effort.span_s)
 
 

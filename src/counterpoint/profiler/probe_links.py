@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ def stream_s(fabric: Fabric, peer: int, message: Tensor, turns: int) -> float:
 def fitted(trips: Sequence[tuple[int, float]]) -> Link:
     """Return the link by which messages of these bytes take these seconds, as nearly as two figures can say it.
 
-    The latency is what the smallest takes; the bandwidth is the median of what the large ones reach beyond it.
+    The latency is what the smallest takes; the bandwidth is what the large ones reach beyond it, all of them together.
 
     Example:
         >>> fitted([(8, 50e-6), (10**6, 1050e-6), (10**7, 10050e-6)])
@@ -64,8 +63,8 @@ def fitted(trips: Sequence[tuple[int, float]]) -> Link:
     """
     latency_s = trips[0][1]
     large = [trip for trip in trips if trip[0] >= LARGE_BYTES] or list(trips[-1:])
-    rates = [size / max(seconds - latency_s, 1e-9) for size, seconds in large]
-    return Link(latency_s, float(f"{median(rates):.6g}"))
+    beyond_s = sum(max(seconds - latency_s, 1e-9) for _, seconds in large)
+    return Link(latency_s, float(f"{sum(size for size, _ in large) / beyond_s:.6g}"))
 
 
 def _turns(found: Sequence[tuple[int, float]], size: int, span_s: float) -> int:

@@ -282,13 +282,13 @@ class Compute:
 
     def directly(self) -> AbstractContextManager[object]:
         """Have gradients of weights written straight to where they belong, if there is such a place."""
-        return Directly(self.ways) if self.ways.shelves else nullcontext()
+        return Directly(self.ways) if any(self.ways) else nullcontext()
 
     def learn(self, roots: Sequence[Tensor], gradients: Grads) -> None:
         """Run autograd; gradients are added to the parameters'."""
         self.store.is_learning = True
         try:
-            if self.ways.shelves or self.norms is not None:
+            if any(self.ways) or self.norms is not None:
                 with self.directly():
                     run_backward(roots, gradients)
             else:

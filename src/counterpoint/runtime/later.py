@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from counterpoint.runtime.direct import Place, Ways
+from counterpoint.runtime.landing import Landing, OwnGradient
 from counterpoint.runtime.lookup import Shelf
-from counterpoint.runtime.rows import Piece, add_rows
+from counterpoint.runtime.rows import Piece
 from counterpoint.runtime.store import Store
 
 Job: TypeAlias = Callable[[], None]
@@ -44,42 +44,6 @@ class Desk:
             job()
         else:
             self.noted.append(job)
-
-
-class Learner(Protocol):
-    """Who knows whether gradients that are made now are those of a step."""
-
-    is_learning: bool
-
-
-class OwnGradient(NamedTuple):
-    """A parameter's own gradient, as autograd keeps it."""
-
-    param: nn.Parameter
-    store: Learner
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients that are made now are those of a step."""
-        return self.store.is_learning
-
-    def target(self) -> tuple[Tensor, bool]:
-        """Return the gradient, and whether something is in it to be added to."""
-        found = self.param.grad
-        if found is not None:
-            return found, True
-        self.param.grad = found = torch.empty_like(self.param)
-        return found, False
-
-    def add(self, piece: Piece) -> None:
-        """Add rows to the gradient."""
-        into, has_some = self.target()
-        if not has_some:
-            into.zero_()
-        if into.is_contiguous():
-            add_rows(into.view(-1), 0, [piece], 1.0)
-        else:
-            into.index_add_(0, *piece.expanded())
 
 
 class LaterPlace(NamedTuple):
@@ -113,7 +77,12 @@ class LaterPlace(NamedTuple):
 
 def ways_of(store: Store, desk: Desk | None) -> Ways:
     """Return where gradients of a rank's weights are put that autograd does not hand over."""
-    places = store.landings if desk is None else later_places(store, desk)
+    if desk is None:
+        found: list[tuple[int, OwnGradient | Landing]] = [*store.own.items(), *store.landings.items()]
+        open_ones: dict[int, Place] = {weight: place for weight, place in found if not place.is_watched}
+        shown = {weight: place for weight, place in store.landings.items() if place.is_shown}
+        return Ways(open_ones, {**_own_tables(store), **shown})
+    places = later_places(store, desk)
     return Ways(places, {**_own_tables(store), **places})
 
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
@@ -19,10 +18,10 @@ from counterpoint.runtime.board import Board, note_elements
 from counterpoint.runtime.commons import Commons, row_elements, table_slots
 from counterpoint.runtime.editions import Editions
 from counterpoint.runtime.fused import Sum, alone, can_update, lies_in_rows, update_all
-from counterpoint.runtime.layout import Slot, lay_out
+from counterpoint.runtime.landing import Landing, OwnGradient, landings_of, own_gradients
+from counterpoint.runtime.layout import lay_out
 from counterpoint.runtime.optimizers import Face
 from counterpoint.runtime.roles import UnitRole
-from counterpoint.runtime.rows import Piece
 
 
 @dataclass(slots=True)
@@ -107,36 +106,6 @@ class UnitStore:
             arena.clear()
 
 
-class Landing(NamedTuple):
-    """Where the gradient of one weight belongs."""
-
-    store: Store
-    arena: Arena
-    slot: Slot
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients that are made now are those of a step."""
-        return self.store.is_learning
-
-    def target(self) -> tuple[Tensor, bool]:
-        """Return the memory, in the weight's shape, and whether something is in it to be added to."""
-        return self.arena.landing(self.slot)
-
-    def add(self, piece: Piece) -> None:
-        """Take rows in the place of a gradient of the weight's size."""
-        self.arena.add_rows(self.slot, piece)
-
-    @property
-    def puts_off(self) -> bool:
-        """Nothing is."""
-        return False
-
-    def when_due(self, job: Callable[[], None]) -> None:
-        """Do it at once."""
-        job()
-
-
 class Store:
     """The parameters, buffers and optimizers of one rank.
 
@@ -173,16 +142,25 @@ class Store:
         for store in self.units.values():
             if store.role.in_arena:
                 store.arenas = self._arenas(store)
-        self.landings: dict[int, Landing] = {}  # where gradients of large weights may be written straight to
         self.is_in_commons = False
         self.is_learning = False  # whether gradients that are made now are those of a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
         self.editions: Editions | None = None
+        self.landings, self.own = self._landings(), self._own()  # where gradients may be written straight to
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext  # in what to make optimizers' state
 
     def keep_versions(self, count: int) -> None:
         """From now on the weights of so many versions are there, in memory of their own; all are as the newest."""
         self.editions = Editions(self.params, list(self.arenas()), count) if count > 1 else None
+        self.landings, self.own = self._landings(), self._own()
+
+    def _landings(self) -> dict[int, Landing]:
+        return landings_of(self.arenas(), self, has_editions=self.editions is not None)
+
+    def _own(self) -> dict[int, OwnGradient]:
+        shared = {name for arena in self.arenas() for name in arena.params} | self.sparse
+        names = () if self.editions is not None else self.params.keys() - shared
+        return own_gradients((self.params[name] for name in names), self)
 
     def weights(self, version: int) -> Mapping[str, Tensor]:
         """Return the parameters by name as they stood so many updates ago."""
@@ -225,13 +203,7 @@ class Store:
                 if commons is not None:
                     arena.enter(commons)
         self._follow_weights()
-        self.landings = {
-            id(arena.params[slot.name]): Landing(self, arena, slot)
-            for store in self.units.values()
-            for arena in store.arenas
-            if arena.commons is not None
-            for slot in arena.commons.large
-        }
+        self.landings = self._landings()
 
     def leave_commons(self, fabric: Fabric | None) -> None:
         """Weights and gradients live in this rank's own memory again.
@@ -239,11 +211,12 @@ class Store:
         Args:
             fabric: all ranks call it together; None where the others are gone or have failed.
         """
-        self.landings, self.is_in_commons = {}, False
+        self.is_in_commons = False
         for arena in self.arenas() if fabric is not None else ():
             if arena.commons is not None:
                 arena.commons.forget_gradient()  # there is room for the weights that come into this rank's own memory
         left = [(store, arena.leave()) for store in self.units.values() for arena in store.arenas]
+        self.landings = self._landings()
         self._follow_weights()
         for store, commons in left:  # nobody's memory is used for something else before all have left it
             if commons is not None and fabric is not None and store.role.replicas is not None:

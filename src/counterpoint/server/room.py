@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import byref
 from math import prod
 from typing import Final
 
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from counterpoint.fabric.shm.native import DTYPES, Bags, native
 from counterpoint.server.places import Numbers
+from counterpoint.server.sums import Sums
 
 LINE_BYTES: Final = 64
 """A row that begins with a line of the cache is in the fewest of them."""
@@ -50,6 +53,36 @@ def gathered(part: Tensor, places: Tensor) -> Tensor:
     if part.dtype != torch.float32:
         return part.index_select(0, places)
     return F.embedding_bag(places, part, torch.arange(len(places)), mode="sum")
+
+
+def add_at(part: Tensor, places: Numbers, values: Tensor, sums: Sums | None, factor: float) -> None:
+    """The rows at places, each of which is named once, have got a factor times their values, or sums of values.
+
+    Example:
+        >>> part = torch.zeros(3, 1)
+        >>> add_at(part, np.array([2, 0]), torch.tensor([[1.0], [2.0]]), None, -1.0)
+        >>> part.tolist()
+        [[-2.0], [0.0], [-1.0]]
+    """
+    library, lists = native().library, () if sums is None else (sums.members, sums.starts)
+    fits = part.dtype in {torch.float32, torch.float64} and all(one.is_contiguous() for one in (values, *lists))
+    if library is None or not fits:
+        added = values if sums is None else sums.of(values)
+        scatter(part, places, gathered(part, torch.from_numpy(places)).add_(added, alpha=factor))
+        return
+    request = Bags(
+        dtype=DTYPES[part.dtype],
+        part=part.data_ptr(),
+        places=places.ctypes.data,
+        members=None if sums is None else sums.members.data_ptr(),
+        starts=None if sums is None else sums.starts.data_ptr(),
+        num_members=0 if sums is None else len(sums.members),
+        num_lists=len(places),
+        width=part.shape[1],
+        values=values.data_ptr(),
+        factor=factor,
+    )
+    library.cp_add_sums(byref(request))
 
 
 def scatter(part: Tensor, places: Numbers, rows: Tensor) -> None:

@@ -39,6 +39,16 @@ def first_parts(rule: Rule, like: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.full_like(like, fill) for _ in range(num_parts(rule)))
 
 
+def added_factor(rule: Rule) -> float | None:
+    """Return what a gradient is multiplied with before it is added, where that is all that the rule does to rows.
+
+    Example:
+        >>> added_factor(Sgd(0.1)), added_factor(Sgd(0.1, momentum=0.9))
+        (-0.1, None)
+    """
+    return -rule.lr if isinstance(rule, Sgd) and not rule.momentum and not rule.weight_decay else None
+
+
 def update_range(rule: Rule, step: int, value: Tensor, parts: tuple[Tensor, ...], gradient: Tensor) -> None:
     """The numbers and what the rule keeps beside them are as after one step more.
 

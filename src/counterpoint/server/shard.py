@@ -202,19 +202,18 @@ class Shard:
     def _push(self, worker: str, push: Push) -> Pushed:
         key = self._known(push.key)
         push = plain(push, key.spec) if push.code else push
-        values = push.values if push.sums is None else push.sums.of(push.values)
-        is_known = key.tally.is_known(worker, push)
-        key.table.check(values, push.rows)
+        values, sums, is_known = push.values, push.sums, key.tally.is_known(worker, push)
+        key.table.check(values, push.rows, sums)
         if self.num_bytes + key.table.most_bytes(push.rows) > self.job.capacity_bytes:
             self._require_room(key.table.more_bytes(push.rows), push.key)
         if not is_known and isinstance(self.job.consistency, Bsp):
-            key.held[push.portion] = Held(push.portion, values, push.rows)
+            key.held[push.portion] = Held(push.portion, values if sums is None else sums.of(values), push.rows)
         if key.tally.count(worker, push, is_known=is_known):
             rows = push.rows
             if key.held:
-                values, rows = added([key.held[portion] for portion in sorted(key.held)])
+                (values, rows), sums = added([key.held[portion] for portion in sorted(key.held)]), None
                 key.held.clear()
-            key.table.update(key.tally.version, values, rows)
+            key.table.update(key.tally.version, values, rows, sums)
         return Pushed(self.index, push.origin.sequence, key.tally.version, not is_known)
 
     def _require_room(self, more_bytes: int, key: str) -> None:

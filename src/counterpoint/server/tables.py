@@ -17,8 +17,8 @@ from counterpoint.server.lending import is_any_held, lent_out
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import shard_of_row
 from counterpoint.server.places import Numbers, places_of
-from counterpoint.server.room import gathered, longer, scatter
-from counterpoint.server.rules import first_parts, num_parts, update_range, update_rows
+from counterpoint.server.room import add_at, gathered, longer, scatter
+from counterpoint.server.rules import added_factor, first_parts, num_parts, update_range, update_rows
 from counterpoint.server.sums import Sums
 
 
@@ -82,10 +82,10 @@ class Range:
         """Memory that it takes, or will with its first update."""
         return sum(part.nbytes for part in self.parts) + self.keeps_earlier * self.parts[0].nbytes
 
-    def check(self, values: Tensor, rows: Tensor | None) -> None:
+    def check(self, values: Tensor, rows: Tensor | None, sums: Sums | None = None) -> None:
         """Check that a push fits; a ProtocolError where it does not."""
         key, shape = self.spec.key, (self.spec.high - self.spec.low,)
-        if rows is not None:
+        if rows is not None or sums is not None:
             raise unmeant(f"rows pushed to {key}, which has none")
         if tuple(values.shape) != shape:
             raise unmeant(f"{tuple(values.shape)} pushed to {key}, which is {shape} here")
@@ -102,7 +102,7 @@ class Range:
         if rows is not None:
             raise unmeant(f"rows pulled of {self.spec.key}, which has none")
 
-    def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
+    def update(self, step: int, values: Tensor, rows: Tensor | None, sums: Sums | None = None) -> None:
         """The numbers are as after one step more."""
         if self.keeps_earlier:
             self._keep()
@@ -217,7 +217,7 @@ class Rows:
         if self.num_shards > 1 and not (shard_of_row(numbers, self.num_shards) == self.shard).all():
             raise unmeant(f"rows of {key} that shard {self.shard} of {self.num_shards} does not keep")
 
-    def check(self, values: Tensor, rows: Tensor | None) -> None:
+    def check(self, values: Tensor, rows: Tensor | None, sums: Sums | None = None) -> None:
         """Check that a push fits; a ProtocolError where it does not."""
         if rows is None:
             raise unmeant(f"a range pushed to {self.spec.key}, which has rows")
@@ -226,6 +226,8 @@ class Rows:
             found = f"rows of {tuple(values.shape[1:])} pushed to {self.spec.key}"
             raise unmeant(f"{found}, whose rows have {self.spec.width}")
         _require_numbers(self.spec, values)
+        if sums is not None and not is_summable(values, len(sums.members)):
+            _require_numbers(self.spec, sums.of(values))
 
     def more_bytes(self, rows: Tensor | None) -> int:
         """Return how much more memory a push would take."""
@@ -236,8 +238,8 @@ class Rows:
         """Return how much more it would take if all rows were new, which nobody has to look for."""
         return 0 if rows is None else len(rows) * self._row_bytes
 
-    def update(self, step: int, values: Tensor, rows: Tensor | None) -> None:
-        """The rows are as after the key's next step."""
+    def update(self, step: int, values: Tensor, rows: Tensor | None, sums: Sums | None = None) -> None:
+        """The rows are as after the key's next step, each with its value, or with its sum of values."""
         if rows is None or not rows.numel():
             self.earlier = None
             return
@@ -252,6 +254,11 @@ class Rows:
         if is_any_held(self._lent):
             self._storage = tuple(part.clone() for part in self._storage)
         self._lent.clear()
+        factor = added_factor(self.spec.rule)
+        if factor is not None and not self.keeps_earlier:
+            add_at(self._storage[0], found, values, sums, factor)
+            return
+        values = values if sums is None else sums.of(values)
         places, is_first = torch.from_numpy(found), torch.from_numpy(is_new)
         changed = [gathered(own, places) for own in self._storage]
         self.earlier = Earlier(changed[0].clone(), rows) if self.keeps_earlier else None
@@ -327,6 +334,12 @@ def _require_parts(spec: Spec, parts: tuple[Tensor, ...], shape: tuple[int, ...]
 def _require_part(spec: Spec, part: Tensor, shape: tuple[int, ...]) -> None:
     fits = tuple(part.shape) == shape and part.dtype == DTYPES[spec.dtype]
     require(fits, f"a part of {spec.key} of {part.dtype} {tuple(part.shape)} where {spec.dtype} {shape} belongs")
+
+
+def is_summable(values: Tensor, count: int) -> bool:
+    """Tell whether so many values have a finite sum, whichever they are; it may have one where this says no."""
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return largest * count < torch.finfo(values.dtype).max
 
 
 def _require_numbers(spec: Spec, values: Tensor) -> None:

@@ -37,8 +37,8 @@ from counterpoint.program.instruction import (
 from counterpoint.program.partners import Place
 from counterpoint.program.trace import Lane
 from counterpoint.simulator import places
-from counterpoint.simulator.score import Hand, Key, Score, Transfer, goes_on_beside, lane_of
-from counterpoint.simulator.sharing import Pool
+from counterpoint.simulator.score import Hand, Key, Score, Transfer, goes_on_beside, goes_over_memory, lane_of
+from counterpoint.simulator.sharing import Pool, Use
 
 Span: TypeAlias = tuple[int, float, float, Lane]
 """Index of a word, start, stop, lane."""
@@ -205,7 +205,10 @@ class Clock:
         seconds = hand.seconds
         if not seconds and seat is None and not isinstance(self.score.word(place), Compute | Update | Release | Swap):
             return now
-        uses = self.score.places.cores(place[0], hand.share) if seconds and self.shares else ()
+        uses: tuple[Use, ...] = ()
+        if seconds and self.shares:
+            over = goes_over_memory(self.score.word(place))
+            uses = self.score.places.cores(place[0], hand.share, goes_over_memory=over)
         if uses:
             self.pool.begin(Work(place, now, seat), now, seconds, uses)
             return None

@@ -1,8 +1,9 @@
 """How often a rank goes over its own memory to bring parameters and gradients to where they are sent from, and back.
 
-Autograd leaves a gradient for each parameter; what is sent or summed is flat, one gradient after the other. What comes
-from others is copied to where it is used, or added to what is there. Replicas that have one copy of their weights have
-their gradients made where all see them, and move none.
+What is sent or summed is flat, one gradient after the other. Those of matrices, which are nearly all of it, are written
+there by the products that make them, and the others are not counted. What comes from others is copied to where it is
+used, or added to what is there. Replicas that have one copy of their weights have their gradients made where all see
+them, and move none.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Words
 
-COPY_PASSES, ADD_PASSES = 2, 3
-"""What is copied is read and written; where something is added both are read, and one is written."""
+COPY_PASSES, ADD_PASSES = 3, 3
+"""What is written is fetched into the cache before, so that to copy is as much as to add: two are read, one written."""
 
 
 def row_moves(row: Words, has_one_copy: Callable[[Collective], bool]) -> list[float]:
@@ -44,7 +45,7 @@ def row_moves(row: Words, has_one_copy: Callable[[Collective], bool]) -> list[fl
         >>> from counterpoint.program.text import parse_instruction
         >>> words = tuple(map(parse_instruction, "F0.0 B0.0 share(grad0)@0,1 release(grad0) U0".split()))
         >>> row_moves(words, lambda word: False)
-        [0.0, 0.0, 2.0, 1.0, 0.0]
+        [0.0, 0.0, 0.0, 1.5, 0.0]
     """
     moves = _Moves(row, has_one_copy)
     return [moves.take(word) for word in row]
@@ -55,8 +56,7 @@ class _Moves:
 
     def __init__(self, row: Words, has_one_copy: Callable[[Collective], bool]) -> None:
         self.has_one_copy = has_one_copy
-        self.fresh: set[int] = set()  # blocks whose gradients autograd has left
-        self.flat: set[Unit] = set()  # units with a flat gradient
+        self.begun: set[int] = set()  # blocks with a gradient
         self.parts: dict[Unit, int] = {}  # of so many one has been kept
         self.returned = {word.value.blocks for word in row if isinstance(word, Release) and word.value.name == "weight"}
 
@@ -64,13 +64,11 @@ class _Moves:
         """Note a word, and return how often it goes over memory."""
         match word:
             case Backward(block, part=part) if part != "input":
-                self.fresh.add(block)
+                self.begun.add(block)
             case Update(unit):
-                self.flat.discard(unit)
+                self.begun.difference_update(unit)
             case Send(value) | Push(value) if value.name in OF_UNITS and value.name != "weight":
-                passes = self.fold(value.blocks)
-                self.flat.discard(value.blocks)
-                return passes
+                self.begun.difference_update(value.blocks)
             case Recv(value) | Pull(value) if value.name in OF_UNITS:
                 return COPY_PASSES if value.name == "weight" else self.receive(value.blocks)
             case Collective(value=value) if (
@@ -78,7 +76,7 @@ class _Moves:
             ):
                 return self.collect(word)
             case Release(value) if value.name in OF_UNITS and value.name != "weight":
-                self.flat.discard(value.blocks)
+                self.begun.difference_update(value.blocks)
                 return COPY_PASSES / self.parts[value.blocks] if value.blocks in self.parts else 0.0
             case Forward() | Recompute() | Backward() | Send() | Recv() | Push() | Pull() | Collective() | Release():
                 pass
@@ -86,28 +84,17 @@ class _Moves:
                 pass
         return 0.0
 
-    def fold(self, unit: Unit) -> float:
-        """Bring what autograd has left to the flat gradient."""
-        if self.fresh.isdisjoint(unit):
-            return 0.0
-        passes = ADD_PASSES if unit in self.flat else COPY_PASSES
-        self.fresh.difference_update(unit)
-        self.flat.add(unit)
-        return float(passes)
-
     def receive(self, unit: Unit) -> float:
-        """Take in a gradient: it is added, or becomes the flat one where there is none."""
-        passes = self.fold(unit)
-        if unit in self.flat:
-            return passes + ADD_PASSES
-        self.flat.add(unit)
+        """Take in a gradient: it is added, or becomes the one that there is."""
+        passes = 0.0 if self.begun.isdisjoint(unit) else ADD_PASSES
+        self.begun.update(unit)
         return passes
 
     def collect(self, word: Collective) -> float:
-        """Make ready what a collective needs: flat gradients, or room for weights around those that were kept."""
+        """Make room for weights around those that were kept."""
         unit = word.value.blocks
         if word.verb == "join":
             return COPY_PASSES / len(word.group) if unit in self.returned else 0.0
         if word.verb == "share":
             self.parts[unit] = len(word.group)
-        return 0.0 if word.value.name == "weight" else self.fold(unit)
+        return 0.0

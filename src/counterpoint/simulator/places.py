@@ -35,7 +35,8 @@ class Places:
     def __init__(self, cluster: Cluster, speaker: Sequence[int]) -> None:
         self.cluster = cluster
         self.speaker = speaker
-        self.has_crowds = any(cluster.crowded(count) != 1.0 for count in range(1, len(speaker) + 1))
+        counts = range(1, len(speaker) + 1)
+        self.has_crowds = any(cluster.crowded(count) * cluster.memory_crowded(count) != 1.0 for count in counts)
         self.has_cards = has_cards(cluster)
         self.like: Counter[tuple[int, int, int]] = Counter()
         self.first: dict[tuple[int, int], int] = {}
@@ -47,14 +48,21 @@ class Places:
         self.known: dict[tuple[object, ...], tuple[Use, ...]] = {}
         self.ways: dict[tuple[int, ...], int] = {}
 
-    def cores(self, rank: int, share: float = 1.0) -> tuple[Use, ...]:
-        """Return what a rank uses when it computes, or does so for a share of the time."""
+    def cores(self, rank: int, share: float = 1.0, *, goes_over_memory: bool = False) -> tuple[Use, ...]:
+        """Return what a rank uses when it computes, or does so for a share of the time.
+
+        Args:
+            rank: which.
+            share: of the time.
+            goes_over_memory: whether it waits for memory all that time, which the ranks of a host have together.
+        """
         if not self.has_crowds:
             return ()
-        key = ("cores", rank, parts := round(PARTS * share))
+        key = ("cores", rank, parts := round(PARTS * share), goes_over_memory)
         if key not in self.known:
             whole = self._use("cores", 1, (rank, 1), self._crowded)
-            self.known[key] = (replace(whole, count=parts * whole.count),)
+            memory = self._use("memory", 1, (rank, 1), self.cluster.memory_crowded)
+            self.known[key] = (replace(whole, count=parts * whole.count), *((memory,) if goes_over_memory else ()))
         return self.known[key]
 
     def _crowded(self, parts: int) -> float:
@@ -140,7 +148,7 @@ def nearness(cluster: Cluster, num_ranks: int) -> Nearness:
 
 def _outer(cluster: Cluster) -> range:
     """Return the levels whose groups may hold several ranks; where a crowd matters, its host is one."""
-    return range(1, max(len(cluster.levels), 2 if cluster.crowding else 1))
+    return range(1, max(len(cluster.levels), 2 if cluster.crowding or cluster.memory_crowding else 1))
 
 
 def _group(cluster: Cluster, rank: int, level: int) -> int:

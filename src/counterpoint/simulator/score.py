@@ -195,3 +195,11 @@ def lane_of(word: Instruction) -> trace.Lane:
 def goes_on_beside(word: Instruction) -> bool:
     """Tell whether a rank does its next word while this one is on the link."""
     return isinstance(word, Send | Push) or (isinstance(word, Collective) and word.phase == "+")
+
+
+def goes_over_memory(word: Instruction) -> bool:
+    """Tell whether the time in which a word keeps its rank's processor busy is that of its memory.
+
+    What a message takes was measured with both ends at work, and with the cache that they have in common.
+    """
+    return isinstance(word, Update | Release | Swap | Serve | Collective)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.model.spec import Block, ModelSpec, Unit
 from counterpoint.model.timing import Fixed, PieceTime, Timing
 from counterpoint.program.instruction import (
     Backward,
@@ -118,6 +118,10 @@ class TimedCosts:
         return self.update_s_per_byte * self.size_of(weight(unit))
 
 
+MATRIX = 2
+"""Dims of a parameter whose gradient is a product."""
+
+
 def timed_costs(
     model: ModelSpec, timing: Timing, others: Costs, size_of: Sizes, *, samples_per_micro: int, num_micros: int
 ) -> Costs:
@@ -138,7 +142,18 @@ def timed_costs(
         point, fixed = point.as_alone() if num_micros == 1 else point, replace(fixed, step_s=fixed.alone_s)
     blocks = tuple(point.over(block) for block in model.blocks)
     own_bytes = [sum(size_of(weight(unit)) for unit in model.units if at in unit) for at in range(model.num_blocks)]
-    adds = tuple(timing.add_s_per_byte * size for size in own_bytes)
+    parts = [_part_without_matrices(model, block) for block in model.blocks]
+    adds = tuple(timing.add_s_per_byte * size * part for size, part in zip(own_bytes, parts, strict=True))
     counts = [len(block.params) for block in model.blocks]
     merges = tuple(merging_s * count / (sum(counts) or 1) for count in counts)
     return TimedCosts(blocks, fixed, timing.update_s_per_byte, timing.add_s_per_byte, adds, merges, size_of, others)
+
+
+def _part_without_matrices(model: ModelSpec, block: Block) -> float:
+    """Return which part of a block's parameters has gradients that are made first and added then.
+
+    Those of matrices are added by the products that make them, which takes no longer than to write them.
+    """
+    own = [param for param in model.params if param.name in block.params]
+    rest = sum(param.num_bytes for param in own if len(param.shape) != MATRIX)
+    return rest / (sum(param.num_bytes for param in own) or 1)

@@ -77,6 +77,7 @@ class Cluster:
             alone; while more do, they share what as many as are listed have. Empty where nobody is in anybody's way.
         slow_links: ``(level, group, part)`` for each group of the level below, a rank at level 0 and a host at level 1,
             whose link of that level, out and in, has only that part of its speed. Without levels there is only 0.
+        memory_crowding: as ``crowding``, of ranks that go over memory, which is the host's where cores are their own.
 
     Example:
         >>> hosts = (Level("host", 2, Link(5e-6, 10e9)), Level("network", 2, Link(50e-6, 125e6), is_shared=True))
@@ -90,6 +91,7 @@ class Cluster:
     levels: tuple[Level, ...] = ()
     crowding: tuple[float, ...] = ()
     slow_links: tuple[tuple[int, int, float], ...] = ()
+    memory_crowding: tuple[float, ...] = ()
 
     def speed(self, rank: int) -> float:
         """Return how many times as fast as the device a rank computes; ranks that nothing is said of are as fast."""
@@ -136,13 +138,11 @@ class Cluster:
 
         One that computes half of the time counts half; between two whole numbers the part falls evenly.
         """
-        if not self.crowding or num_computing <= 1:
-            return self.crowding[0] if self.crowding and num_computing == 1 else 1.0
-        if num_computing >= len(self.crowding):
-            return self.crowding[-1] * len(self.crowding) / num_computing
-        below = int(num_computing)
-        slower = self.crowding[below - 1] - self.crowding[below]
-        return self.crowding[below - 1] - slower * (num_computing - below)
+        return _part_among(self.crowding, num_computing)
+
+    def memory_crowded(self, num_ranks: float) -> float:
+        """Return how fast each rank of a host goes over memory while so many do, see :meth:`crowded`."""
+        return _part_among(self.memory_crowding, num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -161,3 +161,13 @@ class Cluster:
                 f"{num_ranks} ranks do not fit into a cluster of {self.num_ranks} ({counts}); take as many ranks or "
                 "fewer, or give a level a larger count"
             )
+
+
+def _part_among(crowding: tuple[float, ...], number: float) -> float:
+    """Return what part of its speed each has among so many; between two whole numbers the part falls evenly."""
+    if not crowding or number <= 1:
+        return crowding[0] if crowding and number == 1 else 1.0
+    if number >= len(crowding):
+        return crowding[-1] * len(crowding) / number
+    below = int(number)
+    return crowding[below - 1] - (crowding[below - 1] - crowding[below]) * (number - below)

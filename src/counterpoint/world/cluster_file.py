@@ -27,7 +27,7 @@ from counterpoint.world.quantities import (
 DEVICE = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
 LINK = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
-_KEYS = ("device", "link", "levels", "speeds", "crowding", "slow_links")
+_KEYS = ("device", "link", "levels", "speeds", "crowding", "slow_links", "memory_crowding")
 _SLOW_KEYS = ("level", "group", "part")
 _LINK_KEYS = (*LINK, "copied")
 _LEVEL_KEYS = ("name", "count", *_LINK_KEYS, "shared")
@@ -126,7 +126,8 @@ def write_cluster(cluster: Cluster) -> str:
     else:
         fields["link"] = _link_fields(link)
     text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
-    for key, numbers in (("speeds", cluster.speeds), ("crowding", cluster.crowding)):
+    lists = {"speeds": cluster.speeds, "crowding": cluster.crowding, "memory_crowding": cluster.memory_crowding}
+    for key, numbers in lists.items():
         text += f"{key}: [{', '.join(map(repr, numbers))}]\n" if numbers else ""
     rows = "".join(
         f"- {{level: {level}, group: {group}, part: {part!r}}}\n" for level, group, part in cluster.slow_links
@@ -174,6 +175,7 @@ class _Reader:
                 self.slow_link(node, f"slow_links[{at}]", levels)
                 for at, node in enumerate(self.items(nodes.get("slow_links"), "slow_links"))
             ),
+            self.crowding(nodes.get("memory_crowding"), "memory_crowding"),
         )
 
     def device(self, node: yaml.Node) -> Device:
@@ -210,11 +212,11 @@ class _Reader:
             self.note(node, f"speeds has {len(speeds)} numbers, and the levels have {places} ranks; give one for each")
         return speeds
 
-    def crowding(self, node: yaml.Node | None) -> tuple[float, ...]:
+    def crowding(self, node: yaml.Node | None, key: str = "crowding") -> tuple[float, ...]:
         """Return what part of its speed a rank has among 1, 2, ... that compute; more than 1 is noted."""
-        parts = self.numbers(node, "crowding")
+        parts = self.numbers(node, key)
         if node is not None and max(parts, default=0) > 1:
-            self.note(node, f"crowding has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
+            self.note(node, f"{key} has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
         return parts
 
     def slow_link(self, node: yaml.Node, path: str, levels: tuple[Level, ...]) -> tuple[int, int, float]:

@@ -113,6 +113,24 @@ class RowPart(Structure):
     )
 
 
+class Bags(Structure):
+    """Sums of values that are added to rows of a table; ``native/bags.h`` says what each field is."""
+
+    _fields_ = (
+        ("dtype", c_uint32),
+        ("unused", c_uint32),
+        ("part", c_void_p),
+        ("places", c_void_p),
+        ("members", c_void_p),
+        ("starts", c_void_p),
+        ("num_members", c_uint64),
+        ("num_lists", c_uint64),
+        ("width", c_uint64),
+        ("values", c_void_p),
+        ("factor", c_double),
+    )
+
+
 class Layer(Structure):
     """A linear layer's call as the library is asked for it; ``native/linear.h`` says what each field is."""
 
@@ -204,6 +222,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_entropy": (c_int32, (POINTER(Scores), POINTER(Lost))),
     "cp_entropy_gradient": (None, (POINTER(Scores),)),
     "cp_add_rows": (None, (POINTER(Rows),)),
+    "cp_add_sums": (None, (POINTER(Bags),)),
 }
 
 

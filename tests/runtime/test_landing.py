@@ -1,0 +1,52 @@
+"""Gradients of matrices are written where they belong, wherever that is, unless somebody listens to autograd."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from counterpoint.runtime.later import ways_of
+from tests.runtime.teams import WIDTH, feed, team
+
+MATRIX = (WIDTH, WIDTH)
+
+
+class Copies(TorchDispatchMode):
+    """Counts tensors of a matrix's shape that are copied or added to another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_move = func in {torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.clone.default}
+        self.count += is_move and tuple(args[0].shape) == MATRIX
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("plan", "micros"), [("solo", 3), ("data(2)", 2), ("zero(2, level=2)", 2), ("pipeline(2, order=gpipe)", 3)]
+)
+def test_no_gradient_of_a_matrix_is_copied_or_added_to_another(plan, micros):
+    with team(plan, num_microbatches=micros, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)) as one:
+        one.step(0, feed(one.plan.num_micros))
+        with Copies() as seen:
+            one.step(1, feed(one.plan.num_micros))
+        assert seen.count == 0
+
+
+@pytest.mark.parametrize("plan", ["solo", "zero(2, level=2)"])
+def test_a_hook_on_a_weight_hears_of_its_gradient(plan):
+    with team(plan, num_microbatches=2) as one:
+        store, heard = one.ranks[0].interpreter.store, []
+        param = next(param for param in store.params.values() if param.dim() == 2)
+        param.register_hook(lambda gradient: heard.append(gradient.shape))
+        assert id(param) not in ways_of(store, None).places
+        one.step(0, feed(one.plan.num_micros))
+    assert set(heard) == {MATRIX}
+
+
+def test_weights_with_several_versions_are_left_to_autograd():
+    with team("pipedream(2)", num_microbatches=2) as one:
+        store = one.ranks[0].interpreter.store
+        assert store.editions is not None
+        assert not ways_of(store, None).places
