@@ -83,3 +83,12 @@ def test_a_gradient_that_is_no_steps_is_handed_over():
         (found,) = torch.autograd.grad(once(module, x), module.weight)
     assert not spot.is_used
     assert torch.allclose(found, expected(module, x, once)[2])
+
+
+def test_a_graph_that_is_compiled_is_one_graph_and_has_torchs_own_layers():
+    module, spot, x = layer()
+    whole = torch.compile(module, backend="eager", fullgraph=True)
+    with Directly(Ways({id(module.weight): spot})):
+        run_backward([whole(x).sum()], [None])
+    assert module.weight.grad is not None
+    assert not spot.is_used
