@@ -1,13 +1,23 @@
 """Gradients of matrices are written where they belong, wherever that is, unless somebody listens to autograd."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.runtime.later import ways_of
 from tests.runtime.teams import WIDTH, feed, team
 
-MATRIX = (WIDTH, WIDTH)
+WIDE = 96
+MATRIX = (WIDE, WIDE)
+
+
+def wide():
+    torch.manual_seed(0)
+    widths = [WIDTH, WIDE, WIDE, WIDE, WIDTH]
+    return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).double()
 
 
 class Copies(TorchDispatchMode):
@@ -27,7 +37,9 @@ class Copies(TorchDispatchMode):
     ("plan", "micros"), [("solo", 3), ("data(2)", 2), ("zero(2, level=2)", 2), ("pipeline(2, order=gpipe)", 3)]
 )
 def test_no_gradient_of_a_matrix_is_copied_or_added_to_another(plan, micros):
-    with team(plan, num_microbatches=micros, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)) as one:
+    with team(
+        plan, num_microbatches=micros, model=wide(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    ) as one:
         one.step(0, feed(one.plan.num_micros))
         with Copies() as seen:
             one.step(1, feed(one.plan.num_micros))
@@ -36,9 +48,9 @@ def test_no_gradient_of_a_matrix_is_copied_or_added_to_another(plan, micros):
 
 @pytest.mark.parametrize("plan", ["solo", "zero(2, level=2)"])
 def test_a_hook_on_a_weight_hears_of_its_gradient(plan):
-    with team(plan, num_microbatches=2) as one:
+    with team(plan, num_microbatches=2, model=wide()) as one:
         store, heard = one.ranks[0].interpreter.store, []
-        param = next(param for param in store.params.values() if param.dim() == 2)
+        param = next(param for param in store.params.values() if tuple(param.shape) == MATRIX)
         param.register_hook(lambda gradient: heard.append(gradient.shape))
         assert id(param) not in ways_of(store, None).places
         one.step(0, feed(one.plan.num_micros))
@@ -46,7 +58,12 @@ def test_a_hook_on_a_weight_hears_of_its_gradient(plan):
 
 
 def test_weights_with_several_versions_are_left_to_autograd():
-    with team("pipedream(2)", num_microbatches=2) as one:
+    with team("pipedream(2)", num_microbatches=2, model=wide()) as one:
         store = one.ranks[0].interpreter.store
         assert store.editions is not None
         assert not ways_of(store, None).places
+
+
+def test_small_weights_are_left_to_autograd():
+    with team("solo") as one:
+        assert not ways_of(one.ranks[0].interpreter.store, None).places

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.runtime.arena import Arena
+from counterpoint.runtime.commons import SMALL_BYTES
 from counterpoint.runtime.layout import Slot
 from counterpoint.runtime.rows import Piece, add_rows
 
@@ -139,11 +140,16 @@ def landings_of(arenas: Iterable[Arena], store: Learner, *, has_editions: bool) 
             slots = list(arena.commons.large)
         else:
             named = [] if has_editions else arena.layout.slots
-            slots = [slot for slot in named if len(slot.shape) == MATRIX and slot.name not in arena.strewn.slots]
+            slots = [slot for slot in named if pays(arena.params[slot.name]) and slot.name not in arena.strewn.slots]
         found.update({id(arena.params[slot.name]): Landing(store, arena, slot) for slot in slots})
     return found
 
 
 def own_gradients(params: Iterable[nn.Parameter], store: Learner) -> dict[int, OwnGradient]:
     """Return the gradients of matrices that stay on this rank, by the identity of the weight."""
-    return {id(param): OwnGradient(param, store) for param in params if param.dim() == MATRIX and param.requires_grad}
+    return {id(param): OwnGradient(param, store) for param in params if pays(param)}
+
+
+def pays(param: nn.Parameter) -> bool:
+    """Tell whether a gradient is worth a function of ours that writes it where it belongs: not a small one's."""
+    return param.requires_grad and param.dim() == MATRIX and param.is_cpu and param.nbytes > SMALL_BYTES
