@@ -46,9 +46,10 @@ def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind
 
 @pytest.mark.parametrize("behind", [1, 2])
 @pytest.mark.parametrize("indices", [None, torch.clone], ids=["found out", "told"])
-def test_rows_that_are_fetched_ahead_lack_the_pushes_before_as_weights_do(indices, behind):
+@pytest.mark.parametrize("num_servers", [2, 1], ids=["rows", "sums"])
+def test_rows_that_are_fetched_ahead_lack_the_pushes_before_as_weights_do(num_servers, indices, behind):
     portions = portions_of(words(24), Asp(), batch_size=2)
-    crew = Crew(portions, epochs=1, task_portions=12)
+    crew = Crew(portions, epochs=1, task_portions=12, num_servers=num_servers)
     table, rhythm = Table(START, indices=indices), Rhythm(fetch_ahead=behind)
     served = crew.join("a", bags(), tables={"0.weight": table}, rhythm=rhythm)
     first = bags()

@@ -223,7 +223,9 @@ class Lookups:
         consistency = self.session.job.consistency
         if self._bagging is not None:
             ahead.bags = bags_of(wanted, self._bagging, self.session.job.num_shards)
-        if not self.moment.is_last or self.moment.ahead or isinstance(consistency, Bsp):
+        if self._leaves_with_push(ahead):
+            pass
+        elif not self.moment.is_last or self.moment.ahead or isinstance(consistency, Bsp):
             ahead.early = self._pull(wanted.rows, ahead.bags, least=following, is_open=True)
         elif ahead.bags is not None:
             pass  # a sum of which a row is about to be pushed is another one then: all are asked for behind that push
@@ -232,6 +234,13 @@ class Lookups:
             ahead.late = among(wanted.rows, self._touched())
         else:
             ahead.late = torch.arange(len(wanted.rows))
+
+    def _leaves_with_push(self, ahead: Ahead) -> bool:
+        """Tell whether sums are asked for when a minibatch is over, in the letter of its push and before it.
+
+        There is a whole minibatch left then until they are looked up; a letter of their own is more work on both sides.
+        """
+        return ahead.bags is not None and self.moment.ahead > 1 and self.moment.is_last
 
     def _upcoming(self, inputs: Sequence[Tensor]) -> Tensor | None:
         """Return what a minibatch will look up; None before it is known how the model does that."""
@@ -292,6 +301,8 @@ class Lookups:
         while len(self._pushing) >= UNDER_WAY + self.moment.ahead:
             self._pushing.popleft().wait()
         with self.session.together():
+            for ahead in self._ahead if self.moment.ahead > 1 else ():
+                self._ask_late(ahead)
             if len(rows) or not isinstance(consistency, Asp):
                 portion = self.moment.portion
                 push = self.session.push(self.key, values, portion=portion, read=read or None, rows=rows, sums=sums)
