@@ -1,9 +1,9 @@
 """One server by itself: what it saves of its shards, and when."""
 
-from counterpoint.server.actions import COORDINATOR, Save, Send
+from counterpoint.server.actions import COORDINATOR, Note, Save, Send
 from counterpoint.server.calls import Cut, Keepers, Saved, View, Welcome
 from counterpoint.server.job import Asp, Job
-from counterpoint.server.messages import Member, Origin
+from counterpoint.server.messages import Member, Members, Origin
 from counterpoint.server.node import Node
 
 VIEW = View(1, (), (Member("server-0", 1),), (Keepers("server-0", is_complete=True),))
@@ -31,3 +31,12 @@ def test_a_cut_that_is_asked_for_once_more_after_a_later_one_stays_as_it_was_sav
     node = leading()
     assert [saves(node, 0), saves(node, 1)] == [[0], [1]]
     assert node.on_event(Cut(1, 0), 0.0) == []
+
+
+def test_a_life_notes_the_entries_of_the_log_that_it_begins_with():
+    """The life before was killed after an entry stood in the log and before it stood in the journal."""
+    entries = [Members(generation, ()) for generation in (1, 2)]
+    node = Node(Job("job", Asp()), "server-0", 7, logs={0: entries})
+    noted = [action for action in node.on_event(Welcome(7, 1, VIEW), 0.0) if isinstance(action, Note)]
+    assert noted[:2] == [Note(0, at, entry, is_certain=True) for at, entry in enumerate(entries)]
+    assert [note.position for note in noted] == [0, 1, 2]

@@ -173,3 +173,13 @@ def recovered(shard: Shard, lines: Sequence[Entry]) -> Shard:
     for line in lines:
         shard.apply(line)
     return shard
+
+
+def recalled(shard: Shard, lines: Sequence[Entry]) -> Iterator[Note]:
+    """Yield the entries of the log that a shard has just been recovered from.
+
+    The life that wrote them may have died after an entry stood in the log, and before it stood in the journal.
+    """
+    first = shard.position - len(lines)
+    for index, entry in enumerate(lines):
+        yield Note(shard.index, first + index, entry, is_certain=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from counterpoint.server.actions import COORDINATOR, Action, Save, Send, Stop, answer
 from counterpoint.server.calls import Complete, Cut, Keepers, Saved, View, Welcome
 from counterpoint.server.form import Message
-from counterpoint.server.holding import Backed, Primary, recovered
+from counterpoint.server.holding import Backed, Primary, recalled, recovered
 from counterpoint.server.job import Job
 from counterpoint.server.messages import Enter, Init, Members, Pull, Push, Reason, Refused, Rest
 from counterpoint.server.presence import Presence
@@ -111,8 +111,9 @@ class Node:
             held.keepers = keepers
             held.reads.clear()
         else:
-            shard = held.shard if held is not None else None
-            held = self.holdings[index] = Primary(shard or self._new(index), keepers)
+            lines = self._logs.get(index, ())
+            held = self.holdings[index] = Primary((held and held.shard) or self._new(index), keepers)
+            yield from recalled(held.shard, lines)
         view = self.presence.view
         origin = self.presence.origin()
         yield from held.again(origin, now)

@@ -12,6 +12,7 @@ from counterpoint.errors import CheckpointError, DataError, LaunchError
 from counterpoint.server.actions import Write
 from counterpoint.server.choices import Adagrad, Constant, Sgd
 from counterpoint.server.hosting.contact import read_contact, write_contact
+from counterpoint.server.hosting.folder import lines_of, log_path
 from counterpoint.server.hosting.joining import join
 from counterpoint.server.hosting.journals import journals_in, read_journals
 from counterpoint.server.hosting.resuming import resume, whole_cuts
@@ -221,6 +222,29 @@ def test_the_journals_of_servers_that_died_make_the_same_shard(threads, tmp_path
     ]
     shards = [replay(job(num_servers=2), index, entries) for index in (0, 1)]
     assert all(torch.equal(shard.keys["weight"].table.parts[0], values) for shard in shards)
+
+
+def test_a_server_that_was_killed_before_its_journal_had_the_end_of_its_log_says_it_in_its_next_life(threads, tmp_path):
+    for portion in (0, 1):
+        servers = threads(job(), tmp_path, is_journaled=True)
+        with servers.join(f"worker-{portion}") as session:
+            session.init("weight", torch.zeros(8), HALF)
+            session.push("weight", torch.ones(8), portion=portion).wait()
+        servers.close()
+        if not portion:
+            (journal,) = journals_in(tmp_path).glob("*.log")
+            journal.write_bytes(b"")
+    (entries,) = read_journals(tmp_path, 1).values()
+    assert [entry.portion for entry in entries if isinstance(entry, Push)] == [0, 1]
+
+
+def test_what_a_writer_was_ordered_stands_in_its_folder_once_it_has_settled(tmp_path):
+    writer = Writer(tmp_path, lambda _: None, lambda _: None)
+    for position in range(50):
+        writer.order(Write("log", Noted(0, position, Members(1, ()), 0)))
+    writer.settle()
+    assert len(lines_of(log_path(tmp_path, "log"))[0]) == 50
+    writer.close()
 
 
 def test_what_was_handed_on_last_fills_a_gap_between_certain_entries(tmp_path):

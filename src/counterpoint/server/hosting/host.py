@@ -107,6 +107,8 @@ class Host:
                     assert_never(action)
 
     def _order(self, action: Write | Save) -> None:
+        if self._journal is not None and isinstance(action, Save):
+            self._journal.settle()  # a log may go that says what the journal has not heard yet
         if self._writer is not None:
             self._num_ordered = self._writer.order(action)
             self._num_logged = self._num_ordered if isinstance(action, Write) else self._num_logged

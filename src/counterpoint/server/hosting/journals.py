@@ -87,6 +87,10 @@ class Journal:
         for position, entry in entries.items():
             self._writer.order(Write(log, Noted(shard, position, entry, handed_on)))
 
+    def settle(self) -> None:
+        """What was noted so far is on the disk."""
+        self._writer.settle()
+
     def close(self) -> None:
         """What was noted is on the disk."""
         self._writer.close()

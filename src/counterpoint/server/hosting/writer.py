@@ -39,8 +39,9 @@ class Writer:
         self._on_durable, self._on_failure = on_durable, on_failure
         self._fresh = threading.Condition()
         self._orders: list[Write | Save] = []
-        self._num_ordered = 0
+        self._num_ordered = self._num_done = 0
         self._is_stopping = False
+        self._is_able = True
         self._files: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._run, name="counterpoint writer", daemon=True)
@@ -54,6 +55,12 @@ class Writer:
             self._fresh.notify()
             return self._num_ordered
 
+    def settle(self) -> None:
+        """What was ordered before is durable, or the writer has failed and said so."""
+        with self._fresh:
+            num_orders = self._num_ordered
+            self._fresh.wait_for(lambda: self._num_done >= num_orders or not self._is_able, JOIN_S)
+
     def close(self) -> None:
         """What was ordered is durable, and the thread has ended."""
         with self._fresh:
@@ -65,7 +72,6 @@ class Writer:
         self._files.clear()
 
     def _run(self) -> None:
-        num_done = 0
         while True:
             with self._fresh:
                 while not self._orders and not self._is_stopping:
@@ -76,13 +82,18 @@ class Writer:
             try:
                 self._write(orders)
             except OSError as error:
+                with self._fresh:
+                    self._is_able = False
+                    self._fresh.notify_all()
                 self._on_failure(
                     CheckpointError(f"cannot write in {self._folder}: {error.strerror}; free space, or give another")
                 )
                 return
-            num_done += len(orders)
+            with self._fresh:
+                self._num_done += len(orders)
+                self._fresh.notify_all()
             orders.clear()  # a shard that is saved need not be kept as it was any longer
-            self._on_durable(num_done)
+            self._on_durable(self._num_done)
 
     def _write(self, orders: list[Write | Save]) -> None:
         touched: set[str] = set()
