@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from counterpoint.errors import ProtocolError
+from counterpoint.server import room
 from counterpoint.server.choices import Adagrad, Adam, Constant, Normal, Sgd, Uniform
 from counterpoint.server.messages import Spec
 from counterpoint.server.tables import Range, Rows
@@ -212,3 +213,30 @@ def test_numbers_whose_sum_overflows_are_finite():
     kept.check(torch.full((2,), 3e38), None)
     with pytest.raises(ProtocolError, match="not finite"):
         kept.check(torch.tensor([torch.inf, 0.0]), None)
+
+
+def test_a_table_grows_as_far_as_there_is_memory(monkeypatch):
+    def scarce(shape, dtype):
+        if shape[0] > 5:
+            raise MemoryError
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(room, "empty", scarce)
+    kept = table(Adagrad(0.1), "float32", high=1000)
+    for step, rows in enumerate(([1, 2], [3], [2, 4, 5]), 1):
+        kept.update(step, torch.ones(len(rows), 3), torch.tensor(rows))
+    assert kept.rows.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("rule", SPARSE, ids=str)
+def test_new_rows_and_known_ones_in_one_push_are_updated_as_torch_does_it(rule):
+    kept, everything = table(rule, "float64", high=100_000), torch.arange(100_000)
+    param = torch.nn.Parameter(kept.read(everything).clone())
+    optimizer = torchs(rule, param, is_sparse=True)
+    for step, rows in enumerate([everything[::3], everything[1000::2], everything], 1):
+        values = torch.randn(len(rows), 3, generator=torch.Generator().manual_seed(step), dtype=param.dtype)
+        param.grad = torch.sparse_coo_tensor(rows[None], values, param.shape, check_invariants=True).coalesce()
+        kept.update(step, values, rows)
+        with torch.sparse.check_sparse_tensor_invariants(True):
+            optimizer.step()
+        assert torch.equal(kept.read(everything), param.detach())

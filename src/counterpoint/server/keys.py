@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from counterpoint.server.choices import Aggregate, Rule, Start
 from counterpoint.server.job import Bsp, Job
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import Place, shard_of_row
+from counterpoint.server.room import gathered, scatter
 from counterpoint.server.sums import Sums, require_sums
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -146,8 +148,8 @@ class Table:
         if self.num_shards == 1:
             return [Part(0, values, rows, sums)]
         if sums is not None:
-            return [Part(shard, values, rows[mask], only(sums, mask)) for shard, mask in self._masks(rows)]
-        return [Part(shard, values[mask], rows[mask]) for shard, mask in self._masks(rows)]
+            return [Part(shard, values, rows[own], only(sums, own)) for shard, own in self._dealt(rows)]
+        return [Part(shard, gathered(values, own), rows[own]) for shard, own in self._dealt(rows)]
 
     def wanted(self, rows: Tensor | None, sums: Sums | None = None) -> list[Wanted]:
         """Return what to ask of each shard; the sums of its own rows."""
@@ -156,8 +158,8 @@ class Table:
         if self.num_shards == 1:
             return [Wanted(0, rows, sums)]
         return [
-            Wanted(shard, rows[mask], None if sums is None else among(sums, mask, len(rows)))
-            for shard, mask in self._masks(rows)
+            Wanted(shard, rows[own], None if sums is None else among(sums, own, len(rows)))
+            for shard, own in self._dealt(rows)
         ]
 
     def _require_sums(self, sums: Sums | None, rows: Tensor, values: Tensor | None = None) -> None:
@@ -178,8 +180,11 @@ class Table:
         rows = self._required(rows)
         values = torch.empty((len(rows), self.width), dtype=self.dtype) if out is None else out
         plain = values.detach()
-        for (_, mask), part in zip(self._masks(rows), found, strict=True):
-            plain[mask] = part
+        for (_, own), part in zip(self._dealt(rows), found, strict=True):
+            if plain.is_contiguous() and part.is_contiguous():
+                scatter(plain, own.numpy(), part)
+            else:
+                plain[own] = part
         return values
 
     def require_out(self, out: Tensor, rows: Tensor | None, sums: Sums | None = None) -> None:
@@ -187,10 +192,12 @@ class Table:
         count = len(self._required(rows)) if sums is None else len(sums.starts)
         require_look(self.name, out, (count, self.width), self.dtype)
 
-    def _masks(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        owner = shard_of_row(rows, self.num_shards)
-        for shard in self.shards:
-            yield shard, (owner == shard).nonzero().view(-1)
+    def _dealt(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield for each shard which of the rows it keeps, ascending."""
+        owner = shard_of_row(rows.numpy(), self.num_shards).astype(np.min_scalar_type(self.num_shards))
+        counts = np.bincount(owner, minlength=self.num_shards)
+        order = torch.from_numpy(owner.argsort(kind="stable"))  # numbers that are this short are not compared
+        yield from enumerate(torch.split(order, counts.tolist()))
 
     def _required(self, rows: Tensor | None) -> Tensor:
         """Return the rows; a PlanError where they are not rows of this table, in order and each once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from math import prod
 from typing import Final
@@ -15,28 +18,58 @@ from counterpoint.fabric.shm.native import DTYPES, Bags, native
 from counterpoint.server.places import Numbers
 from counterpoint.server.sums import Sums
 
+LARGE_BYTES: Final = 1 << 22
+MAP_NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0
+"""Python has no name for it before 3.13."""
 LINE_BYTES: Final = 64
 """A row that begins with a line of the cache is in the fewest of them."""
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory in large pages, if it is large and the kernel has some: numpy asks for them, and torch does not."""
+    """Return memory; a large one in large pages if the kernel has some, none of which is taken before it is written to.
+
+    Raises:
+        MemoryError: there is not so much.
+    """
     num_bytes = prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + LINE_BYTES, dtype=np.uint8)
+    if num_bytes < LARGE_BYTES:
+        memory = np.empty(num_bytes + LINE_BYTES, dtype=np.uint8)
+    else:
+        memory = np.frombuffer(_mapped(num_bytes + LINE_BYTES), dtype=np.uint8)
     start = -memory.ctypes.data % LINE_BYTES
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
-def longer(part: Tensor, used: int, room: int) -> Tensor:
-    """Return memory for more rows, the first of which are those that are used.
+def _mapped(num_bytes: int) -> mmap.mmap:
+    try:
+        found = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes for the rows of a table") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return found
+
+
+def longer(parts: Sequence[Tensor], used: int, least: int, wanted: int) -> tuple[Tensor, ...]:
+    """Return memory for more rows of each part, the first of which are those that are used.
+
+    Args:
+        parts: of the rows.
+        used: rows.
+        least: rows that there must be room for.
+        wanted: rows that there is to be room for, if there is memory: what nobody writes to is not taken.
 
     Example:
-        >>> longer(torch.tensor([[1.0], [2.0]]), 2, 3)[:2]
+        >>> longer([torch.tensor([[1.0], [2.0]])], 2, 3, 8)[0][:2]
         tensor([[1.],
                 [2.]])
     """
-    found = empty((room, *part.shape[1:]), part.dtype)
-    found[:used] = part[:used]
+    try:
+        found = tuple(empty((max(least, wanted), *part.shape[1:]), part.dtype) for part in parts)
+    except MemoryError:
+        found = tuple(empty((least, *part.shape[1:]), part.dtype) for part in parts)
+    for new, old in zip(found, parts, strict=True):
+        new[:used] = old[:used]
     return found
 
 
@@ -53,6 +86,32 @@ def gathered(part: Tensor, places: Tensor) -> Tensor:
     if part.dtype != torch.float32:
         return part.index_select(0, places)
     return F.embedding_bag(places, part, torch.arange(len(places)), mode="sum")
+
+
+def rows_or(part: Tensor, places: Numbers, other: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the rows at places, and others where a place is below zero.
+
+    Args:
+        part: memory of rows.
+        places: of those that are wanted.
+        other: called with which of them have no place, ascending; returns these rows.
+
+    Example:
+        >>> rows_or(torch.tensor([[1.0], [2.0]]), np.array([1, -1]), lambda which: 10.0 * which[:, None])
+        tensor([[ 2.],
+                [10.]])
+    """
+    is_there = places >= 0
+    if is_there.all():
+        return part.index_select(0, torch.from_numpy(places))
+    missing = torch.from_numpy(np.flatnonzero(~is_there))
+    found = other(missing)
+    if not is_there.any():
+        return found
+    both = torch.empty(len(places), *part.shape[1:], dtype=part.dtype)
+    scatter(both, missing.numpy(), found)
+    scatter(both, np.flatnonzero(is_there), gathered(part, torch.from_numpy(places[is_there])))
+    return both
 
 
 def add_at(part: Tensor, places: Numbers, values: Tensor, sums: Sums | None, factor: float) -> None:

@@ -106,7 +106,7 @@ def update_rows(
         value: ``(rows, width)``; changed in place, as are the parts.
         parts: what the rule keeps of these rows.
         gradient: ``(rows, width)``; not changed.
-        is_first: ``(rows, 1)``, whether a row had never been pushed.
+        is_first: ``(rows, 1)``, or ``(1, 1)`` for all of them: whether a row had never been pushed.
     """
     match rule:
         case Aggregate():

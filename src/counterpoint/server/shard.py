@@ -35,8 +35,9 @@ from counterpoint.server.messages import (
     Spec,
 )
 from counterpoint.server.rules import first_parts
+from counterpoint.server.snapshots import Earlier
 from counterpoint.server.states import Change, Entry, Held, KeyState, Session, ShardState
-from counterpoint.server.tables import Earlier, Range, Rows
+from counterpoint.server.tables import Range, Rows
 from counterpoint.server.tally import Tally
 
 Answer: TypeAlias = Pushed | Done | Refused

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -17,40 +16,14 @@ from counterpoint.server.lending import is_any_held, lent_out
 from counterpoint.server.messages import DTYPES, Spec
 from counterpoint.server.placement import shard_of_row
 from counterpoint.server.places import Numbers, places_of
-from counterpoint.server.room import add_at, gathered, longer, scatter
-from counterpoint.server.rules import added_factor, first_parts, num_parts, update_range, update_rows
+from counterpoint.server.room import add_at, gathered, longer, rows_or, scatter
+from counterpoint.server.rules import PIECE, added_factor, first_parts, num_parts, update_range, update_rows
+from counterpoint.server.snapshots import Earlier, Snapshot
 from counterpoint.server.sums import Sums
 
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The numbers of a key before its last step, for whoever has to compute a portion of that step once more.
-
-    Of a portion whose worker died, some keys may have counted its push, and gone on to the next step with it. Whoever
-    repeats the portion reads all keys as they were before.
-
-    Args:
-        values: of a range all of them, of a table those of the rows that the step changed.
-        rows: which these are; None for a range.
-    """
-
-    values: Tensor
-    rows: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A key's numbers at one moment, without a copy of them: a table that is to change them copies them before.
-
-    Args:
-        parts: its numbers, and those of its rule.
-        rows: of a table, in the order of the parts; None for a range.
-        earlier: the numbers before the last step, where they are kept.
-    """
-
-    parts: tuple[Tensor, ...]
-    rows: Tensor | None
-    earlier: Earlier | None
+GROWTH, ROOM_BYTES = 8, 1 << 30
+"""A table has room for all of its rows, if they are no more than this, and gets room for so many times those that it
+has when it is full. Memory that nobody has written to is not taken."""
 
 
 class Range:
@@ -168,7 +141,7 @@ class Rows:
             num_rows = 0 if earlier.rows is None else len(earlier.rows)
             _require_part(spec, earlier.values, (num_rows, spec.width))
         self._dtype = DTYPES[spec.dtype]
-        self._known = 0
+        self._known = self._room = 0
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._storage = tuple(torch.empty(0, spec.width, dtype=self._dtype) for _ in range(1 + num_parts(spec.rule)))
         self._places = places_of(spec.high, num_shards)
@@ -201,8 +174,8 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return sum(part.nbytes for part in self._storage)
+        """Memory that its rows take."""
+        return self._known * self._row_bytes
 
     def check_rows(self, rows: Tensor | None) -> None:
         """Check that the rows are of this shard; a ProtocolError where they are not."""
@@ -243,28 +216,43 @@ class Rows:
         if rows is None or not rows.numel():
             self.earlier = None
             return
-        found = self._places.of(rows)
-        is_new = found < 0
+        places = self._places.of(rows)
+        is_new = places < 0
         if is_new.any():
-            new = torch.from_numpy(rows.numpy()[is_new])
-            first = begin_of(self.spec, new)
-            found[is_new] = added = self._grow(new)
-            for own, part in zip(self._storage, (first, *first_parts(self.spec.rule, first)), strict=True):
-                own[added[0] : added[-1] + 1] = part
+            places[is_new] = self._begun(torch.from_numpy(rows.numpy()[is_new]))
         if is_any_held(self._lent):
-            self._storage = tuple(part.clone() for part in self._storage)
+            self._storage = longer(self._storage, self._known, self._room, self._room)
         self._lent.clear()
         factor = added_factor(self.spec.rule)
         if factor is not None and not self.keeps_earlier:
-            add_at(self._storage[0], found, values, sums, factor)
+            add_at(self._storage[0], places, values, sums, factor)
             return
         values = values if sums is None else sums.of(values)
-        places, is_first = torch.from_numpy(found), torch.from_numpy(is_new)
-        changed = [gathered(own, places) for own in self._storage]
-        self.earlier = Earlier(changed[0].clone(), rows) if self.keeps_earlier else None
-        update_rows(self.spec.rule, step, changed[0], tuple(changed[1:]), values, is_first=is_first[:, None])
-        for own, part in zip(self._storage, changed, strict=True):
-            scatter(own, found, part)
+        self.earlier = (
+            Earlier(gathered(self._storage[0], torch.from_numpy(places)), rows) if self.keeps_earlier else None
+        )
+        for chosen, is_first in ((is_new, True), (~is_new, False)):
+            own = values if chosen.all() else values[torch.from_numpy(chosen)]
+            self._step(step, places[chosen], own, is_first=is_first)
+
+    def _step(self, step: int, places: Numbers, values: Tensor, *, is_first: bool) -> None:
+        """The rows at places are as after the key's next step: so many at a time that they stay in the cache.
+
+        Rows that are new lie behind one another, and are changed where they are.
+        """
+        num_rows = max(1, PIECE // self.spec.width)
+        for low in range(0, len(places), num_rows):
+            own = places[low : low + num_rows]
+            there = torch.from_numpy(own)
+            if is_first:
+                rows = [part[own[0] : own[-1] + 1] for part in self._storage]
+            else:
+                rows = [gathered(part, there) for part in self._storage]
+            few, firsts = values[low : low + num_rows], torch.tensor([[is_first]])
+            update_rows(self.spec.rule, step, rows[0], tuple(rows[1:]), few, is_first=firsts)
+            if not is_first:
+                for part, changed in zip(self._storage, rows, strict=True):
+                    scatter(part, own, changed)
 
     def read(self, rows: Tensor | None) -> Tensor:
         """Return rows; one that has never been pushed as it begins."""
@@ -272,13 +260,7 @@ class Rows:
             return torch.empty(0, self.spec.width, dtype=self._dtype)
         if not self._known:
             return begin_of(self.spec, rows)
-        places = self._places.of(rows)
-        unknown = places < 0
-        if not unknown.any():
-            return self._storage[0].index_select(0, torch.from_numpy(places))
-        found = self._storage[0].index_select(0, torch.from_numpy(places.clip(min=0)))
-        found[torch.from_numpy(unknown)] = begin_of(self.spec, torch.from_numpy(rows.numpy()[unknown]))
-        return found
+        return rows_or(self._storage[0], self._places.of(rows), lambda which: begin_of(self.spec, rows[which]))
 
     def read_sums(self, rows: Tensor | None, sums: Sums) -> Tensor:
         """Return sums of rows, without a copy of these where all of them have been pushed."""
@@ -304,13 +286,21 @@ class Rows:
         numbers, *parts = (lent_out(one[: self._known], self._lent) for one in (self._numbers, *self._storage))
         return Snapshot(tuple(parts), numbers, self.earlier)
 
+    def _begun(self, rows: Tensor) -> Numbers:
+        """Return places for rows that have none yet, where they are as they begin."""
+        places, first = self._grow(rows), begin_of(self.spec, rows)
+        for own, part in zip(self._storage, (first, *first_parts(self.spec.rule, first)), strict=True):
+            own[places[0] : places[-1] + 1] = part
+        return places
+
     def _grow(self, rows: Tensor) -> Numbers:
         """Return places for rows that have none yet."""
         first, self._known = self._known, self._known + rows.numel()
-        if self._known > self._numbers.numel():
-            room = max(self._known, 2 * first)
-            self._numbers = longer(self._numbers, first, room)
-            self._storage = tuple(longer(part, first, room) for part in self._storage)
+        if self._known > self._room:
+            many = max(GROWTH * first, ROOM_BYTES // (self.spec.width * self._dtype.itemsize))
+            wanted = min(many, -(-self.spec.high // self.num_shards))
+            self._numbers, *storage = longer((self._numbers, *self._storage), first, self._known, wanted)
+            self._storage, self._room = tuple(storage), len(self._numbers)
         self._numbers[first : self._known] = rows
         places = np.arange(first, self._known)
         self._places.add(rows, places)

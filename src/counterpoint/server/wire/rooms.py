@@ -68,7 +68,7 @@ class Rooms:
                 self._kept.append(store)
                 return Room(store, num_bytes)
         try:
-            store = mmap.mmap(-1, num_bytes)
+            store = mmap.mmap(-1, -(-num_bytes // LARGE_BYTES) * LARGE_BYTES)  # a little more may come next time
         except OSError as error:
             raise ProtocolError(
                 f"a letter of {num_bytes} bytes came, for which there is no memory here ({error.strerror}); send it in "
