@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "bags.h"
+#include "distinct.h"
 #include "collectives.h"
 #include "entropy.h"
 #include "linear.h"
@@ -167,3 +168,6 @@ CP_API int32_t cp_entropy(const cp::Scores* given, cp::Lost* lost) { return cp::
 CP_API void cp_entropy_gradient(const cp::Scores* given) { cp::entropy_gradient(*given); }
 CP_API void cp_add_rows(const cp::Rows* rows) { cp::add_rows(*rows); }
 CP_API void cp_add_sums(const cp::Bags* bags) { cp::add_sums(*bags); }
+CP_API int64_t cp_distinct(const int64_t* numbers, uint64_t count, int64_t* found, uint64_t* scratch) {
+  return cp::distinct(numbers, count, found, scratch);
+}

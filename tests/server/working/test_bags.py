@@ -1,9 +1,11 @@
 """Bags travel as their sums, in both directions, and train as rows do."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from counterpoint.fabric.shm.native import Native, native
 from counterpoint.server.choices import Uniform
 from counterpoint.server.job import Asp, Bsp, Ssp
 from counterpoint.server.messages import Pull, Push
@@ -11,7 +13,7 @@ from counterpoint.server.working import layout, lookups
 from counterpoint.server.working.bags import bags_of
 from counterpoint.server.working.loop import Habits
 from counterpoint.server.working.rhythm import Rhythm
-from counterpoint.server.working.rows import distinct
+from counterpoint.server.working.rows import distinct, looked_up
 from tests.server.working.crews import Crew, bags, distance, portions_of, seeded, words
 
 START = Uniform(-0.5, 0.5)
@@ -136,3 +138,24 @@ def test_the_table_of_bags_is_what_torch_would_make_of_it():
     assert torch.equal(sums, bag(indices).detach())
     (expected,) = torch.autograd.grad(bag(indices), bag.weight, sums)
     assert torch.allclose(made.back.of(sums), expected[wanted.rows])
+
+
+@pytest.mark.parametrize("low", [0, -3, (1 << 63) - 40], ids=["rows", "below 0", "too large"])
+@pytest.mark.parametrize("count", [0, 1, 2, 3000])
+def test_numbers_are_put_in_order_the_same_with_the_native_part_and_without(low, count, monkeypatch):
+    numbers = low + np.random.default_rng(count).integers(0, 40, count)
+    found = []
+    for library in (native(), Native(None, "left out")):
+        monkeypatch.setattr("counterpoint.server.working.rows.native", lambda library=library: library)
+        order, rows, places = looked_up(numbers)
+        found.append([one.tolist() for one in (order.numbers, order.starts, rows, places)])
+    assert found[0] == found[1]
+    assert found[0][2] == sorted(set(numbers.tolist()))
+
+
+def test_numbers_of_several_digits_are_put_in_order():
+    numbers = np.random.default_rng(1).integers(0, 1 << 40, 5000)
+    order, rows, places = looked_up(np.concatenate([numbers, numbers]))
+    assert np.array_equal(rows, np.unique(numbers))
+    assert np.array_equal(rows[places], np.concatenate([numbers, numbers]))
+    assert np.array_equal(order.numbers[order.starts][places[:5000]], np.arange(5000))

@@ -223,6 +223,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_entropy_gradient": (None, (POINTER(Scores),)),
     "cp_add_rows": (None, (POINTER(Rows),)),
     "cp_add_sums": (None, (POINTER(Bags),)),
+    "cp_distinct": (c_int64, (c_void_p, c_uint64, c_void_p, c_void_p)),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError, PlanError
+from counterpoint.fabric.shm.native import native
 
 Numbers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -47,25 +48,30 @@ class Distinct:
     order: Order | None = None
 
 
-def ordered(numbers: Numbers) -> Order:
-    """Return the order of numbers.
+def looked_up(numbers: Numbers) -> tuple[Order, Numbers, Numbers]:
+    """Return the order of numbers, the different ones ascending, and for each number its place among these.
 
     Example:
-        >>> order = ordered(np.array([7, 3, 5, 3]))
+        >>> order, rows, places = looked_up(np.array([7, 3, 5, 3]))
         >>> order.numbers.tolist(), order.starts.tolist()
         ([1, 3, 2, 0], [0, 2, 3])
+        >>> rows.tolist(), places.tolist()
+        ([3, 5, 7], [2, 0, 1, 0])
     """
-    shift = numbers.size.bit_length()
-    if numbers.size and numbers.min() >= 0 and int(numbers.max()) < 1 << (62 - shift):
-        packed = (numbers << shift) | np.arange(numbers.size)  # sorts in half the time, and equal ones in their order
-        packed.sort()
-        order, ascending = packed & ((1 << shift) - 1), packed >> shift
-    else:
-        order = numbers.argsort(kind="stable")
-        ascending = numbers[order]
-    is_first = np.ones(numbers.size, dtype=bool)
+    library, count = native().library, numbers.size
+    if library is not None and numbers.flags.c_contiguous:
+        found, scratch = np.empty((4, count), dtype=np.int64), np.empty(2 * count, dtype=np.uint64)
+        num_rows = library.cp_distinct(numbers.ctypes.data, count, found.ctypes.data, scratch.ctypes.data)
+        if num_rows >= 0:
+            order, starts, rows, places = found
+            return Order(order, starts[:num_rows]), rows[:num_rows], places
+    order = numbers.argsort(kind="stable")
+    ascending = numbers[order]
+    is_first = np.ones(count, dtype=bool)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    return Order(order, np.flatnonzero(is_first))
+    places = np.empty(count, dtype=np.int64)
+    places[order] = is_first.cumsum() - 1
+    return Order(order, np.flatnonzero(is_first)), ascending[is_first], places
 
 
 def distinct(key: str, indices: Tensor, num_rows: int, padding: int | None) -> Distinct:
@@ -86,11 +92,8 @@ def distinct(key: str, indices: Tensor, num_rows: int, padding: int | None) -> D
         ([3, 7], [1, 2, 0, 1])
     """
     numbers: Numbers = indices.numpy().reshape(-1).astype(np.int64, copy=False)
-    order = ordered(numbers)
-    rows = torch.from_numpy(numbers[order.numbers[order.starts]])
-    inverse = np.empty(numbers.size, dtype=np.int64)
-    inverse[order.numbers] = np.repeat(np.arange(len(rows)), np.diff(order.starts, append=numbers.size))
-    places = torch.from_numpy(inverse).view(indices.shape)
+    order, different, inverse = looked_up(numbers)
+    rows, places = torch.from_numpy(different), torch.from_numpy(inverse).view(indices.shape)
     if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < num_rows):
         raise DataError(f"rows {int(rows[0])} to {int(rows[-1])} of {key} are looked up, which has {num_rows}")
     at = len(rows) if padding is None else int(torch.searchsorted(rows, padding))
