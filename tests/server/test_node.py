@@ -1,9 +1,12 @@
 """One server by itself: what it saves of its shards, and when."""
 
-from counterpoint.server.actions import COORDINATOR, Note, Save, Send
+import pytest
+
+from counterpoint.server.actions import COORDINATOR, Note, Save, Send, Stop
 from counterpoint.server.calls import Cut, Keepers, Saved, View, Welcome
+from counterpoint.server.client import Client
 from counterpoint.server.job import Asp, Job
-from counterpoint.server.messages import Member, Members, Origin
+from counterpoint.server.messages import Member, Members, Origin, Refused
 from counterpoint.server.node import Node
 
 VIEW = View(1, (), (Member("server-0", 1),), (Keepers("server-0", is_complete=True),))
@@ -40,3 +43,18 @@ def test_a_life_notes_the_entries_of_the_log_that_it_begins_with():
     noted = [action for action in node.on_event(Welcome(7, 1, VIEW), 0.0) if isinstance(action, Note)]
     assert noted[:2] == [Note(0, at, entry, is_certain=True) for at, entry in enumerate(entries)]
     assert [note.position for note in noted] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_life_ends_by_a_refusal_after_its_welcome_and_not_by_a_late_one_of_its_greeting(generation):
+    refused = Refused(-1, 0, is_pull=False, reason="identity", text="gone", generation=generation)
+    stops = [action for action in leading().on_event(refused, 0.0) if isinstance(action, Stop)]
+    assert stops == ([Stop("gone")] if generation > 1 else [])
+
+
+def test_a_worker_that_is_welcome_goes_on_where_the_refusal_of_its_greeting_comes_late():
+    client = Client(Job("job", Asp()), "worker-0", 7)
+    client.on_event(Welcome(7, 1, VIEW), 0.0)
+    for generation, expected in ((1, []), (2, [Stop("gone")])):
+        refused = Refused(-1, 0, is_pull=False, reason="identity", text="gone", generation=generation)
+        assert client.on_event(refused, 0.0) == expected

@@ -163,7 +163,8 @@ class Client:
         elif answer.reason in {"identity", "lost"} and answer.shard < 0 and not self.presence.is_welcome:
             yield Deliver(answer)
         elif answer.reason == "identity" and answer.shard < 0:
-            yield Stop(answer.text)
+            if self.presence.is_refused(answer):
+                yield Stop(answer.text)
         elif answer.shard < 0:
             is_final = answer.reason in FINAL
             if self.call is not None and answer.sequence == self.call.origin.sequence:

@@ -73,7 +73,7 @@ class Node:
                 yield from self._kept(message, now)
             case Cut():
                 yield from self._cut(message)
-            case Refused() if message.shard < 0 and message.reason == "identity" and self.presence.is_welcome:
+            case Refused() if self.presence.is_refused(message):
                 yield Stop(message.text)
             case _:
                 pass

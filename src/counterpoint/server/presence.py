@@ -5,7 +5,7 @@ from __future__ import annotations
 from counterpoint.server.actions import COORDINATOR, Action, Send
 from counterpoint.server.calls import Heartbeat, Hello, View, Welcome
 from counterpoint.server.job import Job
-from counterpoint.server.messages import Origin, Role
+from counterpoint.server.messages import Origin, Refused, Role
 
 NOBODY = 0
 
@@ -27,6 +27,7 @@ class Presence:
         self.incarnation = NOBODY
         self.view = View(0)
         self._due = -1.0
+        self._begun = 0  # generation of its welcome
 
     @property
     def is_welcome(self) -> bool:
@@ -49,12 +50,20 @@ class Presence:
         if isinstance(message, Welcome):
             if message.token != self.hello.token or self.is_welcome:
                 return False
-            self.incarnation = message.incarnation
+            self.incarnation, self._begun = message.incarnation, message.view.generation
             message = message.view
         if not self.is_welcome or message.generation <= self.view.generation:
             return False
         self.view = message
         return True
+
+    def is_refused(self, refused: Refused) -> bool:
+        """Tell whether a refusal says that the job goes on without this life.
+
+        One of its own hello may come after its welcome. It is of an earlier generation, as whoever joins begins one.
+        """
+        is_about_it = refused.shard < 0 and refused.reason == "identity"
+        return is_about_it and self.is_welcome and refused.generation > self._begun
 
     @property
     def is_expelled(self) -> bool:
