@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from counterpoint.program.instruction import Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.norms import pooled
 from counterpoint.runtime.together import gather_rows, mean_of
+
+Numbers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,63 @@ def kept_of(model: nn.Module) -> list[Kept]:
 
 
 class Seen(NamedTuple):
-    """What a module saw in one call, in float64: mean and variance by channel, of how many values, the momentum."""
+    """What a module saw in one call: mean, variance over ``count - 1``, of how many values by channel, the momentum."""
 
     mean: Tensor
     var: Tensor
     num_values: int
     momentum: float
+
+
+class Layout:
+    """Where the figures of all modules are among the numbers that ranks tell each other.
+
+    Those are the means of all channels of all modules, their variances, the values by channel of each module, and the
+    momentum of each.
+
+    Args:
+        channels: of each module.
+    """
+
+    def __init__(self, channels: Sequence[int]) -> None:
+        self.channels = list(channels)
+        self.num_channels = sum(channels)
+        self.owner = np.arange(len(channels)).repeat(self.channels)
+
+    def parts(self, rows: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Return means, variances, counts and momenta of rows of numbers ``(row, number)``."""
+        ends = self.num_channels, 2 * self.num_channels, 2 * self.num_channels + len(self.channels)
+        means, variances, counts, momenta = np.split(rows, ends, axis=-1)
+        return means, variances, counts, momenta
+
+    def row(self, found: Sequence[Sequence[Seen]]) -> Numbers:
+        """Return what all calls of each module saw together, as one row of numbers.
+
+        Example:
+            >>> seen = Seen(torch.tensor([2.0]), torch.tensor([1.0]), 2, 0.1)
+            >>> Layout([1]).row([[seen, seen]]).tolist()
+            [2.0, 0.5, 4.0, 0.1]
+        """
+        depth = max(map(len, found), default=0)
+        if not depth:
+            return np.zeros(2 * (self.num_channels + len(self.channels)))
+        like = next(seen[0].mean for seen in found if seen)
+        calls = [
+            seen[at] if at < len(seen) else Seen(like.new_zeros(count), like.new_zeros(count), 0, 0.0)
+            for at in range(depth)
+            for seen, count in zip(found, self.channels, strict=True)
+        ]
+        flat = torch.cat([seen.mean for seen in calls] + [seen.var for seen in calls]).to("cpu", torch.float64)
+        means, unbiased = flat.numpy().reshape(2, depth, -1)
+        counts = np.array([seen.num_values for seen in calls], dtype=np.float64).reshape(depth, -1)
+        factors = ((counts - 1.0) / np.maximum(counts, 1.0))[:, self.owner]
+        variances = np.where(factors > 0, unbiased * factors, 0.0)  # of one value, and of none, there is none
+        count, momenta = counts.sum(0), [seen[-1].momentum if seen else 0.0 for seen in found]
+        return np.concatenate([*self.pooled(means, variances, counts), count, momenta])
+
+    def pooled(self, means: Numbers, variances: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
+        """Return mean and variance of all parts by channel; zeros where no part has values, ``counts`` by module."""
+        return pooled(means, variances, counts[:, self.owner], np.maximum(counts.sum(0), 1.0)[self.owner])
 
 
 class Deferred:
@@ -86,66 +140,66 @@ class Deferred:
         self.buffers = buffers
         self.fabric = fabric
         self.group = group
-        self.seen: dict[int, list[tuple[Kept, Seen]]] = {}
-        self.counts: dict[str, Tensor] = {}
+        self.layout = Layout([buffers[one.mean].numel() for one in kept])
+        self.index = {one: at for at, one in enumerate(kept)}
+        self.seen: dict[int, list[tuple[int, Seen]]] = {}
+        self.counters = [(at, one.counter) for at, one in enumerate(kept) if one.counter]
+        self.counts: list[int] = []
 
     def begin(self, *, is_stream: bool) -> None:
         """A step begins; what an earlier one left undecided is forgotten, unless it is a stream's."""
         if not is_stream:
             self.drop()
-        if not self.seen:
-            self.counts = {one.counter: self.buffers[one.counter].clone() for one in self.kept if one.counter}
+        if not self.seen and self.counters:
+            self.counts = torch.stack([self.buffers[name] for _, name in self.counters]).tolist()
 
     def note(self, kept: Kept, micro: int, statistics: tuple[Tensor, Tensor], count: int, momentum: float) -> None:
         """Note what a call saw of a microbatch: its mean and its variance over ``count - 1``."""
-        mean, var = (tensor.detach().double().cpu() for tensor in statistics)
-        biased = var * ((count - 1) / count) if count > 1 else torch.zeros_like(var)
-        self.seen.setdefault(micro, []).append((kept, Seen(mean, biased, count, momentum)))
+        mean, var = (tensor.detach() for tensor in statistics)
+        self.seen.setdefault(micro, []).append((self.index[kept], Seen(mean, var, count, momentum)))
 
     def commit(self, micros: Collection[int], *, is_applied: bool) -> None:
         """Have the running statistics take in a mini-batch; all members of the group call it together."""
         mine = [entry for micro in sorted(self.seen.keys() & set(micros)) for entry in self.seen.pop(micro)]
         if is_applied:
-            rows = torch.cat([self.row_of(kept, [seen for one, seen in mine if one == kept]) for kept in self.kept])
-            rows = gather_rows(self.fabric, self.group, "running statistics", rows)
-            begun = 0
-            for kept in self.kept:
-                width = 2 * self.buffers[kept.mean].numel() + 2
-                self.take_in(kept, rows[:, begun : begun + width])
-                begun += width
+            with np.errstate(all="ignore"):  # what a model has computed may be no number any more
+                self.meet(mine)
         self.restore()
 
-    def row_of(self, kept: Kept, found: Sequence[Seen]) -> Tensor:
-        """Return what all calls of a module saw together: means, variances, how many values, the momentum."""
-        if not found:
-            return torch.zeros(2 * self.buffers[kept.mean].numel() + 2, dtype=torch.float64)
-        counts = torch.tensor([[seen.num_values] for seen in found], dtype=torch.float64)
-        mean, var = pooled(
-            torch.stack([seen.mean for seen in found]), torch.stack([seen.var for seen in found]), counts
-        )
-        return torch.cat([mean, var, torch.tensor([float(counts.sum()), found[-1].momentum], dtype=torch.float64)])
+    def meet(self, mine: Sequence[tuple[int, Seen]]) -> None:
+        """Tell the group what was seen here, and take in what all have seen."""
+        found: list[list[Seen]] = [[] for _ in self.kept]
+        for at, seen in mine:
+            found[at].append(seen)
+        row = torch.from_numpy(self.layout.row(found))
+        self.take_in(gather_rows(self.fabric, self.group, "running statistics", row).numpy())
 
-    def take_in(self, kept: Kept, rows: Tensor) -> None:
-        """Have one module's running statistics take in what everybody saw."""
-        channels = self.buffers[kept.mean].numel()
-        counts = rows[:, -2:-1]
-        count = float(counts.sum())
-        if not count:
+    def take_in(self, rows: Numbers) -> None:
+        """Have the running statistics take in what everybody saw."""
+        means, variances, counts, momenta = self.layout.parts(rows)
+        count, owner = counts.sum(0), self.layout.owner
+        if not count.any():
             return
-        mean, var = pooled(rows[:, :channels], rows[:, channels : 2 * channels], counts)
-        momentum = float(rows[counts[:, 0] > 0][0, -1])
-        if kept.counter:
-            self.counts[kept.counter] += 1
-            momentum = 1.0 / float(self.counts[kept.counter]) if kept.is_cumulative else momentum
+        mean, var = self.layout.pooled(means, variances, counts)
+        momentum = momenta[(counts > 0).argmax(0), range(len(count))]
+        for place, (at, _) in enumerate(self.counters):
+            if count[at]:
+                self.counts[place] += 1
+                momentum[at] = 1.0 / self.counts[place] if self.kept[at].is_cumulative else momentum[at]
+        unbiased = var * (count / np.maximum(count - 1.0, 1.0))[owner]
+        names = [one.mean for one in self.kept] + [one.var for one in self.kept]
+        flat = torch.cat([self.buffers[name].detach().view(-1) for name in names]).to("cpu", torch.float64)
+        before, rate = flat.numpy().reshape(2, -1), momentum[owner]
+        after = np.where(count[owner] > 0, before * (1.0 - rate) + np.stack([mean, unbiased]) * rate, before)
+        parts = torch.split(torch.from_numpy(after).view(-1), self.layout.channels * 2)
         with torch.no_grad():
-            for name, found in ((kept.mean, mean), (kept.var, var * (count / max(count - 1.0, 1.0)))):
-                buffer = self.buffers[name]
-                buffer.copy_(buffer.detach().double().cpu() * (1.0 - momentum) + found * momentum)
+            for name, part in zip(names, parts, strict=True):
+                self.buffers[name].copy_(part)
 
     def restore(self) -> None:
         """Have the counters count mini-batches; modules count every call."""
-        for name, count in self.counts.items():
-            self.buffers[name].copy_(count)
+        for (_, name), count in zip(self.counters, self.counts, strict=True):
+            self.buffers[name].fill_(int(count))
 
     def drop(self) -> None:
         """Forget what was seen of a mini-batch that nobody decided on."""

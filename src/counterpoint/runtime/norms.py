@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from counterpoint.errors import DataError
+
+Figures = TypeVar("Figures", Tensor, np.ndarray[tuple[int, ...], np.dtype[np.float64]])
 
 
 class Union(Protocol):
@@ -150,17 +153,18 @@ def statistics(values: Tensor, union: Union) -> tuple[Tensor, Tensor, int]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {values.size()} on one rank alone"
         )
-    return *pooled(means, variances, counts), count
+    return *pooled(means, variances, counts, counts.sum()), count
 
 
-def pooled(means: Tensor, variances: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def pooled(means: Figures, variances: Figures, counts: Figures, total: Figures) -> tuple[Figures, Figures]:
     """Return mean and variance by channel of all values, from those of parts ``(part, channel)``.
 
     Args:
         means: of each part; of one without values anything finite.
         variances: over ``count``, not ``count - 1``.
-        counts: values by channel of each part, ``(part, 1)``; not all 0.
+        counts: values by channel of each part, ``(part, 1)`` or ``(part, channel)``.
+        total: of all parts; not 0.
     """
-    total = counts.sum()
     mean = (means * counts).sum(0) / total
-    return mean, ((variances + (means - mean).square()) * counts).sum(0) / total
+    beyond = means - mean
+    return mean, ((variances + beyond * beyond) * counts).sum(0) / total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
 
 from counterpoint.fabric.fabric import Fabric, Group
@@ -13,10 +14,9 @@ from counterpoint.runtime.vote import BALLOT_NUMBERS, Ballot, from_numbers, to_n
 def gather_ballots(fabric: Fabric, ballot: Ballot, group: Group) -> list[Ballot]:
     """Return the ballots of all members, in their order; names travel only where parameters are missing."""
     count, place = len(group), group.index(fabric.rank)
-    numbers = torch.zeros(count * BALLOT_NUMBERS, dtype=torch.float64)
-    numbers[place * BALLOT_NUMBERS : (place + 1) * BALLOT_NUMBERS] = torch.tensor(
-        to_numbers(ballot), dtype=torch.float64
-    )
+    own = np.zeros((count, BALLOT_NUMBERS))
+    own[place] = to_numbers(ballot)
+    numbers = torch.from_numpy(own).view(-1)
     bounds = range(0, (count + 1) * BALLOT_NUMBERS, BALLOT_NUMBERS)
     fabric.all_gather("commit", numbers, bounds, group).wait()
     rows = numbers.view(count, BALLOT_NUMBERS).tolist()
