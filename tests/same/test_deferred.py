@@ -147,7 +147,7 @@ def test_the_step_says_what_was_computed_again():
         step(*batches()[0])
         compute = step.team.ranks[0].interpreter.compute
         before = {name: buffer.clone() for name, buffer in compute.store.buffers.items()}
-        with compute.normalizing(0, 0, is_again=True):
+        with compute.watching(0, 0, is_again=True):
             model.train()(batches()[0][0])
         assert compute.norms is not None
         compute.norms.commit({0}, is_applied=True)

@@ -27,6 +27,7 @@ from counterpoint.runtime.normalizing import Norms
 from counterpoint.runtime.seeds import Dice, seed_of
 from counterpoint.runtime.shares import Shares
 from counterpoint.runtime.store import Store
+from counterpoint.runtime.watching import Watching
 
 Grads = list["Tensor | None"]
 
@@ -163,7 +164,7 @@ class Compute:
         stop, segment = self.by_first[block]
         seed = seed_of(self.dice, draws=self.model.draws)
         try:
-            with self.casting(micro), self.directly(), self.normalizing(block, micro, is_again=buffers is not None):
+            with self.casting(micro), self.watching(block, micro, is_again=buffers is not None):
                 outputs = segment(leaves, self.store.weights(version), buffers or self.store.buffers, seed)
         except Exception as error:
             tell_where(error, self.place(block, stop, micro, leaves))
@@ -181,12 +182,16 @@ class Compute:
         """Have the autocasts of the call that brought a microbatch, also where a later one comes to it."""
         return under(self.feed.casts(micro)) if isinstance(self.feed, Window) else nullcontext()
 
-    def normalizing(self, block: int, micro: int, *, is_again: bool = False) -> AbstractContextManager[object]:
-        """Have batch norm do what it does in this plan, if there is any; again, it takes in no statistics."""
-        if self.norms is None:
-            return nullcontext()
+    def watching(self, block: int, micro: int, *, is_again: bool = False) -> AbstractContextManager[object]:
+        """Have gradients of weights written straight to where they belong, if there is such a place.
+
+        Batch norm does what it does in this plan, if there is any; again, it takes in no statistics.
+        """
         assert self.feed is not None, "a step has begun"
-        return self.norms.around(block, micro, self.feed.sizes, is_again=is_again)
+        normal = self.norms.instead(block, micro, self.feed.sizes, is_again=is_again) if self.norms is not None else {}
+        if any(self.ways):
+            return Directly(self.ways, normal)
+        return Watching(normal) if normal else nullcontext()
 
     def keep_up(self, first: int, last: int, micro: int) -> None:
         """Bring running statistics of what replicas normalize together to those that had no samples."""
@@ -247,7 +252,7 @@ class Compute:
             leaves, outputs = self.tapes.pop((block, micro))
             roots, gradients = self.roots(segment, outputs, micro)
             if any(root.requires_grad for root in roots):
-                with self.casting(micro), self.normalizing(block, micro, is_again=True):  # as where it checkpoints
+                with self.casting(micro), self.watching(block, micro, is_again=True):  # as where it checkpoints
                     self.learn(roots, gradients)
                 self.store.hand_over(version)
             for at, leaf in zip(segment.inputs, leaves, strict=True):
@@ -280,17 +285,12 @@ class Compute:
             yield start, stop
             stop = start
 
-    def directly(self) -> AbstractContextManager[object]:
-        """Have gradients of weights written straight to where they belong, if there is such a place."""
-        return Directly(self.ways) if any(self.ways) else nullcontext()
-
     def learn(self, roots: Sequence[Tensor], gradients: Grads) -> None:
         """Run autograd; gradients are added to the parameters'."""
         self.store.is_learning = True
         try:
             if any(self.ways) or self.norms is not None:
-                with self.directly():
-                    run_backward(roots, gradients)
+                run_backward(roots, gradients)
             else:
                 torch.autograd.backward(roots, gradients)
         finally:

@@ -11,6 +11,7 @@ is made in torch's own way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -18,13 +19,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from counterpoint.runtime.convolve import CONVOLUTIONS, convolve
 from counterpoint.runtime.linear import linear
 from counterpoint.runtime.lookup import TABLES, Shelf, look_up
+from counterpoint.runtime.watching import Function, Instead, Watching
 
 LINEAR: frozenset[Callable[..., Any]] = frozenset({F.linear, torch.ops.aten.linear.default})
+SEEN = LINEAR | CONVOLUTIONS.keys() | TABLES.keys()
+"""Of all functions these are looked at."""
+plainly: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction  # noqa: SLF001 - it has no public name
+"""In which functions are called without a look at each: what a backward does in here is no forward that is repeated."""
 
 
 class Place(Shelf, Protocol):
@@ -67,17 +72,21 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Return the gradients of input and bias, and the weight's where it has not been put into its place."""
-        (above,) = gradients
-        x, weight = ctx.saved_tensors
-        rows, inputs = above.reshape(-1, above.shape[-1]), x.reshape(-1, x.shape[-1])
-        to_input = above @ weight if ctx.needs_input_grad[0] else None
-        to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        if not ctx.needs_input_grad[1]:
-            return to_input, None, to_bias, None
-        if torch.is_grad_enabled() or not ctx.place.is_open:
-            return to_input, rows.t() @ inputs, to_bias, None
-        ctx.place.when_due(partial(_put_product, rows, inputs, ctx.place))
+        x, weight = ctx.saved_tensors  # which may be computed again for that, as in the forward
+        with plainly():
+            return _gradients_of(ctx, x, weight, *gradients)
+
+
+def _gradients_of(ctx: Any, x: Tensor, weight: Tensor, above: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    rows, inputs = above.reshape(-1, above.shape[-1]), x.reshape(-1, x.shape[-1])
+    to_input = above @ weight if ctx.needs_input_grad[0] else None
+    to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    if not ctx.needs_input_grad[1]:
         return to_input, None, to_bias, None
+    if torch.is_grad_enabled() or not ctx.place.is_open:
+        return to_input, rows.t() @ inputs, to_bias, None
+    ctx.place.when_due(partial(_put_product, rows, inputs, ctx.place))
+    return to_input, None, to_bias, None
 
 
 def _put_product(rows: Tensor, inputs: Tensor, place: Place) -> None:
@@ -88,7 +97,7 @@ def _put_product(rows: Tensor, inputs: Tensor, place: Place) -> None:
         torch.mm(rows.t(), inputs, out=into)
 
 
-class Directly(TorchFunctionMode):
+class Directly(Watching):
     """While this is active, linear layers with one of these weights use :class:`Linear`, and tables :class:`Lookup`.
 
     Convolutions use :class:`Convolve` where gradients may be put off; their results are no products that could be
@@ -96,38 +105,33 @@ class Directly(TorchFunctionMode):
 
     Args:
         ways: where their gradients belong.
+        beside: what other functions do meanwhile.
     """
 
-    def __init__(self, ways: Ways) -> None:
-        super().__init__()
+    def __init__(self, ways: Ways, beside: Mapping[Function, Instead] = MappingProxyType({})) -> None:
+        super().__init__({**beside, **dict.fromkeys(SEEN, self.call)})
         self.places, self.shelves = ways
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
+    def call(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Call the function, or do what it does; in a graph that is compiled, nothing but call it."""
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        if func in LINEAR and not kwargs and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
-            place = self.places.get(id(args[1]))
-            if place is not None:
-                bias = args[2] if len(args) > 2 else None
-                return Linear.apply(args[0], args[1], bias, place)  # type: ignore[no-untyped-call]
-        if func in CONVOLUTIONS and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
-            found = CONVOLUTIONS[func](*args, **(kwargs or {}))
-            place = self.places.get(id(found.weight)) if found is not None else None
-            if found is not None and place is not None and place.puts_off:
-                return convolve(found, place)
-        if func in TABLES and torch.is_grad_enabled():
-            call = TABLES[func](*args, **(kwargs or {}))
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func in TABLES:
+            call = TABLES[func](*args, **kwargs)
             shelf = self.shelves.get(id(call.weight)) if call is not None else None
-            if call is not None and shelf is not None:
-                return look_up(call, shelf)
-        return func(*args, **(kwargs or {}))
+            return look_up(call, shelf) if call is not None and shelf is not None else func(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        if func in CONVOLUTIONS:
+            found = CONVOLUTIONS[func](*args, **kwargs)
+            place = self.places.get(id(found.weight)) if found is not None else None
+            if found is None or place is None or not place.puts_off:
+                return func(*args, **kwargs)
+            return convolve(found, place)
+        place = self.places.get(id(args[1])) if not kwargs else None
+        if place is None:
+            return func(*args, **kwargs)
+        return Linear.apply(args[0], args[1], args[2] if len(args) > 2 else None, place)  # type: ignore[no-untyped-call]
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -26,6 +26,7 @@ from counterpoint.program.text import format_value
 from counterpoint.runtime.agreement import Agreement, Cut, Weighed
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.buckets import Range, joined, left_over
+from counterpoint.runtime.direct import plainly
 from counterpoint.runtime.layout import Slot
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import Several
@@ -178,6 +179,10 @@ class Site:
         Raises:
             DataError: its sum has begun without it.
         """
+        with plainly():
+            self._take(at)
+
+    def _take(self, at: int) -> None:
         now, place = self.progress, self.places[at]
         now.seen[at] += 1
         now.ready_s[at] = time.perf_counter() - now.began_s

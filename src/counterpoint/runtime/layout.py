@@ -50,14 +50,14 @@ class Layout:
 
     def range_of(self, span: Span) -> tuple[int, int]:
         """Return the elements from and to of a part of the arena."""
-        return self._cut(span[0]), self._cut(span[1])
+        low, high = (int(self.num_elements * at) for at in span)
+        return self._cut(low), self._cut(high)
 
     def bounds(self, num_parts: int) -> list[int]:
         """Return the ``num_parts + 1`` elements where its shares begin and end."""
-        return [self._cut(Fraction(index, num_parts)) for index in range(num_parts + 1)]
+        return [self._cut(self.num_elements * index // num_parts) for index in range(num_parts + 1)]
 
-    def _cut(self, at: Fraction) -> int:
-        element = int(self.num_elements * at)
+    def _cut(self, element: int) -> int:
         if self.cut_anywhere or element == 0:
             return element
         return min(slot.stop for slot in self.slots if slot.stop >= element)

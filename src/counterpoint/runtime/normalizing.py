@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from counterpoint.fabric.fabric import Group
 from counterpoint.runtime.deferred import Deferred, Kept
@@ -16,6 +14,7 @@ from counterpoint.runtime.normal import CALLS, COUNTS, Normal, call_anew
 from counterpoint.runtime.norms import Running, normalize
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.together import Replicas, Together
+from counterpoint.runtime.watching import Function, Instead
 
 
 class Norms:
@@ -36,10 +35,10 @@ class Norms:
         self.together = together
         self.deferred = deferred
 
-    def around(
+    def instead(
         self, block: int, micro: int, sizes: Mapping[int, int], *, is_again: bool = False
-    ) -> AbstractContextManager[object]:
-        """Have the modules do what they do in this plan, while a microbatch goes through blocks.
+    ) -> Mapping[Function, Instead]:
+        """Return what the modules' functions do in this plan, while a microbatch goes through blocks.
 
         Args:
             block: the first of them.
@@ -49,8 +48,8 @@ class Norms:
         """
         group = self.together.group(block, micro, sizes) if self.together is not None else ()
         if not group and not is_again and self.deferred is None:
-            return nullcontext()
-        return Normalizing(self, micro, group, is_again=is_again)
+            return {}
+        return Normalizing(self, micro, group, is_again=is_again).instead
 
     def keep_up(self, names: Sequence[str], block: int, micro: int, sizes: Mapping[int, int]) -> None:
         """Bring running statistics that have changed to members without samples; all call it after a forward."""
@@ -73,8 +72,8 @@ class Norms:
             self.deferred.drop()
 
 
-class Normalizing(TorchFunctionMode):
-    """While this is active, the calls of batch norm are those of a microbatch in a plan.
+class Normalizing:
+    """What calls of batch norm come to that are those of a microbatch in a plan.
 
     Args:
         norms: the rank's modules.
@@ -84,27 +83,24 @@ class Normalizing(TorchFunctionMode):
     """
 
     def __init__(self, norms: Norms, micro: int, group: Group, *, is_again: bool) -> None:
-        super().__init__()
         self.norms = norms
         self.micro = micro
         self.group = group
         self.is_again = is_again
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
+    @property
+    def instead(self) -> dict[Function, Instead]:
+        """What functions do."""
+        return {**dict.fromkeys(COUNTS if self.is_again else (), self.count), **dict.fromkeys(CALLS, self.call)}
+
+    def count(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """Call the function, but count no batch again."""
+        return args[0] if id(args[0]) in self.norms.counters else func(*args, **kwargs)
+
+    def call(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Call the function, or normalize as the plan says."""
-        if self.is_again and func in COUNTS and id(args[0]) in self.norms.counters:
-            return args[0]
-        if func in CALLS:
-            call = CALLS[func](*args, **(kwargs or {}))
-            if call.training:
-                return self.normalize(call, lambda: func(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        call = CALLS[func](*args, **kwargs)
+        return self.normalize(call, lambda: func(*args, **kwargs)) if call.training else func(*args, **kwargs)
 
     def normalize(self, call: Normal, plainly: Callable[[], Tensor]) -> Tensor:
         """Return the normalized values of one call.
