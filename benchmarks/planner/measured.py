@@ -11,7 +11,7 @@ from statistics import fmean, median
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
 from counterpoint.model.timing_file import write_timing
-from counterpoint.world.cluster_file import write_cluster
+from counterpoint.world.cluster_text import write_cluster
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 LAP_S = 0.25

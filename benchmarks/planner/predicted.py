@@ -106,7 +106,10 @@ def middle(found):
         name: tuple(map(median, zip(*(getattr(one, name) for one in found), strict=True)))
         for name in ("crowding", "memory_crowding")
     }
-    return replace(first, device=device, levels=levels, **crowds)
+    turns = [one.turns for one in found]
+    parts = tuple(map(median, zip(*(one.parts for one in turns), strict=True)))
+    taken = replace(first.turns, parts=parts, message_s=median(one.message_s for one in turns))
+    return replace(first, device=device, levels=levels, turns=taken, **crowds)
 
 
 def told_by(command, ranks, what):
@@ -132,6 +135,7 @@ def lab_cluster(lab, here):
         levels=(Level("lab", network.count, network.link),),
         crowding=here.crowding,
         memory_crowding=here.memory_crowding,
+        turns=here.turns,
     )
 
 
@@ -179,7 +183,8 @@ def at_pace(cluster: Cluster, factor):
     """
     device = replace(cluster.device, memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor)
     levels = tuple(replace(level, link=paced(level.link, factor)) for level in cluster.levels)
-    return replace(cluster, device=device, levels=levels)
+    turns = replace(cluster.turns, message_s=factor * cluster.turns.message_s)
+    return replace(cluster, device=device, levels=levels, turns=turns)
 
 
 def paced(link: Link, factor):

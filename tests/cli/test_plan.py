@@ -13,7 +13,7 @@ from counterpoint.cli.plan import equal_blocks
 from counterpoint.model.timing_file import write_timing
 from counterpoint.plan import Plan
 from counterpoint.world.cluster import Cluster, Level, Link
-from counterpoint.world.cluster_file import write_cluster
+from counterpoint.world.cluster_text import write_cluster
 from tests.drawing.validity import breaches
 from tests.model.timings import timing_of, took
 from tests.planner.released import PROFILES

@@ -16,7 +16,7 @@ from counterpoint.runtime.optimizers import Face
 from counterpoint.training.choice import Auto, trace_spec
 from counterpoint.training.options import Options
 from counterpoint.world.cluster import Cluster, Level, Link
-from counterpoint.world.cluster_file import write_cluster
+from counterpoint.world.cluster_text import write_cluster
 from tests.training.fits import ADAMW, dataset, distance, fit, mlp, params_of, seeded
 
 

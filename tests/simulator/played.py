@@ -29,14 +29,14 @@ def costs_of(made, cost_per_s=1e4, latency_s=1e-4, bytes_per_s=1e8):
 
 
 class Ticks:
-    """One tick for every forward, backward and update, and as many as said for everything on a link."""
+    """One tick for every forward, backward and update, of whatever part, and as many as said for what is on a link."""
 
     def __init__(self, link_s=1.0, serve_s=(1.0, 1.0)):
         self.on_link_s = link_s
         self.on_server_s = serve_s
 
     def compute_s(self, word, part):
-        return 1.0
+        return float(part > 0)
 
     def call_s(self, word):
         return 0.0

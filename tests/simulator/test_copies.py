@@ -10,7 +10,8 @@ from counterpoint.program.text import parse_instruction
 from counterpoint.simulator.network import Network
 from counterpoint.simulator.simulate import simulate
 from counterpoint.world.cluster import Cluster, Device, Level, Link
-from counterpoint.world.cluster_file import read_cluster, write_cluster
+from counterpoint.world.cluster_file import read_cluster
+from counterpoint.world.cluster_text import write_cluster
 from tests.simulator.played import Ticks, program
 
 MEMORY = Cluster(Device(memory_bytes_per_s=100.0), levels=(Level("host", 2, Link(1.0, 400.0, is_copied=True)),))

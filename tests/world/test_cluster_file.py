@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import PlanError
-from counterpoint.world.cluster import Cluster, Device, Level, Link
-from counterpoint.world.cluster_file import load_cluster, read_cluster, write_cluster
+from counterpoint.world.cluster import Cluster, Device, Level, Link, Turns
+from counterpoint.world.cluster_file import load_cluster, read_cluster
+from counterpoint.world.cluster_text import write_cluster
 from counterpoint.world.quantities import (
     BANDWIDTH,
     FLOPS,
@@ -44,7 +45,8 @@ levels = st.lists(
 devices = st.builds(Device, rates, st.integers(1, 2**60), rates)
 crowds = st.lists(parts).map(tuple)
 slow = st.lists(st.tuples(st.just(0), st.just(0), parts), max_size=2).map(tuple)
-shared = {"crowding": crowds, "memory_crowding": crowds, "slow_links": slow}
+turns = st.none() | st.builds(Turns, st.integers(1, 10**6), crowds, st.floats(min_value=0, max_value=1e6))
+shared = {"crowding": crowds, "memory_crowding": crowds, "slow_links": slow, "turns": turns}
 flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), **shared)
 nested = st.builds(Cluster, devices, levels=levels.map(tuple), **shared)
 
@@ -123,6 +125,9 @@ def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
         ("[1.0, 0.5]", str([1.0] * 9), "c.yaml:15: speeds has 9 numbers, and the levels have 8 ranks"),
         ("[1.0, 0.6]", "[1, 60]", "c.yaml:16: crowding has 60; no rank is faster in a crowd than alone"),
         ("crowding:", "memory_crowding: [2]\ncrowding:", "c.yaml:16: memory_crowding has 2; no rank is faster in"),
+        ("speeds:", "turns: {parts: [1]}\nspeeds:", "c.yaml:15: turns has no cores; give it, as in cores: 2"),
+        ("speeds:", "turns: {cores: 0}\nspeeds:", "c.yaml:15: turns.cores is 0; it must be a whole number from 1 on"),
+        ("speeds:", "turns: {cores: 1, message: 5}\nspeeds:", "c.yaml:15: turns.message is 5; it has no unit"),
         ("speeds: [", "link: {latency: 0 s, bandwidth: 1 B/s}\nspeeds: [", "c.yaml:15: link stands beside levels"),
         ("speeds:", "crowding:", "c.yaml:16: the file has crowding twice; give it once"),
         ("device:", "? [device]\n:", "c.yaml:1: the file has a key a list, which there is not; its keys are device"),

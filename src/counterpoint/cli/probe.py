@@ -64,13 +64,17 @@ def probe(
 
 def measure() -> dict[str, Any]:
     """Return what the ranks of this job have measured, as JSON values; each of them calls it."""
+    import torch
+
     from counterpoint.profiler.probe import probe as probe_ranks
+    from counterpoint.profiler.watch import as_in_training
     from counterpoint.training.world import open_world
 
     world = open_world(detect(), 1, DEADLINE_S)
     memory, cores = memory_here(), this_host().num_usable
     try:
-        found = world.run(lambda fabric: probe_ranks(fabric, host_memory_bytes=memory, most_threads=cores))
+        with as_in_training(torch.get_num_threads()):
+            found = world.run(lambda fabric: probe_ranks(fabric, host_memory_bytes=memory, most_threads=cores))
     finally:
         world.close()
     return found[0].to_values()

@@ -22,8 +22,9 @@ from counterpoint.profiler.probe_compute import (
 )
 from counterpoint.profiler.probe_crowds import crowd, crowding_of, parts_of_one, rounded
 from counterpoint.profiler.probe_links import fitted, stream_s, trips_by_size
-from counterpoint.world.cluster import Cluster, Device, Level, Link
-from counterpoint.world.cluster_file import write_cluster
+from counterpoint.profiler.probe_turns import message_s, turn_parts
+from counterpoint.world.cluster import Cluster, Device, Level, Link, Turns
+from counterpoint.world.cluster_text import write_cluster
 from counterpoint.world.topology import counted
 
 TRIES = 2
@@ -113,9 +114,9 @@ def probe(
 ) -> Probe:
     """Return what was measured, the same on all ranks; all call it together, and nothing else should run meanwhile.
 
-    Each rank multiplies matrices while the others wait; then 1, 2, ... ranks of each host do so at once. The first two
-    ranks of each host send each other messages, and so do the first ranks of the first host and of each other one; the
-    slowest of a level is its link.
+    Each rank multiplies matrices while the others wait; then 1, 2, ... ranks of each host do so at once, and take turns
+    with short pieces of work. The first two ranks of each host send each other messages, and so do the first ranks of
+    the first host and of each other one; the slowest of a level is its link.
 
     Args:
         fabric: the way to the other ranks.
@@ -134,13 +135,14 @@ def probe(
     per_host, num_hosts = hosts.count(0), len(set(hosts))
     own = _in_turn(fabric, per_host, lambda: flops_by_size(effort))
     paces = _paces(fabric, per_host, effort)
-    crowds, memory, inside = _rounds(fabric, hosts, per_host, effort)
+    crowds, memory, inside, turns = _rounds(fabric, hosts, per_host, effort)
     mine = {
         "threads": torch.get_num_threads(),
         "flops": list(own.items()),
         "paces": paces,
         "crowding": parts_of_one(crowds),
         "memory_crowding": parts_of_one(memory),
+        "turns": [list(map(median, zip(*(parts for parts, _ in turns), strict=True))), median(s for _, s in turns)],
         "memory_bytes": host_memory_bytes // per_host // MIB * MIB,
         "memory_bytes_per_s": median(rates[0] for rates in memory),
     }
@@ -161,8 +163,14 @@ def probe(
         levels=_copied(fabric, per_host, _levels(trips, per_host, num_hosts, is_shared=is_shared)),
         crowding=crowding_of([row["crowding"] for row in first_told]),
         memory_crowding=crowding_of([row["memory_crowding"] for row in first_told]),
+        turns=_turns([row["turns"] for row in first_told], most_threads) if per_host > 1 else None,
     )
     return Probe(cluster, fabric.num_ranks, told[0]["threads"], products, trips)
+
+
+def _turns(hosts: Sequence[tuple[Sequence[float], float]], cores: int) -> Turns:
+    """Return how ranks take turns, given what the first rank of each host says."""
+    return Turns(cores, crowding_of([parts for parts, _ in hosts]), rounded(median(seconds for _, seconds in hosts)))
 
 
 def _products(
@@ -217,22 +225,28 @@ def _paces(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
 
 def _rounds(
     fabric: Fabric, hosts: Sequence[int], per_host: int, effort: Effort
-) -> tuple[list[list[float]], list[list[float]], tuple[Trips, ...]]:
+) -> tuple[list[list[float]], list[list[float]], tuple[Trips, ...], list[tuple[list[float], float]]]:
     """Return what is measured in rounds, of whose figures the middle ones count: a machine's speed jumps.
 
     Returns:
         by round how fast each of 1, 2, ... ranks of this host computes at once, on average, and how many bytes a second
-        it reads and writes then, known to its first rank; how long messages take inside each host.
+        it reads and writes then, known to its first rank; how long messages take inside each host; by round how fast
+        ranks of this host are in their turns, and what a message costs between these, known to its first rank.
     """
     crowds: list[list[float]] = []
     memory: list[list[float]] = []
     inside: list[tuple[Trips, ...]] = []
+    turns: list[tuple[list[float], float]] = []
+    first = fabric.rank - fabric.rank % per_host
     pairs = [(first, first + 1) for first in range(0, len(hosts), per_host) if per_host > 1]
     for _ in range(effort.rounds):
         crowds.append(crowd(fabric, per_host, effort))
         memory.append(crowd(fabric, per_host, effort, memory_bytes_per_s))
         inside.append(_trips(fabric, pairs, "host", effort))
-    return crowds, memory, tuple(middle(rows) for rows in zip(*inside, strict=True))
+        parts = turn_parts(fabric, per_host, effort)
+        is_one = per_host > 1 and fabric.rank < first + 2
+        turns.append((parts, message_s(fabric, _other((first, first + 1), fabric.rank), effort) if is_one else 0.0))
+    return crowds, memory, tuple(middle(rows) for rows in zip(*inside, strict=True)), turns
 
 
 def _trips(fabric: Fabric, pairs: Sequence[tuple[int, int]], level: str, effort: Effort) -> tuple[Trips, ...]:

@@ -37,7 +37,9 @@ from counterpoint.program.instruction import (
 from counterpoint.program.partners import Place
 from counterpoint.program.trace import Lane
 from counterpoint.simulator import places
-from counterpoint.simulator.score import Hand, Key, Score, Transfer, goes_on_beside, goes_over_memory, lane_of
+from counterpoint.simulator.hands import Hand
+from counterpoint.simulator.lines import Lines
+from counterpoint.simulator.score import Key, Score, Transfer, goes_on_beside, lane_of
 from counterpoint.simulator.sharing import Pool, Use
 
 Span: TypeAlias = tuple[int, float, float, Lane]
@@ -68,6 +70,7 @@ class Clock:
         self.now = 0.0
         self.cursor = dict.fromkeys(score.seconds, 0)
         self.came_s = dict.fromkeys(score.seconds, 0.0)
+        self.lines = Lines(score.seconds)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in score.seconds}
         self.done: dict[Key, float] = {}
         self.present: defaultdict[Key, set[Place]] = defaultdict(set)
@@ -171,7 +174,7 @@ class Clock:
         word = self.score.rows[rank][index]
         match word:
             case Forward() | Recompute() | Backward() | Update():
-                return self.work((rank, index), Hand(self.score.seconds[rank][index]), now)
+                return self.work((rank, index), self.score.hand(rank, index), now)
             case Send() | Push():
                 self.say((rank, index), now, begins=True)
                 until = self.work((rank, index), self.score.hand(rank, index), now)
@@ -207,10 +210,9 @@ class Clock:
             return now
         uses: tuple[Use, ...] = ()
         if seconds and self.shares:
-            over = goes_over_memory(self.score.word(place))
-            uses = self.score.places.cores(place[0], hand.share, goes_over_memory=over)
+            uses = self.score.places.cores(place[0], hand)
         if uses:
-            self.pool.begin(Work(place, now, seat), now, seconds, uses)
+            self.pool.begin(Work(place, now, seat), now, seconds, uses, came_s=self.lines.stand(place[0], seconds, now))
             return None
         self.note(*place, (now, now + seconds), lane_of(self.score.word(place)))
         return now + seconds
@@ -234,6 +236,7 @@ class Clock:
             seat = self.pushed[place].popleft()
             hand, _ = self.score.answer(place, seat)
             if self.came_s[rank] < now:
+                self.lines.leave(rank, now)
                 self.note(*place, (self.came_s[rank], now), "wait")
             until = self.work(place, hand, now, seat)
             if until is not None:
@@ -268,6 +271,8 @@ class Clock:
             if key in self.done:
                 self.wake(key, self.done[key])
             return None
+        if self.came_s[rank] < now:
+            self.lines.leave(rank, now)
         self.note(rank, self.cursor[rank], (self.came_s[rank], now), "wait")
         return now
 
@@ -328,7 +333,7 @@ class Clock:
         self.left_s[transfer.key] = now
         if transfer.uses:
             apart_s = transfer.seconds - transfer.crossing_s
-            self.pool.begin(transfer, now, transfer.crossing_s, transfer.uses, apart_s)
+            self.pool.begin(transfer, now, transfer.crossing_s, transfer.uses, apart_s=apart_s)
         else:
             self.pool.begin(transfer, now, transfer.seconds, ())
 

@@ -107,7 +107,10 @@ class Network:
                 return 0.0  # taken out while its server puts it in
             case Send(value, peer) | Push(value, peer) | Recv(value, peer) | Pull(value, peer):
                 size = self.size_of(value, "" if isinstance(word, Pull) else word.code)
-                return self.cluster.link_among((rank, peer)).seconds(size) / (1 if size > PIPE_BYTES else 2)
+                seconds = self.cluster.link_among((rank, peer)).seconds(size)
+                if self.cluster.turns is not None:
+                    seconds = max(seconds, self.cluster.turns.message_s + self._copied_s((rank, peer), size))
+                return seconds / (1 if size > PIPE_BYTES else 2)
             case Collective(value=value, group=group):
                 moved = self.size_of(value) * float(part) * passes(word, has_one_copy=has_one_copy)
                 return self.cluster.link_among(group).latency_s / 2 + moved / self.cluster.device.memory_bytes_per_s
@@ -118,6 +121,9 @@ class Network:
         """Tell whether a message of a rank is larger than the pipe that it goes through."""
         size = self.size_of(word.value, "" if isinstance(word, Pull) else word.code)
         return size > PIPE_BYTES and self.is_copied(word, rank)
+
+    def _copied_s(self, ranks: Group, num_bytes: float) -> float:
+        return num_bytes / self.cluster.link_among(ranks).bytes_per_s
 
     def _on_way(self, ranks: Group, rounds: int, num_bytes: float) -> Load:
         """Return what it takes to get so many bytes from group to group of these ranks, in so many rounds."""

@@ -6,13 +6,15 @@ Where one rank speaks for its class, it uses what it shares as many times as ran
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 from counterpoint.program.partners import Place
 from counterpoint.program.symmetry import Nearness
+from counterpoint.simulator.hands import Hand
+from counterpoint.simulator.lines import SLICE_S
 from counterpoint.simulator.sharing import Use
 from counterpoint.world.cluster import Cluster
 
@@ -36,9 +38,12 @@ class Places:
         self.cluster = cluster
         self.speaker = speaker
         counts = range(1, len(speaker) + 1)
-        self.has_crowds = any(cluster.crowded(count) * cluster.memory_crowded(count) != 1.0 for count in counts)
+        self.has_crowds = cluster.turns is not None or any(
+            cluster.crowded(count) * cluster.memory_crowded(count) != 1.0 for count in counts
+        )
         self.has_cards = has_cards(cluster)
         self.like: Counter[tuple[int, int, int]] = Counter()
+        self.together: Counter[int] = Counter(_group(cluster, rank, 1) for rank in range(len(speaker)))
         self.first: dict[tuple[int, int], int] = {}
         for level in _outer(cluster) if self.has_crowds or self.has_cards else ():
             for rank, spokesman in enumerate(speaker):
@@ -48,26 +53,42 @@ class Places:
         self.known: dict[tuple[object, ...], tuple[Use, ...]] = {}
         self.ways: dict[tuple[int, ...], int] = {}
 
-    def cores(self, rank: int, share: float = 1.0, *, goes_over_memory: bool = False) -> tuple[Use, ...]:
-        """Return what a rank uses when it computes, or does so for a share of the time.
+    def cores(self, rank: int, hand: Hand) -> tuple[Use, ...]:
+        """Return what a rank uses when its processor does something.
 
         Args:
             rank: which.
-            share: of the time.
-            goes_over_memory: whether it waits for memory all that time, which the ranks of a host have together.
+            hand: what it does.
         """
         if not self.has_crowds:
             return ()
-        key = ("cores", rank, parts := round(PARTS * share), goes_over_memory)
+        parts, memory_parts = round(PARTS * hand.share), round(PARTS * hand.over_s / hand.seconds)
+        is_short = self.cluster.turns is not None and hand.seconds <= SLICE_S
+        key = ("cores", rank, parts, memory_parts, is_short)
         if key not in self.known:
-            whole = self._use("cores", 1, (rank, 1), self._crowded)
-            memory = self._use("memory", 1, (rank, 1), self.cluster.memory_crowded)
-            self.known[key] = (replace(whole, count=parts * whole.count), *((memory,) if goes_over_memory else ()))
+            self.known[key] = tuple(self._cores(rank, parts, memory_parts, is_short=is_short))
         return self.known[key]
 
-    def _crowded(self, parts: int) -> float:
+    def _cores(self, rank: int, parts: int, memory_parts: int, *, is_short: bool) -> Iterator[Use]:
+        turns = self.cluster.turns
+        if is_short and turns is not None:
+            own = turns.part(self.together[_group(self.cluster, rank, 1)])
+            whole = self._use("cores", 1, (rank, 1), lambda _: own)
+            yield replace(whole, count=parts * whole.count, seats=PARTS * turns.cores)
+        else:
+            whole = self._use("cores", 1, (rank, 1), self._crowded)
+            yield replace(whole, count=parts * whole.count)
+        if memory_parts:
+            memory = self._use("memory", 1, (rank, 1), partial(self._over_memory, memory_parts))
+            yield replace(memory, count=memory_parts * memory.count)
+
+    def _crowded(self, parts: float) -> float:
         """Return how fast each is while so many parts of processors compute."""
         return self.cluster.crowded(parts / PARTS)
+
+    def _over_memory(self, own: int, parts: float) -> float:
+        """Return how fast one is that goes over memory for some parts of its time, while so many parts of all do."""
+        return 1 / (1 - own / PARTS + own / PARTS / self.cluster.memory_crowded(parts / PARTS))
 
     def outwards(self, ranks: tuple[int, ...]) -> int:
         """Return which of its ways a message or a collective of these ranks takes: 1 for the one out of a host."""
@@ -117,14 +138,14 @@ class Places:
             rate = self._card(ranks, level, end)
             yield self._use(direction, level, (end, together), rate), frozenset(seats.items())
 
-    def _use(self, kind: str, level: int, end: tuple[int, int], rate: Callable[[int], float]) -> Use:
+    def _use(self, kind: str, level: int, end: tuple[int, int], rate: Callable[[float], float]) -> Use:
         """Return the use by a rank and those like it in its group, so many of which use it as one."""
         rank, together = end
         group = _group(self.cluster, rank, level)
         count = self.like[level, group, self.speaker[rank]] // together
         return Use((kind, level, self.first[level, group]), count, rate)
 
-    def _card(self, ranks: Sequence[int], level: int, end: int) -> Callable[[int], float]:
+    def _card(self, ranks: Sequence[int], level: int, end: int) -> Callable[[float], float]:
         """Return how fast each of so many is on a group's link, 1 for as fast as its whole way alone."""
         room = self.cluster.link_at(level, (end,)).bytes_per_s / self.cluster.link_among(ranks).bytes_per_s
         return partial(_part, room)
@@ -148,7 +169,8 @@ def nearness(cluster: Cluster, num_ranks: int) -> Nearness:
 
 def _outer(cluster: Cluster) -> range:
     """Return the levels whose groups may hold several ranks; where a crowd matters, its host is one."""
-    return range(1, max(len(cluster.levels), 2 if cluster.crowding or cluster.memory_crowding else 1))
+    has_crowds = cluster.crowding or cluster.memory_crowding or cluster.turns
+    return range(1, max(len(cluster.levels), 2 if has_crowds else 1))
 
 
 def _group(cluster: Cluster, rank: int, level: int) -> int:
@@ -156,7 +178,7 @@ def _group(cluster: Cluster, rank: int, level: int) -> int:
     return cluster.group(rank, level) if cluster.levels else 0
 
 
-def _part(room: float, num_users: int) -> float:
+def _part(room: float, num_users: float) -> float:
     return min(1.0, room / num_users)
 
 

@@ -29,11 +29,14 @@ from counterpoint.program.one_copy import groups_with_one_copy
 from counterpoint.program.program import Words
 from counterpoint.program.runs import goes_on
 from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.hands import IDLE_HAND, Hand
 from counterpoint.simulator.moves import row_moves
 from counterpoint.simulator.network import Message
 from counterpoint.simulator.places import has_cards
-from counterpoint.simulator.score import IDLE_HAND, WHOLE, Hand, hand_of
+from counterpoint.simulator.score import WHOLE, hand_of
 from counterpoint.world.cluster import Cluster
+
+NONE = Fraction(0)
 
 ALIKE = Cluster()
 """Ranks that are alike, none in the way of another."""
@@ -46,7 +49,7 @@ class Times:
     Args:
         seconds: on its processor or its link.
         crossings: of that on links that ranks share; empty where they share none.
-        hands: on the processor of a rank that talks to others.
+        hands: on the rank's own processor.
         least_s: what all of it takes at least, whatever others do: each processor and each link does one at a time.
     """
 
@@ -86,13 +89,13 @@ def _least_s(row: Words, times: Sequence[_Taken], cluster: Cluster) -> float:
     """Return what a rank needs for its words one by one, or for those on a link: on hosts it has two of them."""
     own_s = inside_s = across_s = 0.0
     for word, (seconds, crossing_s, hand) in zip(row, times, strict=True):
+        own_s += hand.seconds
         if isinstance(word, Compute | Update):
-            own_s += seconds
-        elif crossing_s:
+            continue
+        if crossing_s:
             across_s += seconds
         else:
             inside_s += seconds
-        own_s += hand.seconds
     return max(own_s, across_s, inside_s / 2 if cluster.levels else inside_s)
 
 
@@ -139,13 +142,14 @@ class _Timer:
                 own_s = 0.0 if self.updates else self.costs.call_s(word)
                 return self.linked(word, WHOLE, Hand(self.costs.hand_s(word, WHOLE, self.rank) + own_s))
             case Release():
-                return (0.0, 0.0, Hand(passes * self.costs.pass_s(word))) if passes else _NOTHING
+                own_s = passes * self.costs.pass_s(word)
+                return (0.0, 0.0, Hand(own_s, over_s=own_s)) if passes else _NOTHING
             case Serve() | Swap():
                 return _NOTHING
 
     def compute(self, word: Forward | Recompute | Backward | Update, *, begins: bool) -> _Taken:
         """Return what a word takes that computes, and that begins a call or goes on with one."""
-        part, adds = WHOLE, False
+        part, adds, over_s = WHOLE, False, 0.0
         if isinstance(word, Update):
             self.held.difference_update(word.unit)
             part = self.parts.get(word.unit, WHOLE)
@@ -159,10 +163,14 @@ class _Timer:
             key = (type(word), word.block, begins)
         if key in self.known:
             return self.known[key]
-        seconds = self.costs.compute_s(word, part) + (self.costs.call_s(word) if begins else 0.0)
+        seconds = self.costs.compute_s(word, part)
+        if isinstance(word, Update):
+            over_s = seconds - self.costs.compute_s(word, NONE)
+        seconds += self.costs.call_s(word) if begins else 0.0
         if isinstance(word, Backward) and adds:
             seconds += self.costs.add_s(word.block)
-        return self.keep(key, (seconds / self.speed, 0.0, IDLE_HAND))
+        hand = Hand(seconds / self.speed, over_s=over_s / self.speed)
+        return self.keep(key, (hand.seconds, 0.0, hand))
 
     def collect(self, word: Collective, passes: float) -> _Taken:
         """Return what a collective takes: started, it is on the link, and in hand where it is waited for."""
@@ -177,8 +185,11 @@ class _Timer:
             return self.known[key]
         hand = IDLE_HAND
         if word.phase != "+":
-            own_s = self.costs.hand_s(word, part, self.rank, has_one_copy=self.has_one_copy(word))
-            hand = Hand(own_s + passes * self.costs.pass_s(word))
+            has_one_copy = self.has_one_copy(word)
+            own_s = self.costs.hand_s(word, part, self.rank, has_one_copy=has_one_copy)
+            meet_s = self.costs.hand_s(word, NONE, self.rank, has_one_copy=has_one_copy)
+            moved_s = passes * self.costs.pass_s(word)
+            hand = Hand(own_s + moved_s, over_s=own_s - meet_s + moved_s)
         return self.keep(key, (0.0, 0.0, hand) if word.phase == "-" else self.linked(word, part, hand))
 
     def talk(self, word: Message, passes: float) -> _Taken:

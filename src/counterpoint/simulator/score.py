@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from counterpoint.program import trace
 from counterpoint.program.instruction import (
@@ -29,6 +29,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.partners import Partners, Place
 from counterpoint.program.program import Words
 from counterpoint.simulator.costs import Costs
+from counterpoint.simulator.hands import Hand
 from counterpoint.simulator.network import Message
 from counterpoint.simulator.places import Lane, Places
 from counterpoint.simulator.sharing import Use
@@ -36,23 +37,6 @@ from counterpoint.simulator.sharing import Use
 Key: TypeAlias = tuple[object, ...]
 """What a word may wait for: the place of a send, the places of a call, or an answer."""
 
-
-class Hand(NamedTuple):
-    """What a word that talks to others asks of its rank's own processor.
-
-    Args:
-        seconds: how long.
-        is_streamed: whether it is a message that can be taken out as soon as it begins to be put in.
-        share: of these seconds, the part in which it computes, and does not wait for the other end.
-    """
-
-    seconds: float
-    is_streamed: bool = False
-    share: float = 1.0
-
-
-IDLE_HAND = Hand(0.0)
-"""That of a word that asks for nothing."""
 
 STREAM_SHARE = 0.5
 """Of a message larger than the pipe that it goes through, one end puts a piece in while the other one waits for it."""
@@ -96,7 +80,7 @@ class Score:
         speaker: for each rank the one that speaks for its class.
         seconds: for each speaker the seconds of each of its words, on the processor or on the link.
         crossings: likewise, of these the seconds on links that ranks share; empty where they share none.
-        hands: likewise, for how long words that talk to others keep the rank's own processor busy.
+        hands: likewise, for how long they keep the rank's own processor busy.
         costs: for what a server does with each push.
         places: where the ranks are.
     """
@@ -115,7 +99,7 @@ class Score:
         return self.rows[place[0]][place[1]]
 
     def hand(self, rank: int, index: int) -> Hand:
-        """Return what a speaker's word that talks to others asks of its processor."""
+        """Return what a speaker's word asks of its processor."""
         return self.hands[rank][index]
 
     def message(self, rank: int, index: int) -> Transfer:
@@ -152,7 +136,8 @@ class Score:
         if self.places.has_cards:
             crossing_s = self.costs.crossing_s(Send(weight(unit), worker), WHOLE, rank)
         transfer = self._between(("answer", *server, seat), server, (rank, worker), (answer_s, crossing_s))
-        return Hand(hand.seconds / self.places.cluster.speed(rank), share=hand.share), transfer
+        own_s = hand.seconds / self.places.cluster.speed(rank)
+        return Hand(own_s, share=hand.share, over_s=own_s), transfer
 
     def _crossing(self, place: Place) -> float:
         return self.crossings[place[0]][place[1]] if self.crossings else 0.0
@@ -195,11 +180,3 @@ def lane_of(word: Instruction) -> trace.Lane:
 def goes_on_beside(word: Instruction) -> bool:
     """Tell whether a rank does its next word while this one is on the link."""
     return isinstance(word, Send | Push) or (isinstance(word, Collective) and word.phase == "+")
-
-
-def goes_over_memory(word: Instruction) -> bool:
-    """Tell whether the time in which a word keeps its rank's processor busy is that of its memory.
-
-    What a message takes was measured with both ends at work, and with the cache that they have in common.
-    """
-    return isinstance(word, Update | Release | Swap | Serve | Collective)

@@ -65,6 +65,27 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """How ranks of a host go on where what each does before it waits for another takes less than a slice of time.
+
+    Args:
+        cores: so many ranks compute at a time; others wait until one of these does, first come first served.
+        parts: how fast each of 1, 2, ... ranks of a host is in its turn, as a part of the speed of one alone: others
+            have used its caches meanwhile. The last one counts for more ranks, too.
+        message_s: for how long a message keeps its two ends together, beside copying it, when each comes to it from
+            other work.
+    """
+
+    cores: int
+    parts: tuple[float, ...] = ()
+    message_s: float = 0.0
+
+    def part(self, num_ranks: int) -> float:
+        """Return how fast each of so many ranks of a host is in its turn."""
+        return self.parts[min(num_ranks, len(self.parts)) - 1] if self.parts else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Ranks with one device each, joined by links that may differ from level to level.
 
@@ -78,6 +99,7 @@ class Cluster:
         slow_links: ``(level, group, part)`` for each group of the level below, a rank at level 0 and a host at level 1,
             whose link of that level, out and in, has only that part of its speed. Without levels there is only 0.
         memory_crowding: as ``crowding``, of ranks that go over memory, which is the host's where cores are their own.
+        turns: how short pieces of work go on; None where they do as long ones.
 
     Example:
         >>> hosts = (Level("host", 2, Link(5e-6, 10e9)), Level("network", 2, Link(50e-6, 125e6), is_shared=True))
@@ -92,6 +114,7 @@ class Cluster:
     crowding: tuple[float, ...] = ()
     slow_links: tuple[tuple[int, int, float], ...] = ()
     memory_crowding: tuple[float, ...] = ()
+    turns: Turns | None = None
 
     def speed(self, rank: int) -> float:
         """Return how many times as fast as the device a rank computes; ranks that nothing is said of are as fast."""

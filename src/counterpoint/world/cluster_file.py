@@ -7,12 +7,11 @@ import re
 from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from counterpoint.errors import PlanError
-from counterpoint.world.cluster import Cluster, Device, Level, Link
+from counterpoint.world.cluster import Cluster, Device, Level, Link, Turns
 from counterpoint.world.quantities import (
     BANDWIDTH,
     FLOPS,
@@ -20,16 +19,16 @@ from counterpoint.world.quantities import (
     MEMORY,
     NUMBER,
     Kind,
-    format_quantity,
     parse_quantity,
 )
 
 DEVICE = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
 LINK = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
-_KEYS = ("device", "link", "levels", "speeds", "crowding", "slow_links", "memory_crowding")
+_KEYS = ("device", "link", "levels", "speeds", "crowding", "slow_links", "memory_crowding", "turns")
 _SLOW_KEYS = ("level", "group", "part")
 _LINK_KEYS = (*LINK, "copied")
+_TURN_KEYS = ("cores", "parts", "message")
 _LEVEL_KEYS = ("name", "count", *_LINK_KEYS, "shared")
 _SWITCHES = {"true": True, "false": False}
 _EXAMPLES = {
@@ -41,6 +40,7 @@ _EXAMPLES = {
     "part": "part: 0.5",
     **{key: f"{key}: {kind.example}" for key, kind in (DEVICE | LINK).items()},
     "memory_bandwidth": "memory_bandwidth: 10 GB/s",
+    "cores": "cores: 2",
 }
 
 
@@ -80,7 +80,7 @@ def read_cluster(text: str, *, name: str = "cluster file") -> Cluster:
     r"""Return the cluster that a text describes; see ``docs/clusters.md``.
 
     Args:
-        text: YAML, as :func:`write_cluster` writes it.
+        text: YAML, as :func:`counterpoint.world.cluster_text.write_cluster` writes it.
         name: what the text is called in messages, its path for instance.
 
     Raises:
@@ -103,45 +103,6 @@ def read_cluster(text: str, *, name: str = "cluster file") -> Cluster:
     if reader.mistakes:
         raise PlanError("\n".join(f"{name}:{line}: {mistake}" for line, mistake in sorted(reader.mistakes)))
     return cluster
-
-
-def write_cluster(cluster: Cluster) -> str:
-    """Return the text that :func:`read_cluster` reads as the same cluster.
-
-    The link of a cluster with levels says nothing, and is left out.
-    """
-    device, link = cluster.device, cluster.link
-    fields: dict[str, Any] = {
-        "device": {
-            "flops": format_quantity(device.cost_per_s, FLOPS),
-            "memory": format_quantity(device.memory_bytes, MEMORY),
-            "memory_bandwidth": format_quantity(device.memory_bytes_per_s, BANDWIDTH),
-        }
-    }
-    if cluster.levels:
-        fields["levels"] = [
-            {"name": level.name, "count": level.count, **_link_fields(level.link), "shared": level.is_shared}
-            for level in cluster.levels
-        ]
-    else:
-        fields["link"] = _link_fields(link)
-    text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
-    lists = {"speeds": cluster.speeds, "crowding": cluster.crowding, "memory_crowding": cluster.memory_crowding}
-    for key, numbers in lists.items():
-        text += f"{key}: [{', '.join(map(repr, numbers))}]\n" if numbers else ""
-    rows = "".join(
-        f"- {{level: {level}, group: {group}, part: {part!r}}}\n" for level, group, part in cluster.slow_links
-    )
-    return text + (f"slow_links:\n{rows}" if rows else "")
-
-
-def _link_fields(link: Link) -> dict[str, Any]:
-    copied = {"copied": True} if link.is_copied else {}
-    return {
-        "latency": format_quantity(link.latency_s, LATENCY),
-        "bandwidth": format_quantity(link.bytes_per_s, BANDWIDTH),
-        **copied,
-    }
 
 
 class _Reader:
@@ -176,6 +137,7 @@ class _Reader:
                 for at, node in enumerate(self.items(nodes.get("slow_links"), "slow_links"))
             ),
             self.crowding(nodes.get("memory_crowding"), "memory_crowding"),
+            self.turns(nodes["turns"]) if "turns" in nodes else None,
         )
 
     def device(self, node: yaml.Node) -> Device:
@@ -218,6 +180,13 @@ class _Reader:
         if node is not None and max(parts, default=0) > 1:
             self.note(node, f"{key} has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
         return parts
+
+    def turns(self, node: yaml.Node) -> Turns:
+        """Return how short pieces of work go on."""
+        nodes = self.keys(node, "turns", _TURN_KEYS, required=("cores",))
+        message_s = self.quantity(nodes["message"], "turns.message", LATENCY) if "message" in nodes else 0.0
+        parts = self.crowding(nodes.get("parts"), "turns.parts")
+        return Turns(self.count(nodes.get("cores"), "turns.cores"), parts, message_s)
 
     def slow_link(self, node: yaml.Node, path: str, levels: tuple[Level, ...]) -> tuple[int, int, float]:
         """Return a level, which of its groups, and what part of the level's speed the group's link has."""

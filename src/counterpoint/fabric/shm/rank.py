@@ -17,6 +17,7 @@ from counterpoint.fabric.shm.memory import Site, int_array
 from counterpoint.fabric.shm.native import SLICE_NS, Status, native
 from counterpoint.fabric.shm.news import News
 from counterpoint.fabric.shm.recipes import Recipe
+from counterpoint.fabric.shm.yielding import Yielding
 from counterpoint.fabric.stamps import Stamps
 
 SPINS, FEW_SPINS = 16000, 200  # where every rank has a core, and where ranks take turns
@@ -42,7 +43,9 @@ class ShmRank(JoinedFabric):
         self._memory = site.open_world(library, self._processes)
         fds = int_array(tuple(self._processes.fds[rank] for rank in self.here))
         place, count = self.here.index(self.rank), len(self.here)
-        spins = SPINS if len(os.sched_getaffinity(0)) >= count else FEW_SPINS
+        cores = len(os.sched_getaffinity(0))
+        spins = SPINS if cores >= count else FEW_SPINS
+        self._yielding = Yielding(count, cores)
         self._world: int = library.cp_open_world(self._memory.address, place, count, os.getpid(), fds, spins, SLICE_NS)
         self._news = News(library, self._world, self.rank, self.here)
         self._mail = ShmMail(library, self._world, self.here, Stamps(self.rank, job, generation))
@@ -95,6 +98,7 @@ class ShmRank(JoinedFabric):
 
     def _leave(self) -> None:
         """The others see that this rank takes part in nothing more; its memory here is gone."""
+        self._yielding.end()
         self._library.cp_close_world(self._world)
         self._memory.close()
         self._world = 0

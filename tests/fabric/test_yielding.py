@@ -1,0 +1,26 @@
+"""Where ranks outnumber cores, one that wakes up does not take the core of one that computes, while they are joined."""
+
+import os
+
+import pytest
+
+from counterpoint.fabric.shm.yielding import Yielding
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the kernel schedules in another way")
+
+
+@pytest.mark.parametrize(("cores", "policy"), [(1, "SCHED_BATCH"), (2, "SCHED_OTHER"), (3, "SCHED_OTHER")])
+def test_ranks_yield_only_where_they_outnumber_the_cores(cores, policy):
+    yielding = Yielding(num_ranks=2, num_cores=cores)
+    assert os.sched_getscheduler(0) == getattr(os, policy)
+    yielding.end()
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_who_has_asked_for_another_policy_keeps_it():
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        Yielding(num_ranks=2, num_cores=1).end()
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
