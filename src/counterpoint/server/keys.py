@@ -36,11 +36,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked of one shard: a range, rows, or sums of rows."""
+    """What is asked of one shard: a range, rows with their places among all that were dealt out, or sums of rows."""
 
     shard: int
     rows: Tensor | None = None
     sums: Sums | None = None
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,9 @@ class Dense:
             raise PlanError(f"{self.name} has no rows; pull it as a whole, or make it with init_rows")
         return [Wanted(place.shard) for place in self.places]
 
-    def joined(
-        self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None, sums: Sums | None = None
-    ) -> Tensor:
+    def joined(self, found: Sequence[Tensor], wanted: Sequence[Wanted], out: Tensor | None) -> Tensor:
         """Return the tensor, in ``out`` if given; what was found, if that is all of it."""
-        del rows, sums
+        del wanted
         if out is None and len(found) == 1:
             return found[0].view(self.shape)
         values = torch.empty(self.shape, dtype=self.dtype) if out is None else out
@@ -158,7 +157,7 @@ class Table:
         if self.num_shards == 1:
             return [Wanted(0, rows, sums)]
         return [
-            Wanted(shard, rows[own], None if sums is None else among(sums, own, len(rows)))
+            Wanted(shard, rows[own], None if sums is None else among(sums, own, len(rows)), own)
             for shard, own in self._dealt(rows)
         ]
 
@@ -169,18 +168,16 @@ class Table:
         except ProtocolError as error:
             raise PlanError(str(error)) from error
 
-    def joined(
-        self, found: Sequence[Tensor], rows: Tensor | None, out: Tensor | None, sums: Sums | None = None
-    ) -> Tensor:
+    def joined(self, found: Sequence[Tensor], wanted: Sequence[Wanted], out: Tensor | None) -> Tensor:
         """Return the rows in their order, or the sums, in ``out`` if given; what was found, if that is all of it."""
         if self.num_shards == 1:
             return put_into(found[0], out)
-        if sums is not None:
+        dealt = [one.places for one in wanted if one.places is not None and one.sums is None]
+        if not dealt:
             return put_into(torch.stack(list(found)).sum(0), out)
-        rows = self._required(rows)
-        values = torch.empty((len(rows), self.width), dtype=self.dtype) if out is None else out
+        values = torch.empty((sum(map(len, dealt)), self.width), dtype=self.dtype) if out is None else out
         plain = values.detach()
-        for (_, own), part in zip(self._dealt(rows), found, strict=True):
+        for own, part in zip(dealt, found, strict=True):
             if plain.is_contiguous() and part.is_contiguous():
                 scatter(plain, own.numpy(), part)
             else:

@@ -239,7 +239,7 @@ class WorkerSession:
         def finish(answers: list[PartAnswer]) -> Pulls:
             found = [answer for answer in answers if isinstance(answer, Pulled)]
             self._read[key] = tuple(answer.version for answer in found)
-            return Pulls(known.joined([answer.values for answer in found], rows, out, sums), self._read[key])
+            return Pulls(known.joined([answer.values for answer in found], wanted, out), self._read[key])
 
         asked = self._begin(f"{key} at version {least} or newer", len(wanted), finish)
         with self._carrier.lock:
