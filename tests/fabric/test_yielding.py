@@ -17,6 +17,14 @@ def test_ranks_yield_only_where_they_outnumber_the_cores(cores, policy):
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+def test_where_it_is_forbidden_ranks_go_on_as_they_are(monkeypatch):
+    def forbidden(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    assert not Yielding(num_ranks=2, num_cores=1).is_on
+
+
 def test_who_has_asked_for_another_policy_keeps_it():
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:

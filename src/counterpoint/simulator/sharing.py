@@ -63,7 +63,7 @@ class Activity(Generic[Owner]):
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class Seating:
     """Who has a turn at what is shared.
 
     Args:
@@ -82,7 +82,7 @@ class Pool(Generic[Owner]):
         self.loads: Counter[Resource] = Counter()
         self.settled: Counter[Resource] = Counter()
         self.seated: Counter[Resource] = Counter()  # uses that may have to wait for their turn
-        self.turns: dict[Resource, Turns] = {}
+        self.turns: dict[Resource, Seating] = {}
         self.users: defaultdict[Resource, dict[int, Activity[Owner]]] = defaultdict(dict)
         self.touched: set[Resource] = set()
         self.begun: list[Activity[Owner]] = []
@@ -158,7 +158,7 @@ class Pool(Generic[Owner]):
         turns = self.turns[use.resource]
         return use.rate(turns.load) * (turns.parts[activity.came_s] if use.seats else 1.0)
 
-    def _turns(self, resource: Resource) -> Turns:
+    def _turns(self, resource: Resource) -> Seating:
         """Return who has a turn."""
         lines: Counter[float] = Counter()
         seats = 0
@@ -172,7 +172,7 @@ class Pool(Generic[Owner]):
             parts[came_s] = 1 / max(1, math.ceil(lines[came_s] / left)) if left > 0 else 0.0
             left -= lines[came_s]
         waiting = sum(lines.values())
-        return Turns(self.loads[resource] - waiting + min(seats, waiting), parts)
+        return Seating(self.loads[resource] - waiting + min(seats, waiting), parts)
 
     def ended(self, now: float) -> list[Owner]:
         """Return whose activities end at a moment; what they used is free for others from then on."""

@@ -8,10 +8,13 @@ it waits itself has its part done earlier, which is what the others wait for.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 
 class Yielding:
     """The calling thread's way of being scheduled, and that of the threads it starts, until :meth:`end`.
+
+    Where a sandbox forbids to change it, it stays as it is.
 
     Args:
         num_ranks: of this host.
@@ -23,10 +26,12 @@ class Yielding:
     """
 
     def __init__(self, num_ranks: int, num_cores: int) -> None:
-        can = num_ranks > num_cores and hasattr(os, "SCHED_BATCH")
-        self.is_on = can and os.sched_getscheduler(0) == os.SCHED_OTHER
-        if self.is_on:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        self.is_on = False
+        if num_ranks > num_cores and hasattr(os, "SCHED_BATCH"):
+            with suppress(OSError):
+                if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+                    self.is_on = True
 
     def end(self) -> None:
         """The thread is scheduled as it was before; the thread that has begun calls it."""
