@@ -21,7 +21,7 @@ from cells import SUBJECTS, Cell
 import counterpoint as cp
 from counterpoint.launchers.environment import detect
 from counterpoint.profiler.effort import Effort
-from counterpoint.profiler.probe_compute import flops_for, memory_bytes_per_s
+from counterpoint.profiler.probe_compute import layer_pieces, memory_pieces
 from counterpoint.profiler.probe_crowds import crowd
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
@@ -73,7 +73,7 @@ def beside(known, others, fewest):
     """Return what is taken beside a plan, on rank 0: a step of one process that the profile knows, and crowds."""
     step_s = median(known.steps(fewest=fewest)) if others.rank == 0 else 0.0
     others.slowest(0.0)
-    return {"beside": step_s, "crowd": others.crowd(flops_for), "memory_crowd": others.crowd(memory_bytes_per_s)}
+    return {"beside": step_s, "crowd": others.crowd(layer_pieces), "memory_crowd": others.crowd(memory_pieces)}
 
 
 class Others:
@@ -94,12 +94,12 @@ class Others:
         fabric = met(self.environment)[0]
         return max(fabric.gather_values("seconds", seconds, tuple(range(fabric.num_ranks))))
 
-    def crowd(self, rate):
+    def crowd(self, ready):
         """Return how fast 1, 2, ... ranks do something at once, on average; known to rank 0."""
         if self.environment is None or not met(self.environment):
             return [1.0]
         fabric = met(self.environment)[0]
-        return crowd(fabric, fabric.num_ranks, CROWD, rate)
+        return crowd(fabric, fabric.num_ranks, CROWD, ready)
 
 
 def lap(run, batches, count):

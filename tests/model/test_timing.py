@@ -91,7 +91,7 @@ def test_a_timing_reads_back_as_it_was_written():
 def test_a_text_that_is_no_timing_is_refused():
     assert refused("{").startswith("this is no timing: Expecting property name")
     assert refused("[]").startswith("this is no timing: it has no 'counterpoint timing'")
-    assert refused('{"counterpoint timing": 7}').startswith("the timing is of version 7, but only version 2 can be")
+    assert refused('{"counterpoint timing": 7}').startswith("the timing is of version 7, but only version 3 can be")
 
 
 @pytest.mark.parametrize(

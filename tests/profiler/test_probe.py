@@ -9,14 +9,15 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric import LocalWorld
 from counterpoint.profiler.effort import Effort
 from counterpoint.profiler.probe import Trips, middle, probe, unlike
-from counterpoint.profiler.probe_compute import flops_by_threads, flops_for, thread_counts
+from counterpoint.profiler.probe_compute import flops_by_threads, layer_pieces, memory_pieces, thread_counts
+from counterpoint.profiler.probe_crowds import at_once
 from counterpoint.profiler.probe_links import fitted, trips_by_size
 from counterpoint.world.cluster import Link
 from counterpoint.world.cluster_file import read_cluster
 from tests.fabric.players import on_hosts
 
 GIB = 2**30
-LITTLE = Effort((32,), 32, 1 << 16, (8, 1 << 10, 1 << 17), span_s=1e-3, rounds=1)
+LITTLE = Effort((32,), (2, 32, 32), 1 << 16, (8, 1 << 10, 1 << 17), span_s=1e-3, rounds=1)
 
 
 def probed(fabric, hosts=None, effort=LITTLE):
@@ -83,8 +84,20 @@ def test_threads_are_as_before_when_others_were_tried():
     assert torch.get_num_threads() == before
 
 
-def test_a_rank_computes_for_as_long_as_it_is_told():
-    assert flops_for(LITTLE) > 1e6
+@pytest.mark.parametrize("ready", [layer_pieces, memory_pieces])
+def test_a_rank_does_its_pieces_for_as_long_as_it_is_told(ready):
+    began, *ends = ready(LITTLE)()
+    assert sorted(ends) == ends
+    assert ends[-1] - began >= LITTLE.span_s
+
+
+def test_ranks_are_compared_while_all_of_them_work():
+    early, late = [0.0, 1.0, 3.0, 5.0], [1.0, 3.0, 5.0, 6.0]
+    assert at_once([early, late]) == 0.5  # of the pieces from 1 to 5, where the first one was done alone
+
+
+def test_ranks_that_never_work_at_once_share_all_of_the_time():
+    assert at_once([[0.0, 1.0, 2.0], [3.0, 4.0]]) == 3 / 4 / 2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from counterpoint.program.instruction import Collective, Commit, Recv, Send
 from counterpoint.program.one_copy import groups_with_one_copy
 from counterpoint.program.text import parse_instruction
+from counterpoint.simulator.moves import READ_PASSES
 from counterpoint.simulator.network import Network
 from counterpoint.simulator.simulate import simulate
 from counterpoint.world.cluster import Cluster, Device, Level, Link
@@ -91,7 +92,7 @@ def test_what_a_word_keeps_its_rank_busy(word, seconds):
 
 
 def test_replicas_with_one_copy_only_read_each_others_gradients():
-    assert hand_s("share(grad0)@0,1", has_one_copy=True) == 0.5 + 4 / 2
+    assert hand_s("share(grad0)@0,1", has_one_copy=True) == 0.5 + READ_PASSES * 4 / 2
     assert hand_s("join(weight0)@0,1", has_one_copy=True) == 0.5
 
 

@@ -106,9 +106,7 @@ def test_a_timed_rank_pays_for_what_it_moves():
 
 
 def test_a_rank_that_updates_nothing_has_what_a_step_costs_beside_its_calls_too():
-    costs = TimedCosts(
-        (took(1.0, 2.0),), Fixed(step_s=1.0), 0.0, 0.0, (0.0,), (0.0,), lambda value, code="": 0, Ticks()
-    )
+    costs = TimedCosts((took(1.0, 2.0),), Fixed(step_s=1.0), 0.0, 0.0, (0.0,), lambda value, code="": 0, Ticks())
     rows = [tuple(map(parse_instruction, row.split())) for row in ("B0.0 commit@0,1 U0", "B0.0 grad0>0 commit@0,1")]
     hands = [time_row(row, costs, rank=rank).hands for rank, row in enumerate(rows)]
     assert (hands[0][1].seconds, hands[1][2].seconds) == (0.0, 1.0)

@@ -39,12 +39,14 @@ def test_a_call_of_several_blocks_has_the_fixed_cost_of_one():
 @pytest.mark.parametrize(("plan", "micros", "adds"), [("solo", 1, 0), ("solo", 4, 3), ("pipeline(3)", 4, 3 / 3),
                                                     ("data(2)", 2, 1), ("pipedream(3)", 4, 0)])  # fmt: skip
 def test_gradients_are_added_to_those_of_earlier_microbatches_of_a_rank_until_an_update(plan, micros, adds):
-    plain, adding = (timing_of(MODEL, UNEVEN, add_s_per_byte=per_byte) for per_byte in (0.0, 0.01))
-    all_bytes = 3 * 4 * 64
-    flat = replace(MODEL, params=tuple(replace(param, shape=(param.num_elements,)) for param in MODEL.params))
-    for model, times in ((flat, adds), (MODEL, 0)):  # a product adds its result to what is there
-        more_s = [predicted(plan, timing, m=micros, model=model).compute_s for timing in (adding, plain)]
-        assert more_s[0] - more_s[1] == pytest.approx(times * 0.01 * all_bytes)
+    pieces = [replace(piece, added_s=added_s) for piece, added_s in zip(UNEVEN, (0.5, -0.25, 1.0), strict=True)]
+    whole = replace(took(sum(one.forward_s for one in UNEVEN), sum(one.backward_s for one in UNEVEN)), added_s=1.25)
+    plain, adding = (
+        timing_of(MODEL, some, whole=replace(whole, added_s=added_s))
+        for some, added_s in ((UNEVEN, 0.0), (pieces, 1.25))
+    )
+    more_s = [predicted(plan, timing, m=micros).compute_s for timing in (adding, plain)]
+    assert more_s[0] - more_s[1] == pytest.approx(adds * 1.25)
 
 
 def test_a_pipeline_is_cut_where_the_seconds_are_even():

@@ -27,6 +27,8 @@ class PieceTime:
         weight_s: seconds of the other part.
         output_bytes: what it hands on.
         kept_bytes: what stays from its forward to its backward; what it was handed belongs to the one who made it.
+        added_s: seconds that a backward takes more where its gradient is added to that of an earlier microbatch; less
+            than nothing where that is faster than to write it anew.
     """
 
     forward_s: float
@@ -35,6 +37,7 @@ class PieceTime:
     weight_s: float
     output_bytes: float = 0.0
     kept_bytes: float = 0.0
+    added_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -188,7 +191,7 @@ class Timing:
         machine: on what.
         points: by size, the smallest first; at least one.
         update_s_per_byte: seconds of an update per byte of parameters.
-        add_s_per_byte: seconds in which a gradient is added to one of an earlier microbatch, per byte of parameters.
+        add_s_per_byte: seconds in which one vector is added to another, per byte of parameters.
         fixed: what does not grow with the work.
     """
 

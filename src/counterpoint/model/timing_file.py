@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 from counterpoint.errors import PlanError
 from counterpoint.model.timing import Fixed, Known, Machine, PieceTime, Point, Timing
 
-VERSION = 2
+VERSION = 3
 KIND = "counterpoint timing"
 T = TypeVar("T")
+SIGNED = {"added_s"}
+"""Figures that are differences."""
 
 
 def write_timing(timing: Timing) -> str:
@@ -118,10 +120,14 @@ def _point(entry: dict[str, Any]) -> Point:
 
 def _figures(kind: type[T], entry: dict[str, Any]) -> T:
     """Return a value all of whose fields are figures."""
-    return kind(**{field.name: _figure(entry[field.name]) for field in fields(kind)})  # type: ignore[arg-type]
+    return kind(
+        **{field.name: _figure(entry[field.name], is_signed=field.name in SIGNED) for field in fields(kind)}  # type: ignore[arg-type]
+    )
 
 
-def _figure(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+def _figure(value: object, *, is_signed: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= abs(value) < math.inf:
+        raise ValueError(f"{value!r} is no time and no size; both are finite")
+    if value < 0 and not is_signed:
         raise ValueError(f"{value!r} is no time and no size; both are finite and at least 0")
     return float(value)

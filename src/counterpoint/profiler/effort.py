@@ -11,7 +11,8 @@ class Effort:
 
     Args:
         rows: of the square matrices that are multiplied.
-        crowd_rows: of those where ranks compute at the same time.
+        layer: samples, inputs and outputs of the layer that ranks compute at the same time; its weights and their
+            gradient are more than a core's own caches hold, as those of most models are.
         vector_bytes: of the vectors that are added up; more than caches hold.
         messages: bytes of each, from small to large.
         span_s: so long one figure is measured, though at least three times.
@@ -19,7 +20,7 @@ class Effort:
     """
 
     rows: tuple[int, ...] = (256, 512, 1024)
-    crowd_rows: int = 512
+    layer: tuple[int, int, int] = (32, 1024, 4096)
     vector_bytes: int = 64 << 20
     messages: tuple[int, ...] = (8, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
     span_s: float = 0.1

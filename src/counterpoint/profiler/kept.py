@@ -18,7 +18,7 @@ def kept_bytes(compute: Compute, feed: Feed) -> list[int]:
 
     Args:
         compute: whose functions are run.
-        feed: of one microbatch.
+        feed: whose first microbatch is run.
     """
     owned = (compute.store.params, compute.store.buffers, feed.inputs(0), feed.targets(0))
     seen = storages(owned)

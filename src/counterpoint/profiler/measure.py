@@ -8,9 +8,9 @@ The model as it is, which plans that cut nothing run, is timed in whole steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from counterpoint.model.timing import Fixed, Machine, PieceTime, Point, Timing, 
 from counterpoint.profiler.kept import kept_bytes
 from counterpoint.profiler.subject import Bench, Subject, set_up
 from counterpoint.profiler.watch import Clock, Repetition, as_in_training, clock_of, medians
-from counterpoint.program.instruction import Backward, Forward, Update
+from counterpoint.program.instruction import Backward, Forward, Instruction, Update
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.feed import Feed
 from counterpoint.runtime.interpreter import Interpreter
@@ -35,20 +35,25 @@ LAYERS, WIDTH = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of a step on one rank: a microbatch forward and backward, the update, in one call each, and the rest."""
+    """Seconds of a step on one rank: a microbatch forward, the first backward, what later ones take more, the rest.
+
+    The update is one call, and so are a forward and a backward.
+    """
 
     forward_s: float
     backward_s: float
+    added_s: float
     update_s: float
     rest_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Seconds of each piece in a call of its own: forward, backward, and the two parts of a backward."""
+    """Seconds of each piece in a call of its own: forward, backward, a second one, and the two parts of a backward."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
+    again_s: Sequence[float]
     input_s: Sequence[float]
     weight_s: Sequence[float]
 
@@ -71,7 +76,7 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
         bench, clock = set_up(subject, sizes[0]), clock_of(subject.device)
         calls = call_costs(subject.device, effort)
         found = [_at(bench, subject, size, calls, effort) for size in sizes]
-        split_s, whole_s = _updates(bench, subject.feed(sizes[0], subject.num_micros), clock, effort)
+        split_s, whole_s = _updates(bench, subject.feed(sizes[0]), clock, effort)
         add_s = _adding(list(bench.pieces.store.params.values()), clock, effort)
     update_s = median(step.update_s for _, step, _ in found)
     fixed_s = max(0.0, min(sum(split_s) - whole_s, *split_s, update_s)) if len(split_s) > 1 else 0.0
@@ -101,7 +106,7 @@ def call_costs(device: torch.device, effort: Repetition) -> Fixed:
     inputs, targets = torch.zeros(1, WIDTH, device=device), torch.zeros(1, WIDTH, device=device)
     cut = cut_model(model, (inputs,), need="chain")
     tiny = Subject(model, cut, cut.spec, F.mse_loss, face, (inputs, targets))
-    bench, feed, clock = set_up(tiny, 1), tiny.feed(1, 1), clock_of(device)
+    bench, feed, clock = set_up(tiny, 1), tiny.feed(1), clock_of(device)
     rows = effort.repeat(lambda: (take_step(bench.pieces, feed, clock), take_lap(bench, feed, clock)))
     forward_s = median(sum(lap.forward_s) - step.forward_s for step, lap in rows)
     backward_s = median(sum(lap.backward_s) - step.backward_s for step, lap in rows)
@@ -110,7 +115,7 @@ def call_costs(device: torch.device, effort: Repetition) -> Fixed:
 
 def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Repetition) -> tuple[Point, Step, Step]:
     """Return what microbatches of one size take, and steps of the model as it is, of several and of one."""
-    feed, clock = subject.feed(samples, subject.num_micros), clock_of(subject.device)
+    feed, clock = subject.feed(samples), clock_of(subject.device)
     one = subject.feed(samples, 1)
 
     def turn() -> tuple[Step, Step, Step, Lap]:
@@ -125,15 +130,18 @@ def _at(bench: Bench, subject: Subject, samples: int, calls: Fixed, effort: Repe
     backward_s, factor = brought_to([lap.backward_s for lap in laps], calls.backward_s, cut.backward_s)
     input_s = [factor * max(each - calls.backward_s, 0.0) for each in medians([lap.input_s for lap in laps])]
     weight_s = [factor * each for each in medians([lap.weight_s for lap in laps])]
+    both = zip(medians([lap.again_s for lap in laps]), medians([lap.backward_s for lap in laps]), strict=True)
+    added_s = [factor * (again - first) for again, first in both]
     sizes = [float(samples * piece.output_bytes) for piece in subject.spec.pieces]
     kept = map(float, kept_bytes(bench.apart, feed))
-    pieces = tuple(map(PieceTime, forward_s, backward_s, input_s, weight_s, sizes, kept))
+    pieces = tuple(map(PieceTime, forward_s, backward_s, input_s, weight_s, sizes, kept, added_s))
     share = sum(input_s) / (sum(input_s) + sum(weight_s) or 1.0)
     (kept_whole,) = kept_bytes(bench.whole.compute, feed)
 
     def total(step: Step) -> PieceTime:
         forward, backward = max(step.forward_s - calls.forward_s, 0.0), max(step.backward_s - calls.backward_s, 0.0)
-        return PieceTime(forward, backward, share * backward, (1 - share) * backward, sizes[-1], float(kept_whole))
+        parts = share * backward, (1 - share) * backward
+        return PieceTime(forward, backward, *parts, sizes[-1], float(kept_whole), step.added_s)
 
     return Point(samples, pieces, total(whole), total(alone)), whole, alone
 
@@ -161,13 +169,14 @@ def take_step(interpreter: Interpreter, feed: Feed, clock: Clock) -> Step:
     began = clock()
     interpreter.step(0, feed, next(reversed(interpreter.scripts)))
     total = clock() - began
-    taken = dict.fromkeys((Forward, Backward, Update), 0.0)
+    taken: dict[type[Instruction], list[float]] = {Forward: [], Backward: [], Update: []}
     for note in interpreter.state.notes:
         kind = type(interpreter.script.words[note.start])
         if kind in taken:
-            taken[kind] += note.stop_s - note.start_s
-    count = len(feed.sizes)
-    return Step(taken[Forward] / count, taken[Backward] / count, taken[Update], total - sum(taken.values()))
+            taken[kind].append(note.stop_s - note.start_s)
+    first_s, *later_s = taken[Backward]
+    added_s = fmean(later_s) - first_s if later_s else 0.0
+    return Step(fmean(taken[Forward]), first_s, added_s, sum(taken[Update]), total - sum(map(sum, taken.values())))
 
 
 def take_again(interpreter: Interpreter, feed: Feed, clock: Clock) -> Step:
@@ -185,15 +194,18 @@ def take_lap(bench: Bench, feed: Feed, clock: Clock) -> Lap:
     weight_s = [_took(clock, partial(parts.backward_weight, block, block, 0)) for block in reversed(order)]
     forward_s = _forwards(bench, apart, feed, clock)
     backward_s = [_took(clock, partial(apart.backward, block, block, 0)) for block in reversed(order)]
+    for block in order:
+        apart.forward(block, block, 1)
+    again_s = [_took(clock, partial(apart.backward, block, block, 1)) for block in reversed(order)]
     bench.pieces.store.clear()
-    return Lap(forward_s, backward_s[::-1], input_s[::-1], weight_s[::-1])
+    return Lap(forward_s, backward_s[::-1], again_s[::-1], input_s[::-1], weight_s[::-1])
 
 
 def _forwards(bench: Bench, compute: Compute, feed: Feed, clock: Clock) -> list[float]:
     """Begin a step and run all pieces forward; return the seconds of each."""
     bench.pieces.store.clear()
     bench.pieces.store.begin()
-    compute.begin(feed, Shares({0: 1.0}))
+    compute.begin(feed, Shares(dict.fromkeys(range(len(feed.sizes)), 1.0)))
     return [_took(clock, partial(compute.forward, block, block, 0)) for block in sorted(compute.by_first)]
 
 
@@ -234,4 +246,4 @@ def _took(clock: Clock, work: Callable[[], object]) -> float:
 
 
 def _median_step(steps: Sequence[Step]) -> Step:
-    return Step(*medians([(one.forward_s, one.backward_s, one.update_s, one.rest_s) for one in steps]))
+    return Step(*medians([astuple(one) for one in steps]))

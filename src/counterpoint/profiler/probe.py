@@ -16,11 +16,12 @@ from counterpoint.profiler.effort import Effort
 from counterpoint.profiler.probe_compute import (
     flops_by_size,
     flops_by_threads,
-    flops_for,
-    memory_bytes_per_s,
+    layer_pieces,
+    memory_pieces,
+    sum_bytes,
     thread_counts,
 )
-from counterpoint.profiler.probe_crowds import crowd, crowding_of, parts_of_one, rounded
+from counterpoint.profiler.probe_crowds import at_once, crowd, crowding_of, parts_of_one, rounded
 from counterpoint.profiler.probe_links import fitted, stream_s, trips_by_size
 from counterpoint.profiler.probe_turns import message_s, turn_parts
 from counterpoint.world.cluster import Cluster, Device, Level, Link, Turns
@@ -144,7 +145,7 @@ def probe(
         "memory_crowding": parts_of_one(memory),
         "turns": [list(map(median, zip(*(parts for parts, _ in turns), strict=True))), median(s for _, s in turns)],
         "memory_bytes": host_memory_bytes // per_host // MIB * MIB,
-        "memory_bytes_per_s": median(rates[0] for rates in memory),
+        "memory_bytes_per_s": sum_bytes(effort) * median(rates[0] for rates in memory),
     }
     told = _everyone(fabric, "figures", mine)
     products = _products(fabric, told[0]["threads"], told[0]["flops"], most_threads, effort)
@@ -215,11 +216,11 @@ def _in_turn(fabric: Fabric, per_host: int, work: Callable[[], dict[int, float]]
 
 def _paces(fabric: Fabric, per_host: int, effort: Effort) -> list[float]:
     """Return how fast this rank computes while no other one of its host does, again and again in turns with them."""
-    found = []
+    pieces, found = layer_pieces(effort), []
     for turn in range(PACES * per_host):
         fabric.barrier(tuple(range(fabric.num_ranks)))
         if turn % per_host == fabric.rank % per_host:
-            found.append(flops_for(effort))
+            found.append(at_once([pieces()]))
     return found
 
 
@@ -241,7 +242,7 @@ def _rounds(
     pairs = [(first, first + 1) for first in range(0, len(hosts), per_host) if per_host > 1]
     for _ in range(effort.rounds):
         crowds.append(crowd(fabric, per_host, effort))
-        memory.append(crowd(fabric, per_host, effort, memory_bytes_per_s))
+        memory.append(crowd(fabric, per_host, effort, memory_pieces))
         inside.append(_trips(fabric, pairs, "host", effort))
         parts = turn_parts(fabric, per_host, effort)
         is_one = per_host > 1 and fabric.rank < first + 2

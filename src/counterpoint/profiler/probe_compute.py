@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
+from typing import TypeAlias
 
 import torch
 
 from counterpoint.profiler.effort import Effort
+
+Pieces: TypeAlias = Callable[[], list[float]]
+"""Does a piece of work after the other for a while; returns when it began, and when each was done, by the clock."""
 
 FEWEST = 3
 """So often a figure is measured at least."""
@@ -29,23 +33,33 @@ def flops_by_threads(counts: Sequence[int], effort: Effort) -> dict[int, dict[in
     return found
 
 
-def flops_for(effort: Effort) -> float:
-    """Return floating point operations per second while computing for the span of the effort without a pause."""
-    work, turns, rows = _product(effort.crowd_rows), 0, effort.crowd_rows
-    began = time.perf_counter()
-    while (spent := time.perf_counter() - began) < effort.span_s:
-        work()
-        turns += 1
-    return 2.0 * rows**3 * turns / spent
+def layer_pieces(effort: Effort) -> Pieces:
+    """Return what goes through a layer, forward and backward, again and again for the span of the effort."""
+    samples, inputs, outputs = effort.layer
+    weights, gradient = (torch.ones(outputs, inputs) for _ in range(2))
+    arrived, left = torch.ones(samples, inputs), torch.ones(samples, outputs)
+
+    def work() -> None:
+        torch.mm(arrived, weights.t(), out=left)
+        torch.mm(left.t(), arrived, out=gradient)
+        torch.mm(left, weights, out=arrived)
+        arrived.fill_(1.0)  # else they grow beyond all numbers
+
+    return _pieces(work, effort.span_s)
 
 
-def memory_bytes_per_s(effort: Effort) -> float:
-    """Return how many bytes a second are read and written where one long vector is added to another in place.
+def memory_pieces(effort: Effort) -> Pieces:
+    """Return what adds one long vector to another again and again for the span of the effort; see :func:`sum_bytes`.
 
     Both have been written, as zeros that nobody has written lie in one page.
     """
     total, more = (torch.ones(effort.vector_bytes // 4) for _ in range(2))
-    return 3 * effort.vector_bytes / _median_s(lambda: total.add_(more), effort.span_s)
+    return _pieces(lambda: total.add_(more), effort.span_s)
+
+
+def sum_bytes(effort: Effort) -> int:
+    """Return how many bytes such a sum reads and writes."""
+    return 3 * effort.vector_bytes
 
 
 def thread_counts(most: int) -> list[int]:
@@ -68,6 +82,20 @@ def _product(rows: int) -> Callable[[], object]:
 
     work()
     return work
+
+
+def _pieces(work: Callable[[], object], span_s: float) -> Pieces:
+    """Return what does something for so long; it has been done once."""
+    work()
+
+    def timed() -> list[float]:
+        ends = [time.monotonic()]
+        while ends[-1] - ends[0] < span_s:
+            work()
+            ends.append(time.monotonic())
+        return ends
+
+    return timed
 
 
 def _median_s(work: Callable[[], object], span_s: float) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import mean, median
+from statistics import median
+
+import numpy as np
 
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.profiler.effort import Effort
-from counterpoint.profiler.probe_compute import flops_for
+from counterpoint.profiler.probe_compute import Pieces, layer_pieces
 
 DIGITS = 3
 """So many digits of a measured figure count."""
@@ -18,23 +20,45 @@ def rounded(figure: float) -> float:
     return float(f"{figure:.{DIGITS}g}")
 
 
-def crowd(fabric: Fabric, per_host: int, effort: Effort, rate: Callable[[Effort], float] = flops_for) -> list[float]:
-    """Return how fast each of 1, 2, ... ranks of this host is at once, on average; known to its first rank.
+def crowd(
+    fabric: Fabric, per_host: int, effort: Effort, ready: Callable[[Effort], Pieces] = layer_pieces
+) -> list[float]:
+    """Return how many pieces a second each of 1, 2, ... ranks of this host does at once; known to its first rank.
 
     Args:
         fabric: the way to the other ranks, all of which call this together.
         per_host: ranks of each host.
         effort: how large what they do is, and how long they do it.
-        rate: does so, and returns how much of it a second.
+        ready: makes their pieces ready; who still does so takes nothing from those that are measured.
     """
-    here = tuple(range(fabric.rank - fabric.rank % per_host, fabric.rank - fabric.rank % per_host + per_host))
-    found = []
+    first = fabric.rank - fabric.rank % per_host
+    here, pieces, found = tuple(range(first, first + per_host)), ready(effort), []
     for count in range(1, per_host + 1):
         fabric.barrier(here)
-        mine = rate(effort) if fabric.rank - here[0] < count else 0.0
-        heard = fabric.gather_values("rate", mine, here)
-        found.append(mean(rate for rate in heard[:count] if isinstance(rate, float)))
+        heard = fabric.gather_values("pieces", pieces() if fabric.rank - first < count else [], here)
+        found.append(at_once([ends for ends in heard[:count] if isinstance(ends, list)]))
     return found
+
+
+def at_once(ranks: Sequence[Sequence[float]]) -> float:
+    """Return how many pieces a second each rank does, on average, while all do.
+
+    Where ranks outnumber cores some begin late and some end early, and the others are faster then: that does not count,
+    unless there is nothing else.
+
+    Args:
+        ranks: when each began, and when each of its pieces was done.
+
+    Example:
+        >>> at_once([[0.0, 1.0, 3.0, 5.0], [1.0, 3.0, 5.0, 6.0]])  # both from 1 to 5
+        0.5
+    """
+    firsts, lasts = [own[0] for own in ranks], [own[-1] for own in ranks]
+    began, ended = max(firsts), min(lasts)
+    if began >= ended:
+        began, ended = min(firsts), max(lasts)
+    done = (np.interp((began, ended), own, np.arange(len(own))) for own in ranks)
+    return float(sum(after - before for before, after in done)) / (ended - began) / len(ranks)
 
 
 def crowding_of(hosts: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -25,6 +25,9 @@ from counterpoint.simulator.costs import ADAM_PASSES
 from counterpoint.simulator.moves import ADD_PASSES
 from counterpoint.world.cluster import Device
 
+MATRIX = 2
+"""Dims of a parameter whose gradient is a product."""
+
 
 def count(subject: Subject, name: str, device: Device, *, samples: Sequence[int]) -> Timing:
     """Return how long the pieces of a model would take at the roof of a device; nothing is computed.
@@ -99,7 +102,14 @@ class Shadow:
         self.seen.update(fresh)
         made = self.samples * self.subject.spec.pieces[at].output_bytes
         forward_s = seconds_at_roof(forward.kernels, self.device)
-        return PieceTime(forward_s, *self.backward(outputs, leaves, segment.params), float(made), float(kept))
+        backward = self.backward(outputs, leaves, segment.params)
+        return PieceTime(forward_s, *backward, float(made), float(kept), self.added_s(segment.params))
+
+    def added_s(self, names: Sequence[str]) -> float:
+        """Return the seconds of adding gradients to earlier ones; products add those of matrices."""
+        own = [self.params[name] for name in names if self.params[name].requires_grad]
+        num_bytes = sum(param.nbytes for param in own if param.dim() != MATRIX)
+        return ADD_PASSES * num_bytes / self.device.memory_bytes_per_s
 
     def backward(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], names: Sequence[str]

@@ -32,6 +32,9 @@ from counterpoint.runtime.vote import Guard
 
 Loss = Callable[[Any, Any], Tensor]
 
+NUM_MICROS = 2
+"""Microbatches of a step: the gradient of the second one is added to that of the first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -53,12 +56,7 @@ class Subject:
     face: Face
     batch: tuple[Any, Any]
 
-    @property
-    def num_micros(self) -> int:
-        """Microbatches of a step: one, or two where batch norm keeps statistics, which costs more than in one."""
-        return 2 if kept_of(self.model) else 1
-
-    def feed(self, samples: int, num_micros: int) -> BatchFeed:
+    def feed(self, samples: int, num_micros: int = NUM_MICROS) -> BatchFeed:
         """Return microbatches of so many samples: those there are, again and again where they are too few."""
         count = num_samples(self.batch[0])
         rows = torch.arange(samples * num_micros) % count
@@ -82,7 +80,7 @@ class Bench:
 
     Args:
         whole: the rank that calls the model as it is.
-        alone: the same where a step has one microbatch; the same rank where that makes no difference.
+        alone: the same where a step has one microbatch; the same rank where batch norm keeps nothing.
         pieces: the rank that has it in pieces, all of which are one call.
         apart: what it computes with where every piece is a call of its own.
         parts: the same where backwards are done in two parts.
@@ -107,12 +105,12 @@ def set_up(subject: Subject, samples: int) -> Bench:
         subject: what is timed.
         samples: in its microbatches.
     """
-    whole = alone = _as_it_is(subject, samples, subject.num_micros)
-    if subject.num_micros > 1:
+    whole = alone = _as_it_is(subject, samples, NUM_MICROS)
+    if kept_of(subject.model):
         alone = _as_it_is(subject, samples, 1)
     blocks = tuple(Block((piece,), index) for index, piece in enumerate(subject.spec.pieces))
     pieces, parts = _interpreter(
-        subject, subject.cut, replace(subject.spec, blocks=blocks, heads=()), subject.model, subject.num_micros
+        subject, subject.cut, replace(subject.spec, blocks=blocks, heads=()), subject.model, NUM_MICROS
     )
     model = bind(parts, subject.cut, _each_alone(len(blocks)), training=True)
     apart, in_parts = (Compute(model, pieces.store, pieces.dice, desk) for desk in (None, Desk()))

@@ -91,10 +91,12 @@ def _gradients_of(ctx: Any, x: Tensor, weight: Tensor, above: Tensor) -> tuple[T
 
 def _put_product(rows: Tensor, inputs: Tensor, place: Place) -> None:
     into, has_some = place.target()
-    if has_some:
-        into.addmm_(rows.t(), inputs)
-    else:
+    if not has_some and not into.is_cpu:
         torch.mm(rows.t(), inputs, out=into)
+        return
+    if not has_some:
+        into.zero_()  # a product of few samples that overwrites takes longer than both do on processors
+    into.addmm_(rows.t(), inputs)
 
 
 class Directly(Watching):

@@ -33,6 +33,9 @@ from counterpoint.program.program import Words
 COPY_PASSES, ADD_PASSES = 3, 3
 """What is written is fetched into the cache before, so that to copy is as much as to add: two are read, one written."""
 
+READ_PASSES = 1.5
+"""To read one more beside others is half of what it is to add: what is written goes its way while the next is read."""
+
 
 def row_moves(row: Words, has_one_copy: Callable[[Collective], bool]) -> list[float]:
     """Return for each word of a row how often it goes over as much memory as what it is about takes.

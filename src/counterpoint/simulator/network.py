@@ -22,7 +22,7 @@ from typing import TypeAlias
 from counterpoint.program.codes import find_code
 from counterpoint.program.instruction import Collective, Commit, Group, Pull, Push, Recv, Send
 from counterpoint.program.traffic import Sizes
-from counterpoint.simulator.moves import COPY_PASSES
+from counterpoint.simulator.moves import COPY_PASSES, READ_PASSES
 from counterpoint.simulator.rings import collective_s, halves, memory_half_s
 from counterpoint.world.cluster import Cluster, Link
 
@@ -209,7 +209,7 @@ def passes(word: Collective, *, has_one_copy: bool) -> float:
     """
     num_ranks = len(word.group)
     if has_one_copy:
-        return (num_ranks - 1) / num_ranks if word.verb == "share" else 0.0
+        return READ_PASSES * (num_ranks - 1) / num_ranks if word.verb == "share" else 0.0
     if word.verb == "share":
         return 1 + (COPY_PASSES - 1) / num_ranks
     return COPY_PASSES if word.value.micro is None else 6.0  # a join's part in, and the others' out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from counterpoint.model.spec import Block, ModelSpec, Unit
+from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.model.timing import Fixed, PieceTime, Timing
 from counterpoint.program.instruction import (
     Backward,
@@ -40,7 +40,6 @@ class TimedCosts:
         fixed: what calls cost beside that.
         update_s_per_byte: of parameters.
         add_s_per_byte: of gradients, to add them to others.
-        adds: of each block, what it takes to add its gradient to an earlier one.
         merges: of each block, what it takes to put together what batch norm has seen of all microbatches.
         size_of: bytes of a whole value on one rank.
         others: costs of the same model on the same cluster, for links.
@@ -50,7 +49,6 @@ class TimedCosts:
     fixed: Fixed
     update_s_per_byte: float
     add_s_per_byte: float
-    adds: tuple[float, ...]
     merges: tuple[float, ...]
     size_of: Sizes
     others: Costs
@@ -87,8 +85,8 @@ class TimedCosts:
                 return 0.0
 
     def add_s(self, block: int) -> float:
-        """Return it by the bytes of the block's parameters."""
-        return self.adds[block]
+        """Return what was measured: less than nothing where to write a gradient anew takes longer."""
+        return self.blocks[block].added_s
 
     def link_s(self, word: Send | Push | Collective | Commit, part: Fraction, rank: int) -> float:
         """Return what it costs by the other costs."""
@@ -118,10 +116,6 @@ class TimedCosts:
         return self.update_s_per_byte * self.size_of(weight(unit))
 
 
-MATRIX = 2
-"""Dims of a parameter whose gradient is a product."""
-
-
 def timed_costs(
     model: ModelSpec, timing: Timing, others: Costs, size_of: Sizes, *, samples_per_micro: int, num_micros: int
 ) -> Costs:
@@ -141,19 +135,6 @@ def timed_costs(
         merging_s = 0.0 if num_micros == 1 else max(0.0, fixed.step_s - fixed.alone_s)
         point, fixed = point.as_alone() if num_micros == 1 else point, replace(fixed, step_s=fixed.alone_s)
     blocks = tuple(point.over(block) for block in model.blocks)
-    own_bytes = [sum(size_of(weight(unit)) for unit in model.units if at in unit) for at in range(model.num_blocks)]
-    parts = [_part_without_matrices(model, block) for block in model.blocks]
-    adds = tuple(timing.add_s_per_byte * size * part for size, part in zip(own_bytes, parts, strict=True))
     counts = [len(block.params) for block in model.blocks]
     merges = tuple(merging_s * count / (sum(counts) or 1) for count in counts)
-    return TimedCosts(blocks, fixed, timing.update_s_per_byte, timing.add_s_per_byte, adds, merges, size_of, others)
-
-
-def _part_without_matrices(model: ModelSpec, block: Block) -> float:
-    """Return which part of a block's parameters has gradients that are made first and added then.
-
-    Those of matrices are added by the products that make them, which takes no longer than to write them.
-    """
-    own = [param for param in model.params if param.name in block.params]
-    rest = sum(param.num_bytes for param in own if len(param.shape) != MATRIX)
-    return rest / (sum(param.num_bytes for param in own) or 1)
+    return TimedCosts(blocks, fixed, timing.update_s_per_byte, timing.add_s_per_byte, merges, size_of, others)
