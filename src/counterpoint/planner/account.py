@@ -9,7 +9,15 @@ from counterpoint.drawing.figures import Figure
 from counterpoint.drawing.scale import format_bytes, format_number, format_seconds
 from counterpoint.drawing.weighing import Weighed, Weighing
 from counterpoint.plan import Plan
-from counterpoint.planner.choose import EVER_AS_FAST, NEARLY_AS_FAST, PERHAPS_AS_FAST, Choice, replay_of
+from counterpoint.planner.choose import (
+    DATA_AS_FAST,
+    EVER_AS_FAST,
+    NEARLY_AS_FAST,
+    PERHAPS_AS_FAST,
+    Choice,
+    is_plain,
+    replay_of,
+)
 from counterpoint.planner.rank import Prediction, Ranking, foresee, named, split
 from counterpoint.program.text import format_group
 
@@ -121,6 +129,8 @@ def _measured_reason(choice: Choice) -> str:
         return "of the plans that keep the numbers it is measured fastest"
     if taken.step_s <= NEARLY_AS_FAST * best.step_s:
         return f"it is measured within {_percent(NEARLY_AS_FAST)} of {_fastest(best.plan)}, and simpler"
+    if is_plain(taken.plan):
+        return f"it is measured within {_percent(DATA_AS_FAST)} of {_fastest(best.plan)}, as runs differ, and simpler"
     percent = _percent(EVER_AS_FAST)
     return f"it is measured within {percent} of {_fastest(best.plan)}, as fast in some turns, and simpler"
 
