@@ -48,7 +48,7 @@ def on_table(session, count, draw):
 
 
 def ahead_on_table(session, count, draw):
-    """The same as in training: rows of the next step are asked for in the letter that brings this step's gradient."""
+    """The same as in training: rows of the next step are on their way before this step's gradient is."""
     drawn = cycle([some_rows(count, draw) for _ in range(DRAWN)])
     rows = next(drawn)
     pulling, pushing = session.pull("table", rows=rows), []
@@ -57,11 +57,10 @@ def ahead_on_table(session, count, draw):
         nonlocal rows, pulling
         values, pushed = pulling.wait().values, rows
         rows = next(drawn)
+        pulling = session.pull("table", rows=rows)
         while pushing:
             pushing.pop().wait()
-        with session.together():
-            pushing.append(session.push("table", values * 0.01, rows=pushed))
-            pulling = session.pull("table", rows=rows)
+        pushing.append(session.push("table", values * 0.01, rows=pushed))
         return 0.0
 
     return step

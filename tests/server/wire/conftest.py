@@ -1,6 +1,8 @@
 """A loop whose clock stands still until a test moves it, and servers and connections in it."""
 
 import os
+import socket
+from contextlib import suppress
 
 import pytest
 
@@ -38,6 +40,37 @@ class Records:
 
     def end(self, connection, error):
         self.ends.append(error)
+
+
+class Relay:
+    """Stands between a client and a server, and lets through as much as it is told."""
+
+    def __init__(self, place):
+        self.target = place.host, place.port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.place = parse_place(f"tcp:127.0.0.1:{self.listener.getsockname()[1]}")
+        self.ends = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for end in (self.listener, *self.ends):
+            end.close()
+
+    def join(self):
+        """The client has called; so is the server."""
+        self.ends = [self.listener.accept()[0], socket.create_connection(self.target)]
+        for end in self.ends:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def go_on(self, calling, serving, most):
+        """Both loops turn once, and so much of what was said has come, of either side."""
+        calling.turn()
+        for source, target in (self.ends, self.ends[::-1]):
+            with suppress(BlockingIOError):
+                target.sendall(source.recv(most, socket.MSG_DONTWAIT))
+        serving.turn()
 
 
 @pytest.fixture

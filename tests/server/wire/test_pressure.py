@@ -18,7 +18,7 @@ from counterpoint.server.wire.limits import Limits
 from counterpoint.server.wire.loop import Loop
 from counterpoint.server.wire.place import parse_place
 from counterpoint.server.wire.server import replying, serve
-from tests.server.wire.conftest import Records, called, echo, turns
+from tests.server.wire.conftest import Records, Relay, called, echo, turns
 
 MIB = 1 << 20
 SERVER = """
@@ -101,6 +101,21 @@ def test_a_client_waits_where_the_server_takes_nothing_and_says_so(place, secret
         client.ask(Letter("push", {}, [torch.zeros(8 * MIB)]))
         with pytest.raises(ConnectionLostError, match=r"neither took one of \d+ bytes nor went on .* within 0.1 s"):
             client.ask(Letter("push")).answer(5.0)
+
+
+def test_a_frame_that_comes_slowly_is_not_given_up_however_little_is_there(clock, still_loop, secret):
+    heard = Records()
+    server = serve(still_loop, parse_place("tcp:127.0.0.1:0"), secret, heard.letter, on_end=heard.end)
+    with Loop() as calling, Relay(server.place) as relay:
+        connection, _ = called(calling, relay.place, secret)
+        relay.join()
+        for _ in range(10):
+            relay.go_on(calling, still_loop, MIB)
+        connection.send(Letter("push", {}, [torch.zeros(MIB // 16)]))
+        while not heard.letters and not heard.ends:
+            clock.now_s += 20.0
+            relay.go_on(calling, still_loop, 10_000)
+    assert (len(heard.letters), heard.ends) == (1, [])
 
 
 def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, secret):

@@ -20,6 +20,7 @@ from counterpoint.server.wire.loop import READ, WRITE, Loop
 from counterpoint.server.wire.place import refuse_other_users
 
 TURN_BYTES = 1 << 22  # that one connection receives or sends before others have their turn
+WAKING_BYTES = 1 << 16  # of what is missing, so many are there before a side looks: packets come one by one
 
 
 class ConnectionLostError(PeerError):
@@ -70,6 +71,7 @@ class Connection:
         self._stage = Stage.CALLING
         self._moved_s = self._began_s = loop.clock()
         self._is_leaving = self._is_receiving = False
+        self._is_packeted, self._waking_bytes = peer.family != socket.AF_UNIX, 1
         self._on_letter: OnLetter | None = None
         self._on_end: OnEnd | None = None
         self.name = name
@@ -165,6 +167,11 @@ class Connection:
         if self._stage is Stage.CLOSING:
             self._end(None)
             return
+        moved_s = self._moved_s
+        if self._stage is Stage.OPEN:
+            self._read()  # what has come may be less than what it sleeps for
+        if self._stage is Stage.ENDED or self._moved_s > moved_s:
+            return
         is_greeting = self._stage in {Stage.CALLING, Stage.GREETING}
         limit_s, what = (
             (self._limits.greeting_s, "did not greet") if is_greeting else
@@ -178,15 +185,19 @@ class Connection:
         """The socket can be read or written."""
         if self._stage is Stage.CALLING:
             self._arrive()
+        if events & READ:
+            self._read()
+        self._go_on()
+
+    def _read(self) -> None:
+        """What has come has been heard, or the connection has ended."""
         self._is_receiving = True
         try:
-            if events & READ:
-                self._receive()
+            self._receive()
         except ProtocolError as error:
             self._drop(error)
         finally:
             self._is_receiving = False
-        self._go_on()
 
     def _arrive(self) -> None:
         """The peer is there, and of the same user where the kernel knows, or the connection has ended."""
@@ -210,6 +221,7 @@ class Connection:
                     self._socket.recv_into(wanted[0]) if len(wanted) == 1 else self._socket.recvmsg_into(wanted)[0]
                 )
             except BlockingIOError:
+                self._sleep_until(min(sum(map(len, wanted)), WAKING_BYTES))
                 return
             except OSError as error:
                 self._break(error)
@@ -220,6 +232,12 @@ class Connection:
             left -= num_bytes
             self._moved_s = self._loop.clock()
             self._take(num_bytes)
+
+    def _sleep_until(self, num_bytes: int) -> None:
+        """The socket counts as readable when so many bytes have come, or its end."""
+        if self._is_packeted and num_bytes != self._waking_bytes:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._waking_bytes = num_bytes
 
     @property
     def _is_paused(self) -> bool:
