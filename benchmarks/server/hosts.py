@@ -21,8 +21,8 @@ HERE, PORT, WORKERS = Path(__file__).parent, 4100, 4
 FAST, SLOW = 1000, 550
 """Of the links, in Mbit/s: as promised, and slower, so that the cores of this machine are less short.
 
-On links that are slower still the lab cuts up what the kernel sends in one piece of 64 KiB, which takes more of the cores
-than the servers do.
+On links that are slower still the lab cuts up what the kernel sends in one piece of 64 KiB, which takes more of the
+cores than the servers do.
 """
 CELLS, SERVERS = (("dense", FAST), ("rows", FAST), ("dense", SLOW), ("rows", SLOW)), (1, 2, 4)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
