@@ -126,7 +126,7 @@ def _figures(kind: type[T], entry: dict[str, Any]) -> T:
 
 
 def _figure(value: object, *, is_signed: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= abs(value) < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         raise ValueError(f"{value!r} is no time and no size; both are finite")
     if value < 0 and not is_signed:
         raise ValueError(f"{value!r} is no time and no size; both are finite and at least 0")

@@ -69,7 +69,8 @@ def measure(subject: Subject, device: str, *, samples: Sequence[int], threads: i
         effort: for each size, how often.
 
     Cost:
-        For each size six steps of the model times the repetitions, and memory for two more copies of its parameters.
+        For each size eleven microbatches forward and backward times the repetitions, two more where batch norm keeps
+        statistics, and memory for two more copies of its parameters.
     """
     sizes = sorted(set(samples))
     with as_in_training(threads):
@@ -186,7 +187,7 @@ def take_again(interpreter: Interpreter, feed: Feed, clock: Clock) -> Step:
 
 
 def take_lap(bench: Bench, feed: Feed, clock: Clock) -> Lap:
-    """Run all pieces forward and backward, each in a call of its own, and once more with backwards in two parts."""
+    """Run all pieces with backwards in two parts, then two microbatches forward and backward; each in its own call."""
     apart, parts = bench.apart, bench.parts
     order = sorted(apart.by_first)
     _forwards(bench, parts, feed, clock)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from counterpoint.server.wire import connection as connection_module
 from counterpoint.server.wire.client import Client
 from counterpoint.server.wire.connection import ConnectionLostError
 from counterpoint.server.wire.greeting import Secret
@@ -116,6 +117,21 @@ def test_a_frame_that_comes_slowly_is_not_given_up_however_little_is_there(clock
             clock.now_s += 20.0
             relay.go_on(calling, still_loop, 10_000)
     assert (len(heard.letters), heard.ends) == (1, [])
+
+
+def test_the_rest_of_a_frame_is_heard_of_after_a_turn_that_was_used_up(monkeypatch, still_loop, secret):
+    monkeypatch.setattr(connection_module, "TURN_BYTES", 60_000)
+    heard = Records()
+    server = serve(still_loop, parse_place("tcp:127.0.0.1:0"), secret, heard.letter, on_end=heard.end)
+    with Loop() as calling, Relay(server.place) as relay:
+        connection, _ = called(calling, relay.place, secret)
+        relay.join()
+        for _ in range(10):
+            relay.go_on(calling, still_loop, MIB)
+        connection.send(Letter("push", {}, [torch.zeros(25_000)]))
+        for most in (10_000, 66_000, *[MIB] * 4):  # it sleeps for 64 KiB, uses up its turn, and misses less
+            relay.go_on(calling, still_loop, most)
+    assert len(heard.letters) == 1
 
 
 def test_a_peer_that_stops_within_a_frame_is_given_up(clock, still_loop, place, secret):

@@ -221,8 +221,7 @@ class Connection:
                     self._socket.recv_into(wanted[0]) if len(wanted) == 1 else self._socket.recvmsg_into(wanted)[0]
                 )
             except BlockingIOError:
-                self._sleep_until(min(sum(map(len, wanted)), WAKING_BYTES))
-                return
+                break
             except OSError as error:
                 self._break(error)
                 return
@@ -232,9 +231,12 @@ class Connection:
             left -= num_bytes
             self._moved_s = self._loop.clock()
             self._take(num_bytes)
+        if self._stage is not Stage.ENDED:
+            self._sleep()
 
-    def _sleep_until(self, num_bytes: int) -> None:
-        """The socket counts as readable when so many bytes have come, or its end."""
+    def _sleep(self) -> None:
+        """The socket counts as readable when what is missing has come, or enough of it, or its end."""
+        num_bytes = min(sum(map(len, self._channel.wanted())), WAKING_BYTES)
         if self._is_packeted and num_bytes != self._waking_bytes:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._waking_bytes = num_bytes
