@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler, split
+from counterpoint.fabric.local import LocalFabric
 from counterpoint.plan import Plan
 from counterpoint.testing.subjects import plan_for
 from tests.process.forked import on_forked_ranks
@@ -150,8 +151,34 @@ def test_the_step_says_what_was_computed_again():
         with compute.watching(0, 0, is_again=True):
             model.train()(batches()[0][0])
         assert compute.norms is not None
-        compute.norms.commit({0}, is_applied=True)
+        compute.norms.tell({0})
+        compute.norms.commit(is_applied=True)
         assert all(torch.equal(compute.store.buffers[name], value) for name, value in before.items())
+
+
+def test_what_was_seen_is_on_its_way_before_the_ballots_are(monkeypatch):
+    """So that nobody waits for one round of messages after the other."""
+    labels, start = [], LocalFabric.all_gather
+
+    def noted(fabric, label, *rest):
+        labels.append((fabric.rank, label))
+        return start(fabric, label, *rest)
+
+    monkeypatch.setattr(LocalFabric, "all_gather", noted)
+    trained(resnet, "data(2)")
+    own = [label for rank, label in labels if rank == 1 and label in {"running statistics", "commit"}]
+    assert own[:4] == ["running statistics", "commit"] * 2
+
+
+def test_a_step_that_fails_after_it_was_told_leaves_the_statistics_as_they_were():
+    model = seeded(kinds)
+    with cp.parallelize(model, SGD, F.cross_entropy, strategy="data(2)", batch_norm="deferred") as step:
+        step(*batches()[0])
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with pytest.raises(cp.DataError, match="loss"):
+            step(batches()[0][0] * torch.nan, batches()[0][1])
+        buffers = step.team.ranks[0].interpreter.compute.store.buffers
+        assert all(torch.equal(buffers[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("strategy", ["solo", "pipeline(2)", "data(2)"])

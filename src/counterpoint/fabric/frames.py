@@ -94,12 +94,13 @@ def encode(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(pieces_of(stamp, label, tensors))
 
 
-def encode_into(room: Tensor, stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> None:
-    """The first bytes of the room, a flat uint8 tensor that is long enough, are the frame; the rest is as it was."""
+def encode_into(room: memoryview, stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> None:
+    """The first bytes of the room, which is long enough, are the frame; the rest is as it was."""
     at = 0
-    for piece in pieces_of(stamp, label, tensors):
-        room[at : at + len(piece)].copy_(piece)
-        at += len(piece)
+    for part in _parts(stamp, label, tensors):
+        raw = part if isinstance(part, bytearray) else raw_bytes(part)
+        room[at : at + len(raw)] = raw
+        at += len(raw)
 
 
 def pieces_of(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -108,9 +109,15 @@ def pieces_of(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> list[Tenso
     Raises:
         PeerError: a tensor cannot travel.
     """
+    parts = _parts(stamp, label, tensors)
+    return [torch.frombuffer(part, dtype=torch.uint8) if isinstance(part, bytearray) else part for part in parts]
+
+
+def _parts(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> list[bytearray | Tensor]:
+    """Return what :func:`pieces_of` does, the small ones as bytes."""
     head = head_of(label, tensors)
     checksum, num_bytes = crc32(head), 0
-    small, pieces = bytearray(PREFIX_BYTES) + head, []
+    small, parts = bytearray(PREFIX_BYTES) + head, list[bytearray | Tensor]()
     first = small
     for tensor in tensors:
         payload = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -119,21 +126,16 @@ def pieces_of(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> list[Tenso
         if len(payload) < COPIED_BYTES:
             small += raw
         else:
-            pieces += [*_as_tensors(small), payload]
+            parts += [small, payload]
             small = bytearray()
         small += padding
-    pieces += _as_tensors(small)
+    parts.append(small)
     PREFIX.pack_into(
         first, 0, MAGIC, VERSION, stamp.kind, 0, stamp.job, stamp.generation, stamp.source, stamp.sequence,
         stamp.fingerprint, len(label.encode()), len(tensors), len(head), num_bytes, checksum,
     )  # fmt: skip
     CHECKSUM.pack_into(first, PREFIX.size, crc32(memoryview(first)[: PREFIX.size]))
-    return pieces
-
-
-def _as_tensors(raw: bytearray) -> list[Tensor]:
-    """Return the bytes as a tensor of the same memory, if there are any."""
-    return [torch.frombuffer(raw, dtype=torch.uint8)] if raw else []
+    return [part for part in parts if len(part)]
 
 
 def head_of(label: str, tensors: Sequence[Tensor]) -> bytes:

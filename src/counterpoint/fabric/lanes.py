@@ -99,10 +99,11 @@ class Lane:
             value: this rank's; what travels inside of announcements has arrived with them.
             take: is given all members' values, short ones, where the collective is waited for.
         """
-        own = torch.frombuffer(bytearray(ANNOUNCEMENT_BYTES), dtype=torch.uint8)
-        announced = torch.empty((len(self.member.group), ANNOUNCEMENT_BYTES), dtype=torch.uint8)
+        room = bytearray(ANNOUNCEMENT_BYTES)
         stamp = self._stamp(Kind.OPERATION, operation, self._turn)
-        encode_into(own, stamp, reading(operation), value_tensors(operation, value))
+        encode_into(memoryview(room), stamp, reading(operation), value_tensors(operation, value))
+        own = torch.frombuffer(room, dtype=torch.uint8)
+        announced = torch.empty((len(self.member.group), ANNOUNCEMENT_BYTES), dtype=torch.uint8)
         with self._lock:
             work = gather(living(self._announcements), announced, own)
             start = Start(operation, launch, value, self._turn, own, announced, work, take=take)

@@ -20,18 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.fabric.shm.segments import drop_pages
 from counterpoint.runtime.board import Board
-from counterpoint.runtime.layout import Layout, Slot
+from counterpoint.runtime.layout import Layout, Slot, is_small
 from counterpoint.runtime.rows import is_table
 from counterpoint.runtime.tables import Tables
 
 ALIGNED_BYTES = 64
-SMALL_BYTES = 64 << 10
-"""A gradient up to this size waits for the others of its kind."""
-
-
-def is_small(slot: Slot, layout: Layout) -> bool:
-    """Tell whether a gradient waits for the others of its kind."""
-    return (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES
 
 
 def table_slots(layout: Layout, sparse: Collection[str]) -> list[Slot]:

@@ -1,7 +1,8 @@
 """Running statistics of batch norm that change once per mini-batch, however it is cut into microbatches and replicas.
 
-Each microbatch is normalized by its own statistics, and these are noted here. When the mini-batch is decided on, the
-mean and the variance of all its values are made of what everybody noted, and the running statistics take that in.
+Each microbatch is normalized by its own statistics, and these are noted here. While the mini-batch is decided on, all
+tell each other what they noted; then the mean and the variance of all its values are made of that, and the running
+statistics take them in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.program.instruction import Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.norms import pooled
-from counterpoint.runtime.together import gather_rows, mean_of
+from counterpoint.runtime.together import Rows, mean_of, start_rows
 
 Numbers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -129,7 +130,8 @@ class Deferred:
         samples add nothing, and a mini-batch that is left out changes nothing.
 
     Cost:
-        one all-gather of ``2 channels + 2`` numbers of 64 bits per module, rank and mini-batch, among replicas.
+        one all-gather of ``2 channels + 2`` numbers of 64 bits per module, rank and mini-batch, among replicas, which
+        is under way while the commit's ballots are.
 
     Source:
         torchgpipe, DeferredBatchNorm; Chan, Golub and LeVeque 1979 for the sums.
@@ -145,6 +147,7 @@ class Deferred:
         self.seen: dict[int, list[tuple[int, Seen]]] = {}
         self.counters = [(at, one.counter) for at, one in enumerate(kept) if one.counter]
         self.counts: list[int] = []
+        self.rows: Rows | None = None  # what the group has begun to tell
 
     def begin(self, *, is_stream: bool) -> None:
         """A step begins; what an earlier one left undecided is forgotten, unless it is a stream's."""
@@ -158,21 +161,28 @@ class Deferred:
         mean, var = (tensor.detach() for tensor in statistics)
         self.seen.setdefault(micro, []).append((self.index[kept], Seen(mean, var, count, momentum)))
 
-    def commit(self, micros: Collection[int], *, is_applied: bool) -> None:
-        """Have the running statistics take in a mini-batch; all members of the group call it together."""
-        mine = [entry for micro in sorted(self.seen.keys() & set(micros)) for entry in self.seen.pop(micro)]
-        if is_applied:
-            with np.errstate(all="ignore"):  # what a model has computed may be no number any more
-                self.meet(mine)
-        self.restore()
-
-    def meet(self, mine: Sequence[tuple[int, Seen]]) -> None:
-        """Tell the group what was seen here, and take in what all have seen."""
+    def tell(self, micros: Collection[int]) -> None:
+        """Begin to tell the group what was seen here of a mini-batch; all its members call it together."""
         found: list[list[Seen]] = [[] for _ in self.kept]
-        for at, seen in mine:
-            found[at].append(seen)
-        row = torch.from_numpy(self.layout.row(found))
-        self.take_in(gather_rows(self.fabric, self.group, "running statistics", row).numpy())
+        for micro in sorted(self.seen.keys() & set(micros)):
+            for at, seen in self.seen.pop(micro):
+                found[at].append(seen)
+        with np.errstate(all="ignore"):  # what a model has computed may be no number any more
+            row = torch.from_numpy(self.layout.row(found))
+        self.rows = start_rows(self.fabric, self.group, "running statistics", row)
+
+    def hear(self) -> None:
+        """What the group has begun to tell is here."""
+        if self.rows is not None:
+            self.rows.wait()
+
+    def commit(self, *, is_applied: bool) -> None:
+        """The mini-batch has been decided on: if it counts, the running statistics take in what all have seen of it."""
+        rows, self.rows = self.rows, None
+        if is_applied and rows is not None:
+            with np.errstate(all="ignore"):
+                self.take_in(rows.wait().numpy())
+        self.restore()
 
     def take_in(self, rows: Numbers) -> None:
         """Have the running statistics take in what everybody saw."""
@@ -203,8 +213,9 @@ class Deferred:
 
     def drop(self) -> None:
         """Forget what was seen of a mini-batch that nobody decided on."""
-        if self.seen:
+        if self.seen or self.rows is not None:
             self.seen.clear()
+            self.rows = None
             self.restore()
 
 

@@ -27,7 +27,7 @@ from counterpoint.runtime.agreement import Agreement, Cut, Weighed
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.buckets import Range, joined, left_over
 from counterpoint.runtime.direct import plainly
-from counterpoint.runtime.layout import Slot
+from counterpoint.runtime.layout import Slot, is_small
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import Several
 from counterpoint.strategies.buckets import Buckets
@@ -198,15 +198,17 @@ class Site:
                 f"because in no backward before it got more than {self.often[at]}; a sum that begins early has to "
                 "know which one is the last: give passes=(), so that sums begin after the backward"
             )
-        place.flat.arena.move(place.slot)
+        if not is_small(place.slot, place.flat.arena.layout):
+            place.flat.arena.move(place.slot)
         now.left[bucket] -= now.seen[at] == self.often[at]
         while now.num_begun < len(now.cut) and now.left[now.num_begun] == 0:
             self.start_bucket()
 
     def start_bucket(self) -> None:
-        """Start the next bucket, whose gradients are in their flat buffer."""
+        """Start the next bucket, whose gradients are there; the small ones go to their flat buffer together."""
         places = [self.places[at] for at in self.progress.cut[self.progress.num_begun]]
         self.progress.num_begun += 1
+        places[0].flat.arena.move_all([place.slot for place in places])
         self.start_ranges(places[0].flat, joined((place.slot.start, place.slot.stop) for place in places))
 
     def start_ranges(self, flat: Flat, ranges: Sequence[Range]) -> None:

@@ -215,7 +215,7 @@ class Interpreter:
 
     def commit(self, group: tuple[int, ...], own: tuple[int, ...]) -> None:
         """Decide with the group whether and how the step is applied."""
-        squared = 0.0
+        squared, norms = 0.0, self.compute.norms
         if self.guard.needs_norm:
             squared = squared_norm(
                 gradient for unit in self.script.answers_for for gradient in self.store.units[unit].gradients()
@@ -227,7 +227,11 @@ class Interpreter:
         first = self.number * self.script.stride
         is_idle = not any(sizes[micro] for micro in domain if micro - first in self.micros)
         ballot = ballot_of(losses, sizes, squared, missing, mark=self.twins.mark(), is_idle=is_idle)
+        if norms is not None:
+            norms.tell(domain)  # on its way together with the ballots
         ballots = [ballot] if len(group) == 1 else gather_ballots(self.fabric, ballot, group)
+        if norms is not None:
+            norms.hear()
         marks = {rank: one.mark for rank, one in zip(group, ballots, strict=True)}
         self.twins.compare(marks, group, self.fabric, self.number)
         verdict = decide(ballots, group, self.guard, own, self.script.stride)
@@ -237,9 +241,9 @@ class Interpreter:
         self.state.skipped = self.state.skipped + 1 if verdict.fault else 0
         is_stream = bool(self.script.stride)
         require_finite(verdict.fault, self.number, self.state.skipped, self.guard, is_stream=is_stream)
-        if self.compute.norms is not None:
+        if norms is not None:
             is_bad = has_bad_loss(ballots) if self.sets_aside else bool(verdict.fault)
-            self.compute.norms.commit(domain, is_applied=not is_bad)
+            norms.commit(is_applied=not is_bad)
         if not self.is_left_out():
             self.settle_missing(ballots, group)
         self.store.settle(applied=not self.is_left_out())

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.runtime.arena import Arena
-from counterpoint.runtime.commons import SMALL_BYTES
-from counterpoint.runtime.layout import Slot
+from counterpoint.runtime.layout import SMALL_BYTES, Slot
 from counterpoint.runtime.rows import Piece, add_rows
 
 MATRIX = 2

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 Span: TypeAlias = tuple[Fraction, Fraction]
 WHOLE: Span = (Fraction(0), Fraction(1))
+SMALL_BYTES = 64 << 10
+"""A gradient up to this size is moved together with others; a larger one at once, while it is in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter in an arena: its name, local shape, first element, and option group."""
+    """One parameter in an arena: its name, local shape, first element, option group, and one past its last element."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     group: int
+    stop: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def stop(self) -> int:
-        """One past its last element."""
-        return self.start + math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.start + math.prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +39,16 @@ class Layout:
         dtype: of all of them.
         slots: back to back, those of one option group together.
         cut_anywhere: whether a share may end within a parameter.
+        num_elements: length of the arena.
     """
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     cut_anywhere: bool
+    num_elements: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_elements(self) -> int:
-        """Length of the arena."""
-        return self.slots[-1].stop if self.slots else 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_elements", self.slots[-1].stop if self.slots else 0)
 
     def range_of(self, span: Span) -> tuple[int, int]:
         """Return the elements from and to of a part of the arena."""
@@ -61,6 +63,13 @@ class Layout:
         if self.cut_anywhere or element == 0:
             return element
         return min(slot.stop for slot in self.slots if slot.stop >= element)
+
+    def shaped(self, flat: Tensor, start: int, stop: int) -> Tensor:
+        """Return the numbers of a range in a parameter's shape where they are one and a share may not end within it."""
+        if self.cut_anywhere:
+            return flat
+        shapes = (slot.shape for slot in self.slots if (slot.start, slot.stop) == (start, stop))
+        return flat.view(next(shapes, (stop - start,)))
 
     def within(self, span: Span) -> Iterator[tuple[Slot, int, int]]:
         """Yield each parameter that has elements in a part, with the elements from and to."""
@@ -79,6 +88,11 @@ class Layout:
             else:
                 found.append((slot.group, start, stop))
         return found
+
+
+def is_small(slot: Slot, layout: Layout) -> bool:
+    """Tell whether a gradient waits for others with which it is moved."""
+    return (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES
 
 
 def lay_out(

@@ -61,10 +61,20 @@ class Norms:
         if self.deferred is not None:
             self.deferred.begin(is_stream=is_stream)
 
-    def commit(self, micros: Collection[int], *, is_applied: bool) -> None:
-        """A mini-batch has been decided on, which everybody of the commit does at this place."""
+    def tell(self, micros: Collection[int]) -> None:
+        """A mini-batch is about to be decided on, which everybody of the commit does at this place."""
         if self.deferred is not None:
-            self.deferred.commit(micros, is_applied=is_applied)
+            self.deferred.tell(micros)
+
+    def hear(self) -> None:
+        """What others tell of it is here."""
+        if self.deferred is not None:
+            self.deferred.hear()
+
+    def commit(self, *, is_applied: bool) -> None:
+        """It has been decided on."""
+        if self.deferred is not None:
+            self.deferred.commit(is_applied=is_applied)
 
     def drop(self) -> None:
         """Forget what was seen of a mini-batch that nobody decided on, because a step failed."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import PlanError, ProgramError
-from counterpoint.fabric.fabric import Fabric, Group
+from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Recompute, Value
 from counterpoint.program.program import Program, Row
 from counterpoint.program.walk import walk
@@ -94,7 +94,7 @@ class Replicas:
 
     def gather(self, row: Tensor) -> Tensor:
         """Return everybody's row."""
-        rows = gather_rows(self.fabric, self.group, f"statistics of {self.path}", row[0])
+        rows = start_rows(self.fabric, self.group, f"statistics of {self.path}", row[0]).wait()
         self.count = int(rows[:, -1].sum())
         return rows
 
@@ -103,15 +103,36 @@ class Replicas:
         self.fabric.all_reduce(f"gradient of {self.path}", sums, self.group).wait()
 
 
-def gather_rows(fabric: Fabric, group: Group, label: str, row: Tensor) -> Tensor:
-    """Return the rows ``(number,)`` of all members of a group as ``(rank, number)``; all of them call it together."""
+class Rows:
+    """Rows of a group's members, which are on their way.
+
+    Args:
+        whole: where they will be, one after the other.
+        count: members.
+        work: brings them; None where there is nothing to bring.
+    """
+
+    def __init__(self, whole: Tensor, count: int, work: Work | None) -> None:
+        self._whole = whole
+        self._count = count
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Return all rows as ``(rank, number)``."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._whole.view(self._count, -1)
+
+
+def start_rows(fabric: Fabric, group: Group, label: str, row: Tensor) -> Rows:
+    """Begin to bring the rows ``(number,)`` of all members of a group to all of them, which call it together."""
     count, width = len(group), row.numel()
     whole = row.new_zeros(count * width)
     at = group.index(fabric.rank)
     whole[at * width : (at + 1) * width] = row
-    if count > 1:
-        fabric.all_gather(label, whole, range(0, (count + 1) * width, width), group).wait()
-    return whole.view(count, width)
+    bounds = range(0, (count + 1) * width, width)
+    return Rows(whole, count, fabric.all_gather(label, whole, bounds, group) if count > 1 else None)
 
 
 class Together:
