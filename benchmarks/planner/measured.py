@@ -8,6 +8,8 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 
+from cells import Cell
+
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
 from counterpoint.model.timing_file import write_timing
@@ -19,6 +21,8 @@ LAPS, STEPS, BESIDE = 4, 3, 2
 """How few laps and steps of these tell how long a step takes, and steps what the machine's speed is meanwhile."""
 LEAST_S = 60.0
 """There are rounds for so long at least, however short they are."""
+LAB_S, DEADLINE_S = 0.75, 1800
+"""Seconds of a turn between hosts, and of all of them."""
 QUIET = 0.1
 """Cores that others may take during a lap that counts."""
 CHOOSING = Path(__file__).with_name("choosing.py")
@@ -35,32 +39,31 @@ def on_host(cells, *, rounds, seconds):
     return turns(texts, cells)
 
 
-def in_lab(lab, cells, *, rounds, seconds, deadline_s):
-    """Return the turns of cells on the hosts of a lab, one rank on each; one where a plan is hopelessly slow."""
-    asked = request(cells, rounds, seconds, lap_s=seconds, laps=1, beside=1, gives_up=True)
-    ended = lab.run_ranks([sys.executable, str(SCRIPT), asked], deadline_s=deadline_s)
-    return turns([line for one in ended for line in one.text().splitlines()], cells)
+def in_lab(lab, cells, cluster, timing, *, measure, rounds):
+    """Return what is chosen on the hosts of a lab, and the turns of cells and of what is chosen; see choosing.py.
 
-
-def chosen_in_lab(lab, letter, cluster, timing, *, measure, deadline_s):
-    """Return what one of the ranks tells of the plan that is taken on the hosts of a lab; see choosing.py.
+    One where a plan is hopelessly slow.
 
     Args:
         lab: one rank runs on each of its hosts.
-        letter: the model.
+        cells: of one model.
         cluster: what the planner knows of the hosts.
         timing: what it knows of the model.
         measure: how many plans are tried beside data parallelism.
-        deadline_s: for all of it.
+        rounds: of turns.
     """
+    asked = request(cells, rounds, LAB_S, lap_s=LAB_S, laps=1, beside=1, gives_up=True)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, "cluster.yaml"), Path(folder, "timing.json")]
         for file, text in zip(files, (write_cluster(cluster), write_timing(timing)), strict=True):
             file.write_text(text, encoding="utf-8")
-        command = [sys.executable, str(CHOOSING), letter, str(measure), *map(str, files)]
-        ended = lab.run_ranks(command, deadline_s=deadline_s)
-    told = [json.loads(line) for one in ended for line in one.text().splitlines() if line.startswith('{"rank"')]
-    return told[0]
+        command = [sys.executable, str(CHOOSING), cells[0].letter, str(measure), *map(str, files), asked]
+        ended = lab.run_ranks(command, deadline_s=DEADLINE_S)
+    texts = [line for one in ended for line in one.text().splitlines()]
+    told = next(json.loads(line) for line in texts if line.startswith('{"rank"') and '"taken"' in line)
+    chosen = [Cell(cells[0].letter, *told[name]) for name in ("taken", "foreseen")]
+    others = [line for line in texts if '"taken"' not in line]
+    return told, turns(others, list(dict.fromkeys([*cells, *chosen])))
 
 
 def request(cells, rounds, seconds, **how):
@@ -103,7 +106,9 @@ def pace(before, after):
     for name in ("crowd", "memory_crowd"):
         parts = [[rate / taken[name][0] for rate in taken[name]] for taken in (before, after)]
         crowds[name] = tuple(map(fmean, zip(*parts, strict=True)))
-    return {"beside_s": fmean([before["beside"], after["beside"]]), **crowds}
+    turns = tuple(map(fmean, zip(before["turns"], after["turns"], strict=True)))
+    seconds = {name: fmean([before[name], after[name]]) for name in ("beside_s", "message_s")}
+    return {**seconds, "turns": turns, **crowds}
 
 
 def others_share(lap):

@@ -122,21 +122,19 @@ def told_by(command, ranks, what):
     return [line.text for line in lines if line.rank == 0 and line.stream == "out"]
 
 
-def lab_cluster(lab, here):
-    """Return the hosts of a lab, as `counterpoint probe` on them finds their network.
-
-    They have the cores of one machine, and each has one rank and a card of its own: so for predictions they are the
-    ranks of one host, joined by a network instead of memory.
-    """
+def lab_level(lab):
+    """Return the network between the hosts of a lab, as `counterpoint probe` on them finds it."""
     found = json.loads(lab.run_ranks(PROBE, deadline_s=PROBE_S)[0].text())
     network = read_cluster(found["cluster"]).levels[-1]
-    return Cluster(
-        here.device,
-        levels=(Level("lab", network.count, network.link),),
-        crowding=here.crowding,
-        memory_crowding=here.memory_crowding,
-        turns=here.turns,
-    )
+    return Level("lab", network.count, network.link)
+
+
+def joined_by(level: Level, here: Cluster):
+    """Return the hosts of a lab: each has one rank and a card of its own, and all have the cores of one machine.
+
+    So for predictions they are the ranks of one host, joined by a network instead of memory.
+    """
+    return replace(here, levels=(level,), speeds=())
 
 
 def as_it_runs(cell, found: Profiled, cluster: Cluster):
@@ -156,13 +154,14 @@ def step_s(cell, found: Profiled, cluster: Cluster):
 
 
 def crowded(cluster: Cluster, lap):
-    """Return the machine as it is while each of 1, 2, ... ranks at once is as fast as it was beside a lap.
+    """Return the machine as it is while ranks are in each other's way as they were beside a lap.
 
     Args:
         cluster: the machine.
         lap: see measured.py.
     """
-    return replace(cluster, crowding=falling(lap["crowd"]), memory_crowding=falling(lap["memory_crowd"]))
+    turns = replace(cluster.turns, parts=falling(lap["turns"]), message_s=lap["message_s"])
+    return replace(cluster, crowding=falling(lap["crowd"]), memory_crowding=falling(lap["memory_crowd"]), turns=turns)
 
 
 def falling(parts):

@@ -5,7 +5,7 @@ it has computed itself, and rank 0 how long all cores have: what is left over is
 Before and after every lap rank 0 takes steps of its own, alone, while all others wait, as they are taken beside the
 profile: by these figures of different minutes can be compared, because the speed of a shared machine drifts. So does
 what its cores lend each other: then one rank, two and so on compute at once, or go over memory, as they do for
-the probe.
+the probe; they take turns with short pieces of work, and the first two send each other messages, as for the probe, too.
 """
 
 import json
@@ -23,12 +23,14 @@ from counterpoint.launchers.environment import detect
 from counterpoint.profiler.effort import Effort
 from counterpoint.profiler.probe_compute import layer_pieces, memory_pieces
 from counterpoint.profiler.probe_crowds import crowd
+from counterpoint.profiler.probe_turns import message_s, turn_parts
 from counterpoint.profiler.watch import as_in_training
 from counterpoint.training.world import met
 
 BESIDE, WARM_UP, BESIDE_S = 1, 8, 0.05
 CROWD = Effort(span_s=0.05)
 """Half as long as the probe has ranks compute at once: this is done before and after every lap."""
+PAIR = 2
 HOPELESS = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
 LONG_S = 1.0
@@ -70,10 +72,11 @@ class Alone:
 
 
 def beside(known, others, fewest):
-    """Return what is taken beside a plan, on rank 0: a step of one process that the profile knows, and crowds."""
+    """Return what is taken beside a plan, on rank 0: a step of one process that the profile knows, crowds and turns."""
     step_s = median(known.steps(fewest=fewest)) if others.rank == 0 else 0.0
     others.slowest(0.0)
-    return {"beside": step_s, "crowd": others.crowd(layer_pieces), "memory_crowd": others.crowd(memory_pieces)}
+    crowds = {"crowd": others.crowd(layer_pieces), "memory_crowd": others.crowd(memory_pieces)}
+    return {"beside_s": step_s, **crowds, **others.turns()}
 
 
 class Others:
@@ -100,6 +103,17 @@ class Others:
             return [1.0]
         fabric = met(self.environment)[0]
         return crowd(fabric, fabric.num_ranks, CROWD, ready)
+
+    def turns(self):
+        """Return how fast 1, 2, ... ranks are in their turns, and what a message costs two of them; known to rank 0."""
+        if self.environment is None or not met(self.environment):
+            return {"turns": [1.0], "message_s": 0.0}
+        fabric = met(self.environment)[0]
+        parts = turn_parts(fabric, fabric.num_ranks, CROWD)
+        self.slowest(0.0)
+        busy_s = message_s(fabric, 1 - fabric.rank, CROWD) if fabric.rank < PAIR else 0.0
+        self.slowest(0.0)
+        return {"turns": parts, "message_s": busy_s}
 
 
 def lap(run, batches, count):

@@ -15,18 +15,20 @@ from cells import CELLS, LAB_RATES, PLANS_BETWEEN, SUBJECTS, Cell  # noqa: E402 
 
 from benchmarks.lab import Lab  # noqa: E402 - likewise
 
-ROUNDS, SECONDS, LAB_SECONDS, TRIED, DEADLINE_S = 3, 1.0, 0.75, 4, 1800
+ROUNDS, SECONDS, TRIED = 3, 1.0, 4
 MEDIAN, WORST, CORRELATION = 0.10, 0.25, 0.9
 NEAR, SHARE = 1.10, 0.9
 COLUMNS = ("model", "where", "plan", "ms", "predicted", "off", "over the fastest", "over data")
 
 
 def measure(options: Options) -> Result:
-    options.tell("calibration: probe and profiles")
-    cluster, beside_s = predicted.probed()
-    models = {letter: predicted.profiled(letter, [*CELLS, *lab_cells()], beside_s[letter]) for letter in SUBJECTS}
-    here, missed = on_this_machine(models, cluster, options)
-    rows, figures = [row for row, _ in here], {"here": [found for _, found in here]}
+    known, here = {}, []
+    for letter in SUBJECTS:
+        options.tell(f"{letter}: probe and profile")
+        cluster, beside_s = predicted.probed()
+        known[letter] = predicted.profiled(letter, [*CELLS, *lab_cells()], beside_s[letter]), cluster
+        here += on_this_machine(letter, *known[letter], options)
+    rows, figures, missed = list(map(row, here)), {"here": here}, list(misses(here))
     notes = {
         "off": "predicted over measured, less 1, at the speed that the machine had while it was measured",
         "chosen": f"taken by strategy='auto', measure={TRIED}",
@@ -35,30 +37,29 @@ def measure(options: Options) -> Result:
     if reason := Lab.why_not():
         missed.append(f"hosts cannot be made here: {reason}")
     else:
-        there = between_hosts(models, cluster, options)
-        rows += [row for row, _ in there]
-        figures["lab"] = [found for _, found in there]
-        missed += lab_misses(figures["lab"])
+        there = figures["lab"] = between_hosts(known, options)
+        rows += map(lab_row, there)
+        missed += lab_misses(there)
     return Result(COLUMNS, tuple(rows), tuple(missed), figures, notes)
 
 
-def on_this_machine(models, cluster, options):
-    """Return rows and figures of all cells on this machine, and what they miss."""
+def on_this_machine(letter, model, cluster, options):
+    """Return figures of all cells of a model on this machine."""
     found = []
-    for letter in SUBJECTS:
-        for ranks in sorted({cell.ranks for cell in CELLS}):
-            options.tell(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
-            asked = [cell for cell in CELLS if cell.letter == letter and cell.ranks == ranks]
-            cells = [predicted.as_it_runs(cell, models[letter], cluster) for cell in asked]
-            turns = measured.on_host(cells, rounds=max(2, options.rounds or ROUNDS), seconds=SECONDS)
-            own = [judged(cell, turns[cell], models[letter], cluster) for cell in cells]
-            options.tell("".join(map(as_found, own)))
-            found += own
-    rows = [
-        (one["model"], f"{one['ranks']} ranks", one["plan"], ms(one["step_s"]), ms(one["said_s"]), off(one), "", "")
-        for one in found
-    ]
-    return list(zip(rows, found, strict=True)), list(misses(found))
+    for ranks in sorted({cell.ranks for cell in CELLS}):
+        options.tell(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
+        asked = [cell for cell in CELLS if cell.letter == letter and cell.ranks == ranks]
+        cells = [predicted.as_it_runs(cell, model, cluster) for cell in asked]
+        turns = measured.on_host(cells, rounds=max(2, options.rounds or ROUNDS), seconds=SECONDS)
+        own = [judged(cell, turns[cell], model, cluster) for cell in cells]
+        options.tell("".join(map(as_found, own)))
+        found += own
+    return found
+
+
+def row(one):
+    """Return the row of one plan on this machine."""
+    return (one["model"], f"{one['ranks']} ranks", one["plan"], ms(one["step_s"]), ms(one["said_s"]), off(one), "", "")
 
 
 def judged(cell, turns, model, cluster):
@@ -73,8 +74,8 @@ def judged(cell, turns, model, cluster):
 
 def said_s(cell, lap, model, cluster):
     """Return what is predicted of a cell at the speed that the machine had while a lap was measured."""
-    crowded = predicted.crowded(cluster, lap)
-    return predicted.step_s(cell, *predicted.calmed(model, crowded, lap["beside_s"]))
+    calmed, here = predicted.calmed(model, cluster, lap["beside_s"])
+    return predicted.step_s(cell, calmed, predicted.crowded(here, lap))
 
 
 def misses(found):
@@ -115,36 +116,35 @@ def lab_cells():
     return [Cell(letter, *plan) for letter in SUBJECTS for plans in PLANS_BETWEEN.values() for plan in plans]
 
 
-def between_hosts(models, cluster, options):
-    """Return rows and figures of the lab: for each model, number of hosts and rate all plans, the chosen one marked."""
+def between_hosts(known, options):
+    """Return figures of the lab: for each model, number of hosts and rate all plans, the chosen one marked."""
     found = []
     for hosts, plans in PLANS_BETWEEN.items():
         for rate in LAB_RATES:
             with Lab(hosts=hosts, rate=rate) as lab:
-                network = predicted.lab_cluster(lab, cluster)
-                for letter in SUBJECTS:
+                level = predicted.lab_level(lab)
+                for letter, (model, here) in known.items():
                     options.tell(f"{letter} on {hosts} hosts, {rate or 'unshaped'}")
-                    cells = [predicted.as_it_runs(Cell(letter, *plan), models[letter], network) for plan in plans]
-                    own = in_one_cell(lab, cells, models[letter], network, max(1, options.rounds or ROUNDS))
+                    network = predicted.joined_by(level, here)
+                    cells = [predicted.as_it_runs(Cell(letter, *plan), model, network) for plan in plans]
+                    own = in_one_cell(lab, cells, model, network, max(1, options.rounds or ROUNDS))
                     found += [{**one, "rate": rate or "unshaped"} for one in own]
                     options.tell("".join([*map(as_found, own), *map(as_tried, own[0]["trials"])]))
-    return [(row, one) for one, row in zip(found, map(lab_row, found), strict=True)]
+    return found
 
 
 def in_one_cell(lab, cells, model, network, rounds):
     """Return figures of plans for one model on so many hosts at one rate, and of the plans that are chosen there."""
-    letter = cells[0].letter
-    told = measured.chosen_in_lab(lab, letter, network, model.timing, measure=TRIED, deadline_s=DEADLINE_S)
-    taken, foreseen = Cell(letter, *told["taken"]), Cell(letter, *told["foreseen"])
-    cells = list(dict.fromkeys([*cells, taken, foreseen]))
-    turns = measured.in_lab(lab, cells, rounds=rounds, seconds=LAB_SECONDS, deadline_s=DEADLINE_S)
+    told, turns = measured.in_lab(lab, cells, network, model.timing, measure=TRIED, rounds=rounds)
+    taken, foreseen = Cell(cells[0].letter, *told["taken"]), Cell(cells[0].letter, *told["foreseen"])
+    first, cells = cells[0], list(turns)
     steps = {cell: [turn["step_s"] for turn in turns[cell]] for cell in cells}
     fastest = min(cells, key=lambda cell: statistics.median(steps[cell]))
     return [
         {
             **judged(cell, turns[cell], model, network),
             "over_fastest": ratio(steps[cell], steps[fastest]),
-            "over_data": ratio(steps[cell], steps[cells[0]]),
+            "over_data": ratio(steps[cell], steps[first]),
             "is_taken": cell == taken,
             "is_foreseen": cell == foreseen,
             "trials": told["trials"],
