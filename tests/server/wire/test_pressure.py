@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,33 +106,35 @@ def test_a_client_waits_where_the_server_takes_nothing_and_says_so(place, secret
             client.ask(Letter("push")).answer(5.0)
 
 
-def test_a_frame_that_comes_slowly_is_not_given_up_however_little_is_there(clock, still_loop, secret):
-    heard = Records()
-    server = serve(still_loop, parse_place("tcp:127.0.0.1:0"), secret, heard.letter, on_end=heard.end)
+@contextmanager
+def relayed(serving, secret, heard):
+    """A connection that is greeted, and what carries up to so many bytes of it and lets both sides take a turn."""
+    server = serve(serving, parse_place("tcp:127.0.0.1:0"), secret, heard.letter, on_end=heard.end)
     with Loop() as calling, Relay(server.place) as relay:
         connection, _ = called(calling, relay.place, secret)
         relay.join()
         for _ in range(10):
-            relay.go_on(calling, still_loop, MIB)
+            relay.go_on(calling, serving, MIB)
+        yield connection, partial(relay.go_on, calling, serving)
+
+
+def test_a_frame_that_comes_slowly_is_not_given_up_however_little_is_there(clock, still_loop, secret):
+    heard = Records()
+    with relayed(still_loop, secret, heard) as (connection, go_on):
         connection.send(Letter("push", {}, [torch.zeros(MIB // 16)]))
         while not heard.letters and not heard.ends:
             clock.now_s += 20.0
-            relay.go_on(calling, still_loop, 10_000)
+            go_on(10_000)
     assert (len(heard.letters), heard.ends) == (1, [])
 
 
 def test_the_rest_of_a_frame_is_heard_of_after_a_turn_that_was_used_up(monkeypatch, still_loop, secret):
     monkeypatch.setattr(connection_module, "TURN_BYTES", 60_000)
     heard = Records()
-    server = serve(still_loop, parse_place("tcp:127.0.0.1:0"), secret, heard.letter, on_end=heard.end)
-    with Loop() as calling, Relay(server.place) as relay:
-        connection, _ = called(calling, relay.place, secret)
-        relay.join()
-        for _ in range(10):
-            relay.go_on(calling, still_loop, MIB)
+    with relayed(still_loop, secret, heard) as (connection, go_on):
         connection.send(Letter("push", {}, [torch.zeros(25_000)]))
         for most in (10_000, 66_000, *[MIB] * 4):  # it sleeps for 64 KiB, uses up its turn, and misses less
-            relay.go_on(calling, still_loop, most)
+            go_on(most)
     assert len(heard.letters) == 1
 
 
