@@ -42,7 +42,7 @@ def on_host(cells, *, rounds, seconds):
 def in_lab(lab, cells, cluster, timing, *, measure, rounds):
     """Return what is chosen on the hosts of a lab, and the turns of cells and of what is chosen; see choosing.py.
 
-    One where a plan is hopelessly slow.
+    A plan that is hopelessly slow has one turn.
 
     Args:
         lab: one rank runs on each of its hosts.

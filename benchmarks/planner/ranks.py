@@ -31,6 +31,7 @@ BESIDE, WARM_UP, BESIDE_S = 1, 8, 0.05
 CROWD = Effort(span_s=0.05)
 """Half as long as the probe has ranks compute at once: this is done before and after every lap."""
 PAIR = 2
+"""Ranks that send each other messages."""
 HOPELESS = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
 LONG_S = 1.0

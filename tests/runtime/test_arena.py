@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from counterpoint.runtime import arena as arenas
 from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.layout import WHOLE, lay_out
 
@@ -148,3 +149,18 @@ def test_a_sparse_gradient_of_what_has_no_rows_is_folded_as_a_dense_one():
         params["d"].grad = torch.ones(4, dtype=F64).to_sparse()
         flat = one.fold()
     assert flat.tolist() == [0.0] * 6 + [2.0] * 4 + [0.0] * 3
+
+
+def test_large_gradients_leave_their_parameters_one_by_one(monkeypatch):
+    """So that no more than one of them is there twice."""
+    (layout,) = lay_out(
+        [("small", (3,), F64, 0), ("large", (9000,), F64, 0), ("last", (2,), F64, 0)], cut_anywhere=True
+    )
+    params = {slot.name: nn.Parameter(torch.zeros(slot.shape, dtype=F64)) for slot in layout.slots}
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    together: list[str] = []
+    monkeypatch.setattr(arenas, "move_together", lambda slots, *_: together.extend(slot.name for slot in slots))
+    whole = Arena(layout, params, WHOLE).fold()
+    assert (together, whole.tolist()) == (["small", "last"], [1.0] * 9005)
+    assert all(param.grad is None for param in params.values())

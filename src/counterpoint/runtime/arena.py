@@ -18,7 +18,7 @@ from counterpoint.fabric.encounter import reduce_in_order
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.runtime.coded import Leftovers
 from counterpoint.runtime.commons import Commons
-from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span
+from counterpoint.runtime.layout import WHOLE, Layout, Slot, Span, is_small
 from counterpoint.runtime.moving import move_together
 from counterpoint.runtime.rows import Piece, piece_of
 from counterpoint.runtime.strewn import Strewn
@@ -187,10 +187,10 @@ class Arena:
         self.move_all(slots)
 
     def move_all(self, slots: Sequence[Slot]) -> None:
-        """Do as :meth:`move` for each, in fewer calls where that can be."""
+        """Do as :meth:`move` for each: small ones together, large ones one by one, so that each is freed at once."""
         if self.commons is None:
-            flat = self.buffer()
-            fresh = [slot for slot in slots if slot.name not in self.filled and slot.name not in self.strewn.slots]
+            flat, passed = self.buffer(), self.filled.union(self.strewn.slots)
+            fresh = [slot for slot in slots if is_small(slot, self.layout) and slot.name not in passed]
             move_together(fresh, self.params, flat, (self.filled, self.reached))
         for slot in slots:
             self.move(slot)

@@ -231,7 +231,7 @@ class Interpreter:
             norms.tell(domain)  # on its way together with the ballots
         ballots = [ballot] if len(group) == 1 else gather_ballots(self.fabric, ballot, group)
         if norms is not None:
-            norms.hear()
+            norms.hear()  # here, so that nothing is under way if the step ends in an error
         marks = {rank: one.mark for rank, one in zip(group, ballots, strict=True)}
         self.twins.compare(marks, group, self.fabric, self.number)
         verdict = decide(ballots, group, self.guard, own, self.script.stride)

@@ -19,7 +19,7 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter in an arena: its name, local shape, first element, option group, and one past its last element."""
+    """One parameter in an arena: its name, local shape, first element, option group; and one past its last element."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,6 +39,8 @@ class Layout:
         dtype: of all of them.
         slots: back to back, those of one option group together.
         cut_anywhere: whether a share may end within a parameter.
+
+    Attributes:
         num_elements: length of the arena.
     """
 
