@@ -1,5 +1,6 @@
-"""Golden files: texts that a person has read once and that must not change unseen."""
+"""Golden files, texts that a person has read once and that must not change unseen; and signals that tests can send."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,16 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--golden"):
         items[:] = [item for item in items if "golden" in item.fixturenames]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible():
+    """Processes that tests start can be interrupted, even where nohup or a shell in the background lets none be."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

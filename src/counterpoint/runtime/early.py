@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -28,11 +28,15 @@ from counterpoint.runtime.arena import Arena
 from counterpoint.runtime.buckets import Range, joined, left_over
 from counterpoint.runtime.direct import plainly
 from counterpoint.runtime.layout import Slot, is_small
+from counterpoint.runtime.listening import Listening
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strewn import Several
 from counterpoint.strategies.buckets import Buckets
 
 Clock: TypeAlias = Callable[[], float]
+
+NO_BUCKET = -1
+"""Of a gradient that is summed where the word stands."""
 
 
 class Summing(Protocol):
@@ -66,10 +70,17 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter whose gradient may be summed early: in which of a site's flat buffers, and where in there."""
+    """A parameter whose gradient may be summed early.
+
+    Args:
+        flat: in which of a site's flat buffers it lies.
+        slot: where in there.
+        is_large: whether it moves there by itself.
+    """
 
     flat: Flat
     slot: Slot
+    is_large: bool
 
     @property
     def num_bytes(self) -> int:
@@ -132,7 +143,7 @@ class Site:
         self.summing = summing
         self.flats = list(_flats(words, summing.store))
         self.places = [
-            Place(flat, slot)
+            Place(flat, slot, not is_small(slot, flat.arena.layout))
             for flat in self.flats
             for slot in flat.arena.layout.slots
             if slot.name not in flat.arena.strewn.slots and flat.arena.params[slot.name].requires_grad
@@ -141,10 +152,14 @@ class Site:
         weighed = [Weighed(place.flat.number, place.num_bytes) for place in self.places]
         label = " ".join(format_value(word.value) for word in words)
         self.agreement = Agreement(summing.fabric, words[0].group, sizes, weighed, label)
-        self.bucket_of: Mapping[int, int] = {}
+        self.bucket_of: list[int] = []  # for each place, or that it has none
         self.progress = self.begun_backward()
         self.clock: Clock | None = None
         self.transfers: list[Transfer] = []
+        self.listening = Listening(
+            [place.flat.arena.params[place.slot.name] for place in self.places],
+            [partial(self.on_gradient, at) for at in range(len(self.places))],
+        )
 
     @property
     def is_open(self) -> bool:
@@ -154,7 +169,10 @@ class Site:
     def begun_backward(self) -> Progress:
         """Return how far a backward is that has just begun."""
         cut, count = self.agreement.cut, len(self.places)
-        self.bucket_of = {at: bucket for bucket, places in enumerate(cut) for at in places}
+        self.bucket_of = [NO_BUCKET] * count
+        for bucket, places in enumerate(cut):
+            for at in places:
+                self.bucket_of[at] = bucket
         return Progress(cut, [len(places) for places in cut], [0] * count, [math.nan] * count, time.perf_counter())
 
     @contextmanager
@@ -162,15 +180,8 @@ class Site:
         """Buckets are started while the backward goes on inside."""
         self.progress, self.clock = self.begun_backward(), clock
         self.transfers.clear()
-        hooks = []
-        for at, place in enumerate(self.places):
-            param: Any = place.flat.arena.params[place.slot.name]  # torch's stubs leave out the type of this method
-            hooks.append(param.register_post_accumulate_grad_hook(partial(self.on_gradient, at)))
-        try:
+        with self.listening.during():
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         self.often = list(map(max, self.often, self.progress.seen))
 
     def on_gradient(self, at: int, _: Tensor) -> None:
@@ -179,28 +190,31 @@ class Site:
         Raises:
             DataError: its sum has begun without it.
         """
-        with plainly():
-            self._take(at)
-
-    def _take(self, at: int) -> None:
-        now, place = self.progress, self.places[at]
-        now.seen[at] += 1
+        now = self.progress
+        now.seen[at] = seen = now.seen[at] + 1
         now.ready_s[at] = time.perf_counter() - now.began_s
         if self.clock is not None:
             for transfer in self.transfers:
                 transfer.look(self.clock)
-        bucket = self.bucket_of.get(at)
-        if bucket is None or not 0 < self.often[at] <= now.seen[at]:
+        often, bucket = self.often[at], self.bucket_of[at]
+        if bucket == NO_BUCKET or not 0 < often <= seen:
             return
         if bucket < now.num_begun:
             raise DataError(
-                f"{place.slot.name} got gradient number {now.seen[at]} of one backward after its sum had begun, "
-                f"because in no backward before it got more than {self.often[at]}; a sum that begins early has to "
+                f"{self.places[at].slot.name} got gradient number {seen} of one backward after its sum had begun, "
+                f"because in no backward before it got more than {often}; a sum that begins early has to "
                 "know which one is the last: give passes=(), so that sums begin after the backward"
             )
-        if not is_small(place.slot, place.flat.arena.layout):
+        now.left[bucket] -= seen == often
+        if self.places[at].is_large or (bucket == now.num_begun and now.left[bucket] == 0):
+            with plainly():
+                self._take(self.places[at])
+
+    def _take(self, place: Place) -> None:
+        """Move a gradient that is too large to wait for others, and start the buckets that are complete."""
+        if place.is_large:
             place.flat.arena.move(place.slot)
-        now.left[bucket] -= now.seen[at] == self.often[at]
+        now = self.progress
         while now.num_begun < len(now.cut) and now.left[now.num_begun] == 0:
             self.start_bucket()
 
