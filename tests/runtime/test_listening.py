@@ -20,7 +20,11 @@ def test_others_hear_as_before_whether_it_listens_or_not():
 
 def test_it_listens_again_and_again_to_each_parameter_with_its_own_hook():
     params, heard = [nn.Parameter(torch.ones(1)) for _ in range(3)], []
-    listening = Listening(params, [lambda _, at=at: heard.append(at) for at in range(3)])
+
+    def hook(at):
+        return lambda _: heard.append(at)
+
+    listening = Listening(params, [hook(at) for at in range(3)])
     for param in reversed(params):
         with listening.during():
             param.sum().backward()
@@ -28,7 +32,8 @@ def test_it_listens_again_and_again_to_each_parameter_with_its_own_hook():
 
 
 def test_no_hook_is_left_after_an_error_inside():
-    param, heard = nn.Parameter(torch.ones(1)), []
+    param = nn.Parameter(torch.ones(1))
+    heard: list[torch.Tensor] = []
     with pytest.raises(ZeroDivisionError), Listening([param], [heard.append]).during():
         raise ZeroDivisionError
     param.sum().backward()
