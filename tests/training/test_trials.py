@@ -8,7 +8,7 @@ import counterpoint as cp
 from counterpoint.planner.choose import Trial, decide, weigh, worth_measuring
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.remedies import Question
-from counterpoint.training.trials import ROUNDS, Runner, at_one_speed, take_turns
+from counterpoint.training.trials import CLOSE, ROUNDS, Runner, at_one_speed, take_turns
 from counterpoint.world.cluster import Cluster, Device
 from tests.planner.models import layers
 from tests.training.fits import ADAMW, dataset, distance, mlp, noisy, params_of, seeded
@@ -147,13 +147,15 @@ def test_data_parallelism_is_taken_unless_another_plan_is_faster_by_more_than_ru
     assert decide(choice, [Trial(data, 1.09, turns=(1.09, 0.99, 1.1)), best]).plan == zero
 
 
-def test_a_simpler_plan_that_was_as_fast_in_some_turn_is_taken_unless_it_is_much_slower():
+def test_a_simpler_plan_that_was_as_fast_in_one_of_five_turns_is_taken_unless_it_is_much_slower():
     choice = chosen(2)
     _, zero, other = choice.simplest[:3]
     best = Trial(other, 1.0, turns=(1.0, 1.0, 1.0))
     assert decide(choice, [Trial(zero, 1.04, turns=(1.04, 0.99, 1.1)), best]).plan == zero
     assert decide(choice, [Trial(zero, 1.04, turns=(1.04, 1.01, 1.1)), best]).plan == other
     assert decide(choice, [Trial(zero, 1.06, turns=(1.06, 0.99, 1.1)), best]).plan == other
+    best = Trial(other, 1.0, turns=(1.0,) * 6)
+    assert decide(choice, [Trial(zero, 1.04, turns=(0.99, *(1.04,) * 5)), best]).plan == other
 
 
 def test_a_plan_that_was_as_fast_in_some_turn_but_slower_than_a_simpler_one_is_not_taken():
@@ -175,6 +177,13 @@ def test_a_plan_is_not_slower_because_its_rounds_were():
     assert [trial.turns for trial in trials] == turns
 
 
+def test_a_round_was_as_fast_as_those_plans_were_that_had_the_most_turns():
+    plans = chosen(2).simplest[:3]
+    turns = [(2.0, 1.0, 1.0), (3.0,), (4.0, 2.0, 2.0)]  # the first round was slow, and the second plan had no other
+    trials = at_one_speed([Trial(plan, 9.0, turns=own) for plan, own in zip(plans, turns, strict=True)])
+    assert [trial.step_s for trial in trials] == pytest.approx([1.0, 1.5, 2.0])
+
+
 def test_a_plan_without_turns_keeps_its_time():
     data, zero = chosen(2).simplest[:2]
     given_up = Trial(zero, 9.0)
@@ -189,9 +198,22 @@ def test_the_best_of_each_kind_is_tried_before_a_second_one_of_a_kind():
 
 
 def test_a_plan_that_is_hopelessly_slow_keeps_nobody_waiting():
-    runners = [Steps(1.0), Steps(1.1), Steps(5.0)]
+    runners = [Steps(1.0), Steps(3.0), Steps(5.0)]
     take_turns(runners)
     assert [len(runner.turns) for runner in runners] == [ROUNDS, ROUNDS, 0]
+
+
+def test_plans_that_are_close_to_the_fastest_have_more_turns_the_closer_the_more():
+    assert CLOSE == (1.25, 1.1)
+    runners = [Steps(1.2), Steps(1.0), Steps(1.3), Steps(1.05)]
+    take_turns(runners)
+    assert [len(runner.turns) // ROUNDS for runner in runners] == [2, 3, 1, 3]
+
+
+def test_there_are_no_more_turns_once_one_plan_is_left():
+    runners = [Steps(1.0), Steps(1.2), Steps(2.0)]
+    take_turns(runners)
+    assert [len(runner.turns) // ROUNDS for runner in runners] == [2, 2, 1]
 
 
 class Steps(Runner):
@@ -202,3 +224,6 @@ class Steps(Runner):
 
     def step(self):
         return self.warm_s
+
+    def slowest(self, seconds):
+        return seconds

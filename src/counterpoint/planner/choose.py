@@ -28,7 +28,9 @@ NEARLY_AS_FAST = 1.02
 PERHAPS_AS_FAST = 1.1
 """A simpler plan may be predicted to take so many times as long as the fastest: predictions err by as much."""
 EVER_AS_FAST = 1.05
-"""One that was as fast as the fastest in some turn may have taken so many times as long: trials err by as much."""
+"""One that was as fast as the fastest now and then may have taken so many times as long: trials err by as much."""
+NOW_AND_THEN = 0.2
+"""A plan was as fast as another now and then that was in such a part of its turns."""
 DATA_AS_FAST = 1.08
 """Plain data parallelism may have taken so many times as long: plans differ by as much from one run to the next."""
 WORTH_A_TRIAL = 2.0
@@ -45,8 +47,9 @@ class Trial:
         step_s: seconds of a step: the mean of a turn on the slowest rank beside what all plans took in that round, the
             median over turns.
         trace: one more step, word by word; None where nobody asked for it.
-        turns: likewise, of each turn; turns of plans that were tried together have met the same moments, one by one.
-            Empty for a plan that was given up, because its first steps took several times as long as another plan's.
+        turns: likewise, of each turn; turns of plans that were tried together have met the same moments, one by one,
+            and plans that are close to each other have had more. Empty for a plan that was given up, because its first
+            steps took several times as long as another plan's.
     """
 
     plan: Plan
@@ -193,7 +196,7 @@ def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
 def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] = ()) -> Choice:
     """Return the choice by what was measured: the simplest of the plans that are not surely slower than the fastest.
 
-    A plan is as fast that takes at most 2 % longer; or at most 5 %, if in one of its turns it was as fast as the
+    A plan is as fast that takes at most 2 % longer; or at most 5 %, if in one of five turns it was as fast as the
     fastest was at that time; or at most 8 %, if it is plain data parallelism. A plan that measured no faster than a
     simpler one is not taken, whatever its turns say. Plain data parallelism is simpler than any other plan for several
     ranks, so that what is chosen has measured faster by as much as runs differ, or is it.
@@ -223,8 +226,8 @@ def _that_get_faster(trials: Sequence[Trial], simplest: Sequence[Plan]) -> list[
 def _is_as_fast(trial: Trial, best: Trial) -> bool:
     if trial.step_s <= (DATA_AS_FAST if is_plain(trial.plan) else NEARLY_AS_FAST) * best.step_s:
         return True
-    ever = any(own <= other for own, other in zip(trial.turns, best.turns, strict=False))
-    return ever and trial.step_s <= EVER_AS_FAST * best.step_s
+    as_fast = [own <= other for own, other in zip(trial.turns, best.turns, strict=False)]
+    return sum(as_fast) >= max(1, NOW_AND_THEN * len(as_fast)) and trial.step_s <= EVER_AS_FAST * best.step_s
 
 
 def _simplest(plans: Sequence[Plan], simplest: Sequence[Plan]) -> Plan:

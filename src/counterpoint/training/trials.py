@@ -36,6 +36,8 @@ WARM_STEPS = 2
 """Steps of each plan that nobody counts; the last one says how long the others will take."""
 ROUNDS = 5
 """Plans take turns so often, there and back, so that what changes on the machine meanwhile meets all of them."""
+CLOSE = (1.25, 1.1)
+"""Plans that have taken at most so many times as long as the fastest one have as many rounds again, and once more."""
 TURN_S = 0.5
 """Seconds that a turn should take."""
 FEWEST, MOST = 2, 50
@@ -75,7 +77,7 @@ class Runner:
         feed: the batch of every step.
         number: of the next step.
         warm_s: the last of the steps that warm the ranks up, on the slowest of them.
-        turns: the mean step of each turn on this process's ranks.
+        turns: the mean step of each turn on the slowest rank, the same on every rank.
     """
 
     plan: Plan
@@ -92,10 +94,23 @@ class Runner:
         self.number += 1
         return time.perf_counter() - began
 
-    def take_turn(self, num_steps: int) -> None:
-        """Take a step that does not count, and so many that do."""
+    def slowest(self, seconds: float) -> float:
+        """Return the longest time of all ranks, the same on every rank."""
+        return max(cast("list[float]", told(self.team, seconds)))
+
+    def warm_up(self) -> None:
+        """Take steps that do not count; how long the last one took is known."""
+        self.warm_s = self.slowest([self.step() for _ in range(WARM_STEPS)][-1])
+
+    def take_turn(self) -> None:
+        """Take a step that does not count, and some that do, equally many on every rank."""
         self.step()
-        self.turns.append(fmean(self.step() for _ in range(num_steps)))
+        num_steps = min(MOST, max(FEWEST, math.ceil(TURN_S / max(self.warm_s, 1e-6))))
+        self.turns.append(self.slowest(fmean(self.step() for _ in range(num_steps))))
+
+    def trial(self) -> Trial:
+        """Return the median over turns of the slowest rank's mean step, and that of each turn."""
+        return Trial(self.plan, median(self.turns or [self.warm_s]), turns=tuple(self.turns))
 
 
 def settle(auto: Auto, subject: Subject, inputs: Any, batch_size: int) -> tuple[Plan, Choice | None]:  # noqa: ANN401
@@ -152,9 +167,10 @@ def try_plans(plans: Sequence[Plan], subject: Subject, *, traced: bool) -> tuple
             else:
                 runners.append(found)
         for runner in runners:
-            warm_up(runner)
+            runner.warm_up()
         take_turns(runners)
-        return at_one_speed([trial_of(runner, traced=traced) for runner in runners]), untried
+        trials = at_one_speed([runner.trial() for runner in runners])
+        return list(map(with_trace, trials, runners)) if traced else trials, untried
 
 
 def build(plan: Plan, subject: Subject, stack: ExitStack) -> Runner | Refusal:
@@ -173,51 +189,56 @@ def build(plan: Plan, subject: Subject, stack: ExitStack) -> Runner | Refusal:
     return Refusal(plan, next(filter(None, reasons))) if any(reasons) else Runner(plan, team, feed)
 
 
-def warm_up(runner: Runner) -> None:
-    """Take steps that do not count; how long the last one took is known, the same on every rank."""
-    seconds = [runner.step() for _ in range(WARM_STEPS)][-1]
-    runner.warm_s = max(cast("list[float]", told(runner.team, seconds)))
-
-
 def take_turns(runners: Sequence[Runner]) -> None:
-    """Let all take turns that may still be the fastest: what is several times as slow keeps nobody waiting."""
+    """Let all take turns that may still be the fastest, and those that are close to it again.
+
+    What is several times as slow keeps nobody waiting.
+    """
     limit_s = HOPELESS * min((runner.warm_s for runner in runners), default=0.0)
-    for turn in range(ROUNDS):
-        for runner in runners[:: -1 if turn % 2 else 1]:
-            if runner.warm_s <= limit_s:
-                runner.take_turn(turn_length(runner))
+    left = [runner for runner in runners if runner.warm_s <= limit_s]
+    take_rounds(left)
+    for factor in CLOSE:
+        left = close_ones(left, factor)
+        if len(left) > 1:
+            take_rounds(left)
 
 
-def turn_length(runner: Runner) -> int:
-    """Return how many steps of a turn count, the same on every rank."""
-    return min(MOST, max(FEWEST, math.ceil(TURN_S / max(runner.warm_s, 1e-6))))
+def take_rounds(runners: Sequence[Runner]) -> None:
+    """Let plans take turns, in every other round the last one first."""
+    for number in range(ROUNDS):
+        for runner in runners[:: -1 if number % 2 else 1]:
+            runner.take_turn()
 
 
-def trial_of(runner: Runner, *, traced: bool) -> Trial:
-    """Return the median over turns of the slowest rank's mean step, and that of each turn."""
-    everyone = cast("list[list[float]]", told(runner.team, list(runner.turns)))
-    turns = tuple(max(own) for own in zip(*everyone, strict=True))
-    step_s = median(turns) if turns else runner.warm_s
-    if not traced:
-        return Trial(runner.plan, step_s, turns=turns)
-    _, trace = measured_step(runner.team, runner.number, runner.feed)
-    return Trial(runner.plan, step_s, trace, turns)
+def close_ones(runners: Sequence[Runner], factor: float) -> list[Runner]:
+    """Return those that have taken at most so many times as long as the fastest one, the same on every rank."""
+    steps = [trial.step_s for trial in at_one_speed([runner.trial() for runner in runners])]
+    limit_s = factor * min(steps, default=0.0)
+    return [runner for runner, step_s in zip(runners, steps, strict=True) if step_s <= limit_s]
+
+
+def with_trace(trial: Trial, runner: Runner) -> Trial:
+    """Return a trial with one more step, measured word by word."""
+    return replace(trial, trace=measured_step(runner.team, runner.number, runner.feed)[1])
 
 
 def at_one_speed(trials: Sequence[Trial]) -> list[Trial]:
     """Return trials of the same rounds as if the machine had been equally fast in all of these.
 
-    How fast it was in a round all its turns say together. A plan's time is the median of its turns beside that.
+    How fast it was in a round the turns of those plans say together that have had the most. A plan's time is the median
+    of its turns beside that.
 
     Example:
         >>> one, other = at_one_speed([Trial(Plan(), 6.0, turns=(2.0, 6.0)), Trial(Plan(), 4.0, turns=(1.0, 3.0))])
         >>> one.step_s / other.step_s
         2.0
     """
-    speeds = [geometric_mean(turns) for turns in zip(*(trial.turns for trial in trials if trial.turns), strict=True)]
+    most = max((len(trial.turns) for trial in trials), default=0)
+    steady = [trial.turns for trial in trials if len(trial.turns) == most]
+    speeds = [geometric_mean(turns) for turns in zip(*steady, strict=True)]
     usual_s = median(speeds) if speeds else 0.0
     return [
-        replace(trial, step_s=usual_s * median(own / of_all for own, of_all in zip(trial.turns, speeds, strict=True)))
+        replace(trial, step_s=usual_s * median(own / of_all for own, of_all in zip(trial.turns, speeds, strict=False)))
         if trial.turns
         else trial
         for trial in trials
