@@ -27,8 +27,8 @@ def test_more_ranks_than_can_be_shown_are_refused_at_once():
 
 def test_rows_are_shown_as_the_program_writes_them():
     shown = run("show", "data(2)", "--blocks", "1")
-    assert "rank 0 F0.0 B0.0 sum(grad0)@0,1 commit@0,1 U0\n" in shown.output
-    assert "rank 1 F0.1 B0.1 sum(grad0)@0,1 commit@0,1 U0\n" in shown.output
+    assert "rank 0 F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0\n" in shown.output
+    assert "rank 1 F0.1 B0.1 all_reduce(grad0)@0,1 commit@0,1 U0\n" in shown.output
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_the_pass_recomputes_one_block_after_the_other():
 def test_a_block_whose_weights_are_gathered_is_recomputed_with_those_of_its_backward():
     made = compiled("zero3(2)", blocks=2, passes=("recompute",))
     plain = compiled("zero3(2)", blocks=2)
-    assert "join(weight0)@0,1 R0.0 B0.0 share(grad0)@0,1" in format_program(made.program)
+    assert "all_gather(weight0)@0,1 R0.0 B0.0 reduce_scatter(grad0)@0,1" in format_program(made.program)
     assert made.sent_bytes() == plain.sent_bytes()
 
 

@@ -24,7 +24,7 @@ UNIT = Trace.of(
 REAL = Trace.of(
     [
         Event(0, 0, "F0.0 F1.0", 0.0, 0.004, "compute"),
-        Event(0, 2, "sum(grad1)@0,1+", 0.006, 0.011, "link"),
+        Event(0, 2, "all_reduce_start(grad1)@0,1", 0.006, 0.011, "link"),
         Event(0, 3, "B0.0", 0.004, 0.012, "compute"),
         Event(0, 4, "commit@0,1", 0.012, 0.013, "wait"),
         Event(0, 5, "U0", 0.013, 0.014, "compute"),

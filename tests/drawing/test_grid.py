@@ -93,7 +93,7 @@ def test_a_long_row_keeps_its_beginning_and_its_end():
 
 
 def test_a_row_that_is_too_short_to_abbreviate_stays_whole():
-    assert draw_rows(parse_program("sum(grad0)@0,1 U0"), width=12) == "rank 0 sum(grad0)@0,1 U0"
+    assert draw_rows(parse_program("all_reduce(grad0)@0,1 U0"), width=12) == "rank 0 all_reduce(grad0)@0,1 U0"
 
 
 def test_of_many_ranks_the_first_and_the_last_are_written():

@@ -44,11 +44,11 @@ def test_an_event_is_complete_and_in_microseconds():
 def test_a_transfer_that_overlaps_computing_is_asynchronous():
     text = write_perfetto(REAL)
     assert [(e["ph"], e["name"], e["ts"]) for e in events(text, "b", "e")] == [
-        ("b", "sum(grad1)@0,1+", 6000.0),
-        ("e", "sum(grad1)@0,1+", 11000.0),
+        ("b", "all_reduce_start(grad1)@0,1", 6000.0),
+        ("e", "all_reduce_start(grad1)@0,1", 11000.0),
     ]
     assert len({(e["cat"], e["id"], e["pid"]) for e in events(text, "b", "e")}) == 1
-    assert "sum(grad1)@0,1+" not in [e["name"] for e in events(text, "X")]
+    assert "all_reduce_start(grad1)@0,1" not in [e["name"] for e in events(text, "X")]
 
 
 def test_simulated_and_measured_go_into_one_file_side_by_side():

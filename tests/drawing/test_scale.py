@@ -39,8 +39,8 @@ def test_ticks_are_few_even_and_inside(low, span, most):
     ("words", "lane", "kind"),
     [
         ("F0.0 F1.0", "compute", "forward"), ("B0.0", "compute", "backward"), ("U0+4", "compute", "update"),
-        ("x1.0>1", "link", "communication"), ("x1.0<0", "wait", "waiting"), ("sum(grad0)@0,1", "wait", "waiting"),
-        ("commit@0,1", "wait", "commit"), ("commit@0,1", "link", "commit"), ("serve(0)@0,1", "compute", "update"),
+        ("x1.0>1", "link", "communication"), ("x1.0<0", "wait", "waiting"), ("all_reduce(grad0)@0,1", "wait", "waiting"),
+        ("commit@0,1", "wait", "commit"), ("commit@0,1", "link", "commit"), ("apply_and_reply(0)@0,1", "compute", "update"),
     ],
 )  # fmt: skip
 def test_the_kind_of_an_event_follows_from_its_lane_and_its_word(words, lane, kind):
@@ -49,7 +49,7 @@ def test_the_kind_of_an_event_follows_from_its_lane_and_its_word(words, lane, ki
 
 @pytest.mark.parametrize(
     ("words", "name"),
-    [("F3.11:-1", "F11"), ("B0.2 B1.2", "B2"), ("U0+4", "U"), ("sum(grad0)@0,1-", "sum"), ("commit@0-7", "commit"),
+    [("F3.11:-1", "F11"), ("B0.2 B1.2", "B2"), ("U0+4", "U"), ("all_reduce_wait(grad0)@0,1", "sum"), ("commit@0-7", "commit"),
      ("x1.0>1", "x1.0>1"), ("what?", "what?")],
 )  # fmt: skip
 def test_a_short_name_is_the_letter_and_the_microbatch(words, name):

@@ -107,7 +107,7 @@ def test_overlap_moves_words_but_neither_adds_work_nor_changes_what_enters_an_up
     plain = compile_plan(Plan(plan.strategies, plan.num_microbatches), model)
     early = compile_plan(Plan(plan.strategies, plan.num_microbatches, ("overlap",)), model)
     for before, after in zip(plain.program.rows, early.program.rows, strict=True):
-        ends = [word for word in after.body if not (isinstance(word, Collective) and word.phase == "+")]
+        ends = [word for word in after.body if not (isinstance(word, Collective) and word.phase == "start")]
         assert len(ends) == len(before.body)
     entered = [[(e.rank, e.unit, e.span, e.marks) for e in made.ledger.entries] for made in (plain, early)]
     assert sorted(entered[0], key=str) == sorted(entered[1], key=str)

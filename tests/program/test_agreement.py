@@ -76,67 +76,67 @@ WORK = [
 ]  # fmt: skip
 
 SUMS = [
-    Damage("a partial output is never summed", 4, "tensor(2)", ((ALL, "sum(y0.0)@0,1", ""),), "x1.0 is not there"),
-    Damage("the last partial output is never summed", 4, "tensor(2)", ((ALL, "sum(y1.0)@0,1", ""),), "x2.0 is not"),
+    Damage("a partial output is never summed", 4, "tensor(2)", ((ALL, "all_reduce(y0.0)@0,1", ""),), "x1.0 is not there"),
+    Damage("the last partial output is never summed", 4, "tensor(2)", ((ALL, "all_reduce(y1.0)@0,1", ""),), "x2.0 is not"),
     Damage("a partial output is summed twice", 4, "tensor(2)",
-           ((ALL, "sum(y0.0)@0,1", "sum(y0.0)@0,1 sum(y0.0)@0,1"),), "y0.0 is not there"),
+           ((ALL, "all_reduce(y0.0)@0,1", "all_reduce(y0.0)@0,1 all_reduce(y0.0)@0,1"),), "y0.0 is not there"),
     Damage("the partial output of another microbatch is summed", 4, "tensor(2)",
-           ((ALL, "sum(y1.1)@0,1", "sum(y1.0)@0,1"),), "y1.0 is not there", TWO_OF_THREE),
+           ((ALL, "all_reduce(y1.1)@0,1", "all_reduce(y1.0)@0,1"),), "y1.0 is not there", TWO_OF_THREE),
     Damage("the partial output of another block is summed", 4, "tensor(2) * pipeline(2)",
-           ((ALL, "sum(y1.0)@0,1", "sum(y0.0)@0,1"),), "y0.0 is not there", (("blocks", 4),)),
+           ((ALL, "all_reduce(y1.0)@0,1", "all_reduce(y0.0)@0,1"),), "y0.0 is not there", (("blocks", 4),)),
     Damage("the partial gradient of another microbatch is summed", 4, "tensor(2)",
-           ((ALL, "sum(dx1.1)@0,1", "sum(dx1.0)@0,1"),), "dx1.0 is not there", TWO_OF_THREE),
+           ((ALL, "all_reduce(dx1.1)@0,1", "all_reduce(dx1.0)@0,1"),), "dx1.0 is not there", TWO_OF_THREE),
     Damage("a partial output is summed instead of a partial gradient", 4, "tensor(2)",
-           ((ALL, "sum(dx1.0)@0,1", "sum(y1.0)@0,1"),), "y1.0 is not there"),
+           ((ALL, "all_reduce(dx1.0)@0,1", "all_reduce(y1.0)@0,1"),), "y1.0 is not there"),
     Damage("one sum too few and one too many", 4, "tensor(2)",
-           ((ALL, "sum(dx1.0)@0,1", ""), (ALL, "sum(y2.0)@0,1", "sum(y2.0)@0,1 sum(y2.0)@0,1")), "", THREE_BLOCKS),
+           ((ALL, "all_reduce(dx1.0)@0,1", ""), (ALL, "all_reduce(y2.0)@0,1", "all_reduce(y2.0)@0,1 all_reduce(y2.0)@0,1")), "", THREE_BLOCKS),
     Damage("a partial gradient of the data is summed", 4, "tensor(2)",
-           ((ALL, "B0.0", "B0.0 sum(dx0.0)@0,1"),), "dx0.0 is not there"),
+           ((ALL, "B0.0", "B0.0 all_reduce(dx0.0)@0,1"),), "dx0.0 is not there"),
     Damage("a partial output is shared out and gathered", 4, "tensor(2)",
-           ((ALL, "sum(y1.0)@0,1", "share(y1.0)@0,1 join(y1.0)@0,1"),), "only by their sum"),
+           ((ALL, "all_reduce(y1.0)@0,1", "reduce_scatter(y1.0)@0,1 all_gather(y1.0)@0,1"),), "only by their sum"),
     Damage("a partial output is gathered twice", 4, "tensor(2)",
-           ((ALL, "sum(y1.0)@0,1", "join(y1.0)@0,1 join(y1.0)@0,1"),), "only by their sum"),
-    Damage("a partial output is copied", 4, "tensor(2)", ((ALL, "sum(y1.0)@0,1", "copy(y1.0)@0,1"),), "by their sum"),
+           ((ALL, "all_reduce(y1.0)@0,1", "all_gather(y1.0)@0,1 all_gather(y1.0)@0,1"),), "only by their sum"),
+    Damage("a partial output is copied", 4, "tensor(2)", ((ALL, "all_reduce(y1.0)@0,1", "broadcast(y1.0)@0,1"),), "by their sum"),
     Damage("a whole value is summed", 4, "data(2)",
-           ((0, "F1.0", "sum(x1.0)@0 F1.0"),), "only partial results are combined"),
+           ((0, "F1.0", "all_reduce(x1.0)@0 F1.0"),), "only partial results are combined"),
     Damage("half of the slices are summed", 4, "tensor(4)",
-           ((0, "sum(y0.0)@0-3", "sum(y0.0)@0,1"), (1, "sum(y0.0)@0-3", "sum(y0.0)@0,1"),
-            (2, "sum(y0.0)@0-3", "sum(y0.0)@2,3"), (3, "sum(y0.0)@0-3", "sum(y0.0)@2,3")), "adds up 2 partial"),
+           ((0, "all_reduce(y0.0)@0-3", "all_reduce(y0.0)@0,1"), (1, "all_reduce(y0.0)@0-3", "all_reduce(y0.0)@0,1"),
+            (2, "all_reduce(y0.0)@0-3", "all_reduce(y0.0)@2,3"), (3, "all_reduce(y0.0)@0-3", "all_reduce(y0.0)@2,3")), "adds up 2 partial"),
     Damage("a gradient is copied where it should be summed", 6, "data(2)",
-           ((ALL, "sum(grad1)@0,1", "copy(grad1)@0,1"),), "never gathered or copied"),
+           ((ALL, "all_reduce(grad1)@0,1", "broadcast(grad1)@0,1"),), "never gathered or copied"),
 ]  # fmt: skip
 
 RELEASES = [
-    Damage("a value is released before it is used", 4, "solo", ((0, "F0.0", "F0.0 release(x1.0)"),), "x1.0 is not"),
-    Damage("a value is released before it is sent", 4, "pipeline(2)", ((0, "x1.0>1", "release(x1.0) x1.0>1"),)),
+    Damage("a value is released before it is used", 4, "solo", ((0, "F0.0", "F0.0 free(x1.0)"),), "x1.0 is not"),
+    Damage("a value is released before it is sent", 4, "pipeline(2)", ((0, "x1.0>1", "free(x1.0) x1.0>1"),)),
     Damage("a received value is released before it is used", 4, "pipeline(2)",
-           ((1, "x1.0<0", "x1.0<0 release(x1.0)"),), "rank 1, F1.0: x1.0 is not there"),
+           ((1, "x1.0<0", "x1.0<0 free(x1.0)"),), "rank 1, F1.0: x1.0 is not there"),
     Damage("a received gradient is released before it is used", 4, "pipeline(2)",
-           ((0, "g0.0<1", "g0.0<1 release(g0.0)"),), "rank 0, B0.0: g0.0 is not there"),
-    Damage("a value is released twice", 4, "solo", ((0, "F1.0", "F1.0 release(x1.0) release(x1.0)"),)),
-    Damage("a value is released after it was used up", 4, "solo", ((0, "B1.0", "B1.0 release(x1.0)"),)),
-    Damage("a value is released after it was sent", 4, "pipeline(2)", ((0, "x1.0>1", "x1.0>1 release(x1.0)"),)),
-    Damage("a value is released that was never there", 4, "data(2)", ((0, "commit", "release(x5.9) commit"),)),
-    Damage("a partial result is released", 4, "tensor(2)", ((ALL, "sum(y0.0)@0,1", "release(y0.0)"),)),
-    Damage("a gradient is released that was never there", 7, "data(2)", ((0, "commit", "release(grad7) commit"),),
+           ((0, "g0.0<1", "g0.0<1 free(g0.0)"),), "rank 0, B0.0: g0.0 is not there"),
+    Damage("a value is released twice", 4, "solo", ((0, "F1.0", "F1.0 free(x1.0) free(x1.0)"),)),
+    Damage("a value is released after it was used up", 4, "solo", ((0, "B1.0", "B1.0 free(x1.0)"),)),
+    Damage("a value is released after it was sent", 4, "pipeline(2)", ((0, "x1.0>1", "x1.0>1 free(x1.0)"),)),
+    Damage("a value is released that was never there", 4, "data(2)", ((0, "commit", "free(x5.9) commit"),)),
+    Damage("a partial result is released", 4, "tensor(2)", ((ALL, "all_reduce(y0.0)@0,1", "free(y0.0)"),)),
+    Damage("a gradient is released that was never there", 7, "data(2)", ((0, "commit", "free(grad7) commit"),),
            "no gradient is there"),
     Damage("a gradient is released twice", 7, "zero2(2)",
-           ((ALL, "release(grad1)", "release(grad1) release(grad1)"),), "no gradient is there"),
-    Damage("a gradient is released after it was sent", 7, "server(2)", ((0, "grad1>2", "grad1>2 release(grad1)"),)),
-    Damage("weights are released that were never gathered", 7, "zero(2)", ((ALL, "commit", "release(weight1) commit"),),
+           ((ALL, "free(grad1)", "free(grad1) free(grad1)"),), "no gradient is there"),
+    Damage("a gradient is released after it was sent", 7, "server(2)", ((0, "grad1>2", "grad1>2 free(grad1)"),)),
+    Damage("weights are released that were never gathered", 7, "zero(2)", ((ALL, "commit", "free(weight1) commit"),),
            "nothing was gathered"),
     Damage("shared gradients are kept whole", 7, "zero2(2)",
-           ((ALL, "release(grad1)", ""), (ALL, "release(grad0)", "")),
+           ((ALL, "free(grad1)", ""), (ALL, "free(grad0)", "")),
            "the whole gradient of unit 1 is held; the plan promises 1/2 of it"),
-    Damage("the last shared gradient is kept whole", 7, "zero2(2)", ((ALL, "release(grad0) commit", "commit"),),
+    Damage("the last shared gradient is kept whole", 7, "zero2(2)", ((ALL, "free(grad0) commit", "commit"),),
            "[commit@0,1]"),
     Damage("shared gradients are released late", 7, "zero3(2)",
-           ((0, "release(grad1)", ""), (0, "B0.0", "B0.0 release(grad1)")), "[B0.0]"),
+           ((0, "free(grad1)", ""), (0, "B0.0", "B0.0 free(grad1)")), "[B0.0]"),
     Damage("gradients are shared once where that should be done after each backward", 7, "zero2(2)",
-           ((ALL, "share(grad0)@0,1 release(grad0)", ""),
-            (ALL, "share(grad0)@0,1", "share(grad0)@0,1 share(grad0)@0,1")), "", (("m", 2), ("blocks", 1))),
+           ((ALL, "reduce_scatter(grad0)@0,1 free(grad0)", ""),
+            (ALL, "reduce_scatter(grad0)@0,1", "reduce_scatter(grad0)@0,1 reduce_scatter(grad0)@0,1")), "", (("m", 2), ("blocks", 1))),
     Damage("a gradient is summed whole where the optimizer is shared", 7, "zero(2)",
-           ((ALL, "share(grad0)@0,1", "sum(grad0)@0,1"), (ALL, "join(weight0)@0,1", "")),
+           ((ALL, "reduce_scatter(grad0)@0,1", "all_reduce(grad0)@0,1"), (ALL, "all_gather(weight0)@0,1", "")),
            "updates 1 of unit 0 and keeps optimizer state for it; the plan promises 1/2"),
 ]  # fmt: skip
 
@@ -162,13 +162,13 @@ def test_an_update_without_any_mark_is_refused():
 
 
 def test_a_value_may_be_released_between_its_forward_and_its_backward():
-    ledger = judge_text("F0.0 F1.0 release(x1.0) B1.0 B0.0 commit@0 U0 U1")
+    ledger = judge_text("F0.0 F1.0 free(x1.0) B1.0 B0.0 commit@0 U0 U1")
     assert [entry.unit for entry in ledger.entries] == [(0,), (1,)]
 
 
 STEPS = """\
-F0.0 B0.0 sum(grad0)@0,1 commit@0,1 U0 | F0.+2 B0.+2 sum(grad0)@0,1 commit@0,1 U0 |
-F0.1 B0.1 sum(grad0)@0,1 commit@0,1 U0 | F0.+3 B0.+3 sum(grad0)@0,1 commit@0,1 U0 |"""
+F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0 | F0.+2 B0.+2 all_reduce(grad0)@0,1 commit@0,1 U0 |
+F0.1 B0.1 all_reduce(grad0)@0,1 commit@0,1 U0 | F0.+3 B0.+3 all_reduce(grad0)@0,1 commit@0,1 U0 |"""
 
 
 def test_the_replicas_of_a_stream_commit_together():

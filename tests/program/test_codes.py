@@ -46,7 +46,13 @@ def test_a_sum_is_added_up_on_the_way_or_gathered(code):
 
 
 def test_words_send_encoded_bytes():
-    words = parse_program("F0.0 B0.0 sum:topk(grad0)@0,1,2+ sum:topk(grad0)@0,1,2- sum:fp16(grad0)@0,1").rows[0].body
+    words = (
+        parse_program(
+            "F0.0 B0.0 all_reduce_start:topk(grad0)@0,1,2 all_reduce_wait:topk(grad0)@0,1,2 all_reduce:fp16(grad0)@0,1"
+        )
+        .rows[0]
+        .body
+    )
     sizes = {"": 100, "topk": 8, "fp16": 50}
     assert [sent for _, sent in row_traffic(0, words, lambda value, code="": sizes[code])] == [0, 0, 16, 0, 50]
 
@@ -87,7 +93,9 @@ def test_options_that_contradict_each_other_are_refused(options, why):
         Plan.parse(f"data(2, {options})")
 
 
-@pytest.mark.parametrize("word", ["share:int8(grad0)@0,1", "sum:int8(weight0)@0,1", "sum:int8(y0.1)@0,1"])
+@pytest.mark.parametrize(
+    "word", ["reduce_scatter:int8(grad0)@0,1", "all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"]
+)
 def test_only_sums_of_gradients_have_a_code(word):
     with pytest.raises(ProgramError, match=r"only sums of gradients have a code, but .* is none; leave out :int8"):
         parse_instruction(word)
@@ -96,12 +104,12 @@ def test_only_sums_of_gradients_have_a_code(word):
 @pytest.mark.parametrize(
     ("rows", "law", "why"),
     [
-        (("F0.0 B0.0 sum:int8(grad0)@0,1 commit@0,1 U0", "F0.1 B0.1 sum:sign(grad0)@0,1 commit@0,1 U0"), 3,
-         r"rank 1 calls sum:sign\(grad0\)@0,1 where rank 0 of the same group called sum:int8\(grad0\)"),
-        (("F0.0 B0.0 share(grad0)@0,1 sum:int8(grad0)@0,1 commit@0,1 U0",
-          "F0.1 B0.1 share(grad0)@0,1 sum:int8(grad0)@0,1 commit@0,1 U0"), 6, r"different parts of this gradient"),
-        (("F0.0 B0.0 sum:int8(grad0)@0,1+ sum(grad0)@0,1- commit@0,1 U0",
-          "F0.1 B0.1 sum:int8(grad0)@0,1+ sum(grad0)@0,1- commit@0,1 U0"), 3, r"for what it never started"),
+        (("F0.0 B0.0 all_reduce:int8(grad0)@0,1 commit@0,1 U0", "F0.1 B0.1 all_reduce:sign(grad0)@0,1 commit@0,1 U0"), 3,
+         r"rank 1 calls all_reduce:sign\(grad0\)@0,1 where rank 0 of the same group called all_reduce:int8\(grad0\)"),
+        (("F0.0 B0.0 reduce_scatter(grad0)@0,1 all_reduce:int8(grad0)@0,1 commit@0,1 U0",
+          "F0.1 B0.1 reduce_scatter(grad0)@0,1 all_reduce:int8(grad0)@0,1 commit@0,1 U0"), 6, r"different parts of this gradient"),
+        (("F0.0 B0.0 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0",
+          "F0.1 B0.1 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0"), 3, r"for what it never started"),
     ],
 )  # fmt: skip
 def test_programs_that_code_what_cannot_be_are_refused(rows, law, why):
@@ -112,7 +120,7 @@ def test_programs_that_code_what_cannot_be_are_refused(rows, law, why):
 
 def test_a_gradient_that_was_shared_out_has_no_code():
     """The parts of two pairs are summed over the pairs, as ZeRO's are over replicas."""
-    text = "F0.{0} B0.{0} share(grad0)@{1} sum:int8(grad0)@{2} commit@0-3 U0 join(weight0)@{1}"
+    text = "F0.{0} B0.{0} reduce_scatter(grad0)@{1} all_reduce:int8(grad0)@{2} commit@0-3 U0 all_gather(weight0)@{1}"
     rows = [text.format(rank, "0,1" if rank < 2 else "2,3", "0,2" if rank % 2 == 0 else "1,3") for rank in range(4)]
     with pytest.raises(ProgramError, match="this gradient was shared out; only whole ones have a code") as caught:
         check(parse_program("\n".join(rows)), Promise(), [(0,)])

@@ -13,8 +13,19 @@ from tests.program.damage import ALL, Damage, judge, judge_text
 ONE = (("blocks", 1),)
 TWO_MICROS = (("m", 2), ("blocks", 1))
 EARLY = (("passes", ("overlap",)),)
-S1, S0, S02 = "sum(grad1)@0,1", "sum(grad0)@0,1", "sum(grad0)@0,2"
-R0 = "release(weight0)"
+S1, S0, S02 = "all_reduce(grad1)@0,1", "all_reduce(grad0)@0,1", "all_reduce(grad0)@0,2"
+R0 = "free(weight0)"
+
+
+def started(collective):
+    """Return the start of a collective: ``all_reduce_start(grad1)@0,1``."""
+    return collective.replace("(", "_start(", 1)
+
+
+def awaited(collective):
+    """Return the wait for a collective: ``all_reduce_wait(grad1)@0,1``."""
+    return collective.replace("(", "_wait(", 1)
+
 
 MESSAGES = [
     Damage("a send is dropped", 1, "pipeline(2)", ((0, "x1.0>1", ""),), "x1.0 from rank 0 to rank 1 is never sent"),
@@ -26,35 +37,35 @@ MESSAGES = [
     Damage("a push is not answered", 1, "asp(2)", ((0, "pull(weight1)<2", ""),), "never answered by a pull"),
     Damage("a pull has no push", 1, "asp(2)", ((0, "push(grad1)>2", ""),), "pulled without a push"),
     Damage("a worker neither pushes nor pulls", 2, "asp(2)",
-           ((0, "push(grad1)>2", ""), (0, "pull(weight1)<2", "")), "[serve(0,1)@0,1] <- waits here"),
-    Damage("a server does not serve a unit", 2, "asp(2)", ((2, "serve(0,1)", "serve(0)"),), "[pull(weight1)<2]"),
+           ((0, "push(grad1)>2", ""), (0, "pull(weight1)<2", "")), "[apply_and_reply(0,1)@0,1] <- waits here"),
+    Damage("a server does not serve a unit", 2, "asp(2)", ((2, "apply_and_reply(0,1)", "apply_and_reply(0)"),), "[pull(weight1)<2]"),
     Damage("a server does not serve a worker", 2, "asp(2)", ((2, "@0,1", "@0"),), "1 of 3 ranks"),
     Damage("a pull stands before its push", 2, "asp(2)",
            ((0, "push(grad1)>2 push(grad0)>2 pull(weight1)<2", "pull(weight1)<2 push(grad1)>2 push(grad0)>2"),)),
     Damage("a gradient in a code is received as it is", 1, "bsp(2, compress=int8)", ((2, "grad1:int8<0", "grad1<0"),),
            "grad1 in int8 from rank 0 to rank 2 is never received"),
     Damage("a worker does not come to the center", 2, "elastic(2)",
-           ((0, "push(weight1)>2", ""), (0, "pull(weight1)<2", "")), "[draw:0.5(0,1)@0,1] <- waits here"),
+           ((0, "push(weight1)>2", ""), (0, "pull(weight1)<2", "")), "[elastic_average:0.5(0,1)@0,1] <- waits here"),
     Damage("a receive stands before the send that leads to it", 2, "pipeline(2)",
            ((0, "x1.0>1 g0.0<1", "g0.0<1 x1.0>1"),), "2 of 2 ranks wait for each other"),
 ]  # fmt: skip
 
 TOGETHER = [
     Damage("collectives are swapped on one rank", 3, "data(2)", ((0, f"{S1} {S0}", f"{S0} {S1}"),),
-           "rank 1 calls sum(grad1)@0,1 where rank 0 of the same group called sum(grad0)"),
+           "rank 1 calls all_reduce(grad1)@0,1 where rank 0 of the same group called all_reduce(grad0)"),
     Damage("a collective is missing on one member", 3, "data(2)", ((0, S1, ""),)),
     Damage("the last collective is missing on one member", 2, "data(2)",
            ((0, f"{S0} commit@0,1", ""), (1, "commit@0,1", "")),
-           "[sum(grad0)@0,1] U0", ONE),
-    Damage("a rank calls another verb", 3, "data(2)", ((0, S1, "join(grad1)@0,1"),), "called join(grad1)"),
-    Damage("a rank calls a smaller group", 2, "data(3)", ((0, "sum(grad1)@0-2", "sum(grad1)@0,1"),), "3 of 3 ranks"),
-    Damage("a rank calls a group it is not in", 3, "data(3)", ((0, "sum(grad1)@0-2", "sum(grad1)@1,2"),),
+           "[all_reduce(grad0)@0,1] U0", ONE),
+    Damage("a rank calls another verb", 3, "data(2)", ((0, S1, "all_gather(grad1)@0,1"),), "called all_gather(grad1)"),
+    Damage("a rank calls a smaller group", 2, "data(3)", ((0, "all_reduce(grad1)@0-2", "all_reduce(grad1)@0,1"),), "3 of 3 ranks"),
+    Damage("a rank calls a group it is not in", 3, "data(3)", ((0, "all_reduce(grad1)@0-2", "all_reduce(grad1)@1,2"),),
            "of which it is no member"),
-    Damage("a group has a rank that is not there", 2, "data(2)", ((ALL, S1, "sum(grad1)@0,1,7"),)),
+    Damage("a group has a rank that is not there", 2, "data(2)", ((ALL, S1, "all_reduce(grad1)@0,1,7"),)),
     Damage("a commit is missing on one member", 2, "data(2)", ((0, "commit@0,1", ""),)),
     Damage("a wait has no start", 3, "data(2)",
-           ((0, f"{S1}+", ""),), "waits with sum(grad1)@0,1- for what it never", EARLY),
-    Damage("nobody starts what all wait for", 3, "data(2)", ((ALL, f"{S1}+", ""),), "never started", EARLY),
+           ((0, started(S1), ""),), "waits with all_reduce_wait(grad1)@0,1 for what it never", EARLY),
+    Damage("nobody starts what all wait for", 3, "data(2)", ((ALL, started(S1), ""),), "never started", EARLY),
 ]  # fmt: skip
 
 WORK = [
@@ -84,7 +95,7 @@ PARTS = [
     Damage("a weight part comes behind the update", 6, "zero_bubble(2)",
            ((0, "Bw0.0 commit@0,1 U0", "commit@0,1 U0 Bw0.0"),), "never B0.0"),
     Damage("a gradient is summed before its weight part", 6, "zero_bubble(2) * data(2)",
-           ((ALL, "Bw0.0 sum(grad0)@0,2", "sum(grad0)@0,2 Bw0.0"),), "with different gradients", (("m", 1),)),
+           ((ALL, "Bw0.0 all_reduce(grad0)@0,2", "all_reduce(grad0)@0,2 Bw0.0"),), "with different gradients", (("m", 1),)),
     Damage("what an input part would send is sent first", 4, "zero_bubble(2)", ((1, "Bi1.0 g0.0>0", "g0.0>0 Bi1.0"),),
            "g0.0 is not there"),
     Damage("two messages are received the wrong way round", 1, "interleaved(2)",
@@ -105,29 +116,29 @@ VERSIONS = [
 GRADIENTS = [
     Damage("a sum is done twice", 6, "data(2)", ((ALL, S1, f"{S1} {S1}"),), "twice B1.0, B1.1"),
     Damage("a sum is missing", 6, "data(2)", ((ALL, S1, ""),), "never B1.1"),
-    Damage("a sum is started twice", 6, "data(2)", ((ALL, f"{S1}+", f"{S1}+ {S1}+"),), "twice", EARLY),
+    Damage("a sum is started twice", 6, "data(2)", ((ALL, started(S1), f"{started(S1)} {started(S1)}"),), "twice", EARLY),
     Damage("a sum is started before the last backward", 6, "data(2)",
-           ((0, f"B0.0 {S0}+", f"{S0}+ B0.0"), (1, f"B0.1 {S0}+", f"{S0}+ B0.1")), "never B0.1", (*ONE, *EARLY)),
+           ((0, f"B0.0 {started(S0)}", f"{started(S0)} B0.0"), (1, f"B0.1 {started(S0)}", f"{started(S0)} B0.1")), "never B0.1", (*ONE, *EARLY)),
     Damage("an update comes before the sum", 6, "data(2)", ((ALL, f"{S0} commit@0,1 U0", f"U0 {S0} commit@0,1"),),
            "never B0.1", ONE),
     Damage("an update is missing everywhere", 6, "data(2)",
            ((ALL, "U1", ""),), "unit 1 is updated only in part: nothing"),
     Damage("an update is missing on one rank", 6, "data(2)", ((0, "U1", ""),), "that no update has used"),
     Damage("an update is done twice on one rank", 6, "data(2)", ((0, "U1", "U1 U1"),), "with different gradients"),
-    Damage("a share is missing", 6, "zero(2)", ((ALL, "share(grad1)@0,1", ""),)),
-    Damage("a share is missing where weights are shared", 6, "zero3(2)", ((ALL, "share(grad1)@0,1", ""),)),
+    Damage("a share is missing", 6, "zero(2)", ((ALL, "reduce_scatter(grad1)@0,1", ""),)),
+    Damage("a share is missing where weights are shared", 6, "zero3(2)", ((ALL, "reduce_scatter(grad1)@0,1", ""),)),
     Damage("an update is missing on the first of those who share the weights", 6, "zero(2)",
            ((0, "U0", ""),), "in versions [0, 1]", ONE),
     Damage("only one of two gradients is shared", 6, "zero2(2)",
-           ((ALL, "share(grad0)@0,1 release(grad0) commit@0,1", "commit@0,1"),), "another one was not", TWO_MICROS),
+           ((ALL, "reduce_scatter(grad0)@0,1 free(grad0) commit@0,1", "commit@0,1"),), "another one was not", TWO_MICROS),
     Damage("a gradient is shared along two axes", 6, "data(2) * zero(2)",
-           ((ALL, "sum(grad0)@0,1", "share(grad0)@0,1"), (ALL, "sum(grad0)@2,3", "share(grad0)@2,3")), "other", ONE),
+           ((ALL, "all_reduce(grad0)@0,1", "reduce_scatter(grad0)@0,1"), (ALL, "all_reduce(grad0)@2,3", "reduce_scatter(grad0)@2,3")), "other", ONE),
     Damage("different parts are summed", 6, "zero(2) * data(2)",
-           ((0, "sum(grad0)@0,2", "sum(grad0)@0,1"), (1, "sum(grad0)@1,3", "sum(grad0)@0,1"),
-            (2, "sum(grad0)@0,2", "sum(grad0)@2,3"), (3, "sum(grad0)@1,3", "sum(grad0)@2,3")), "different parts", ONE),
+           ((0, "all_reduce(grad0)@0,2", "all_reduce(grad0)@0,1"), (1, "all_reduce(grad0)@1,3", "all_reduce(grad0)@0,1"),
+            (2, "all_reduce(grad0)@0,2", "all_reduce(grad0)@2,3"), (3, "all_reduce(grad0)@1,3", "all_reduce(grad0)@2,3")), "different parts", ONE),
     Damage("a part of the weights is never updated", 6, "zero3(2)", ((0, "U1", ""),)),
     Damage("a gradient is released before it is shared", 6, "zero2(2)",
-           ((ALL, "share(grad0)@0,1 release(grad0)", "release(grad0) share(grad0)@0,1"),), "never B0.0, B0.1"),
+           ((ALL, "reduce_scatter(grad0)@0,1 free(grad0)", "free(grad0) reduce_scatter(grad0)@0,1"),), "never B0.0, B0.1"),
     Damage("a server updates before the second gradient came", 6, "server(2)",
            ((2, "grad0<1 commit@0-2 U0", "U0 grad0<1 commit@0-2"),), "never B0.1", ONE),
     Damage("a worker sends its gradient before its backward", 6, "server(2)",
@@ -135,14 +146,14 @@ GRADIENTS = [
     Damage("a worker never gives its gradient", 6, "server(2)", ((1, "grad1>2", ""), (2, "grad1<1", "")), "never B1.1"),
     Damage("a copy in a tree keeps its gradient", 6, "tree(2)", ((1, "grad1>0", ""), (0, "grad1<1", "")), "never B1.1"),
     Damage("a sum is started before all of its gradient has come", 6, "tree(2) * data(2)",
-           ((0, f"grad0<1 {S02}+", f"{S02}+ grad0<1"), (2, f"grad0<3 {S02}+", f"{S02}+ grad0<3")), "B0.1",
+           ((0, f"grad0<1 {started(S02)}", f"{started(S02)} grad0<1"), (2, f"grad0<3 {started(S02)}", f"{started(S02)} grad0<3")), "B0.1",
            (*ONE, *EARLY)),
-    Damage("weights are summed", 6, "data(2)", ((ALL, "U1", "U1 sum(weight1)@0,1"),), "never summed"),
-    Damage("tied stages do not sum", 6, "pipeline(2)", ((ALL, "sum(grad0+1)@0,1", ""),), "", (("tied", True),)),
+    Damage("weights are summed", 6, "data(2)", ((ALL, "U1", "U1 all_reduce(weight1)@0,1"),), "never summed"),
+    Damage("tied stages do not sum", 6, "pipeline(2)", ((ALL, "all_reduce(grad0+1)@0,1", ""),), "", (("tied", True),)),
 ]  # fmt: skip
 
 MEMORY = [
-    Damage("weights are not gathered after the update", 7, "zero(2)", ((ALL, "join(weight1)@0,1", ""),), "rank 0"),
+    Damage("weights are not gathered after the update", 7, "zero(2)", ((ALL, "all_gather(weight1)@0,1", ""),), "rank 0"),
     Damage("weights are not gathered before forward", 7, "zero3(2)", ((ALL, f"F0.0 {R0}", f"{R0} F0.0"),),
            "weight0 is here only from 0 to 1/2 of it"),
     Damage("weights are released twice", 7, "zero3(2)", ((ALL, f"F0.0 {R0}", f"F0.0 {R0} {R0}"),),
@@ -152,7 +163,7 @@ MEMORY = [
 ]  # fmt: skip
 
 BYTES = [
-    Damage("weights are copied for nothing", 8, "data(2)", ((ALL, "U1", "U1 copy(weight1)@0,1"),),
+    Damage("weights are copied for nothing", 8, "data(2)", ((ALL, "U1", "U1 broadcast(weight1)@0,1"),),
            "sends 786432 bytes in a step; by the formulas"),
     Damage("a rank talks to itself", 8, "solo", ((0, "F1.0", "x1.0>0 x1.0<0 F1.0"),)),
 ]  # fmt: skip
@@ -171,10 +182,10 @@ def test_damage_is_caught_by_the_law_that_names_it(damage):
 
 
 ALONG_A_ROW = [
-    Damage("a start is never waited for", 7, "data(2)", ((ALL, f"{S1}-", ""),), "", EARLY),
-    Damage("one rank never waits for what it started", 7, "data(2)", ((0, f"{S1}-", ""),), "", EARLY),
+    Damage("a start is never waited for", 7, "data(2)", ((ALL, awaited(S1), ""),), "", EARLY),
+    Damage("one rank never waits for what it started", 7, "data(2)", ((0, awaited(S1), ""),), "", EARLY),
     Damage("an update does not wait for the sum under way", 6, "data(2)",
-           ((ALL, f"{S0}- commit@0,1 U0", f"commit@0,1 U0 {S0}-"),), "", (*ONE, *EARLY)),
+           ((ALL, f"{awaited(S0)} commit@0,1 U0", f"commit@0,1 U0 {awaited(S0)}"),), "", (*ONE, *EARLY)),
     Damage("an update without a gradient follows the first", 6, "data(2)", ((ALL, "U1", "U1 U1"),)),
     Damage("a unit that the model does not have is updated", 6, "solo", ((0, "U1", "U1 U5"),)),
     Damage("nobody commits", 6, "data(2)", ((ALL, "commit@0,1", ""),)),
@@ -184,7 +195,7 @@ ALONG_A_ROW = [
            ((ALL, f"{R0} commit@0,1", "commit@0,1"),)),
     Damage("gathered weights are gathered again", 7, "zero3(2)",
            ((0, f"F0.0 {R0}", "F0.0"), (1, f"F0.1 {R0}", "F0.1"))),
-    Damage("weights are scattered like a gradient", 6, "zero(2)", ((ALL, "join(weight1)@0,1", "share(weight1)@0,1"),)),
+    Damage("weights are scattered like a gradient", 6, "zero(2)", ((ALL, "all_gather(weight1)@0,1", "reduce_scatter(weight1)@0,1"),)),
     Damage("a worker gets weights from before the update", 6, "server(2)",
            ((2, "U0 weight0>0", "weight0>0 U0"),), "", ONE),
     Damage("a forward comes before its input", 4, "pipeline(2)", ((1, "x1.0<0 F1.0", "F1.0 x1.0<0"),)),
@@ -194,7 +205,7 @@ ALONG_A_ROW = [
     Damage("blocks go forward out of order", 4, "solo", ((0, "F0.0 F1.0", "F1.0 F0.0"),)),
     Damage("blocks go backward out of order", 4, "solo", ((0, "B1.0 B0.0", "B0.0 B1.0"),)),
     Damage("a partial output is summed after it was used", 4, "tensor(2)",
-           ((ALL, "sum(y0.0)@0,1 F1.0", "F1.0 sum(y0.0)@0,1"),)),
+           ((ALL, "all_reduce(y0.0)@0,1 F1.0", "F1.0 all_reduce(y0.0)@0,1"),)),
 ]  # fmt: skip
 """Damage that shows along one row, or only at the end of a step."""
 

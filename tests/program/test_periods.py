@@ -32,9 +32,9 @@ def test_the_kinds_of_steps_of_post_local_sgd_read_as_written():
     turns = {turn.name: turn for turn in compiled("data(2, sync_every=8, sync_first=100)", blocks=1).turns}
     first_rows = {name: format_program(turn.program).splitlines()[0] for name, turn in turns.items()}
     assert first_rows == {
-        "joint": "F0.0 B0.0 sum(grad0)@0,1 commit@0,1 U0",
+        "joint": "F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0",
         "quiet": "F0.0 B0.0 commit@0,1:0 U0",
-        "meeting": "F0.0 B0.0 commit@0,1:0 U0 mean(weight0)@0,1",
+        "meeting": "F0.0 B0.0 commit@0,1:0 U0 all_reduce_mean(weight0)@0,1",
     }
     assert [turn.share for turn in turns.values()] == [0, Fraction(7, 8), Fraction(1, 8)]
 
@@ -67,14 +67,26 @@ def test_more_microbatches_add_up_before_the_one_sum_and_send_no_gradient_more(p
 @pytest.mark.parametrize(
     ("old", "new", "fact"),
     [
-        (" mean(weight0)@0-3", "", "that no mean over all of them has made alike"),
-        ("U0 mean(weight0)@0-3", "mean(weight0)@0-3 U0", "that no mean over all of them has made alike"),
-        ("mean(weight0)@0-3", "mean(weight0)@0-3 mean(weight0)@0-3", "of different replicas, each counted once"),
+        (" all_reduce_mean(weight0)@0-3", "", "that no mean over all of them has made alike"),
+        (
+            "U0 all_reduce_mean(weight0)@0-3",
+            "all_reduce_mean(weight0)@0-3 U0",
+            "that no mean over all of them has made alike",
+        ),
+        (
+            "all_reduce_mean(weight0)@0-3",
+            "all_reduce_mean(weight0)@0-3 all_reduce_mean(weight0)@0-3",
+            "of different replicas, each counted once",
+        ),
         ("commit@0-3:0", "commit@0-3:1", "those whose samples share one mean must all say the same of it"),
         ("commit@0-3:0", "commit@0-3:0,1", "rank 0 updates unit 0 with gradients counted never B0.1"),
         ("commit@0-3:0", "commit@0-3", "of different replicas, each counted once"),
-        ("mean(weight0)", "sum(weight0)", "weights are gathered, copied or averaged"),
-        ("mean(weight0)", "mean(grad0)", "gradients are summed or shared out, never gathered or copied"),
+        ("all_reduce_mean(weight0)", "all_reduce(weight0)", "weights are gathered, copied or averaged"),
+        (
+            "all_reduce_mean(weight0)",
+            "all_reduce_mean(grad0)",
+            "gradients are summed or shared out, never gathered or copied",
+        ),
     ],
 )
 def test_replicas_that_do_not_end_alike_or_count_apart_break_law_6(old, new, fact):
@@ -94,11 +106,23 @@ def test_a_quiet_step_may_end_apart_only_if_that_is_promised():
 @pytest.mark.parametrize(
     ("old", "new", "fact"),
     [
-        (" swap(grad0) commit@0,1 |", " commit@0,1 |", "without a gradient that has come since the update before"),
-        ("sum(late0)@0,1- swap(grad0)", "swap(grad0) sum(late0)@0,1-", "update unit 0 with different gradients"),
-        ("swap(grad0) commit@0,1 U0", "commit@0,1 swap(grad0) U0", "no commit stands between the gradients"),
-        (" | release(late0)", " | ", "gradients counted never B0.4"),
-        ("U0 |", "release(late0) U0 |", "only the end of a stream drops a gradient that was set aside"),
+        (
+            " swap_grad_buffers(grad0) commit@0,1 |",
+            " commit@0,1 |",
+            "without a gradient that has come since the update before",
+        ),
+        (
+            "all_reduce_wait(delayed_grad0)@0,1 swap_grad_buffers(grad0)",
+            "swap_grad_buffers(grad0) all_reduce_wait(delayed_grad0)@0,1",
+            "update unit 0 with different gradients",
+        ),
+        (
+            "swap_grad_buffers(grad0) commit@0,1 U0",
+            "commit@0,1 swap_grad_buffers(grad0) U0",
+            "no commit stands between the gradients",
+        ),
+        (" | free(delayed_grad0)", " | ", "gradients counted never B0.4"),
+        ("U0 |", "free(delayed_grad0) U0 |", "only the end of a stream drops a gradient that was set aside"),
     ],
 )
 def test_a_gradient_set_aside_is_decided_on_and_applied(old, new, fact):
@@ -108,7 +132,7 @@ def test_a_gradient_set_aside_is_decided_on_and_applied(old, new, fact):
 
 
 def test_gradients_that_nobody_sums_are_missed():
-    error = broken(LATE, ("sum(late0)@0,1+ ", ""), ("sum(late0)@0,1- ", ""))
+    error = broken(LATE, ("all_reduce_start(delayed_grad0)@0,1 ", ""), ("all_reduce_wait(delayed_grad0)@0,1 ", ""))
     assert "rank 0 updates unit 0 with gradients counted never B0.1, B0.3" in str(error)
 
 

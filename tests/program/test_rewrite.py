@@ -15,9 +15,7 @@ from counterpoint.program.rewrite import (
 )
 from counterpoint.program.text import format_instruction, format_program, parse_instruction, parse_program
 
-ALL_WORDS = (
-    "F0.1 B0.1:-1 U0 x1.1>1 x1.1<0 sum(grad0)@0,1 push(grad0)>1 pull(weight0)<1 serve(0)@0 commit@0 release(x1.1)"
-)
+ALL_WORDS = "F0.1 B0.1:-1 U0 x1.1>1 x1.1<0 all_reduce(grad0)@0,1 push(grad0)>1 pull(weight0)<1 apply_and_reply(0)@0 commit@0 free(x1.1)"
 
 
 def rewritten(change):
@@ -26,14 +24,14 @@ def rewritten(change):
 
 def test_shifting_moves_every_rank_a_word_names():
     assert rewritten(lambda word: shifted(word, 4)) == (
-        "F0.1 B0.1:-1 U0 x1.1>5 x1.1<4 sum(grad0)@4,5 push(grad0)>5 pull(weight0)<5 serve(0)@4 commit@4 release(x1.1)"
+        "F0.1 B0.1:-1 U0 x1.1>5 x1.1<4 all_reduce(grad0)@4,5 push(grad0)>5 pull(weight0)<5 apply_and_reply(0)@4 commit@4 free(x1.1)"
     )
     assert rewritten(lambda word: shifted(word, 0)) == ALL_WORDS
 
 
 def test_moving_changes_every_microbatch_a_word_names():
     assert rewritten(lambda word: moved(word, 4)) == (
-        "F0.5 B0.5:-1 U0 x1.5>1 x1.5<0 sum(grad0)@0,1 push(grad0)>1 pull(weight0)<1 serve(0)@0 commit@0 release(x1.5)"
+        "F0.5 B0.5:-1 U0 x1.5>1 x1.5<0 all_reduce(grad0)@0,1 push(grad0)>1 pull(weight0)<1 apply_and_reply(0)@0 commit@0 free(x1.5)"
     )
     assert rewritten(lambda word: moved(word, 0)) == ALL_WORDS
 
@@ -50,9 +48,9 @@ def test_expanding_reaches_all_three_parts_of_a_row():
 
 
 def test_words_are_put_before_the_commit_of_rows_that_have_one():
-    program = parse_program("B0.0 commit@0,1 U0\nB1.0 commit@0,1\nserve(0)@0")
+    program = parse_program("B0.0 commit@0,1 U0\nB1.0 commit@0,1\napply_and_reply(0)@0")
     put = before_commit(program, lambda rank, _row: [Update((7,))] if rank != 1 else [])
-    assert format_program(put) == "B0.0 U7 commit@0,1 U0\nB1.0 commit@0,1\nserve(0)@0"
+    assert format_program(put) == "B0.0 U7 commit@0,1 U0\nB1.0 commit@0,1\napply_and_reply(0)@0"
 
 
 def test_copies_commit_together():
@@ -67,8 +65,8 @@ def test_units_come_in_the_order_in_which_their_gradients_are_complete():
 
 def test_a_row_knows_its_blocks_and_a_word_what_it_releases():
     assert blocks_of(parse_program("F3.0 F1.0 | F1.+1 | B1.+1").rows[0]) == {1, 3}
-    assert releases(parse_instruction("release(grad0)"), "grad")
-    assert not releases(parse_instruction("release(grad0)"), "weight")
+    assert releases(parse_instruction("free(grad0)"), "grad")
+    assert not releases(parse_instruction("free(grad0)"), "weight")
     assert not releases(parse_instruction("U0"), "grad")
 
 
@@ -77,5 +75,5 @@ def test_an_empty_program_has_no_ranks():
 
 
 def test_a_gradient_is_complete_after_the_last_word_that_adds_to_it():
-    words = parse_program("B2.0 grad2<1 B0.0 grad0+2<1 sum(grad0+2)@0,1 grad2>3 commit@0,1").rows[0].body
+    words = parse_program("B2.0 grad2<1 B0.0 grad0+2<1 all_reduce(grad0+2)@0,1 grad2>3 commit@0,1").rows[0].body
     assert [completion(words, unit) for unit in ((2,), (0, 2), (1,))] == [1, 4, None]

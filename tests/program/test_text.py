@@ -42,7 +42,7 @@ strands = st.builds(
     Value, st.sampled_from(["s", "ds"]), units.filter(lambda blocks: blocks[1:] not in {(), (blocks[0] + 1,)}), numbers
 )
 values = parameters | activations | strands
-phases = st.sampled_from(["", "+", "-"])
+phases = st.sampled_from(["", "start", "wait"])
 codes = st.sampled_from(
     ["fp16", "int8", "sign", "twobit", "twobit:0.5", "topk:0.01", "topk:1", "powersgd:12", "adasum"]
 )
@@ -56,16 +56,18 @@ instructions = st.one_of(
     st.builds(Commit, groups),
     st.builds(Send, values, ranks),
     st.builds(Recv, values, ranks),
-    st.builds(Collective, st.sampled_from(["sum", "share", "join", "copy"]), values, groups, phases),
-    st.builds(Collective, st.just("sum"), st.builds(Value, st.just("grad"), units), groups, phases, codes),
+    st.builds(
+        Collective, st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "broadcast"]), values, groups, phases
+    ),
+    st.builds(Collective, st.just("all_reduce"), st.builds(Value, st.just("grad"), units), groups, phases, codes),
     st.builds(Push, parameters, ranks),
-    st.builds(Push, gradients, ranks, alone, st.sampled_from(["push", "tell"])),
+    st.builds(Push, gradients, ranks, alone, st.sampled_from(["push", "push_no_reply"])),
     st.builds(Send, gradients, ranks, alone),
     st.builds(Recv, gradients, ranks, alone),
     st.builds(Pull, parameters, ranks),
     st.builds(Serve, served, groups, st.none() | st.integers(0, 9)),
-    st.builds(Serve, served, groups, verb=st.just("take")),
-    st.builds(Serve, served, groups, verb=st.just("draw"), part=st.sampled_from(["0.5", "0.0225"])),
+    st.builds(Serve, served, groups, verb=st.just("apply")),
+    st.builds(Serve, served, groups, verb=st.just("elastic_average"), part=st.sampled_from(["0.5", "0.0225"])),
     st.builds(Release, values),
 )
 words = st.lists(instructions, max_size=5).map(tuple)
@@ -131,9 +133,29 @@ def test_what_is_no_value_is_refused(text):
 @pytest.mark.parametrize(
     "word",
     [
-        *("F0", "F0.", "f0.0", "F0.0:1", "F0.0:0", "U", "U0,1", "commit", "commit@", "sum(grad0)", "sum(grad0)@"),
-        *("total(grad0)@0,1", "sum(grad0)@0,1*", "x1.0", "x1.0>", "push(grad0)<2", "pull(weight0)>2", "serve()@0"),
-        *("serve(0)", "release()", "release(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
+        *(
+            "F0",
+            "F0.",
+            "f0.0",
+            "F0.0:1",
+            "F0.0:0",
+            "U",
+            "U0,1",
+            "commit",
+            "commit@",
+            "all_reduce(grad0)",
+            "all_reduce(grad0)@",
+        ),
+        *(
+            "total(grad0)@0,1",
+            "all_reduce(grad0)@0,1*",
+            "x1.0",
+            "x1.0>",
+            "push(grad0)<2",
+            "pull(weight0)>2",
+            "apply_and_reply()@0",
+        ),
+        *("apply_and_reply(0)", "release()", "free(weight0)@0", "F0.0F0.0", "x1.0>1>2"),
     ],
 )
 def test_what_is_no_word_is_refused_with_examples(word):
@@ -150,7 +172,7 @@ def test_what_is_no_word_is_refused_with_examples(word):
         ("0/2: F0.0 U", 1, 10, 1),
         ("F0.0 | F0.+1 B | B0.+0", 1, 13, 1),
         ("F0.0 | F0.+1 | x1.0", 1, 15, 4),
-        ("F0.0  sum(grad0)@2,1", 1, 6, 14),
+        ("F0.0  all_reduce(grad0)@2,1", 1, 6, 21),
     ],
 )
 def test_a_program_that_cannot_be_read_shows_its_line_with_a_caret_under_the_word(text, line, start, length):
@@ -173,4 +195,4 @@ def test_a_row_that_does_nothing_can_be_seen():
 
 def test_only_the_body_and_the_epilogue_of_a_stream_count_from_the_repetition():
     row = Row((Forward(0, 1),), (Forward(0, 0), Send(Value("x", (1,), 0), 1)), (Release(Value("x", (1,), 1)),))
-    assert format_program(Program((row,))) == "F0.0 x1.0>1 | F0.+1 | release(x1.+1)"
+    assert format_program(Program((row,))) == "F0.0 x1.0>1 | F0.+1 | free(x1.+1)"

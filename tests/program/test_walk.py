@@ -18,22 +18,38 @@ def test_each_rank_goes_as_far_as_it_can_and_a_receive_comes_after_its_send():
 
 
 def test_the_members_of_a_collective_come_one_after_the_other_in_rank_order():
-    assert order("F0.0 sum(grad0)@0-2 U0\nsum(grad0)@0-2\nB0.0 sum(grad0)@0-2") == [
-        *("0:F0.0", "2:B0.0", "0:sum(grad0)@0-2", "1:sum(grad0)@0-2", "2:sum(grad0)@0-2", "0:U0"),
+    assert order("F0.0 all_reduce(grad0)@0-2 U0\nall_reduce(grad0)@0-2\nB0.0 all_reduce(grad0)@0-2") == [
+        *("0:F0.0", "2:B0.0", "0:all_reduce(grad0)@0-2", "1:all_reduce(grad0)@0-2", "2:all_reduce(grad0)@0-2", "0:U0"),
     ]
 
 
 def test_a_start_passes_at_once_and_a_wait_when_every_member_has_started():
-    assert order("sum(grad0)@0,1+ F0.0 sum(grad0)@0,1- U0\nF0.1 sum(grad0)@0,1+ U1 sum(grad0)@0,1-") == [
-        *("0:sum(grad0)@0,1+", "0:F0.0", "1:F0.1", "1:sum(grad0)@0,1+", "1:U1", "1:sum(grad0)@0,1-"),
-        *("0:sum(grad0)@0,1-", "0:U0"),
+    assert order(
+        "all_reduce_start(grad0)@0,1 F0.0 all_reduce_wait(grad0)@0,1 U0\nF0.1 all_reduce_start(grad0)@0,1 U1 all_reduce_wait(grad0)@0,1"
+    ) == [
+        *(
+            "0:all_reduce_start(grad0)@0,1",
+            "0:F0.0",
+            "1:F0.1",
+            "1:all_reduce_start(grad0)@0,1",
+            "1:U1",
+            "1:all_reduce_wait(grad0)@0,1",
+        ),
+        *("0:all_reduce_wait(grad0)@0,1", "0:U0"),
     ]
 
 
 def test_a_server_waits_for_all_pushes_and_a_worker_for_its_answer():
-    text = "push(grad0)>2 pull(weight0)<2\nF0.0 push(grad0)>2 pull(weight0)<2\nserve(0)@0,1"
+    text = "push(grad0)>2 pull(weight0)<2\nF0.0 push(grad0)>2 pull(weight0)<2\napply_and_reply(0)@0,1"
     assert order(text) == [
-        *("0:push(grad0)>2", "1:F0.0", "1:push(grad0)>2", "2:serve(0)@0,1", "0:pull(weight0)<2", "1:pull(weight0)<2"),
+        *(
+            "0:push(grad0)>2",
+            "1:F0.0",
+            "1:push(grad0)>2",
+            "2:apply_and_reply(0)@0,1",
+            "0:pull(weight0)<2",
+            "1:pull(weight0)<2",
+        ),
     ]
 
 

@@ -28,31 +28,34 @@ def test_a_receive_that_comes_late_does_not_wait():
 
 
 def test_a_collective_begins_when_its_last_member_comes():
-    trace = simulate(program("sum(grad0)@0,1 U0", "B0.0 sum(grad0)@0,1 U0"), Ticks(link_s=2))
-    assert spans(trace, 0)[0] == ("sum(grad0)@0,1", 0, 3, "wait")
-    assert spans(trace, 0)[1] == ("sum(grad0)@0,1", 1, 3, "link")
+    trace = simulate(program("all_reduce(grad0)@0,1 U0", "B0.0 all_reduce(grad0)@0,1 U0"), Ticks(link_s=2))
+    assert spans(trace, 0)[0] == ("all_reduce(grad0)@0,1", 0, 3, "wait")
+    assert spans(trace, 0)[1] == ("all_reduce(grad0)@0,1", 1, 3, "link")
     assert trace.step_s == 4
 
 
 def test_a_started_collective_runs_beside_the_backward_after_it():
-    words = "B1.0 sum(grad1)@0,1+ B0.0 B0.1 sum(grad1)@0,1-"
+    words = "B1.0 all_reduce_start(grad1)@0,1 B0.0 B0.1 all_reduce_wait(grad1)@0,1"
     trace = simulate(program(words, words), Ticks(link_s=5))
     assert trace.step_s == 6
-    assert spans(trace, 0)[-1] == ("sum(grad1)@0,1-", 3, 6, "wait")
+    assert spans(trace, 0)[-1] == ("all_reduce_wait(grad1)@0,1", 3, 6, "wait")
 
 
 def test_a_link_that_is_ready_first_is_served_first_wherever_it_stands_in_the_row():
     """A start that waits for a late member must not hold up the send behind it."""
-    rows = ["sum(grad0)@0,1+ x1.0>1 sum(grad0)@0,1-", "x1.0<0 F1.0 sum(grad0)@0,1+ sum(grad0)@0,1-"]
+    rows = [
+        "all_reduce_start(grad0)@0,1 x1.0>1 all_reduce_wait(grad0)@0,1",
+        "x1.0<0 F1.0 all_reduce_start(grad0)@0,1 all_reduce_wait(grad0)@0,1",
+    ]
     trace = simulate(program(*rows), Ticks(link_s=2))
     assert ("x1.0>1", 0, 2, "link") in spans(trace, 0)
-    assert ("sum(grad0)@0,1+", 3, 5, "link") in spans(trace, 0)
+    assert ("all_reduce_start(grad0)@0,1", 3, 5, "link") in spans(trace, 0)
 
 
 def test_a_server_applies_pushes_one_after_the_other_as_they_come():
-    rows = ["F0.0 push(grad0)>2 pull(weight0)<2", "push(grad0)>2 pull(weight0)<2", "serve(0)@0,1"]
+    rows = ["F0.0 push(grad0)>2 pull(weight0)<2", "push(grad0)>2 pull(weight0)<2", "apply_and_reply(0)@0,1"]
     trace = simulate(program(*rows), Ticks(link_s=1, serve_s=(4, 1)))
-    serve = "serve(0)@0,1"
+    serve = "apply_and_reply(0)@0,1"
     assert [span for span in spans(trace, 2) if span[3] == "compute"] == [
         (serve, 1, 5, "compute"),
         (serve, 5, 9, "compute"),

@@ -56,12 +56,12 @@ def test_a_message_that_is_there_already_still_has_to_be_taken():
 
 
 def test_a_started_sum_is_made_by_those_who_wait_for_it():
-    row = "B0.0 sum(grad0)@0,1+ F0.1 sum(grad0)@0,1-"
+    row = "B0.0 all_reduce_start(grad0)@0,1 F0.1 all_reduce_wait(grad0)@0,1"
     assert ends([row, row]) == [3, 3]
 
 
 def test_ranks_that_copy_at_one_time_are_in_each_others_way():
-    assert ends(["sum(grad0)@0,1 F0.0", "sum(grad0)@0,1 F0.0"], CROWD) == [4, 4]
+    assert ends(["all_reduce(grad0)@0,1 F0.0", "all_reduce(grad0)@0,1 F0.0"], CROWD) == [4, 4]
 
 
 def test_two_hands_of_a_server_and_its_update_follow_each_other():
@@ -71,7 +71,7 @@ def test_two_hands_of_a_server_and_its_update_follow_each_other():
         def serve_s(self, unit, server, worker):
             return 1.0, 0.0
 
-    trace = simulate(program("push(grad0)>1 pull(weight0)<1", "serve(0)@0"), Served(), MEMORY)
+    trace = simulate(program("push(grad0)>1 pull(weight0)<1", "apply_and_reply(0)@0"), Served(), MEMORY)
     assert max(event.stop_s for event in trace.events) == 5
 
 
@@ -80,10 +80,10 @@ def test_two_hands_of_a_server_and_its_update_follow_each_other():
     [
         ("x1.0>1", 1.0),
         ("x1.0<1", 1.0),
-        ("join(weight0)@0,1", 0.5 + 3 * 4),
-        ("share(grad0)@0,1", 0.5 + 2 * 4),
-        ("sum(grad0)@0,1", 0.5 + 3 * 4),
-        ("sum(y1.0)@0,1", 0.5 + 6 * 4),
+        ("all_gather(weight0)@0,1", 0.5 + 3 * 4),
+        ("reduce_scatter(grad0)@0,1", 0.5 + 2 * 4),
+        ("all_reduce(grad0)@0,1", 0.5 + 3 * 4),
+        ("all_reduce(y1.0)@0,1", 0.5 + 6 * 4),
         ("commit@0,1", 1.0),
     ],
 )
@@ -92,12 +92,12 @@ def test_what_a_word_keeps_its_rank_busy(word, seconds):
 
 
 def test_replicas_with_one_copy_only_read_each_others_gradients():
-    assert hand_s("share(grad0)@0,1", has_one_copy=True) == 0.5 + READ_PASSES * 4 / 2
-    assert hand_s("join(weight0)@0,1", has_one_copy=True) == 0.5
+    assert hand_s("reduce_scatter(grad0)@0,1", has_one_copy=True) == 0.5 + READ_PASSES * 4 / 2
+    assert hand_s("all_gather(weight0)@0,1", has_one_copy=True) == 0.5
 
 
 def test_what_is_released_or_joined_twice_is_nobodys_in_common():
-    row = "join(weight0)@0,1 F0.0 share(grad0)@0,1 U0 join(weight0)@0,1 share(grad1)@0,1 U1 join(weight1)@0,1"
+    row = "all_gather(weight0)@0,1 F0.0 reduce_scatter(grad0)@0,1 U0 all_gather(weight0)@0,1 reduce_scatter(grad1)@0,1 U1 all_gather(weight1)@0,1"
     assert groups_with_one_copy(map(parse_instruction, row.split())) == {(1,): (0, 1)}
 
 
@@ -107,4 +107,4 @@ def test_a_cluster_file_says_which_links_are_copied():
 
 
 def test_nothing_is_left_for_a_link_that_is_copied():
-    assert [load_s(word) for word in ("x1.0>1", "sum(grad0)@0,1", "commit@0,1")] == [0, 0, 0]
+    assert [load_s(word) for word in ("x1.0>1", "all_reduce(grad0)@0,1", "commit@0,1")] == [0, 0, 0]

@@ -28,7 +28,12 @@ def test_a_group_of_one_has_nothing_to_do():
 
 @pytest.mark.parametrize(
     ("word", "seconds"),
-    [("sum(grad0)@0-3", 66), ("share(grad0)@0-3", 33), ("join(weight0)@0-3", 33), ("copy(weight0)@0-3", 123)],
+    [
+        ("all_reduce(grad0)@0-3", 66),
+        ("reduce_scatter(grad0)@0-3", 33),
+        ("all_gather(weight0)@0-3", 33),
+        ("broadcast(weight0)@0-3", 123),
+    ],
 )
 def test_a_collective_takes_as_long_as_its_algorithm(word, seconds):
     called = parse_instruction(word)
@@ -64,7 +69,7 @@ def test_a_gradient_that_was_shared_out_is_summed_in_part():
     sums = [
         s
         for word, s in zip(row, time_row(row, costs_of(made)).seconds, strict=True)
-        if getattr(word, "verb", "") == "sum"
+        if getattr(word, "verb", "") == "all_reduce"
     ]
     assert sums == [pytest.approx(4 * (1e-4 + WEIGHT / 2 / 3 / 1e8))]
 
@@ -145,7 +150,7 @@ def test_a_server_holds_weights_states_and_the_gradients_that_have_come(plan, we
 
 def test_a_server_that_does_not_wait_holds_the_gradient_of_its_largest_unit():
     peaks = peak_bytes(
-        program("serve(1,2)@1", "push(grad1)>0 push(grad2)>0"), lambda value, code="": 10 * value.blocks[0]
+        program("apply_and_reply(1,2)@1", "push(grad1)>0 push(grad2)>0"), lambda value, code="": 10 * value.blocks[0]
     )
     assert peaks == (3 * (10 + 20) + 20, 0)
 

@@ -33,9 +33,9 @@ def moves(text, *, has_one_copy=False):
 @pytest.mark.parametrize(
     ("row", "passes"),
     [
-        ("F0.0 B0.0 sum(grad0)@0,1 U0", []),
-        ("B0.0 share(grad0)@0,1 release(grad0) U0 join(weight0)@0,1", [1.5]),
-        ("join(weight0)@0,1,2,3 F0.0 release(weight0)", [0.75]),
+        ("F0.0 B0.0 all_reduce(grad0)@0,1 U0", []),
+        ("B0.0 reduce_scatter(grad0)@0,1 free(grad0) U0 all_gather(weight0)@0,1", [1.5]),
+        ("all_gather(weight0)@0,1,2,3 F0.0 free(weight0)", [0.75]),
         ("B0.0 grad0>1 weight0<1", [3]),
         ("grad0<1 grad0<2 U0 weight0>1", [3]),
         ("B0.0 grad0<1 U0", [3]),
@@ -50,7 +50,7 @@ def test_gradients_are_added_to_what_is_there_and_weights_copied_to_where_they_a
 
 
 def test_replicas_with_one_copy_move_nothing():
-    assert moves("B0.0 share(grad0)@0,1 U0 join(weight0)@0,1", has_one_copy=True) == []
+    assert moves("B0.0 reduce_scatter(grad0)@0,1 U0 all_gather(weight0)@0,1", has_one_copy=True) == []
 
 
 def test_a_pipe_holds_what_it_holds():

@@ -53,9 +53,9 @@ def test_ranks_of_two_hosts_are_no_crowd():
 
 def test_a_server_and_its_worker_share_their_core():
     """Both apply and compute from 1 to 3, then the server sends its answer."""
-    rows = ["push(grad0)>1 F0.0 pull(weight0)<1", "serve(0)@0"]
+    rows = ["push(grad0)>1 F0.0 pull(weight0)<1", "apply_and_reply(0)@0"]
     found = stops(rows, Ticks(link_s=0.0, serve_s=(1, 1)), CROWD)
-    assert (found[0, "F0.0"], found[1, "serve(0)@0"]) == (2, 3)
+    assert (found[0, "F0.0"], found[1, "apply_and_reply(0)@0"]) == (2, 3)
 
 
 def test_two_flows_on_one_card_each_have_half_of_it():
@@ -99,7 +99,7 @@ def test_messages_of_one_rank_out_of_its_host_go_one_after_the_other():
 
 
 def test_two_sums_that_cross_at_one_time_each_take_twice_as_long():
-    rows = ["sum(grad0)@0,2", "sum(grad1)@1,3", "sum(grad0)@0,2", "sum(grad1)@1,3"]
+    rows = ["all_reduce(grad0)@0,2", "all_reduce(grad1)@1,3", "all_reduce(grad0)@0,2", "all_reduce(grad1)@1,3"]
     assert set(stops(rows, Flows(2), CARDS).values()) == {4}
 
 
@@ -112,7 +112,7 @@ def test_a_slow_card_holds_up_all_that_cross_it():
 
 @pytest.mark.parametrize(("plan_speeds", "step_s"), [((), 3), ((1.0, 0.5), 5), ((0.5,), 5)])
 def test_a_step_waits_for_a_rank_that_is_half_as_fast(plan_speeds, step_s):
-    rows = ["F0.0 B0.0 sum(grad0)@0,1", "F0.1 B0.1 sum(grad0)@0,1"]
+    rows = ["F0.0 B0.0 all_reduce(grad0)@0,1", "F0.1 B0.1 all_reduce(grad0)@0,1"]
     assert simulate(program(*rows), Ticks(), Cluster(speeds=plan_speeds)).step_s == step_s
 
 

@@ -53,8 +53,8 @@ def test_a_difference_far_away_is_seen_through_the_ranks_between():
 def test_one_class_whose_ranks_want_one_link_at_one_moment_is_simulated_rank_by_rank():
     """Four ranks in a circle of started pairs: equal rows, but the pairs take turns and somebody is first."""
     circle = [
-        f"sum(grad0)@{min(a, b)},{max(a, b)}+ sum(grad0)@{min(z, a)},{max(z, a)}+ "
-        f"sum(grad0)@{min(a, b)},{max(a, b)}- sum(grad0)@{min(z, a)},{max(z, a)}-"
+        f"all_reduce_start(grad0)@{min(a, b)},{max(a, b)} all_reduce_start(grad0)@{min(z, a)},{max(z, a)} "
+        f"all_reduce_wait(grad0)@{min(a, b)},{max(a, b)} all_reduce_wait(grad0)@{min(z, a)},{max(z, a)}"
         for z, a, b in [(3, 0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 0)]
     ]
     looped = program(*circle)

@@ -34,7 +34,7 @@ def test_a_gradient_is_not_waited_for_behind_a_sum_that_waits_for_others():
     """The receive stood behind the sum of the tied weight, and two stages and their copies waited in a circle."""
     made = compiled("pipeline(2) * tree(2, sends=early)", m=2, tied=True, blocks=5)
     behind_backwards = format_program(made.program).splitlines()[1].split("g1.1>0 ")[1]
-    assert behind_backwards.startswith("grad3<3 grad2<3 sum(grad0+4)@0,1 grad0+4<3 commit@0-3")
+    assert behind_backwards.startswith("grad3<3 grad2<3 all_reduce(grad0+4)@0,1 grad0+4<3 commit@0-3")
 
 
 def seconds(text):

@@ -38,8 +38,8 @@ def _overlap_words(words: Words) -> list[Instruction]:
                 )
                 if producer is not None:
                     place = max(producer, called.get(word.group, -1))
-                    starts.setdefault(place, []).append(replace(word, phase="+"))
-                    waits[index] = replace(word, phase="-")
+                    starts.setdefault(place, []).append(replace(word, phase="start"))
+                    waits[index] = replace(word, phase="wait")
             called[word.group] = place
         made |= dict.fromkeys(_adds_to(word), index)
     moved: list[Instruction] = []

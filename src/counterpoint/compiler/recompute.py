@@ -106,7 +106,7 @@ def _is_gathered_for(words: Sequence[Instruction], at: int) -> bool:
         match words[place]:
             case Forward() | Backward():
                 return False
-            case Collective("join", Value("weight")):
+            case Collective("all_gather", Value("weight")):
                 return True
             case _:
                 pass

@@ -62,7 +62,7 @@ def _contrast(colour: Iterable[float]) -> float:
     return 1.05 / (sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
 
 
-_SERVES = ("serve", "take", "draw")
+_SERVES = ("apply_and_reply", "apply", "elastic_average")
 """With these a server's words begin, whose time on the processor goes into updates."""
 
 

@@ -126,7 +126,7 @@ class Estimates:
         if not weights or len(ranks) == 1:
             return 0.0
         network = Network(self.wanted.cluster, lambda value, code="": round(weights))
-        return network.load(Collective("sum", grad((0,)), tuple(ranks)), Fraction(1), ranks[0]).seconds
+        return network.load(Collective("all_reduce", grad((0,)), tuple(ranks)), Fraction(1), ranks[0]).seconds
 
     def _sent(self, staging: Staging) -> tuple[list[float], list[float]]:
         """Return for each stage the seconds of what it sends forward and backward: each value to each stage once."""

@@ -96,7 +96,7 @@ def _kept_states(rank: int, row: Words) -> Iterator[tuple[Unit, Span]]:
     shared: dict[Unit, Span] = {}
     for word in row:
         match word:
-            case Collective("share", Value("grad", unit), group):
+            case Collective("reduce_scatter", Value("grad", unit), group):
                 shared[unit] = _place(rank, group)
             case Update(unit):
                 yield unit, shared.get(unit, WHOLE)

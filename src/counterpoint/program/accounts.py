@@ -166,7 +166,7 @@ def released(state: UnitState, name: str, *, is_end: bool) -> str:
         name: ``late``, ``grad`` or ``weight``.
         is_end: whether the stream is at its end.
     """
-    if name == "late":
+    if name == "delayed_grad":
         if not state.has_late or not is_end:
             return "only the end of a stream drops a gradient that was set aside"
         state.late, state.has_late = Counter(), False

@@ -48,9 +48,9 @@ def candidates(words: Words) -> Early:
 def _is_sum(word: Instruction) -> bool:
     return (
         isinstance(word, Collective)
-        and word.verb in {"sum", "share"}
+        and word.verb in {"all_reduce", "reduce_scatter"}
         and word.value.name == "grad"
-        and word.phase == "+"
+        and word.phase == "start"
         and not word.code
     )
 

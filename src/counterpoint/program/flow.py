@@ -82,7 +82,7 @@ def law_7_gradients_are_freed(rows: Sequence[Words], units: Iterable[Unit], kept
                     held.update(users[block])
                 case Forward() | Commit():
                     _require_freed(rows, (rank, index), held, part)
-                case Collective("share", Value("grad", unit), phase="" | "-"):
+                case Collective("reduce_scatter", Value("grad", unit), phase="" | "wait"):
                     shared.add(unit)
                 case Release(Value("grad", unit)):
                     held.discard(unit)
@@ -108,11 +108,11 @@ def laws_6_and_7_what_is_started_is_awaited(rows: Sequence[Words]) -> None:
         used: tuple[int, str] | None = None
         for index, word in enumerate(row):
             if isinstance(word, Collective):
-                if word.phase == "-":
+                if word.phase == "wait":
                     started.pop(word.value, None)
                 elif word.value in started:
                     used = used or (index, "it is under way already")
-                elif word.phase == "+":
+                elif word.phase == "start":
                     started[word.value] = index
             elif started and any(value in started for value in _uses(word, started)):
                 used = used or (index, "what it uses is still under way")
@@ -127,7 +127,7 @@ def _uses(word: Instruction, started: Iterable[Value]) -> Iterable[Value]:
         case Update(unit):
             return Value("grad", unit), Value("weight", unit)
         case Swap(unit):
-            return Value("grad", unit), Value("late", unit)
+            return Value("grad", unit), Value("delayed_grad", unit)
         case Send(value) | Push(value) | Release(value):
             return (value,)
         case Backward(block):

@@ -106,8 +106,8 @@ class _Web:
             case Collective(phase=phase):
                 if value.name in FORWARDS | BACKWARDS:
                     return _Flow(wrong=_NO_PART)
-                summed = self.parts(value) if phase != "-" else ()
-                return _Flow(summed, summed, self.whole(value) if phase != "+" else ())
+                summed = self.parts(value) if phase != "wait" else ()
+                return _Flow(summed, summed, self.whole(value) if phase != "start" else ())
 
     def results(self, block: int, micro: int | None, *, is_summed: bool) -> Collection[_Held]:
         """Return what a forward makes, or the sum of its parts."""
@@ -247,7 +247,7 @@ def _absence(held: _Held) -> str:
 
 def _judge_partial_sum(rows: Sequence[Words], place: tuple[int, int], word: Collective, num_slices: int) -> None:
     """Judge the words of partial results; that no two members hold the same slice follows from who ran what."""
-    if word.verb != "sum":
+    if word.verb != "all_reduce":
         raise broken(rows, place, 4, _NO_PART)
     if len(word.group) != num_slices:
         raise broken(rows, place, 4, f"it adds up {len(word.group)} partial results of {num_slices}")

@@ -28,7 +28,7 @@ class Value:
     ``y``       partial output of a sliced block               ``y3.0``
     ``dx``      partial input gradient of a sliced block       ``dx3.0``
     ``grad``    gradient of the parameters of a unit           ``grad3``, ``grad0+4``
-    ``late``    gradient of a unit, set aside for a step       ``late3``
+    ``late``    gradient of a unit, set aside for a step       ``delayed_grad3``
     ``weight``  parameters of a unit                           ``weight3``
     ==========  =============================================  =============
 
@@ -38,7 +38,7 @@ class Value:
         micro: the microbatch of a value that has one, else None.
     """
 
-    name: Literal["x", "g", "s", "ds", "y", "dx", "grad", "late", "weight"]
+    name: Literal["x", "g", "s", "ds", "y", "dx", "grad", "delayed_grad", "weight"]
     blocks: tuple[int, ...]
     micro: int | None = None
 
@@ -47,7 +47,7 @@ FORWARDS: frozenset[str] = frozenset({"x", "s"})
 """The names of values that blocks make for others."""
 BACKWARDS: frozenset[str] = frozenset({"g", "ds"})
 """The names of their gradients."""
-OF_UNITS: frozenset[str] = frozenset({"grad", "late", "weight"})
+OF_UNITS: frozenset[str] = frozenset({"grad", "delayed_grad", "weight"})
 """The names of values that belong to a unit and not to a microbatch."""
 
 
@@ -140,9 +140,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Exchange the gradient of a unit with the one set aside a step ago, if there is one. Text: ``swap(grad3)``.
+    """Exchange the gradient of a unit with the one set aside a step ago, if there is one. Text: ``swap_grad_buffers(grad3)``.
 
-    What was ``grad3`` is ``late3`` from then on, and may be summed while the next gradient is being computed.
+    What was ``grad3`` is ``delayed_grad3`` from then on, and may be summed while the next gradient is being computed.
     """
 
     unit: tuple[int, ...]
@@ -171,9 +171,9 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Combine a value over a group. Text: ``sum(grad3)@0,1``, split in two ``sum(grad3)@0,1+`` and ``sum(grad3)@0,1-``.
+    """Combine a value over a group. Text: ``all_reduce(grad3)@0,1``, split in two ``all_reduce_start(grad3)@0,1`` and ``all_reduce_wait(grad3)@0,1``.
 
-    A sum of gradients may travel in a code (:mod:`counterpoint.program.codes`), ``sum:int8(grad3)@0,1``; its result is
+    A sum of gradients may travel in a code (:mod:`counterpoint.program.codes`), ``all_reduce:int8(grad3)@0,1``; its result is
     then the sum of what the members' gradients have become in it.
 
     =========  ==============  ====================================================
@@ -190,14 +190,14 @@ class Collective:
         verb: what is done.
         value: to what.
         group: by whom.
-        phase: ``""`` does it, ``"+"`` starts it and never waits, ``"-"`` waits for the one started.
+        phase: ``""`` does it, ``"start"`` starts it and never waits, ``"wait"`` waits for the one started.
         code: how a gradient is written on the way; ``""`` for as it is.
     """
 
-    verb: Literal["sum", "share", "join", "copy", "mean"]
+    verb: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_reduce_mean"]
     value: Value
     group: Group
-    phase: Literal["", "+", "-"] = ""
+    phase: Literal["", "start", "wait"] = ""
     code: str = ""
 
     @property
@@ -210,7 +210,7 @@ class Collective:
 class Push:
     """Give a gradient to a server, which applies it when it comes. Text: ``push(grad3)>2``, ``push:int8(grad3)>2``.
 
-    ``push(weight3)>2`` gives weights to a server that draws them and its own together. ``tell(grad3)>2`` is a push
+    ``push(weight3)>2`` gives weights to a server that draws them and its own together. ``push_no_reply(grad3)>2`` is a push
     without an answer.
 
     Args:
@@ -223,7 +223,7 @@ class Push:
     value: Value
     peer: int
     code: str = ""
-    verb: Literal["push", "tell"] = "push"
+    verb: Literal["push", "push_no_reply"] = "push"
 
     @property
     def name(self) -> str:
@@ -243,7 +243,7 @@ class Pull:
 class Serve:
     """Take as many pushes of every unit as there are workers, in the order they come, and answer each.
 
-    Text: ``serve(0,1,0+4)@0,1``. Every push becomes one update of its own. ``serve:2(0)@0,1`` answers a worker only
+    Text: ``apply_and_reply(0,1,0+4)@0,1``. Every push becomes one update of its own. ``apply_and_reply:2(0)@0,1`` answers a worker only
     while it has pushed a unit at most twice more often than the worker that has pushed it least; until then it waits.
 
     =========  ============================================================================================
@@ -251,7 +251,7 @@ class Serve:
     =========  ============================================================================================
     ``serve``  its gradient is applied, and the weights go back
     ``take``   its gradient is applied
-    ``draw``   its weights and those here move towards each other, ``draw:0.25(0)@0,1`` each by a quarter of
+    ``draw``   its weights and those here move towards each other, ``elastic_average:0.25(0)@0,1`` each by a quarter of
                the way, and its own go back
     =========  ============================================================================================
 
@@ -266,7 +266,7 @@ class Serve:
     units: tuple[tuple[int, ...], ...]
     workers: Group
     staleness: int | None = None
-    verb: Literal["serve", "take", "draw"] = "serve"
+    verb: Literal["apply_and_reply", "apply", "elastic_average"] = "apply_and_reply"
     part: str = ""
 
     @property
@@ -278,17 +278,17 @@ class Serve:
     @property
     def answers(self) -> bool:
         """Whether a push is answered with weights."""
-        return self.verb != "take"
+        return self.verb != "apply"
 
     @property
     def updates(self) -> bool:
         """Whether a push is a gradient that the optimizer applies."""
-        return self.verb != "draw"
+        return self.verb != "elastic_average"
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Forget a value that was gathered or is no longer needed. Text: ``release(weight3)``."""
+    """Forget a value that was gathered or is no longer needed. Text: ``free(weight3)``."""
 
     value: Value
 
@@ -306,7 +306,7 @@ def grad(unit: tuple[int, ...]) -> Value:
 
 def late(unit: tuple[int, ...]) -> Value:
     """Return the gradient of a unit that was set aside a step ago."""
-    return Value("late", unit)
+    return Value("delayed_grad", unit)
 
 
 def weight(unit: tuple[int, ...]) -> Value:

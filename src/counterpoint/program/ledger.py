@@ -129,7 +129,7 @@ class _Book:
                 self.update(rank, index, unit)
             case Swap(unit):
                 self.swap(rank, index, unit)
-            case Collective(phase="" | "+"):
+            case Collective(phase="" | "start"):
                 self.gather(rank, index, word)
             case Send(value, peer):
                 self.send(rank, value, peer)
@@ -257,7 +257,7 @@ class _Book:
 
     def gather(self, rank: int, index: int, word: Collective) -> None:
         """A collective of gradients or weights has taken place once its last member is here."""
-        if word.code and (word.verb, word.value.name) != ("sum", "grad"):
+        if word.code and (word.verb, word.value.name) != ("all_reduce", "grad"):
             raise self.wrong(6, rank, index, "only sums of gradients have a code")
         if word.value.name in {"y", "dx"}:
             return
@@ -268,9 +268,9 @@ class _Book:
             del self.waiting[key]
             if word.value.name == "weight":
                 self.combine_weights(rank, index, word)
-            elif word.verb == "share" and word.value.name == "grad":
+            elif word.verb == "reduce_scatter" and word.value.name == "grad":
                 self.share(rank, index, word)
-            elif word.verb == "sum":
+            elif word.verb == "all_reduce":
                 self.sum(rank, index, word)
             else:
                 raise self.wrong(6, rank, index, "gradients are summed or shared out, never gathered or copied")
@@ -278,14 +278,14 @@ class _Book:
     def combine_weights(self, rank: int, index: int, word: Collective) -> None:
         """The members have the weights that were copied, averaged or gathered."""
         states = [self.states[member, word.value.blocks] for member in word.group]
-        if word.verb == "copy":
+        if word.verb == "broadcast":
             for state in states[1:]:
                 state.versions.append(states[0].versions[-1])
                 state.drift = states[0].drift
             return
-        if word.verb not in {"mean", "join"}:
+        if word.verb not in {"all_reduce_mean", "all_gather"}:
             raise self.wrong(6, rank, index, "weights are gathered, copied or averaged, never summed or shared out")
-        law, fact = (6, average(states)) if word.verb == "mean" else gathered(states)
+        law, fact = (6, average(states)) if word.verb == "all_reduce_mean" else gathered(states)
         if fact:
             raise self.wrong(law, rank, index, fact)
 
@@ -298,7 +298,7 @@ class _Book:
     def sum(self, rank: int, index: int, word: Collective) -> None:
         """All members have the sum of their gradients, whole or of the one part that they share."""
         states = [self.states[member, word.value.blocks] for member in word.group]
-        if word.value.name == "late":
+        if word.value.name == "delayed_grad":
             add_late(states)
             return
         spans = {state.part[0] if state.part is not None else WHOLE for state in states}
@@ -342,7 +342,7 @@ class _Book:
         if value.name not in OF_UNITS:
             return
         state = self.states[rank, value.blocks]
-        late = state.late if value.name == "late" else ()
+        late = state.late if value.name == "delayed_grad" else ()
         if fact := released(state, value.name, is_end=index >= self.ends[rank]):
-            raise self.wrong(6 if value.name == "late" else 7, rank, index, fact)
+            raise self.wrong(6 if value.name == "delayed_grad" else 7, rank, index, fact)
         self.dropped[value.blocks].update(late)

@@ -36,8 +36,8 @@ def law_1_messages_pair_up(rows: Sequence[Words]) -> None:
             excess = "is never received" if count > 0 else "is never sent"
             if kind == "push":
                 excess = "is never answered by a pull" if count > 0 else "is pulled without a push"
-            elif kind == "tell":
-                excess = "is never taken" if count > 0 else "is taken, but never told"
+            elif kind == "push_no_reply":
+                excess = "is never applied" if count > 0 else "is applied, but never pushed"
             rank, index = max(
                 (at, index)
                 for at, row in enumerate(rows)
@@ -83,13 +83,15 @@ def _messages(rank: int, word: Instruction) -> Iterator[tuple[_Message, int]]:
             yield ("send", value, rank, peer, code), 1
         case Recv(value, peer, code):
             yield ("send", value, peer, rank, code), -1
-        case Push(value, peer, verb="tell"):
-            yield ("tell", value, rank, peer, ""), 1
+        case Push(value, peer, verb="push_no_reply"):
+            yield ("push_no_reply", value, rank, peer, ""), 1
         case Push(value, peer):
             yield ("push", Value("grad", value.blocks), rank, peer, ""), 1
         case Pull(value, peer):
             yield ("push", Value("grad", value.blocks), rank, peer, ""), -1
-        case Serve(units, workers, verb="take"):
-            yield from ((("tell", Value("grad", unit), worker, rank, ""), -1) for worker in workers for unit in units)
+        case Serve(units, workers, verb="apply"):
+            yield from (
+                (("push_no_reply", Value("grad", unit), worker, rank, ""), -1) for worker in workers for unit in units
+            )
         case _:
             pass

@@ -17,7 +17,7 @@ def groups_with_one_copy(words: Iterable[Instruction]) -> dict[tuple[int, ...], 
 
     Example:
         >>> from counterpoint.program.text import parse_instruction
-        >>> row = "share(grad0)@0,1 U0 join(weight0)@0,1 share(grad1)@0,1 release(grad1) U1 join(weight1)@0,1"
+        >>> row = "reduce_scatter(grad0)@0,1 U0 all_gather(weight0)@0,1 reduce_scatter(grad1)@0,1 free(grad1) U1 all_gather(weight1)@0,1"
         >>> groups_with_one_copy(map(parse_instruction, row.split()))
         {(0,): (0, 1)}
     """
@@ -26,10 +26,12 @@ def groups_with_one_copy(words: Iterable[Instruction]) -> dict[tuple[int, ...], 
     for word in words:
         if isinstance(word, Release):
             released.add(word.value.blocks)
-        elif isinstance(word, Collective) and word.value.name in OF_UNITS and word.phase != "-":
+        elif isinstance(word, Collective) and word.value.name in OF_UNITS and word.phase != "wait":
             moved.setdefault(word.value.blocks, []).append((word.verb, word.group))
     return {
         unit: found[0][1]
         for unit, found in moved.items()
-        if unit not in released and [verb for verb, _ in found] == ["share", "join"] and found[0][1] == found[1][1]
+        if unit not in released
+        and [verb for verb, _ in found] == ["reduce_scatter", "all_gather"]
+        and found[0][1] == found[1][1]
     }

@@ -83,7 +83,7 @@ def _join_calls(rows: Sequence[Words], kinds: Sequence[Kinds], found: Partners) 
             assert isinstance(word, Collective | Commit), "found by its kind"
             group = groups.number(word.group)
             if isinstance(word, Collective) and word.phase:
-                if word.phase == "-":
+                if word.phase == "wait":
                     found.source[rank, index] = (rank, started[group, word.verb, word.value])
                     continue
                 started[group, word.verb, word.value] = index

@@ -35,24 +35,26 @@ from counterpoint.program.program import Program, Row, Words
 
 _UNIT = r"\d+(?:\+\d+)*"
 _STRAND = r"\d+(?:\+\d+(?:-\d+)?)+"
-_VALUE = rf"(?:grad|late|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_STRAND}\.\+?\d+"
+_VALUE = rf"(?:grad|delayed_grad|weight){_UNIT}|(?:dx|x|g|y)\d+\.\+?\d+|d?s{_STRAND}\.\+?\d+"
 _GROUP = r"\d+(?:[,-]\d+(?:/\d+)?)*"
 _WORD = re.compile(
     r"(?P<op>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro>\d+)(?::(?P<version>-\d+))?$"
     rf"|U(?P<unit>{_UNIT})$"
     rf"|commit@(?P<all>{_GROUP})(?::(?P<own>{_GROUP}))?$"
-    rf"|swap\(grad(?P<swapped>{_UNIT})\)$"
-    rf"|(?P<verb>sum|share|join|copy|mean)(?::(?P<code>{CODE}))?"
-    rf"\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})(?P<phase>[+-]?)$"
-    rf"|(?:(?P<push>push|tell)(?=\S*>)(?::(?P<pushed>{CODE}))?|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
-    rf"|(?:serve(?::(?P<ahead>\d+))?|(?P<take>take)|draw:(?P<part>0\.\d+))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
-    rf"|release\((?P<released>{_VALUE})\)$"
+    rf"|swap_grad_buffers\(grad(?P<swapped>{_UNIT})\)$"
+    rf"|(?P<verb>all_reduce_mean|all_reduce|reduce_scatter|all_gather|broadcast)(?:_(?P<phase>start|wait))?(?::(?P<code>{CODE}))?"
+    rf"\((?P<whole>{_VALUE})\)@(?P<group>{_GROUP})$"
+    rf"|(?:(?P<push>push_no_reply|push)(?=\S*>)(?::(?P<pushed>{CODE}))?|pull(?=\S*<))\((?P<asked>{_VALUE})\)[<>](?P<server>\d+)$"
+    rf"|(?:apply_and_reply(?::(?P<ahead>\d+))?|(?P<take>apply)|elastic_average:(?P<part>0\.\d+))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
+    rf"|free\((?P<released>{_VALUE})\)$"
     rf"|(?P<value>{_VALUE})(?::(?P<how>{CODE}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
-_VALUE_PARTS = re.compile(r"(grad|late|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
+_VALUE_PARTS = re.compile(r"(grad|delayed_grad|weight|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
 _LETTERS: dict[type, str] = {Forward: "F", Recompute: "R"}
-_EXAMPLES = "F0.2, B0.2, U0, commit@0,1, x1.2>1, sum(grad0)@0,1, push(grad0)>2, serve(0)@0,1 or release(weight0)"
+_EXAMPLES = (
+    "F0.2, B0.2, U0, commit@0,1, x1.2>1, all_reduce(grad0)@0,1, push(grad0)>2, apply_and_reply(0)@0,1 or free(weight0)"
+)
 
 
 def format_group(group: Group) -> str:
@@ -100,12 +102,12 @@ def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noq
         case Commit(group, own):
             return f"commit@{format_group(group)}" + (f":{format_group(own)}" if own else "")
         case Swap(unit):
-            return f"swap(grad{format_unit(unit)})"
+            return f"swap_grad_buffers(grad{format_unit(unit)})"
         case Send(value, peer, code) | Recv(value, peer, code):
             coded, arrow = f":{code}" if code else "", ">" if isinstance(word, Send) else "<"
             return f"{format_value(value, ahead=ahead)}{coded}{arrow}{peer}"
-        case Collective(_, value, group, phase):
-            return f"{word.name}({format_value(value, ahead=ahead)})@{format_group(group)}{phase}"
+        case Collective(_, value, group):
+            return f"{format_operation(word)}({format_value(value, ahead=ahead)})@{format_group(group)}"
         case Push(value, peer):
             return f"{word.name}({format_value(value)})>{peer}"
         case Pull(value, peer):
@@ -113,9 +115,15 @@ def format_instruction(word: Instruction, *, ahead: bool = False) -> str:  # noq
         case Serve(units, workers):
             return f"{word.name}({','.join(map(format_unit, units))})@{format_group(workers)}"
         case Release(value):
-            return f"release({format_value(value, ahead=ahead)})"
+            return f"free({format_value(value, ahead=ahead)})"
         case _:
             assert_never(word)
+
+
+def format_operation(word: Collective) -> str:
+    """Write the operation of a collective with its phase and its codec: ``all_reduce_start:int8``."""
+    op = f"{word.verb}_{word.phase}" if word.phase else word.verb
+    return f"{op}:{word.code}" if word.code else op
 
 
 def parse_group(text: str) -> Group:
@@ -183,10 +191,10 @@ def parse_instruction(word: str) -> Instruction:
 def _parse_together(found: re.Match[str]) -> Instruction:
     if found["all"]:
         return Commit(parse_group(found["all"]), parse_group(found["own"]) if found["own"] else ())
-    verb = cast("Literal['sum', 'share', 'join', 'copy', 'mean']", found["verb"])
-    phase = cast("Literal['', '+', '-']", found["phase"])
+    verb = cast("Literal['all_reduce', 'reduce_scatter', 'all_gather', 'broadcast', 'all_reduce_mean']", found["verb"])
+    phase = cast("Literal['', 'start', 'wait']", found["phase"] or "")
     code = found["code"] or ""
-    if code and (verb, found["whole"][:4]) != ("sum", "grad"):
+    if code and (verb, found["whole"][:4]) != ("all_reduce", "grad"):
         raise ProgramError(f"only sums of gradients have a code, but {found[0]!r} is none; leave out :{code}")
     if code:
         find_code(code)
@@ -198,7 +206,7 @@ def _parse_message(found: re.Match[str]) -> Instruction:
         value, server = parse_value(found["asked"]), int(found["server"])
         if not found["push"]:
             return Pull(value, server)
-        verb = cast("Literal['push', 'tell']", found["push"])
+        verb = cast("Literal['push', 'push_no_reply']", found["push"])
         return Push(value, server, _gradient_code(found, found["pushed"], value), verb)
     if found["released"]:
         return Release(parse_value(found["released"]))
@@ -210,9 +218,9 @@ def _parse_message(found: re.Match[str]) -> Instruction:
 def _parse_serve(found: re.Match[str]) -> Instruction:
     units, workers = tuple(map(parse_unit, found["units"].split(","))), parse_group(found["workers"])
     if found["part"]:
-        return Serve(units, workers, verb="draw", part=found["part"])
+        return Serve(units, workers, verb="elastic_average", part=found["part"])
     if found["take"]:
-        return Serve(units, workers, verb="take")
+        return Serve(units, workers, verb="apply")
     return Serve(units, workers, None if found["ahead"] is None else int(found["ahead"]))
 
 

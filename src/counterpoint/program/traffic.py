@@ -53,15 +53,15 @@ def _moves(rank: int, words: Words, size_of: Sizes) -> Iterator[tuple[Instructio
     parts: dict[tuple[int, ...], Fraction] = {}
     for word in words:
         match word:
-            case Collective(phase="-"):
+            case Collective(phase="wait"):
                 yield word, 0, 0
             case Collective(_, value, group, code=code) if code:
                 yield word, sum_trips(code, len(group)), size_of(value, code)
             case Collective(verb, value, group):
                 sent = _collective(verb, len(group), is_root=rank == group[0])
                 if value.name == "grad":
-                    sent *= parts.get(value.blocks, 1) if verb == "sum" else 1
-                    if verb == "share":
+                    sent *= parts.get(value.blocks, 1) if verb == "all_reduce" else 1
+                    if verb == "reduce_scatter":
                         parts[value.blocks] = Fraction(1, len(group))
                 yield word, sent, size_of(value)
             case Send(value, code=code) | Push(value, code=code):
@@ -74,6 +74,10 @@ def _moves(rank: int, words: Words, size_of: Sizes) -> Iterator[tuple[Instructio
 
 @cache
 def _collective(verb: str, num_members: int, *, is_root: bool) -> Fraction:
-    if verb == "copy":
+    if verb == "broadcast":
         return Fraction(num_members - 1 if is_root else 0)
-    return sum_trips("", num_members) if verb in {"sum", "mean"} else Fraction(num_members - 1, num_members)
+    return (
+        sum_trips("", num_members)
+        if verb in {"all_reduce", "all_reduce_mean"}
+        else Fraction(num_members - 1, num_members)
+    )

@@ -64,7 +64,7 @@ def first_gathered(row: Words, users: Mapping[int, Sequence[Unit]]) -> Iterator[
     seen: set[Unit] = set()
     for word in row:
         match word:
-            case Collective("join", Value("weight", unit), group) if unit not in seen:
+            case Collective("all_gather", Value("weight", unit), group) if unit not in seen:
                 seen.add(unit)
                 yield unit, group
             case Forward(block):

@@ -31,7 +31,7 @@ from counterpoint.program.instruction import (
     Value,
 )
 from counterpoint.program.program import Words
-from counterpoint.program.text import format_instruction, format_value
+from counterpoint.program.text import format_instruction, format_operation, format_value
 
 
 def walk(rows: Sequence[Words]) -> Iterator[tuple[int, int]]:
@@ -161,9 +161,9 @@ class _Walk:
                 self.wake((value, rank, peer))
             case Recv(value, peer):
                 return self.take(self.posted, (value, peer, rank))
-            case Collective(phase="+"):
+            case Collective(phase="start"):
                 self.start(rank, word)
-            case Collective(phase="-"):
+            case Collective(phase="wait"):
                 return self.await_started(rank, word)
             case Push(value, peer):
                 self.pushed[value, rank, peer] += 1
@@ -199,7 +199,7 @@ class _Walk:
 
     def call(self, rank: int, word: Collective | Commit) -> tuple[int, int]:
         """Note that a rank calls its group's next collective; return the numbers of the group and of the call."""
-        name = ("commit", None) if isinstance(word, Commit) else (word.name + word.phase, word.value)
+        name = ("commit", None) if isinstance(word, Commit) else (format_operation(word), word.value)
         group = self.groups.number(word.group)
         number = self.called[group, rank]
         calls = self.order[group]

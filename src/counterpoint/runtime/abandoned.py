@@ -37,7 +37,7 @@ def sums_of_late(exchange: Exchange) -> dict[int, Group]:
     return {
         id(arena): word.group
         for arena, word in (*exchange.over, *over)
-        if arena is not None and word.value.name == "late"
+        if arena is not None and word.value.name == "delayed_grad"
     }
 
 

@@ -41,7 +41,7 @@ def asides_of(book: Book, rank: int) -> list[Aside]:
     found, seen = [], set()
     for at, row in enumerate(program.rows[: rank + 1]):
         for word in row.body:
-            if isinstance(word, Collective) and word.value.name == "late" and word.phase == "+":
+            if isinstance(word, Collective) and word.value.name == "delayed_grad" and word.phase == "start":
                 replica = word.group.index(at)
                 key = (word.value.blocks, replica, row.slice_index if word.value.blocks in sliced else 0)
                 if at == rank:

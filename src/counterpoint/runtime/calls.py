@@ -221,7 +221,7 @@ def forward_only(words: Sequence[Instruction], stride: int = 0) -> tuple[Instruc
     for index, word in enumerate(words):
         if _always_kept(word):
             kept.append(word)
-        elif isinstance(word, Collective) and word.verb == "join" and _feeds_forward(words, index):
+        elif isinstance(word, Collective) and word.verb == "all_gather" and _feeds_forward(words, index):
             kept.append(word)
             held.add(word.value.blocks)
         elif isinstance(word, Release) and word.value.name == "weight" and word.value.blocks in held:

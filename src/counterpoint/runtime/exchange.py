@@ -173,23 +173,23 @@ class Exchange:
     def begin_arena(self, word: Collective, arena: Arena, label: str) -> Work:
         """Start one collective on one arena."""
         group = word.group
-        if arena.commons is not None and word.verb in {"share", "join"}:
-            if word.verb == "share":
+        if arena.commons is not None and word.verb in {"reduce_scatter", "all_gather"}:
+            if word.verb == "reduce_scatter":
                 arena.announce()
             return self.fabric.meet(label, group)
-        if word.verb == "mean":
+        if word.verb == "all_reduce_mean":
             return self.fabric.all_reduce(label, arena.weights.data, group, "mean")
-        if word.value.name == "late":
+        if word.value.name == "delayed_grad":
             return self.fabric.all_reduce(label, arena.set_aside(), group)
-        if word.verb == "copy":
+        if word.verb == "broadcast":
             return self.fabric.broadcast(label, arena.weights.data, group, group[0])
-        if word.verb == "join":
+        if word.verb == "all_gather":
             arena.restore_weights()
             return self.fabric.all_gather(label, arena.weights.data, arena.layout.bounds(len(group)), group)
         if word.code:
             return self.begin_code(word, arena, label)
         span = self.store.units[word.value.blocks].role.span
-        return self.begin_sum(word, arena, label, span if word.verb == "sum" else None)
+        return self.begin_sum(word, arena, label, span if word.verb == "all_reduce" else None)
 
     def begin_sum(self, word: Collective, arena: Arena, label: str, span: Span | None) -> Work:
         """Start to add up one arena's gradient, or this rank's share of it, range by range between rows of tables.
@@ -202,11 +202,11 @@ class Exchange:
         """
         group = word.group
         flat = arena.fold() if span is None else arena.sum_of(span)
-        has_share = arena.part is not None and word.verb == "sum"
+        has_share = arena.part is not None and word.verb == "all_reduce"
         low = arena.layout.range_of(span)[0] if has_share and span is not None else 0
         strewn = arena.strewn
         if strewn.slots:
-            strewn.gather(self.fabric, group, label, has_share=word.verb == "sum" and bool(strewn.rows))
+            strewn.gather(self.fabric, group, label, has_share=word.verb == "all_reduce" and bool(strewn.rows))
         works = self.begin_ranges(word, arena, label, strewn.dense_ranges(low, low + len(flat)), flat, low)
         return works[0] if len(works) == 1 else Several(works)
 
@@ -226,7 +226,7 @@ class Exchange:
         bounds, works = arena.layout.bounds(len(word.group)), []
         for start, stop in ranges:
             part = flat[start - low : stop - low]
-            if word.verb == "share":
+            if word.verb == "reduce_scatter":
                 inside = [min(max(bound, start), stop) - start for bound in bounds]
                 works.append(self.fabric.reduce_scatter(label, part, inside, word.group))
             else:
@@ -248,9 +248,9 @@ class Exchange:
     def finish(self, arena: Arena | None, word: Collective) -> None:
         """Put the result of a collective where it belongs."""
         if arena is not None and arena.commons is not None:
-            if word.verb == "share":
+            if word.verb == "reduce_scatter":
                 arena.show(self.fabric, word.group, format_value(word.value))
-        elif arena is not None and word.verb == "share":
+        elif arena is not None and word.verb == "reduce_scatter":
             bounds = arena.layout.bounds(len(word.group))
             at = word.group.index(self.fabric.rank)
             arena.add_part(bounds[at], bounds[at + 1])
@@ -261,7 +261,7 @@ class Exchange:
             for arena in self.store.units[value.blocks].arenas:
                 if value.name == "weight":
                     arena.release_weights()
-                elif value.name == "late":
+                elif value.name == "delayed_grad":
                     arena.late = None
                 else:
                     arena.drop_gradient()

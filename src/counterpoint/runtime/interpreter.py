@@ -201,7 +201,7 @@ class Interpreter:
         """Run collectives of one phase."""
         if words[0].phase == "":
             self.exchange.collect(words)
-        elif words[0].phase == "+":
+        elif words[0].phase == "start":
             self.exchange.start(words[0])
         else:
             self.exchange.wait(words[0])

@@ -112,7 +112,7 @@ class _Notes:
         """Note which part of a unit a share or a first join leaves to this rank."""
         at, count = word.group.index(self.rank), len(word.group)
         part = (Fraction(at, count), Fraction(at + 1, count))
-        if word.verb == "share":
+        if word.verb == "reduce_scatter":
             self.shares[word.value.blocks] = part
-        elif word.verb == "join":
+        elif word.verb == "all_gather":
             self.homes.setdefault(word.value.blocks, part)

@@ -20,7 +20,7 @@ from counterpoint.runtime.store import Store
 
 
 def push_label(word: Push) -> str:
-    """Return what a push is called on its way: ``push(grad3)``, ``tell:int8(grad3)``."""
+    """Return what a push is called on its way: ``push(grad3)``, ``push_no_reply:int8(grad3)``."""
     return f"{word.name}({format_value(word.value)})"
 
 

@@ -266,7 +266,7 @@ def require_meetings(program: Program, norms: Sequence[Norm]) -> None:
                 counts[type(word), word.block] += 1
                 group = tuple(member for member, _ in seats.get((word.block, word.micro), ()))
                 value = Value("y" if isinstance(word, Forward) else "dx", (word.block,), at)
-                words += [Collective("sum", value, group)] if len(group) > 1 else []
+                words += [Collective("all_reduce", value, group)] if len(group) > 1 else []
         rows.append(tuple(words))
     try:
         for _ in walk(rows):

@@ -184,9 +184,9 @@ class Clock:
             case Recv():
                 source, at = self.score.partners.source[rank, index]
                 return self.hear(rank, (self.score.speaker[source], at), now)
-            case Collective(phase="-"):
+            case Collective(phase="wait"):
                 return self.hear(rank, self.call_of(self.score.partners.source[rank, index]), now)
-            case Collective(phase="+"):
+            case Collective(phase="start"):
                 self.join(rank, index, now)
                 return now
             case Collective() | Commit():

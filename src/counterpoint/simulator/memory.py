@@ -196,11 +196,11 @@ def _begin(row: Words, units: dict[_Unit, int], users: _Users, size_of: Sizes) -
     parts: dict[_Unit, Fraction] = {}
     for word in row:
         match word:
-            case Collective("join", Value("weight", unit), group) if unit not in held.weights:
+            case Collective("all_gather", Value("weight", unit), group) if unit not in held.weights:
                 held.weights[unit] = Fraction(1, len(group))
-            case Collective("share", Value("grad", unit), group):
+            case Collective("reduce_scatter", Value("grad", unit), group):
                 parts[unit] = Fraction(1, len(group))
-            case Collective("sum", Value("grad", unit), group, code=code) if code and word.phase != "-":
+            case Collective("all_reduce", Value("grad", unit), group, code=code) if code and word.phase != "wait":
                 kind = find_code(code).kind
                 held.wires[word] = size_of(word.value, code) * (len(group) if kind.way == "gather" else 1)
                 held.residuals[unit] = held.residuals.get(unit, Fraction(0)) + kind.keeps
@@ -227,10 +227,10 @@ def _hold(held: _Held, word: Instruction, users: _Users) -> None:
     match word:
         case Backward(block):
             held.put_all(held.grads, users[block])
-        case Collective("share", Value("grad", unit), group, phase) if phase != "+":
+        case Collective("reduce_scatter", Value("grad", unit), group, phase) if phase != "start":
             held.put(held.shares, unit, Fraction(1, len(group)))
             held.drop(held.grads, unit)
-        case Collective("join", Value("weight", unit)):
+        case Collective("all_gather", Value("weight", unit)):
             held.put(held.weights, unit, WHOLE, held.versions)
         case Release(Value("weight", unit)):
             held.put(held.weights, unit, held.kept[unit], held.versions)

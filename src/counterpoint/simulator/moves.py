@@ -46,7 +46,7 @@ def row_moves(row: Words, has_one_copy: Callable[[Collective], bool]) -> list[fl
 
     Example:
         >>> from counterpoint.program.text import parse_instruction
-        >>> words = tuple(map(parse_instruction, "F0.0 B0.0 share(grad0)@0,1 release(grad0) U0".split()))
+        >>> words = tuple(map(parse_instruction, "F0.0 B0.0 reduce_scatter(grad0)@0,1 free(grad0) U0".split()))
         >>> row_moves(words, lambda word: False)
         [0.0, 0.0, 0.0, 1.5, 0.0]
     """
@@ -75,7 +75,7 @@ class _Moves:
             case Recv(value) | Pull(value) if value.name in OF_UNITS:
                 return COPY_PASSES if value.name == "weight" else self.receive(value.blocks)
             case Collective(value=value) if (
-                value.name in OF_UNITS and word.phase != "+" and not self.has_one_copy(word)
+                value.name in OF_UNITS and word.phase != "start" and not self.has_one_copy(word)
             ):
                 return self.collect(word)
             case Release(value) if value.name in OF_UNITS and value.name != "weight":
@@ -96,8 +96,8 @@ class _Moves:
     def collect(self, word: Collective) -> float:
         """Make room for weights around those that were kept."""
         unit = word.value.blocks
-        if word.verb == "join":
+        if word.verb == "all_gather":
             return COPY_PASSES / len(word.group) if unit in self.returned else 0.0
-        if word.verb == "share":
+        if word.verb == "reduce_scatter":
             self.parts[unit] = len(word.group)
         return 0.0

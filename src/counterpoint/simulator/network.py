@@ -137,7 +137,7 @@ class Network:
         if not self.cluster.levels:
             return Load(collective_s(word, value_bytes, self.cluster.link_among(group)))
         memory, members = _hosts(self.cluster, group)
-        if word.verb == "copy":
+        if word.verb == "broadcast":
             return self._copy(word, float(value_bytes), members)
         times, half_bytes = halves(word, value_bytes)
         if len(members) == 1:
@@ -171,7 +171,9 @@ class Network:
     @staticmethod
     def _takes_sockets(word: Collective, members: Counter[int]) -> bool:
         """Tell whether no member's range has a holder on every host, so that all members talk to each other."""
-        gathers = word.verb in {"share", "join"} or (word.code and find_code(word.code).kind.way == "gather")
+        gathers = word.verb in {"reduce_scatter", "all_gather"} or (
+            word.code and find_code(word.code).kind.way == "gather"
+        )
         return bool(gathers) and len(set(members.values())) > 1
 
 
@@ -204,12 +206,12 @@ def passes(word: Collective, *, has_one_copy: bool) -> float:
 
     Example:
         >>> from counterpoint.program.instruction import Value
-        >>> passes(Collective("share", Value("grad", (0,)), (0, 1)), has_one_copy=False)
+        >>> passes(Collective("reduce_scatter", Value("grad", (0,)), (0, 1)), has_one_copy=False)
         2.0
     """
     num_ranks = len(word.group)
     if has_one_copy:
-        return READ_PASSES * (num_ranks - 1) / num_ranks if word.verb == "share" else 0.0
-    if word.verb == "share":
+        return READ_PASSES * (num_ranks - 1) / num_ranks if word.verb == "reduce_scatter" else 0.0
+    if word.verb == "reduce_scatter":
         return 1 + (COPY_PASSES - 1) / num_ranks
     return COPY_PASSES if word.value.micro is None else 6.0  # a join's part in, and the others' out

@@ -175,7 +175,7 @@ def _spread_words(words: Words, early: Early, portions: Sequence[Portion]) -> It
 
 
 def _wait_of(start: Collective) -> Collective:
-    return replace(start, phase="-")
+    return replace(start, phase="wait")
 
 
 def _unit(at: int, summed: Sequence[int]) -> Unit:

@@ -78,13 +78,13 @@ def halves(word: Collective, value_bytes: Fraction | float) -> tuple[int, Fracti
     """
     way = find_code(word.code).kind.way if word.code else "reduce"
     match word.verb:
-        case "sum" if way == "gather":
+        case "all_reduce" if way == "gather":
             return 1, len(word.group) * value_bytes
-        case "sum" if way == "reduce twice":
+        case "all_reduce" if way == "reduce twice":
             return 4, value_bytes / 2
-        case "sum" | "mean":
+        case "all_reduce" | "all_reduce_mean":
             return 2, value_bytes
-        case "share" | "join" | "copy":
+        case "reduce_scatter" | "all_gather" | "broadcast":
             return 1, value_bytes
 
 
@@ -97,7 +97,7 @@ def collective_s(word: Collective, value_bytes: Fraction | float, link: Link) ->
             sum with a code.
         link: the link of each member.
     """
-    if word.verb == "copy":
+    if word.verb == "broadcast":
         return star_copy_s(value_bytes, len(word.group), link)
     times, half_bytes = halves(word, value_bytes)
     return times * ring_half_s(half_bytes, len(word.group), link)

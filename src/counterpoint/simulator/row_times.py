@@ -176,21 +176,21 @@ class _Timer:
         """Return what a collective takes: started, it is on the link, and in hand where it is waited for."""
         value, part = word.value, WHOLE
         if value.name == "grad":
-            part = self.parts.get(value.blocks, WHOLE) if word.verb == "sum" else WHOLE
-        if word.verb == "share" and word.phase != "-":
+            part = self.parts.get(value.blocks, WHOLE) if word.verb == "all_reduce" else WHOLE
+        if word.verb == "reduce_scatter" and word.phase != "wait":
             self.parts[value.blocks] = Fraction(1, len(word.group))
         parted = part.denominator, part.numerator
         key = (word.verb, word.code, value.name, value.blocks, word.group, word.phase, parted, passes)
         if key in self.known:
             return self.known[key]
         hand = IDLE_HAND
-        if word.phase != "+":
+        if word.phase != "start":
             has_one_copy = self.has_one_copy(word)
             own_s = self.costs.hand_s(word, part, self.rank, has_one_copy=has_one_copy)
             meet_s = self.costs.hand_s(word, NONE, self.rank, has_one_copy=has_one_copy)
             moved_s = passes * self.costs.pass_s(word)
             hand = Hand(own_s + moved_s, over_s=own_s - meet_s + moved_s)
-        return self.keep(key, (0.0, 0.0, hand) if word.phase == "-" else self.linked(word, part, hand))
+        return self.keep(key, (0.0, 0.0, hand) if word.phase == "wait" else self.linked(word, part, hand))
 
     def talk(self, word: Message, passes: float) -> _Taken:
         """Return what a message takes where it is said, or heard."""

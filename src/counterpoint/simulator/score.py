@@ -179,4 +179,4 @@ def lane_of(word: Instruction) -> trace.Lane:
 
 def goes_on_beside(word: Instruction) -> bool:
     """Tell whether a rank does its next word while this one is on the link."""
-    return isinstance(word, Send | Push) or (isinstance(word, Collective) and word.phase == "+")
+    return isinstance(word, Send | Push) or (isinstance(word, Collective) and word.phase == "start")

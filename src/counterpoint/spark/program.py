@@ -71,13 +71,13 @@ def stage_of(word: Instruction, everyone: tuple[int, ...]) -> int:
     match word:
         case Forward(block=0, version=0) | Backward(block=0, version=0, part=""):
             return 0
-        case Collective(verb="share", value=value, group=group) if value.name == "grad" and group == everyone:
+        case Collective(verb="reduce_scatter", value=value, group=group) if value.name == "grad" and group == everyone:
             return 1
         case Commit(group=group) if group == everyone:
             return 2
         case Update():
             return 3
-        case Collective(verb="join", value=value, group=group) if value.name == "weight" and group == everyone:
+        case Collective(verb="all_gather", value=value, group=group) if value.name == "weight" and group == everyone:
             return 4
         case _:
             return -1

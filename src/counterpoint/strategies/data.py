@@ -206,7 +206,7 @@ class Data:
                     f"{self} stands after an asynchronous server, whose updates cannot be summed over replicas; write "
                     f"{self} before server(...), so that each group of replicas is one worker"
                 )
-            if self.code and isinstance(word, Collective) and word.verb == "share":
+            if self.code and isinstance(word, Collective) and word.verb == "reduce_scatter":
                 raise PlanError(
                     f"{self} stands where gradients have been shared out, but the code {self.code} is about whole "
                     f"ones; write {self} first, or leave its code out"
@@ -222,7 +222,9 @@ class Data:
         def sums(rank: int, row: Row) -> list[Instruction]:
             twins = tuple(range(rank % stride, stride * self.degree, stride))
             units = [word.unit for word in row.body if isinstance(word, Update)]
-            return [Collective("sum", grad(unit), twins, code=self.code) for unit in last_backward_first(row, units)]
+            return [
+                Collective("all_reduce", grad(unit), twins, code=self.code) for unit in last_backward_first(row, units)
+            ]
 
         return before_commit(copies, sums)
 

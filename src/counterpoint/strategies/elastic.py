@@ -187,7 +187,7 @@ class _Meeting:
         for unit in units:
             group = tuple(rank - rank % self.inner + member for member in self.holders[unit])
             if len(group) > 1:
-                yield Collective("copy", weight(unit), group)
+                yield Collective("broadcast", weight(unit), group)
 
     def server_of(self, unit: Unit) -> int:
         """Return the rank that keeps a unit of the center."""
@@ -201,4 +201,4 @@ class _Meeting:
                 leaders = tuple(copy * self.inner + self.holders[unit][0] for copy in range(self.plan.degree))
                 together.setdefault(leaders, []).append(unit)
         for workers, units in together.items():
-            yield Serve(tuple(sorted(units)), workers, verb="draw", part=self.plan.part)
+            yield Serve(tuple(sorted(units)), workers, verb="elastic_average", part=self.plan.part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -90,10 +90,10 @@ def _stream(row: Row, twins: Group, step: int) -> Row:
     at = next((index for index, word in enumerate(row.body) if isinstance(word, Commit)), len(row.body))
     computed, decided = row.body[:at], row.body[at:]
     prologue = (*computed, *swaps, *(word for word in decided if not isinstance(word, Update)))
-    body = (*_sums(units, twins, "+"), *computed, *_sums(units, twins, "-"), *swaps, *decided)
+    body = (*_sums(units, twins, "start"), *computed, *_sums(units, twins, "wait"), *swaps, *decided)
     epilogue = tuple(Release(late(unit)) for unit in units)
     return replace(row, prologue=prologue, body=tuple(moved(word, step) for word in body), epilogue=epilogue)
 
 
-def _sums(units: Sequence[Unit], twins: Group, phase: str) -> list[Instruction]:
-    return [Collective("sum", late(unit), twins, "+" if phase == "+" else "-") for unit in units]
+def _sums(units: Sequence[Unit], twins: Group, phase: Literal["start", "wait"]) -> list[Instruction]:
+    return [Collective("all_reduce", late(unit), twins, phase) for unit in units]

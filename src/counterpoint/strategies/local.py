@@ -91,7 +91,7 @@ def require_whole(program: Program, name: str) -> None:
     for _, word in program.words():
         if isinstance(word, Serve) or (isinstance(word, Recv) and word.value.name == "grad"):
             raise PlanError(f"{name} stands behind server, whose workers update nothing; write {name} without server")
-        if isinstance(word, Collective) and word.verb in {"share", "join"}:
+        if isinstance(word, Collective) and word.verb in {"reduce_scatter", "all_gather"}:
             raise PlanError(
                 f"{name} stands behind zero or a shared update, whose ranks update only their shares; write data(...) "
                 "in its place, so that each replica has weights of its own"
@@ -110,4 +110,4 @@ def _averaged(words: Words, twins: tuple[int, ...]) -> Iterable[Instruction]:
     for index, word in enumerate(words):
         yield word
         if index == last:
-            yield from (Collective("mean", weight(unit), twins) for unit in units)
+            yield from (Collective("all_reduce_mean", weight(unit), twins) for unit in units)

@@ -160,7 +160,7 @@ class Server:
         for _, word in program.words():
             if isinstance(word, Serve | Recv) and (isinstance(word, Serve) or word.value.name == "grad"):
                 raise PlanError(f"{self} stands in a plan that has servers already; write one server(...)")
-            if isinstance(word, Collective) and word.verb == "share":
+            if isinstance(word, Collective) and word.verb == "reduce_scatter":
                 raise PlanError(
                     f"{self} stands behind zero, whose ranks hold shares that no single push could carry; write "
                     "data(...) instead of zero(...), the servers keep the optimizer state anyway"
@@ -263,14 +263,16 @@ class _Shop:
             if leads[unit] and self.plan.answers:
                 take.append(self.fetch(unit))
             if len(group) > 1 and self.plan.answers:
-                take.append(Collective("copy", weight(unit), group))
+                take.append(Collective("broadcast", weight(unit), group))
         return map_row(row, lambda words: self.replaced(words, give, take))
 
     def offer(self, unit: Unit) -> Instruction:
         """Return the word with which a worker gives its gradient of a unit away."""
         if self.plan.is_synchronous:
             return Send(grad(unit), self.server_of(unit), self.plan.compress)
-        return Push(grad(unit), self.server_of(unit), self.plan.compress, "push" if self.plan.answers else "tell")
+        return Push(
+            grad(unit), self.server_of(unit), self.plan.compress, "push" if self.plan.answers else "push_no_reply"
+        )
 
     def fetch(self, unit: Unit) -> Instruction:
         """Return the word with which a worker gets the newest weight of a unit."""
@@ -306,7 +308,7 @@ class _Shop:
         for unit in units:
             together.setdefault(self.leaders(unit), []).append(unit)
         bound = self.plan.staleness if self.plan.consistency == "ssp" else None
-        verb: Literal["serve", "take"] = "serve" if self.plan.answers else "take"
+        verb: Literal["apply_and_reply", "apply"] = "apply_and_reply" if self.plan.answers else "apply"
         return Row(tuple(Serve(tuple(kept), workers, bound, verb) for workers, kept in together.items()))
 
     def bsp_words(self, units: Sequence[Unit]) -> Iterable[Instruction]:

@@ -159,7 +159,7 @@ class StageRow:
                 if set(unit) & set(stages.chunks.blocks_of(stages.stage_at(seat)[0]))
             )
             if len(holders) > 1:
-                yield Collective("sum", grad(unit), holders)
+                yield Collective("all_reduce", grad(unit), holders)
         yield Commit(tuple(range(self.num_inner * stages.num_seats)))
         yield from (Update(unit) for unit in units)
 

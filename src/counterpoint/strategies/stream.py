@@ -217,7 +217,7 @@ class _StreamRow:
         stage, count = self.course.stage, self.course.count
         twins = tuple(self.rank_of(stage, twin) for twin in range(count))
         if count > 1:
-            yield from (Collective("sum", grad(unit), twins) for unit in sorted(units, reverse=True))
+            yield from (Collective("all_reduce", grad(unit), twins) for unit in sorted(units, reverse=True))
         first = sum(self.plan.replicas[:stage]) * self.inner[1]
         yield Commit(tuple(range(first, first + count * self.inner[1])))
         yield from (Update(unit) for unit in units)

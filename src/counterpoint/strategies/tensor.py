@@ -99,9 +99,9 @@ class Tensor:
             if isinstance(word, Forward | Backward) and word.block in sliced:
                 group = tuple(range(rank % stride, stride * self.degree, stride))
                 if isinstance(word, Forward):
-                    yield Collective("sum", Value("y", (word.block,), word.micro), group)
+                    yield Collective("all_reduce", Value("y", (word.block,), word.micro), group)
                 elif word.block > 0 and word.has_input:
-                    yield Collective("sum", Value("dx", (word.block,), word.micro), group)
+                    yield Collective("all_reduce", Value("dx", (word.block,), word.micro), group)
 
         spread = expand(copies, rule)
         return Program(

@@ -109,7 +109,7 @@ class Tree:
             raise PlanError(
                 f"{self} stands behind server, which keeps the weights already; write data(...) in its place"
             )
-        if any(isinstance(word, Collective) and word.verb == "share" for _, word in program.words()):
+        if any(isinstance(word, Collective) and word.verb == "reduce_scatter" for _, word in program.words()):
             raise PlanError(
                 f"{self} stands where gradients have been shared out, but hands on whole ones; write data(...) in its "
                 "place, or data(...) instead of what shares out"

@@ -99,7 +99,7 @@ class Zero:
                 "out; write zero(...) with all ranks, without tree(...)"
             )
         for _, word in program.words():
-            if isinstance(word, Collective) and word.verb == "share":
+            if isinstance(word, Collective) and word.verb == "reduce_scatter":
                 raise PlanError(
                     f"{self} stands in a plan that is shared out already; write one zero(...) with all ranks"
                 )
@@ -162,7 +162,7 @@ class Zero:
 
 def _share_once(row: Row, twins: Group) -> list[Instruction]:
     units = [word.unit for word in row.body if isinstance(word, Update)]
-    return [Collective("share", grad(unit), twins) for unit in last_backward_first(row, units)]
+    return [Collective("reduce_scatter", grad(unit), twins) for unit in last_backward_first(row, units)]
 
 
 class _Used(NamedTuple):
@@ -195,7 +195,7 @@ def _share_after(word: Instruction, twins: Group, used: _Used) -> Iterable[Instr
     yield word
     if isinstance(word, Backward) and word.has_weight:
         for unit in used.done_by[word.block]:
-            yield Collective("share", grad(unit), twins)
+            yield Collective("reduce_scatter", grad(unit), twins)
             yield Release(grad(unit))
 
 
@@ -207,7 +207,7 @@ def _gather_around(word: Instruction, twins: Group, used: _Used) -> Iterable[Ins
         yield from _share_after(word, twins, used)
         return
     for unit in used.by_block[word.block]:
-        yield Collective("join", weight(unit), twins)
+        yield Collective("all_gather", weight(unit), twins)
     yield from _share_after(word, twins, used)
     for unit in used.by_block[word.block]:
         yield Release(weight(unit))
@@ -219,4 +219,4 @@ def _join_after_updates(words: Words, twins: Group) -> Iterable[Instruction]:
     for index, word in enumerate(words):
         yield word
         if index == last:
-            yield from (Collective("join", weight(unit), twins) for unit in units)
+            yield from (Collective("all_gather", weight(unit), twins) for unit in units)
