@@ -28,7 +28,7 @@ test: $(READY)  ## every test but the slow ones and those that need a GPU
 test-all: $(READY)  ## every test, the laws on fresh random examples
 	$(BIN)/pytest --hypothesis-profile=explore
 soak: $(READY)  ## 100,000 simulated worlds of a parameter server, in all cores; SEEDS=40000:100000 goes on from there
-	$(BIN)/python -m tests.server.soak $(SEEDS)
+	$(BIN)/python -m tests.ps.simulator_soak $(SEEDS)
 golden: $(READY)  ## rewrite tests/golden with what is produced now; read the difference before you commit it
 	$(BIN)/pytest --golden
 docs: $(READY)  ## the pages, every warning an error, every example in them run

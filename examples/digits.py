@@ -14,7 +14,7 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.data.digits import split_digits
-from counterpoint.training.progress import ShowProgress
+from counterpoint.training.callbacks.progress import ProgressCallback
 
 
 def build_model() -> nn.Module:
@@ -31,9 +31,9 @@ def build_model() -> nn.Module:
     )
 
 
-def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, cp.Tally]:
+def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, cp.MeanMetric]:
     """Return how many of how many digits were recognised."""
-    return {"accuracy": cp.Tally(float((outputs.argmax(1) == labels).sum()), len(labels))}
+    return {"accuracy": cp.MeanMetric(float((outputs.argmax(1) == labels).sum()), len(labels))}
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         loss=F.cross_entropy,
         optimizer=partial(torch.optim.Adam, lr=2e-3),
         strategy=options.strategy,
-        callbacks=[ShowProgress("off" if options.print_losses else "auto", name="digits")],
+        callbacks=[ProgressCallback("off" if options.print_losses else "auto", name="digits")],
     )
     with trainer:
         history = trainer.fit(
@@ -60,8 +60,8 @@ def main() -> None:
             batch_size=64,
             epochs=options.epochs,
             max_steps=options.steps,
-            evaluation=held_out,
-            measure=accuracy,
+            eval_dataset=held_out,
+            metrics=accuracy,
         )
         if options.print_losses and trainer.rank == 0:
             print(*(f"{loss:.9g}" for loss in history.losses), sep="\n")

@@ -4,12 +4,12 @@ Nothing here needs torch: a program is text, and sixty-four ranks cost nothing.
 """
 
 import counterpoint as cp
-from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.cost_model import unit_costs
 
 
 def main() -> str:
     """Print the rows of a small plan, and return what the laws say when one of its messages is lost."""
-    compiled = cp.compile(cp.Plan.parse("pipeline(2) * data(2)", num_microbatches=2), cp.chain(2))
+    compiled = cp.compile(cp.Plan.parse("pipeline(2) * data(2)", num_microbatches=2), cp.linear_chain(2))
     text = cp.format_program(compiled.program)
     print(text)
 

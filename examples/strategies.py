@@ -16,7 +16,7 @@ import counterpoint as cp
 STRATEGIES = (
     "data(4)",
     "zero(4, level=3)",
-    "pipeline(3, order=gpipe)",
+    "pipeline(3, schedule=gpipe)",
     "pipeline(2) * data(2)",
     "tensor(2) * zero(2, level=1)",
     "bsp(2)",

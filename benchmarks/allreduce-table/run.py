@@ -3,58 +3,66 @@
 import torch
 
 from counterpoint.fabric import LocalWorld
-from counterpoint.fabric.algorithms import ALGORITHMS, Extent, count, execute, row_of
-from counterpoint.fabric.algorithms.count import num_steps
-from counterpoint.testing.claims import Options, Result
+from counterpoint.fabric.collectives import ALGORITHMS, ChunkLayout, count_traffic, execute, rank_schedule
+from counterpoint.fabric.collectives.execute import num_steps
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 RANKS = range(2, 18)
-SHOWN = 1_000_000  # elements of one byte in the table
-LENGTHS = (0, 1, 7, 16, 1000, SHOWN, 1_000_003)
-EXECUTED = 1003  # elements that are sent in earnest, between ranks of this process
+TABLE_LENGTH = 1_000_000  # elements of one byte in the table
+LENGTHS = (0, 1, 7, 16, 1000, TABLE_LENGTH, 1_000_003)
+EXECUTED_LENGTH = 1003  # elements that are sent in earnest, between ranks of this process
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     torch.set_num_threads(1)
     rows, missed, figures = [], [], {}
     for name, algorithm in ALGORITHMS.items():
-        options.tell(name)
-        rows += headings(name, algorithm)
+        options.report_progress(name)
+        rows += heading_rows(name, algorithm)
         for num_ranks in RANKS:
             for length in LENGTHS:
-                expected, counted = formula(algorithm, num_ranks, length), read_off(algorithm, num_ranks, length)
-                missed += differences(f"{name}, K = {num_ranks}, {length} elements", expected, counted)
+                expected, counted = (
+                    formula_counts(algorithm, num_ranks, length),
+                    count_schedule(algorithm, num_ranks, length),
+                )
+                missed += find_differences(f"{name}, K = {num_ranks}, {length} elements", expected, counted)
                 figures[f"{name} / {num_ranks} ranks / {length} elements"] = counted
-            expected, done = formula(algorithm, num_ranks, EXECUTED), carried_out(algorithm, num_ranks)
-            missed += differences(f"{name}, K = {num_ranks}, as carried out", expected, done)
-            rows.append(("", f"counted, K = {num_ranks}", *shown(read_off(algorithm, num_ranks, SHOWN))))
-    return Result(
+            expected, done = (
+                formula_counts(algorithm, num_ranks, EXECUTED_LENGTH),
+                count_execution(algorithm, num_ranks),
+            )
+            missed += find_differences(f"{name}, K = {num_ranks}, as carried out", expected, done)
+            rows.append(
+                ("", f"counted, K = {num_ranks}", *format_counts(count_schedule(algorithm, num_ranks, TABLE_LENGTH)))
+            )
+    return BenchmarkResult(
         columns=("implementation", "", "amount of communication per node", "messages per node", "communication freq."),
         rows=tuple(rows),
         missed=tuple(missed),
         figures=figures,
         notes={
-            "n": f"is {SHOWN:,} bytes where counted; least - most of any rank, all of them compared with the formulas",
+            "n": f"is {TABLE_LENGTH:,} bytes where counted; least - most of any rank, all of them compared with the formulas",
             "=": "most likely stands for a fraction's bar that the text lost; that fits the ring only, per step",
             "P": "is the largest power of two up to K, [E] is 1 where P < K and 0 elsewhere, b, s, R, C as given",
         },
     )
 
 
-def headings(name, algorithm):
+def heading_rows(name, algorithm):
     if algorithm.printed is not None:
         amount, frequency = algorithm.printed
         yield name, "as printed in 002", amount, "", frequency
     yield "" if algorithm.printed else name, "exact", algorithm.elements, algorithm.messages, algorithm.steps
 
 
-def formula(algorithm, num_ranks, length):
-    cost = algorithm.cost(num_ranks, Extent(length))
+def formula_counts(algorithm, num_ranks, length):
+    cost = algorithm.cost(num_ranks, ChunkLayout(length))
     return {"steps": cost.steps, "messages": list(cost.messages), "bytes": list(cost.elements)}
 
 
-def read_off(algorithm, num_ranks, length):
+def count_schedule(algorithm, num_ranks, length):
     schedule, group = algorithm.schedule(num_ranks), algorithm.group(num_ranks)
-    counts = count(schedule, Extent(length), group=group)
+    counts = count_traffic(schedule, ChunkLayout(length), group=group)
     return {
         "steps": num_steps(schedule, group),
         "messages": [counts[rank].num_messages for rank in range(num_ranks)],
@@ -62,19 +70,19 @@ def read_off(algorithm, num_ranks, length):
     }
 
 
-def carried_out(algorithm, num_ranks):
+def count_execution(algorithm, num_ranks):
     """What the ranks of one process count while they do it; a step is what any of them takes part in."""
     schedule, group = algorithm.schedule(num_ranks), algorithm.group(num_ranks)
 
     def work(fabric):
-        tensors = [torch.ones(EXECUTED, dtype=torch.uint8) for rank in group if rank == fabric.rank]
-        counts = execute(fabric, row_of(schedule, group, fabric.rank), "ones", tensors)
+        tensors = [torch.ones(EXECUTED_LENGTH, dtype=torch.uint8) for rank in group if rank == fabric.rank]
+        counts = execute(fabric, rank_schedule(schedule, group, fabric.rank), "ones", tensors)
         assert all(bool((tensor == len(group)).all()) for tensor in tensors)
         return counts
 
     with LocalWorld(num_ranks) as world:
         counts = world.run(work)
-    expected = count(schedule, Extent(EXECUTED), group=group)
+    expected = count_traffic(schedule, ChunkLayout(EXECUTED_LENGTH), group=group)
     same = all(counts[rank] == expected[rank] for rank in range(num_ranks))
     return {
         "steps": num_steps(schedule, group) if same else "other than read off the schedule",
@@ -83,16 +91,16 @@ def carried_out(algorithm, num_ranks):
     }
 
 
-def differences(what, expected, counted):
+def find_differences(what, expected, counted):
     for unit, promised in expected.items():
         if counted[unit] != promised:
             yield f"{what}: {unit} are {counted[unit]}, the formula says {promised}"
 
 
-def shown(counted):
-    return span(counted["bytes"]), span(counted["messages"]), str(counted["steps"])
+def format_counts(counted):
+    return format_range(counted["bytes"]), format_range(counted["messages"]), str(counted["steps"])
 
 
-def span(values):
+def format_range(values):
     least, most = min(values), max(values)
     return f"{least:,}" if least == most else f"{least:,} - {most:,}"

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from counterpoint.fabric.meeting import Address, connect
+from counterpoint.fabric.rendezvous import Address, connect
 from counterpoint.launchers.environment import detect
 
 KB, MB = 1 << 10, 1 << 20
@@ -18,11 +18,11 @@ SIZES = [4 * KB, 64 * KB, 256 * KB, MB, 8 * MB, 32 * MB, 100 * MB]
 SMALL_GRADIENTS, SMALL_BYTES = 400, 4 * KB
 
 
-def repeats(num_bytes):
+def num_repeats(num_bytes):
     return max(3, min(300, 32 * MB // num_bytes))
 
 
-def timed(call, times):
+def median_call_s(call, times):
     """Return the median seconds of a call."""
     seconds = []
     for _ in range(times):
@@ -70,7 +70,9 @@ def main(port, rounds):
         }
         if peer is not None:
             contenders["deepspeed"] = lambda tensor=private: peer(tensor)
-        found[num_bytes] = in_turns(contenders, repeats(num_bytes), rounds, lambda: fabric.barrier(everybody))
+        found[num_bytes] = time_contenders(
+            contenders, num_repeats(num_bytes), rounds, lambda: fabric.barrier(everybody)
+        )
     small = [torch.zeros(SMALL_BYTES // 4) for _ in range(SMALL_GRADIENTS)]
     pool = fabric.empty(SMALL_GRADIENTS * SMALL_BYTES // 4, torch.float32).zero_().chunk(SMALL_GRADIENTS)
     contenders = {
@@ -78,7 +80,7 @@ def main(port, rounds):
         "copied": lambda: wait_all([fabric.all_reduce(f"grad{i}", each, everybody) for i, each in enumerate(small)]),
         "gloo": lambda: wait_all([dist.all_reduce(each, async_op=True) for each in small]),
     }
-    found["small"] = in_turns(contenders, 3, rounds, lambda: fabric.barrier(everybody))
+    found["small"] = time_contenders(contenders, 3, rounds, lambda: fabric.barrier(everybody))
     if rank == 0:
         print(json.dumps({str(key): value for key, value in found.items()}))
     fabric.barrier(everybody)
@@ -91,13 +93,13 @@ def wait_all(works):
         work.wait()
 
 
-def in_turns(contenders, times, rounds, settle):
+def time_contenders(contenders, times, rounds, settle):
     """Return the median seconds of each contender in each round; a first round warms up."""
     seconds = {name: [] for name in contenders}
     for index in range(rounds + 1):
         for name, call in contenders.items():
             settle()
-            measured = timed(call, times if index else 3)
+            measured = median_call_s(call, times if index else 3)
             if index:
                 seconds[name].append(measured)
     return seconds

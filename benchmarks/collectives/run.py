@@ -12,7 +12,7 @@ import torch
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 ROUNDS = 5
 KB, MB = 1 << 10, 1 << 20
@@ -20,7 +20,7 @@ SMALL_GRADIENTS, SMALL_BYTES = 400, 4 * KB
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """One line of the table: all times in seconds, by round."""
 
     ranks: int
@@ -36,7 +36,7 @@ class Row:
         return statistics.median(g / s for g, s in zip(self.gloo, self.shared, strict=True))
 
 
-def bar_of(ranks, num_bytes):
+def min_speedup(ranks, num_bytes):
     if ranks > 2:
         return 10.0 if num_bytes <= MB else 3.0
     if num_bytes <= 4 * KB:
@@ -52,9 +52,9 @@ def on_ranks(ranks, rounds):
         port = probe.getsockname()[1]
     lines = []
     command = script_command(Path(__file__).with_name("ranks.py"), [str(port), str(rounds)])
-    before = peer_segments()
+    before = deepspeed_segments()
     result = run_command(command, ranks, threads_per_rank=1, on_line=lines.append)
-    for left in peer_segments() - before:
+    for left in deepspeed_segments() - before:
         left.unlink()
     found = [line.text for line in lines if line.text.startswith("{")]
     if result.exit_code or not found:
@@ -62,7 +62,7 @@ def on_ranks(ranks, rounds):
     return json.loads(found[0])
 
 
-def peer_segments():
+def deepspeed_segments():
     """Return the segments that DeepSpeed leaves behind when its processes end."""
     return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
@@ -81,38 +81,45 @@ def copy_bandwidth():
     return 2 * 100 * MB / statistics.median(seconds)
 
 
-def rows_of(ranks, found):
+def make_rows(ranks, found):
     for key, seconds in found.items():
         is_small = key == "small"
-        bar = 20.0 if is_small and ranks == 2 else 10.0 if is_small else bar_of(ranks, int(key))
+        bar = 20.0 if is_small and ranks == 2 else 10.0 if is_small else min_speedup(ranks, int(key))
         what = f"{SMALL_GRADIENTS} x {SMALL_BYTES // KB} KB" if is_small else size_text(int(key))
-        yield Row(ranks, what, bar, seconds["shared"], seconds["copied"], seconds["gloo"], seconds.get("deepspeed", []))
+        yield CollectiveRow(
+            ranks, what, bar, seconds["shared"], seconds["copied"], seconds["gloo"], seconds.get("deepspeed", [])
+        )
 
 
 def size_text(num_bytes):
     return f"{num_bytes // MB} MB" if num_bytes >= MB else f"{num_bytes // KB} KB"
 
 
-def shown(seconds):
+def format_time(seconds):
     return f"{1e6 * statistics.median(seconds):,.0f} us" if seconds else "-"
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     rounds = max(3, options.rounds or ROUNDS)
     rows, missed, figures = [], [], {}
     bandwidth = copy_bandwidth()
     for ranks in (2, 4):
-        options.tell(f"{ranks} ranks")
-        for row in rows_of(ranks, on_ranks(ranks, rounds)):
+        options.report_progress(f"{ranks} ranks")
+        for row in make_rows(ranks, on_ranks(ranks, rounds)):
             ratios = [g / s for g, s in zip(row.gloo, row.shared, strict=True)]
             copied = statistics.median(g / s for g, s in zip(row.gloo, row.copied, strict=True))
             spread = f"{min(ratios):.0f} to {max(ratios):.0f}"
-            times = (shown(row.shared), shown(row.copied), shown(row.gloo), shown(row.deepspeed))
+            times = (
+                format_time(row.shared),
+                format_time(row.copied),
+                format_time(row.gloo),
+                format_time(row.deepspeed),
+            )
             rows.append((str(ranks), row.what, *times, f"{row.ratio:.1f}", spread, f"{copied:.1f}", f"{row.bar:.0f}"))
             figures[f"{ranks} ranks, {row.what}"] = {**asdict(row), "ratio": row.ratio, "copied_ratio": copied}
             if not row.ratio >= row.bar:
                 missed.append(f"{ranks} ranks, {row.what}: {row.ratio:.1f} times gloo, at least {row.bar:.0f} promised")
-            missed += lost_to_deepspeed(row)
+            missed += find_deepspeed_misses(row)
     largest = figures.get("2 ranks, 100 MB")
     if largest:  # each rank reads half of both tensors and writes half of both
         moved = 2 * 2 * 100 * MB / statistics.median(largest["shared"])
@@ -122,10 +129,10 @@ def measure(options: Options) -> Result:
         "100 MB on 2 ranks": f"moves {moved / 1e9:.1f} GB/s in place; a copy on one core moves {bandwidth / 1e9:.1f}",
     }
     columns = ("ranks", "size", "in place", "copied", "gloo", "deepspeed", "ratio", "spread", "copied ratio", "bar")
-    return Result(columns, tuple(rows), tuple(missed), figures, note)
+    return BenchmarkResult(columns, tuple(rows), tuple(missed), figures, note)
 
 
-def lost_to_deepspeed(row):
+def find_deepspeed_misses(row):
     """Yield where the peer in shared memory is faster, or not slower by as much as was promised."""
     if row.deepspeed:
         ratio = statistics.median(d / c for d, c in zip(row.deepspeed, row.copied, strict=True))

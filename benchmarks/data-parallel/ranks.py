@@ -12,34 +12,34 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from sides import SIDES, own_rank
+from contenders import CONTENDERS, rank_from_env
 from workloads import WORKLOADS, batches
 
-from counterpoint.runtime.heap import KEEPING, PARAMETERS
+from counterpoint.runtime.malloc import MALLOPT_PARAMETERS, RETAIN_FREED
 
-WARM_UP, COMPARED = 4, 20
+WARM_UP, NUM_COMPARED = 4, 20
 PAUSE_S = 0.02
 
 
-class Memory:
+class MemorySampler:
     """The bytes of this process at many times, of what it shares its part; the kernel keeps no peak of that."""
 
     def __init__(self):
-        self.seen = []
+        self.samples = []
 
-    def look(self):
+    def sample(self):
         with Path("/proc/self/smaps_rollup").open() as lines:
             found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-        self.seen.append((time.monotonic(), found))
+        self.samples.append((time.monotonic(), found))
 
     @contextmanager
-    def watched(self):
+    def sampling(self):
         """Look again and again inside; never while steps are timed."""
         over = threading.Event()
 
         def watch():
             while not over.wait(PAUSE_S):
-                self.look()
+                self.sample()
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -48,36 +48,38 @@ class Memory:
         finally:
             over.set()
             thread.join()
-            self.look()
+            self.sample()
 
 
 def keep_freed_memory():
     """Set up glibc as a training here does."""
     libc = ctypes.CDLL(None)
-    for name, value in KEEPING.items():
-        libc.mallopt(PARAMETERS[name], value)
+    for name, value in RETAIN_FREED.items():
+        libc.mallopt(MALLOPT_PARAMETERS[name], value)
 
 
 def main(name, letter, threads, allocator):
     if allocator == "kept":
         keep_freed_memory()
     torch.set_num_threads(int(threads))
-    workload, memory = WORKLOADS[letter], Memory()
-    given = batches(workload, WARM_UP + max(workload.steps, COMPARED))
+    workload, memory = WORKLOADS[letter], MemorySampler()
+    given = batches(workload, WARM_UP + max(workload.steps, NUM_COMPARED))
     timed = slice(WARM_UP, WARM_UP + workload.steps)
-    with memory.watched():
-        side = SIDES[name](workload)
+    with memory.sampling():
+        side = CONTENDERS[name](workload)
         losses = [side.step(batch) for batch in given[: timed.start]]
     seconds = []
     for batch in given[timed]:
         began = time.perf_counter()
         losses.append(side.step(batch))
         seconds.append(time.perf_counter() - began)
-    with memory.watched():
+    with memory.sampling():
         losses += [side.step(batch) for batch in given[timed.stop :]]
-        means = [side.mean(loss) for loss in losses[:COMPARED]]
+        means = [side.mean_loss(loss) for loss in losses[:NUM_COMPARED]]
         side.close()
-    sys.stdout.write(f"{json.dumps({'rank': own_rank(), 'seconds': seconds, 'losses': means, 'bytes': memory.seen})}\n")
+    sys.stdout.write(
+        f"{json.dumps({'rank': rank_from_env(), 'seconds': seconds, 'losses': means, 'bytes': memory.samples})}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
-ROUNDS, LETTERS = 3, "ABCDE"
+ROUNDS, WORKLOADS = 3, "ABCDE"
 SCRIPT = Path(__file__).with_name("ranks.py")
-SIDES = {
+CONTENDERS = {
     "ours": ("ours", 2, 1, ""),
     "ddp": ("ddp", 2, 1, ""),
     "ddp, kept memory": ("ddp", 2, 1, "kept"),
@@ -25,7 +25,7 @@ SIDES = {
     "one process x 2": ("one", 1, 2, ""),
 }
 """Each side: what ranks.py runs, processes, threads of each, and how the allocator is set."""
-BOUNDS = {"bound", "bound, both at once"}
+UPPER_BOUNDS = {"bound", "bound, both at once"}
 BARS = {
     "A": {"ddp": 3.0, "ddp, kept memory": 2.6, "one process x 2": 1.2},
     "B": {"ddp": 1.05, "one process x 2": 0.98},
@@ -34,13 +34,13 @@ BARS = {
     "E": {"ddp": 3.0},
 }
 SIZES = {"A": 64, "B": 16, "C": 128, "D": 512, "E": 512}
-MOST_MEMORY = 0.65
-APART = 2e-3  # of a loss after 20 steps in float32, added up in another order
+MAX_MEMORY_RATIO = 0.65
+MAX_LOSS_DIFFERENCE = 2e-3  # of a loss after 20 steps in float32, added up in another order
 
 
-def turn(side, letter):
+def run_once(side, letter):
     """Return what every rank of one turn has printed."""
-    name, processes, threads, memory = SIDES[side]
+    name, processes, threads, memory = CONTENDERS[side]
     command = script_command(SCRIPT, [name, letter, str(threads), memory or "as it is"])
     lines = []
     if processes == 1:
@@ -64,7 +64,7 @@ def speed(side, letter, ranks):
     return SIZES[letter] / max(statistics.median(rank["seconds"]) for rank in ranks)
 
 
-def peak(ranks):
+def peak_memory(ranks):
     """Return the most memory of all ranks at one time; one that has ended has none."""
     seen = [(at, number, found) for number, rank in enumerate(ranks) for at, found in rank["bytes"]]
     ends = [(rank["bytes"][-1][0] + 1e-6, number, 0) for number, rank in enumerate(ranks)]
@@ -75,55 +75,55 @@ def peak(ranks):
     return most
 
 
-def present(side):
+def is_installed(side):
     package = {"horovod": "horovod", "deepspeed": "deepspeed"}.get(side)
     return package is None or find_spec(package) is not None
 
 
-def turned(sides, number):
+def rotate(sides, number):
     """Return the sides in an order that begins with another one in every round."""
     first = number % len(sides)
     return sides[first:] + sides[:first]
 
 
-def measure(options: Options) -> Result:
-    sides = [side for side in SIDES if present(side)]
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
+    sides = [side for side in CONTENDERS if is_installed(side)]
     speeds, losses, memory = {}, {}, {}
     for number in range(max(3, options.rounds or ROUNDS)):
-        for letter in LETTERS:
-            options.tell(f"round {number + 1}, workload {letter}")
-            for side in turned(sides, number):
-                ranks = turn(side, letter)
+        for letter in WORKLOADS:
+            options.report_progress(f"round {number + 1}, workload {letter}")
+            for side in rotate(sides, number):
+                ranks = run_once(side, letter)
                 speeds.setdefault((letter, side), []).append(speed(side, letter, ranks))
                 losses[letter, side] = ranks[0]["losses"]
-                memory.setdefault((letter, side), []).append(peak(ranks))
+                memory.setdefault((letter, side), []).append(peak_memory(ranks))
     rows, missed = [], []
-    for letter in LETTERS:
+    for letter in WORKLOADS:
         for side in sides:
-            rows.append(row(letter, side, speeds, losses, memory))
-            missed += misses(letter, side, speeds, losses, memory)
+            rows.append(make_row(letter, side, speeds, losses, memory))
+            missed += find_misses(letter, side, speeds, losses, memory)
     columns = ("workload", "side", "samples/s", "spread", "ours over it", "bar", "MiB", "losses apart")
     figures = {f"{letter}, {side}": found for (letter, side), found in speeds.items()}
     notes = {
         "bound": "two processes that do not talk, each on its half of the batch: one alone, twice, and both at once",
         "MiB": "the most from beginning to end of all ranks together, what they share counted once",
-        "not installed": ", ".join(side for side in SIDES if side not in sides) or "none",
+        "not installed": ", ".join(side for side in CONTENDERS if side not in sides) or "none",
     }
-    return Result(columns, tuple(rows), tuple(missed), figures, notes)
+    return BenchmarkResult(columns, tuple(rows), tuple(missed), figures, notes)
 
 
 def ratio(letter, side, speeds):
     return statistics.median(a / b for a, b in zip(speeds[letter, "ours"], speeds[letter, side], strict=True))
 
 
-def apart(letter, side, losses):
+def loss_difference(letter, side, losses):
     """Return how far the first losses are from ours; the bound trains on half of the samples."""
-    if side in BOUNDS:
+    if side in UPPER_BOUNDS:
         return 0.0
     return max(abs(a - b) / abs(b) for a, b in zip(losses[letter, "ours"], losses[letter, side], strict=True))
 
 
-def row(letter, side, speeds, losses, memory):
+def make_row(letter, side, speeds, losses, memory):
     found = speeds[letter, side]
     return (
         letter,
@@ -133,18 +133,18 @@ def row(letter, side, speeds, losses, memory):
         f"{ratio(letter, side, speeds):.2f}",
         f"{BARS[letter][side]:.2f}" if side in BARS[letter] else "",
         f"{statistics.median(memory[letter, side]) / 2**20:,.0f}",
-        f"{apart(letter, side, losses):.0e}" if side not in {"ours", *BOUNDS} else "",
+        f"{loss_difference(letter, side, losses):.0e}" if side not in {"ours", *UPPER_BOUNDS} else "",
     )
 
 
-def misses(letter, side, speeds, losses, memory):
+def find_misses(letter, side, speeds, losses, memory):
     bar = BARS[letter].get(side, 1.0 if side in {"horovod", "deepspeed"} else None)
     found = ratio(letter, side, speeds)
     if bar is not None and not found >= bar:
         yield f"{letter}: {found:.2f} times {side}, at least {bar} promised"
-    if not apart(letter, side, losses) <= APART:
-        yield f"{letter}: losses are {apart(letter, side, losses):.0e} from those of {side}, at most {APART} promised"
+    if not loss_difference(letter, side, losses) <= MAX_LOSS_DIFFERENCE:
+        yield f"{letter}: losses are {loss_difference(letter, side, losses):.0e} from those of {side}, at most {MAX_LOSS_DIFFERENCE} promised"
     if (letter, side) == ("A", "ddp"):
         used = statistics.median(memory[letter, "ours"]) / statistics.median(memory[letter, "ddp"])
-        if not used <= MOST_MEMORY:
-            yield f"A: {used:.2f} of DDP's memory, at most {MOST_MEMORY} promised"
+        if not used <= MAX_MEMORY_RATIO:
+            yield f"A: {used:.2f} of DDP's memory, at most {MAX_MEMORY_RATIO} promised"

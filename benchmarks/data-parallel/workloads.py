@@ -37,7 +37,7 @@ class Workload:
     steps: int
 
 
-class Tables(nn.Module):
+class EmbeddingModel(nn.Module):
     """One table for 26 features, summed, and a small MLP behind it."""
 
     def __init__(self, *, sparse):
@@ -49,16 +49,16 @@ class Tables(nn.Module):
         return self.top(self.table(features))
 
 
-def vectors(width, classes, draw, count):
+def draw_vectors(width, classes, draw, count):
     return torch.randn(count, width, generator=draw), torch.randint(0, classes, (count,), generator=draw)
 
 
-def tokens(draw, count):
+def draw_tokens(draw, count):
     drawn = torch.randint(0, 4096, (count, 129), generator=draw)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def features(draw, count):
+def draw_features(draw, count):
     return torch.randint(0, NUM_ROWS, (count, NUM_FEATURES), generator=draw), torch.randint(
         0, 2, (count,), generator=draw
     )
@@ -71,7 +71,7 @@ def small_layers():
 WORKLOADS = {
     "A": Workload(
         partial(mlp, 1024, 4096, 4096, 1024, 10),
-        partial(vectors, 1024, 10),
+        partial(draw_vectors, 1024, 10),
         32 * RANKS,
         F.cross_entropy,
         partial(optim.SGD, lr=0.01, momentum=0.9),
@@ -79,20 +79,30 @@ WORKLOADS = {
     ),
     "B": Workload(
         lambda: GPT(GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4096, dropout=0.0)),
-        tokens,
+        draw_tokens,
         8 * RANKS,
         sequence_loss,
         partial(optim.AdamW, lr=3e-4),
         steps=6,
     ),
     "C": Workload(
-        small_layers, partial(vectors, 64, 64), 64 * RANKS, F.cross_entropy, partial(optim.SGD, lr=0.01), steps=60
+        small_layers, partial(draw_vectors, 64, 64), 64 * RANKS, F.cross_entropy, partial(optim.SGD, lr=0.01), steps=60
     ),
     "D": Workload(
-        partial(Tables, sparse=True), features, 256 * RANKS, F.cross_entropy, partial(optim.SGD, lr=0.01), steps=60
+        partial(EmbeddingModel, sparse=True),
+        draw_features,
+        256 * RANKS,
+        F.cross_entropy,
+        partial(optim.SGD, lr=0.01),
+        steps=60,
     ),
     "E": Workload(
-        partial(Tables, sparse=False), features, 256 * RANKS, F.cross_entropy, partial(optim.SGD, lr=0.01), steps=10
+        partial(EmbeddingModel, sparse=False),
+        draw_features,
+        256 * RANKS,
+        F.cross_entropy,
+        partial(optim.SGD, lr=0.01),
+        steps=10,
     ),
 }
 
@@ -103,6 +113,6 @@ def batches(workload, count):
     return [workload.batch(draw, workload.size) for _ in range(count)]
 
 
-def built(workload):
+def build_model(workload):
     torch.manual_seed(0)
     return workload.build()

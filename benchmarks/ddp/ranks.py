@@ -33,7 +33,7 @@ def keep_freed_memory():
         libc.mallopt(mmap_max, 0)  # a higher threshold leaves three times as many page faults
 
 
-class Run:
+class DDPRun:
     """One model that is trained on one backend."""
 
     def __init__(self, group, settings):
@@ -58,7 +58,7 @@ class Run:
 
 def compare(groups, settings, rounds):
     """Return the median seconds of a step on each backend in each round, and how far the two models are apart."""
-    runs = {name: Run(groups[name], settings) for name in BACKENDS}
+    runs = {name: DDPRun(groups[name], settings) for name in BACKENDS}
     for run in runs.values():
         for _ in range(WARM_UP):
             run.step()

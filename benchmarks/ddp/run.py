@@ -6,10 +6,10 @@ from pathlib import Path
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.local import run_command, script_command
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 ROUNDS, RANKS, BAR = 9, 2, 1.3
-APART = 1e-4  # of the largest parameter: some steps in float32, added up in another order
+MAX_PARAM_DIFFERENCE = 1e-4  # of the largest parameter: some steps in float32, added up in another order
 
 
 def on_ranks(rounds):
@@ -24,7 +24,7 @@ def on_ranks(rounds):
     return json.loads(found[0])
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     rows, missed, figures = [], [], {}
     for setting, found in on_ranks(max(3, options.rounds or ROUNDS)).items():
         ours, theirs = found["seconds"]["counterpoint"], found["seconds"]["gloo"]
@@ -36,7 +36,11 @@ def measure(options: Options) -> Result:
         figures[setting] = {**found, "ratio": ratio}
         if not ratio >= BAR:
             missed.append(f"{setting}: {ratio:.2f} times as fast as on gloo; at least {BAR} promised")
-        if not found["apart"] <= APART:
-            missed.append(f"{setting}: parameters are {found['apart']:.0e} apart; at most {APART:.0e} promised")
+        if not found["apart"] <= MAX_PARAM_DIFFERENCE:
+            missed.append(
+                f"{setting}: parameters are {found['apart']:.0e} apart; at most {MAX_PARAM_DIFFERENCE:.0e} promised"
+            )
     columns = ("DDP", "counterpoint ms", "gloo ms", "ratio", "spread", "bar", "parameters apart")
-    return Result(columns, tuple(rows), tuple(missed), figures, {"ratio:": "steps per second over those on gloo"})
+    return BenchmarkResult(
+        columns, tuple(rows), tuple(missed), figures, {"ratio:": "steps per second over those on gloo"}
+    )

@@ -13,11 +13,9 @@ from pathlib import Path
 import torch
 
 from counterpoint.fabric import Address, connect
-from counterpoint.fabric.algorithms import execute, row_of
-from counterpoint.fabric.algorithms.butterflies import halving_doubling
-from counterpoint.fabric.algorithms.hierarchies import hierarchical
-from counterpoint.fabric.algorithms.rings import ring
-from counterpoint.fabric.strand import Strand
+from counterpoint.fabric.collectives import execute, rank_schedule
+from counterpoint.fabric.collectives.algorithms import halving_doubling, hierarchical, ring
+from counterpoint.fabric.collectives.gloo_channel import GlooChannel
 
 MB = 1 << 20
 EAGER_BYTES = 3 * MB // 2
@@ -33,8 +31,8 @@ def sent_bytes():
     raise RuntimeError("this host has no eth0: run me in the lab")
 
 
-def by_schedule(strand, schedule, group):
-    row = row_of(schedule, group, strand.rank)
+def all_reduce_by_schedule(strand, schedule, group):
+    row = rank_schedule(schedule, group, strand.rank)
 
     def add_up(tensor):
         execute(strand, row, "sum", [tensor], eager_bytes=EAGER_BYTES)
@@ -43,31 +41,31 @@ def by_schedule(strand, schedule, group):
     return add_up
 
 
-def by_fabric(fabric):
+def all_reduce_by_fabric(fabric):
     everybody = tuple(range(fabric.num_ranks))
     return lambda tensor: fabric.all_reduce("sum", tensor, everybody).wait()
 
 
-def contenders(kind, auto, gloo):
+def make_contenders(kind, auto, gloo):
     """Return what is compared: ``sum(tensor)`` by name."""
     everybody = tuple(range(gloo.num_ranks))
-    strand = Strand(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.deadline_s)
+    strand = GlooChannel(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.deadline_s)
     if kind == "sums":  # ranks 0, 1 on one host, 2, 3 on the other
         return {
-            "connect": by_fabric(auto),
-            "hierarchical": by_schedule(strand, hierarchical((0, 0, 1, 1), ring), everybody),
-            "ring in host order": by_schedule(strand, ring(4), everybody),
-            "ring interleaved": by_schedule(strand, ring(4), (0, 2, 1, 3)),
-            "gloo": by_fabric(gloo),
+            "connect": all_reduce_by_fabric(auto),
+            "hierarchical": all_reduce_by_schedule(strand, hierarchical((0, 0, 1, 1), ring), everybody),
+            "ring in host order": all_reduce_by_schedule(strand, ring(4), everybody),
+            "ring interleaved": all_reduce_by_schedule(strand, ring(4), (0, 2, 1, 3)),
+            "gloo": all_reduce_by_fabric(gloo),
         }
     return {
-        "ring": by_schedule(strand, ring(len(everybody)), everybody),
-        "halving-doubling": by_schedule(strand, halving_doubling(len(everybody)), everybody),
-        "gloo": by_fabric(gloo),
+        "ring": all_reduce_by_schedule(strand, ring(len(everybody)), everybody),
+        "halving-doubling": all_reduce_by_schedule(strand, halving_doubling(len(everybody)), everybody),
+        "gloo": all_reduce_by_fabric(gloo),
     }
 
 
-def plain_transfer(fabric, num_bytes):
+def time_tcp_transfer(fabric, num_bytes):
     """Return the seconds that rank 0 takes to send rank 1, on another host, so much on a TCP connection."""
     if fabric.rank > 1:
         return None
@@ -99,11 +97,11 @@ def main(kind, megabytes, rounds):
     gloo = connect(rank, count, Address(host, port + 1), job="gloo", transport="gloo")
     everybody, num_elements = tuple(range(count)), megabytes * MB // 4
     found = {"plain transfer": []}
-    compared = contenders(kind, auto, gloo)
+    compared = make_contenders(kind, auto, gloo)
     tensor = auto.empty(num_elements, torch.float32)
     for turn in range(rounds + 1):  # the first warms up
         if kind == "link":
-            seconds = plain_transfer(gloo, megabytes * MB)
+            seconds = time_tcp_transfer(gloo, megabytes * MB)
             found["plain transfer"] += [seconds] if turn else []
         for name, add_up in compared.items():
             tensor.fill_(rank + 1)

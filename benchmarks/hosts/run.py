@@ -6,17 +6,17 @@ import sys
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lab import Lab
 
 ROUNDS, MEGABYTES, RATE, BYTES_PER_S = 5, 16, "1gbit", 125e6
-WIRE = {"hierarchical": 1.0, "connect": 1.0, "ring in host order": 1.5, "ring interleaved": 3.0}
-FASTER = {"ring in host order": 1.3, "ring interleaved": 2.5, "gloo": 1.3}
-HEADERS = 0.03  # of frames and announcements, above the bytes of the tensors
-LINK_SHARE = 0.85
+WIRE_BYTES = {"hierarchical": 1.0, "connect": 1.0, "ring in host order": 1.5, "ring interleaved": 3.0}
+MIN_SPEEDUP = {"ring in host order": 1.3, "ring interleaved": 2.5, "gloo": 1.3}
+HEADER_OVERHEAD = 0.03  # of frames and announcements, above the bytes of the tensors
+MIN_LINK_USE = 0.85
 
 
 def on_hosts(hosts, per_host, kind, rounds):
@@ -27,57 +27,63 @@ def on_hosts(hosts, per_host, kind, rounds):
         return [json.loads(one.text().splitlines()[-1]) for one in ended]
 
 
-def slowest(found, name):
+def slowest_rank_s(found, name):
     """Return the seconds of each round, until the last rank was done."""
     return [max(one[0] for one in turns) for turns in zip(*(rank[name] for rank in found), strict=True)]
 
 
-def between_two(rounds, missed, figures):
+def two_host_rows(rounds, missed, figures):
     """Yield a row for each contender on 2 hosts of 2 ranks."""
     found = on_hosts(2, 2, "sums", rounds)
-    ours = slowest(found, "connect")
+    ours = slowest_rank_s(found, "connect")
     for name in ("connect", "hierarchical", "ring in host order", "ring interleaved", "gloo"):
-        seconds = slowest(found, name)
+        seconds = slowest_rank_s(found, name)
         sent = statistics.median(sent for _, sent in found[0][name]) / (MEGABYTES << 20)
         ratio = statistics.median(s / o for s, o in zip(seconds, ours, strict=True))
-        own = statistics.median(s / h for s, h in zip(seconds, slowest(found, "hierarchical"), strict=True))
+        own = statistics.median(s / h for s, h in zip(seconds, slowest_rank_s(found, "hierarchical"), strict=True))
         figures[name] = {"seconds": seconds, "sent": sent, "over_connect": ratio, "over_hierarchical": own}
         yield "2 x 2", name, f"{1e3 * statistics.median(seconds):.0f}", f"{sent:.3f}", f"{ratio:.2f}", f"{own:.2f}", "-"
-        if name in WIRE and not WIRE[name] <= sent <= WIRE[name] * (1 + HEADERS):
-            missed.append(f"{name}: {sent:.3f} n crossed the wire instead of {WIRE[name]} n")
-        if name in FASTER and not ratio >= FASTER[name]:
-            missed.append(f"connect is {ratio:.2f} times as fast as {name}; at least {FASTER[name]} promised")
+        if name in WIRE_BYTES and not WIRE_BYTES[name] <= sent <= WIRE_BYTES[name] * (1 + HEADER_OVERHEAD):
+            missed.append(f"{name}: {sent:.3f} n crossed the wire instead of {WIRE_BYTES[name]} n")
+        if name in MIN_SPEEDUP and not ratio >= MIN_SPEEDUP[name]:
+            missed.append(f"connect is {ratio:.2f} times as fast as {name}; at least {MIN_SPEEDUP[name]} promised")
 
 
-def between_four(rounds, missed, figures):
+def four_host_rows(rounds, missed, figures):
     """Yield a row for each contender on 4 hosts of 1 rank."""
     found = on_hosts(4, 1, "link", rounds)
     reached = (MEGABYTES << 20) / statistics.median(found[0]["plain transfer"])
     figures["plain transfer"] = {"bytes_per_s": reached}
     least = 2 * (MEGABYTES << 20) * 3 / 4
     for name in ("ring", "halving-doubling", "gloo"):
-        seconds = statistics.median(slowest(found, name))
+        seconds = statistics.median(slowest_rank_s(found, name))
         sent = statistics.median(sent for _, sent in found[0][name]) / (MEGABYTES << 20)
         nominal, measured = (least / rate / seconds for rate in (BYTES_PER_S, reached))
-        figures[f"4 x 1 {name}"] = {"seconds": slowest(found, name), "of_nominal": nominal, "of_measured": measured}
+        figures[f"4 x 1 {name}"] = {
+            "seconds": slowest_rank_s(found, name),
+            "of_nominal": nominal,
+            "of_measured": measured,
+        }
         share = f"{nominal:.1%} / {measured:.1%}"
         yield "4 x 1", name, f"{1e3 * seconds:.0f}", f"{sent:.3f}", "-", "-", share
-        if name != "gloo" and not max(nominal, measured) >= LINK_SHARE:
-            missed.append(f"{name}: {share} of the link (nominal / as a plain TCP transfer); {LINK_SHARE:.0%} promised")
+        if name != "gloo" and not max(nominal, measured) >= MIN_LINK_USE:
+            missed.append(
+                f"{name}: {share} of the link (nominal / as a plain TCP transfer); {MIN_LINK_USE:.0%} promised"
+            )
 
 
-def measure(options: Options) -> Result:
-    if reason := Lab.why_not():
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
+    if reason := Lab.unavailable_reason():
         raise LaunchError(f"hosts cannot be made here: {reason}")
     rounds = max(3, options.rounds or ROUNDS)
     missed, figures = [], {}
-    options.tell("2 hosts of 2 ranks")
-    rows = list(between_two(rounds, missed, figures))
-    options.tell("4 hosts of 1 rank")
-    rows += between_four(rounds, missed, figures)
+    options.report_progress("2 hosts of 2 ranks")
+    rows = list(two_host_rows(rounds, missed, figures))
+    options.report_progress("4 hosts of 1 rank")
+    rows += four_host_rows(rounds, missed, figures)
     columns = ("hosts", "all-reduce", "ms", "sent, n", "over connect", "over hierarchical", "of the link")
     note = {
         "of the link:": f"the least that can be sent, at {RATE} / at that of a plain TCP transfer in this run, over "
         f"the time taken; a plain transfer reached {figures['plain transfer']['bytes_per_s'] / 1e6:.1f} MB/s",
     }
-    return Result(columns, tuple(rows), tuple(missed), figures, note)
+    return BenchmarkResult(columns, tuple(rows), tuple(missed), figures, note)

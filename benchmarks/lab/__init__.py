@@ -4,9 +4,9 @@
 ``benchmarks/*/run.py`` that is started from the root. README.md says what it does and what it cannot.
 """
 
+from benchmarks.lab.commands import FinishedCommand, RunningCommand, wait_all
 from benchmarks.lab.host import LabError
 from benchmarks.lab.lab import Lab
 from benchmarks.lab.network import Traffic
-from benchmarks.lab.running import Ended, Running, finish
 
-__all__ = ["Ended", "Lab", "LabError", "Running", "Traffic", "finish"]
+__all__ = ["FinishedCommand", "Lab", "LabError", "RunningCommand", "Traffic", "wait_all"]

@@ -45,7 +45,7 @@ class LabError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class LabHost:
     """A running host.
 
     Args:
@@ -58,7 +58,7 @@ class Host:
     pid: int
     keeper: subprocess.Popen[bytes]
 
-    def inside(self, command: Sequence[str]) -> list[str]:
+    def command_inside(self, command: Sequence[str]) -> list[str]:
         """Return the command line that runs ``command`` on this host, in the caller's working directory."""
         return ["nsenter", f"--target={self.pid}", *NAMESPACES, "--", "env", "-C", str(Path.cwd()), *command]
 
@@ -74,7 +74,12 @@ class Host:
         """Start a command on this host, in a session of its own; ``environ`` adds to the lab's own variables."""
         variables = {**os.environ, **(environ or {})}
         return subprocess.Popen(
-            self.inside(command), env=variables, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+            self.command_inside(command),
+            env=variables,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
         )
 
     def call(self, *command: str, text: str = "") -> str:
@@ -83,9 +88,9 @@ class Host:
         Raises:
             LabError: it failed, or took more than 10 s.
         """
-        return call(*self.inside(command), text=text)
+        return call(*self.command_inside(command), text=text)
 
-    def wire(self, *command: str) -> str:
+    def call_in_network(self, *command: str) -> str:
         """Run a command of the machine in this host's network only, where it can name other hosts' processes.
 
         Raises:
@@ -95,18 +100,18 @@ class Host:
 
     def close(self) -> None:
         """End the host and every process on it."""
-        if self.keeper.stdin is not None:
-            self.keeper.stdin.close()
+        if self.store_owner.stdin is not None:
+            self.store_owner.stdin.close()
         try:
-            self.keeper.wait(CLOSED_S)
+            self.store_owner.wait(CLOSED_S)
         except subprocess.TimeoutExpired:
-            self.keeper.kill()  # --kill-child: process 1 goes too
-            self.keeper.wait()
-        if self.keeper.stdout is not None:
-            self.keeper.stdout.close()
+            self.store_owner.kill()  # --kill-child: process 1 goes too
+            self.store_owner.wait()
+        if self.store_owner.stdout is not None:
+            self.store_owner.stdout.close()
 
 
-def open_host(name: str, hosts_file: str) -> Host:
+def open_host(name: str, hosts_file: str) -> LabHost:
     """Start a host with a loopback interface and nothing else.
 
     Args:
@@ -132,7 +137,7 @@ def open_host(name: str, hosts_file: str) -> Host:
         keeper.wait()
         keeper.stdout.close()
         raise LabError(f"host {name} did not come up: {b' '.join(said).decode(errors='replace').strip()}")
-    return Host(name, _child_of(keeper.pid), keeper)
+    return LabHost(name, _child_of(keeper.pid), keeper)
 
 
 def call(*command: str, text: str = "") -> str:

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.lab import network, permission
-from benchmarks.lab.host import Host, LabError, open_host
+from benchmarks.lab import network
+from benchmarks.lab.commands import FinishedCommand, RunningCommand, start, wait_all
+from benchmarks.lab.host import LabError, LabHost, open_host
 from benchmarks.lab.network import Traffic
-from benchmarks.lab.running import Ended, Running, finish, start
 from counterpoint.launchers.environment import RankEnvironment, rank_variables
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ class Lab:
         seed: of the jitter of delays.
 
     Raises:
-        LabError: it cannot be built here; :meth:`why_not` says so beforehand.
+        LabError: it cannot be built here; :meth:`unavailable_reason` says so beforehand.
 
     Example::
 
@@ -52,25 +52,25 @@ class Lab:
         self.names = tuple(f"h{index}" for index in range(hosts))
         self.addresses = {name: f"10.77.0.{index}" for index, name in enumerate(self.names, 1)}
         self._rate, self._latency_s, self._seed = rate, latency_s, seed
-        self._hosts: dict[str, Host] = {}
-        self._lost: dict[Link, float] = {}
+        self._hosts: dict[str, LabHost] = {}
+        self._lost_error: dict[Link, float] = {}
         self._delays: dict[Link, tuple[float, float]] = {}
         self._proxies: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
-        self._running: list[Running] = []
+        self._running: list[RunningCommand] = []
         self._open = contextlib.ExitStack()
 
     @staticmethod
-    def why_not() -> str | None:
+    def unavailable_reason() -> str | None:
         """Return why no lab can be opened here, or None where it can."""
-        return permission.why_not()
+        return availability.unavailable_reason()
 
     @staticmethod
-    def why_no_faults() -> str | None:
+    def faults_unavailable_reason() -> str | None:
         """Return why packets cannot be lost, cut or delayed here, or None where they can."""
-        return permission.why_not() or permission.why_no_faults()
+        return availability.unavailable_reason() or availability.faults_unavailable_reason()
 
     def __enter__(self) -> Self:
-        if reason := permission.why_not():
+        if reason := availability.unavailable_reason():
             raise LabError(f"no lab can be opened here: {reason}")
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.addresses.items())]
         hosts_file = "".join(f"{line}\n" for line in lines)
@@ -95,13 +95,13 @@ class Lab:
 
     def start(
         self, host: str, command: Sequence[str], environ: Mapping[str, str] | None = None, name: str | None = None
-    ) -> Running:
+    ) -> RunningCommand:
         """Start a command on a host, in the caller's working directory; it ends with the lab at the latest."""
-        running = start(self._host(host), command, environ, name)
+        running = start(self._runner(host), command, environ, name)
         self._running.append(running)
         return running
 
-    def run(self, commands: Mapping[str, Sequence[str]], deadline_s: float = 60.0) -> dict[str, Ended]:
+    def run(self, commands: Mapping[str, Sequence[str]], deadline_s: float = 60.0) -> dict[str, FinishedCommand]:
         """Run one command on each of some hosts, at once, and return how each ended.
 
         Raises:
@@ -112,7 +112,7 @@ class Lab:
 
     def start_ranks(
         self, command: Sequence[str], place: Iterable[str], environ: Mapping[str, str] | None = None
-    ) -> list[Running]:
+    ) -> list[RunningCommand]:
         """Start one command on every rank, told who it is by the variables that torchrun sets.
 
         Args:
@@ -146,7 +146,7 @@ class Lab:
         interleaved: bool = False,
         environ: Mapping[str, str] | None = None,
         deadline_s: float = 60.0,
-    ) -> list[Ended]:
+    ) -> list[FinishedCommand]:
         """Run one command on ``per_host`` ranks of every host and return how each ended, from rank 0.
 
         Args:
@@ -166,24 +166,24 @@ class Lab:
 
     def pid(self, host: str) -> int:
         """Return process 1 of a host as the machine counts: ``nsenter --all --target PID`` looks around in it."""
-        return self._host(host).pid
+        return self._runner(host).pid
 
     def traffic(self, host: str) -> Traffic:
         """Return what has crossed a host's link so far; what its ranks say to each other does not."""
-        return network.traffic(self._host(host))
+        return network.traffic(self._runner(host))
 
     def shape(self, host: str, rate: str) -> None:
         """Give one host's link another rate, in each direction."""
-        network.shape(self._switch, self._host(host), rate)
+        network.shape(self._switch, self._runner(host), rate)
 
     def unplug(self, host: str) -> None:
         """Take a host's link down at the switch: it sees silence, not an error."""
-        self._host(host)
+        self._runner(host)
         self._switch.call("ip", "link", "set", network.port(host), "down")
 
     def plug(self, host: str) -> None:
         """Bring a link back that was unplugged."""
-        self._host(host)
+        self._runner(host)
         self._switch.call("ip", "link", "set", network.port(host), "up")
 
     def lose(self, source: str | Iterable[str], target: str | Iterable[str], ratio: float) -> None:
@@ -195,7 +195,7 @@ class Lab:
         if not 0 <= ratio <= 1:
             raise LabError(f"ratio={ratio}: give a number from 0 (nothing is lost) to 1 (all is)")
         links = self._links(source, target)
-        self._lost.update(dict.fromkeys(links, ratio))
+        self._lost_error.update(dict.fromkeys(links, ratio))
         for host in {to for _, to in links}:
             self._set_rules(host)
 
@@ -210,8 +210,8 @@ class Lab:
 
     def heal(self) -> None:
         """End every loss and every cut."""
-        for host in {to for _, to in self._lost}:
-            self._lost = {link: ratio for link, ratio in self._lost.items() if link[1] != host}
+        for host in {to for _, to in self._lost_error}:
+            self._lost_error = {link: ratio for link, ratio in self._lost_error.items() if link[1] != host}
             self._set_rules(host)
 
     def delay(
@@ -233,9 +233,9 @@ class Lab:
             self._set_delays(host)
             self._set_rules(host)
 
-    def _finish(self, running: Sequence[Running], deadline_s: float) -> list[Ended]:
+    def _finish(self, running: Sequence[RunningCommand], deadline_s: float) -> list[FinishedCommand]:
         try:
-            return finish(running, deadline_s)
+            return wait_all(running, deadline_s)
         finally:
             for one in running:
                 one.kill()
@@ -246,10 +246,10 @@ class Lab:
         sources = (source,) if isinstance(source, str) else tuple(source)
         targets = (target,) if isinstance(target, str) else tuple(target)
         for host in (*sources, *targets):
-            self._host(host)
+            self._runner(host)
         return [(one, other) for one in sources for other in targets if one != other]
 
-    def _host(self, name: str) -> Host:
+    def _runner(self, name: str) -> LabHost:
         if name not in self._hosts:
             known = ", ".join(self._hosts) or "no host, for it is not open"
             raise LabError(f"host {name!r} is not in this lab; it has {known}")
@@ -260,17 +260,19 @@ class Lab:
 
     def _set_rules(self, host: str) -> None:
         wanted: dict[str, object] = {
-            "drop": [(self.addresses[one], ratio) for (one, to), ratio in self._lost.items() if to == host and ratio]
+            "drop": [
+                (self.addresses[one], ratio) for (one, to), ratio in self._lost_error.items() if to == host and ratio
+            ]
         }
         if host in self._proxies:
             targets = [self.addresses[name] for name in self._delayed_peers(host)]
             wanted["redirect"] = {"port": self._proxies[host][1], "mark": PROXY_MARK, "targets": targets}
-        self._host(host).call(*PYTHON, str(HERE / "packets.py"), text=json.dumps(wanted))
+        self._runner(host).call(*PYTHON, str(HERE / "packet_rules.py"), text=json.dumps(wanted))
 
     def _set_delays(self, host: str) -> None:
         if host not in self._proxies:
-            script = (*PYTHON, str(HERE / "delay.py"), str(PROXY_MARK), f"{self._seed} {host}")
-            proxy = self._host(host).start(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            script = (*PYTHON, str(HERE / "delay_proxy.py"), str(PROXY_MARK), f"{self._seed} {host}")
+            proxy = self._runner(host).start(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self._open_proxy(host, proxy)
         table = {
             self.addresses[name]: {
@@ -279,7 +281,7 @@ class Lab:
             }
             for name in self._delayed_peers(host)
         }
-        _say(self._proxies[host][0], json.dumps(table))
+        _send_line(self._proxies[host][0], json.dumps(table))
 
     def _open_proxy(self, host: str, proxy: subprocess.Popen[bytes]) -> None:
         assert proxy.stdout is not None
@@ -297,11 +299,11 @@ class Lab:
                 if pipe is not None:
                     pipe.close()
             proxy.wait()
-        for state in (self._running, self._proxies, self._hosts, self._lost, self._delays):
+        for state in (self._running, self._proxies, self._hosts, self._lost_error, self._delays):
             state.clear()
 
 
-def _say(proxy: subprocess.Popen[bytes], line: str) -> None:
+def _send_line(proxy: subprocess.Popen[bytes], line: str) -> None:
     assert proxy.stdin is not None
     assert proxy.stdout is not None
     proxy.stdin.write(line.encode() + b"\n")

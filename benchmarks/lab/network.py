@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lab.host import Host, LabError
+from benchmarks.lab.host import LabError, LabHost
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 QUEUE_S = 0.05  # a full queue holds what the link carries in this time; what is above it is dropped
@@ -52,7 +52,7 @@ def bytes_per_s(rate: str) -> float:
     return float(match[1]) * UNITS[match[2]] / 8
 
 
-def connect(switch: Host, hosts: Mapping[str, tuple[Host, str]], rate: str | None) -> None:
+def connect(switch: LabHost, hosts: Mapping[str, tuple[LabHost, str]], rate: str | None) -> None:
     """Join hosts by a bridge in the switch; afterwards each has ``eth0`` with its address, shaped both ways.
 
     Args:
@@ -64,7 +64,7 @@ def connect(switch: Host, hosts: Mapping[str, tuple[Host, str]], rate: str | Non
     switch.call("ip", "link", "set", "bridge", "up")
     for name, (host, address) in hosts.items():
         ends = (port(name), "type", "veth", "peer", "name", "eth0")
-        switch.wire("ip", "link", "add", *ends, "netns", str(host.pid))
+        switch.call_in_network("ip", "link", "add", *ends, "netns", str(host.pid))
         switch.call("ip", "link", "set", port(name), "master", "bridge", "up")
         host.call("ip", "address", "add", f"{address}/24", "dev", "eth0")
         host.call("ip", "link", "set", "eth0", "up")
@@ -72,7 +72,7 @@ def connect(switch: Host, hosts: Mapping[str, tuple[Host, str]], rate: str | Non
             shape(switch, host, rate)
 
 
-def shape(switch: Host, host: Host, rate: str) -> None:
+def shape(switch: LabHost, host: LabHost, rate: str) -> None:
     """Make one host's link carry ``rate`` in each direction, from now on."""
     burst = max(MIN_BURST_BYTES, int(bytes_per_s(rate) * BURST_S))
     tbf = ("tbf", "rate", rate, "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms")
@@ -80,7 +80,7 @@ def shape(switch: Host, host: Host, rate: str) -> None:
     switch.call("tc", "qdisc", "replace", "dev", port(host.name), "root", *tbf)
 
 
-def traffic(host: Host) -> Traffic:
+def traffic(host: LabHost) -> Traffic:
     """Return what has crossed a host's link since it was made; loopback is not in it."""
     for line in Path(f"/proc/{host.pid}/net/dev").read_text(encoding="ascii").splitlines():
         name, _, figures = line.partition(":")

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from counterpoint.jobs.job import seeded, sequence_loss
+from counterpoint.jobs.job import sequence_loss, with_seed
 from counterpoint.jobs.models import GPT, GPTShape, mlp
-from counterpoint.testing.claims import Options, Result
-from counterpoint.training.events import Callback
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
+from counterpoint.training.callbacks.callback import Callback
 from counterpoint.training.trainer import Trainer
 
 ROUNDS = 7
@@ -83,7 +83,7 @@ class Times:
         return statistics.median(getattr(self, kind)) / statistics.median(getattr(other, kind))
 
 
-class Turns(Callback):
+class AlternatingSteps(Callback):
     """After every step of the trainer one by hand: whatever disturbs the machine disturbs both alike.
 
     A step of the trainer is the time from the end of the step by hand to the next call of `on_step`.
@@ -98,21 +98,21 @@ class Turns(Callback):
         self.last = None
 
     def on_step(self, event):
-        now = clocks()
+        now = read_clocks()
         if self.last is not None:  # the first step of a fit is not counted
-            note(self.ours, self.last, now)
+            record_times(self.ours, self.last, now)
         self.step_by_hand()
-        then = clocks()
+        then = read_clocks()
         if self.last is not None:
-            note(self.theirs, now, then)
+            record_times(self.theirs, now, then)
         self.last = then
 
 
-def clocks():
+def read_clocks():
     return time.perf_counter(), time.process_time()
 
 
-def note(times, before, after):
+def record_times(times, before, after):
     times.wall.append(after[0] - before[0])
     times.cpu.append(after[1] - before[1])
 
@@ -130,7 +130,7 @@ def keep_freed_memory():
         libc.mallopt(mmap_threshold, 2**30)
 
 
-def by_hand(case, model, data):
+def make_plain_step(case, model, data):
     inputs, targets = data.tensors
     optimizer = case.optimizer(model.parameters())
     order = torch.randperm(len(inputs))
@@ -151,10 +151,10 @@ def by_hand(case, model, data):
 
 def compare(case, num_rounds):
     """Return the times of each round, and the number of parameters."""
-    model = seeded(case.build)(0)
+    model = with_seed(case.build)(0)
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(case.inputs(16 * case.batch_size), case.targets(16 * case.batch_size))
-    turns = Turns(by_hand(case, copy.deepcopy(model), data))
+    turns = AlternatingSteps(make_plain_step(case, copy.deepcopy(model), data))
     trainer = Trainer(model, loss=case.loss, optimizer=case.optimizer, strategy="solo", callbacks=[turns])
     rounds = []
     for _ in range(num_rounds + 1):  # the first round warms up
@@ -164,11 +164,11 @@ def compare(case, num_rounds):
     return rounds[1:], sum(param.numel() for param in model.parameters())
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     keep_freed_memory()
     rows, missed, figures = [], [], {}
     for name, case in CASES.items():
-        options.tell(name)
+        options.report_progress(name)
         rounds, num_params = compare(case, max(3, options.rounds or ROUNDS))
         ratios = [ours.ratio(theirs, "wall") for ours, theirs in rounds]
         ratio, cpu = statistics.median(ratios), statistics.median(a.ratio(b, "cpu") for a, b in rounds)
@@ -181,4 +181,6 @@ def measure(options: Options) -> Result:
             missed.append(f"{name} is {100 * (ratio - 1):.1f} % slower than by hand; at most {case.bar - 1:.0%} may be")
     figures["threads"] = torch.get_num_threads()
     columns = ("model", "parameters", "trainer ms", "by hand ms", "ratio", "spread", "processor", "bar")
-    return Result(columns, tuple(rows), tuple(missed), figures, {"ratio:": f"with {torch.get_num_threads()} threads"})
+    return BenchmarkResult(
+        columns, tuple(rows), tuple(missed), figures, {"ratio:": f"with {torch.get_num_threads()} threads"}
+    )

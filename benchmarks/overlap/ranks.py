@@ -49,7 +49,7 @@ class DDP:
         return float(loss.detach())
 
 
-def timed(step, batch):
+def time_step(step, batch):
     """Return the seconds of a step that all ranks begin together."""
     dist.barrier()
     began = time.perf_counter()
@@ -57,7 +57,7 @@ def timed(step, batch):
     return time.perf_counter() - began
 
 
-def alone(batch):
+def time_single_rank(batch):
     """Return the seconds of one forward and one backward of a rank's part of the batch."""
     model, (inputs, targets) = gpt(), (part[: BATCH // 2] for part in batch)
     began = time.perf_counter()
@@ -86,15 +86,18 @@ def main(rounds):
     seconds = {name: [] for name in sides}
     for _ in range(rounds):
         for name, step in sides.items():
-            seconds[name].append(timed(step, batch))
-    buckets = {name: list(buckets_of(step)) for name, step in ours.items()}
-    print(json.dumps({"seconds": seconds, "buckets": buckets, "alone": [alone(batch) for _ in range(4)]}), flush=True)
+            seconds[name].append(time_step(step, batch))
+    buckets = {name: list(bucket_counts(step)) for name, step in ours.items()}
+    print(
+        json.dumps({"seconds": seconds, "buckets": buckets, "alone": [time_single_rank(batch) for _ in range(4)]}),
+        flush=True,
+    )
     for step in ours.values():
         step.close()
     dist.destroy_process_group()
 
 
-def buckets_of(step):
+def bucket_counts(step):
     """Yield how many buckets the sums of a step are made in."""
     for rank in step.team.ranks.values():
         for sites in rank.interpreter.exchange.early.sites.values():

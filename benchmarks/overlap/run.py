@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -14,7 +14,7 @@ from benchmarks.lab import Lab
 
 ROUNDS, RATE = 15, "1gbit"
 BARS = {"without": 1.1, "ddp": 1.0}  # how many times as fast the tuned step is, at least
-MEANS = {
+LABELS = {
     "without": "ours, passes=()",
     "overlap": "ours, tune=off",
     "tuned": "ours",
@@ -29,13 +29,13 @@ def on_hosts(rounds):
         return [json.loads(one.text().splitlines()[-1]) for one in lab.run_ranks(command, deadline_s=240)]
 
 
-def measure(options: Options) -> Result:
-    if reason := Lab.why_not():
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
+    if reason := Lab.unavailable_reason():
         raise LaunchError(f"hosts cannot be made here: {reason}")
     found = on_hosts(max(3, options.rounds or ROUNDS))
-    seconds = {name: list(map(max, *(rank["seconds"][name] for rank in found))) for name in MEANS}
+    seconds = {name: list(map(max, *(rank["seconds"][name] for rank in found))) for name in LABELS}
     rows, missed = [], []
-    for name, meaning in MEANS.items():
+    for name, meaning in LABELS.items():
         ratios = {
             other: statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True))
             for other in ("without", "ddp")
@@ -46,9 +46,11 @@ def measure(options: Options) -> Result:
         rows.append((meaning, count, f"{1e3 * statistics.median(seconds[name]):.0f}", spread, *shown))
         for other, bar in BARS.items() if name == "tuned" else ():
             if not ratios[other] >= bar:
-                missed.append(f"ours is {ratios[other]:.2f} times as fast as {MEANS[other]}; at least {bar} promised")
+                missed.append(f"ours is {ratios[other]:.2f} times as fast as {LABELS[other]}; at least {bar} promised")
     forward, backward = (statistics.median(times) for times in zip(*found[0]["alone"], strict=True))
     rows.append(("one rank that sends nothing", "-", f"{1e3 * (forward + backward):.0f}", "-", "-", "-"))
     columns = ("2 hosts x 1 rank, 1 Gbit/s", "buckets", "ms a step", "spread", "over without", "over DDP")
     note = f"forward {1e3 * forward:.0f} ms, backward {1e3 * backward:.0f} ms; no update"
-    return Result(columns, tuple(rows), tuple(missed), {"seconds": seconds, "ranks": found}, {"sends nothing:": note})
+    return BenchmarkResult(
+        columns, tuple(rows), tuple(missed), {"seconds": seconds, "ranks": found}, {"sends nothing:": note}
+    )

@@ -2,40 +2,40 @@
 
 import torch
 
-from counterpoint.testing.claims import Options, Result
-from counterpoint.testing.parity import BAR, cell, cells_on_processes
-from counterpoint.testing.subjects import STRATEGIES
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
+from counterpoint.testing.parity import TOLERANCE, check_parity, process_results
+from counterpoint.testing.parity_models import STRATEGIES
 
 MODELS = ("mlp", "cnn", "gpt")
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     torch.set_num_threads(1)
     cells = []
     for strategy in ("solo", *STRATEGIES):
-        options.tell(strategy)
-        cells += [cell(name, strategy) for name in MODELS]
-    columns = {name: {found.strategy: found for found in cells if found.subject == name} for name in MODELS}
+        options.report_progress(strategy)
+        cells += [check_parity(name, strategy) for name in MODELS]
+    columns = {name: {found.strategy: found for found in cells if found.model == name} for name in MODELS}
     for num_ranks in (2, 3) if options.processes else ():
-        options.tell(f"{num_ranks} processes")
-        found = cells_on_processes(num_ranks)
+        options.report_progress(f"{num_ranks} processes")
+        found = process_results(num_ranks)
         columns[f"mlp, {num_ranks} processes"] = {one.strategy: one for one in found}
         cells += found
     rows = list(dict.fromkeys(one.strategy for one in cells))
-    return Result(
+    return BenchmarkResult(
         columns=("strategy", *columns),
-        rows=tuple((row, *(shown(column.get(row)) for column in columns.values())) for row in rows),
+        rows=tuple((row, *(format_cell(column.get(row)) for column in columns.values())) for row in rows),
         missed=tuple(
-            f"{one.strategy} on {one.subject}, {one.world}: {one.worst:.1e} is above {BAR:.0e} ({one.law})"
+            f"{one.strategy} on {one.model}, {one.world}: {one.worst:.1e} is above {TOLERANCE:.0e} ({one.expectation})"
             for one in cells
-            if not one.worst <= BAR
+            if not one.worst <= TOLERANCE
         ),
-        figures={f"{one.strategy} / {one.subject} / {one.world}": one.worst for one in cells},
+        figures={f"{one.strategy} / {one.model} / {one.world}": one.worst for one in cells},
         notes={"*": "running statistics are the mean over the replicas of each one's own, weighted by microbatches"},
     )
 
 
-def shown(one):
+def format_cell(one):
     if one is None:
         return ""
-    return f"{one.worst:.1e}" + (" *" if "running statistics" in one.law else "")
+    return f"{one.worst:.1e}" + (" *" if "running statistics" in one.expectation else "")

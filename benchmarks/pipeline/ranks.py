@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-import sides
+import contenders
 import torch
-from turns import turns
+from turn_taking import wait_for_turns
 
 WARM_UP, STEPS = 3, 3
 
@@ -28,12 +28,17 @@ def peak_bytes():
 def main(kind, name, folder):
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
-    rank, folder, side = sides.own_rank(), Path(folder), getattr(sides, kind)(name)
+    rank, folder, side = contenders.rank_from_env(), Path(folder), getattr(contenders, kind)(name)
     losses, seconds = [], []
-    for number, _ in enumerate(turns(folder, rank, side.rest)):
+    for number, _ in enumerate(wait_for_turns(folder, rank, side.drain_incoming)):
         took = []
         for _ in range(STEPS if number else WARM_UP):
-            drawn = torch.randint(0, sides.SHAPE.num_tokens, (sides.BATCH, sides.SHAPE.context + 1), generator=draw)
+            drawn = torch.randint(
+                0,
+                contenders.FORMAT_HELP.num_tokens,
+                (contenders.MAX_RECORDS_PER_SEND, contenders.FORMAT_HELP.context + 1),
+                generator=draw,
+            )
             began = time.perf_counter()
             losses.append(side.step((drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())))
             took.append(time.perf_counter() - began)

@@ -7,31 +7,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.pipeline.turns import Side
+from benchmarks.pipeline.turn_taking import ContenderProcesses
 
 ROUNDS, BATCH = 24, 16
-SIDES = {
-    "gpipe": ("Ours", "pipeline(2, order=gpipe)", 2),
-    "torch gpipe": ("Torch", "GPipe", 2),
-    "1f1b": ("Ours", "pipeline(2)", 2),
-    "torch 1f1b": ("Torch", "1F1B", 2),
-    "interleaved": ("Ours", "interleaved(2)", 2),
-    "torch interleaved": ("Torch", "Interleaved1F1B", 2),
-    "zero bubble": ("Ours", "zero_bubble(2)", 2),
-    "torch zero bubble": ("Torch", "InterleavedZeroBubble", 2),
-    "zero bubble, V": ("Ours", "zero_bubble(2, virtual=2)", 2),
-    "torch zero bubble, V": ("Torch", "ZBVZeroBubble", 2),
-    "pipedream": ("Ours", "pipedream(2)", 2),
-    "pipedream, whole batches": ("Ours", "pipedream(2) in 1", 2),
-    "pipedream 2bw": ("Ours", "pipedream_2bw(2)", 2),
+CONTENDERS = {
+    "gpipe": ("Counterpoint", "pipeline(2, schedule=gpipe)", 2),
+    "torch gpipe": ("TorchPipeline", "GPipe", 2),
+    "1f1b": ("Counterpoint", "pipeline(2)", 2),
+    "torch 1f1b": ("TorchPipeline", "1F1B", 2),
+    "interleaved": ("Counterpoint", "interleaved(2)", 2),
+    "torch interleaved": ("TorchPipeline", "Interleaved1F1B", 2),
+    "zero bubble": ("Counterpoint", "zero_bubble(2)", 2),
+    "torch zero bubble": ("TorchPipeline", "InterleavedZeroBubble", 2),
+    "zero bubble, V": ("Counterpoint", "zero_bubble(2, chunks_per_stage=2)", 2),
+    "torch zero bubble, V": ("TorchPipeline", "ZBVZeroBubble", 2),
+    "pipedream": ("Counterpoint", "pipedream(2)", 2),
+    "pipedream, whole batches": ("Counterpoint", "pipedream(2) in 1", 2),
+    "pipedream 2bw": ("Counterpoint", "pipedream_2bw(2)", 2),
     "deepspeed 1f1b": ("DeepSpeed", "", 2),
-    "one process": ("Alone", "", 1),
+    "one process": ("SingleProcess", "", 1),
 }
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zero bubble", "zero bubble, V")
-LIKE = {
+TORCH_COUNTERPARTS = {
     "gpipe": "torch gpipe",
     "1f1b": "torch 1f1b",
     "interleaved": "torch interleaved",
@@ -39,28 +39,28 @@ LIKE = {
     "zero bubble, V": "torch zero bubble, V",
 }
 """Torch's schedule of the same name."""
-SAME, BEST, STREAM = 1.05, 1.05, 1.15
-APART = 1e-4
+MIN_SPEEDUP_SAME_SCHEDULE, MIN_SPEEDUP_BEST, MIN_SPEEDUP_ASYNC = 1.05, 1.05, 1.15
+MAX_LOSS_DIFFERENCE = 1e-4
 
 
-def present(side):
-    return SIDES[side][0] != "DeepSpeed" or find_spec("deepspeed") is not None
+def is_installed(side):
+    return CONTENDERS[side][0] != "DeepSpeed" or find_spec("deepspeed") is not None
 
 
-def measure(options: Options) -> Result:
-    sides = [side for side in SIDES if present(side)]
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
+    sides = [side for side in CONTENDERS if is_installed(side)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="counterpoint-")))
         running = {}
         for number, side in enumerate(sides):
-            options.tell(f"building {side}")
-            running[side] = stack.enter_context(Side(side, *SIDES[side], folder / str(number)))
+            options.report_progress(f"building {side}")
+            running[side] = stack.enter_context(ContenderProcesses(side, *CONTENDERS[side], folder / str(number)))
         for number in range(max(3, options.rounds or ROUNDS)):
-            options.tell(f"round {number + 1}")
+            options.report_progress(f"round {number + 1}")
             order = sides[number % len(sides) :] + sides[: number % len(sides)]
             for side in order if number % 2 else order[::-1]:
-                running[side].take_turn()
-        found = {side: running[side].found() for side in sides}
+                running[side].run_turn()
+        found = {side: running[side].collect_results() for side in sides}
     speeds = {
         side: [BATCH / max(took) for took in zip(*(rank["seconds"] for rank in ranks), strict=True)]
         for side, ranks in found.items()
@@ -70,17 +70,17 @@ def measure(options: Options) -> Result:
     }
     memory = {side: sum(rank["bytes"] for rank in ranks) for side, ranks in found.items()}
     best = {
-        whose: max(names, key=lambda side: statistics.median(within_rounds(speeds)[side]))
+        whose: max(names, key=lambda side: statistics.median(normalize_by_round(speeds)[side]))
         for whose, names in (("ours", SYNCHRONOUS), ("torch", [side for side in sides if side.startswith("torch")]))
     }
-    rows = [row(side, speeds, losses, memory, best["torch"]) for side in sides]
+    rows = [make_row(side, speeds, losses, memory, best["torch"]) for side in sides]
     columns = ("side", "samples/s", "spread", "over torch's like it", "over torch's best", "MiB", "loss apart")
     notes = {"torch's best": best["torch"], "our best synchronous one": best["ours"]}
-    missed = tuple(misses(sides, speeds, losses, memory, best))
-    return Result(columns, tuple(rows), missed, {"samples/s": speeds, "bytes": memory}, notes)
+    missed = tuple(find_misses(sides, speeds, losses, memory, best))
+    return BenchmarkResult(columns, tuple(rows), missed, {"samples/s": speeds, "bytes": memory}, notes)
 
 
-def within_rounds(speeds):
+def normalize_by_round(speeds):
     """Return speeds as parts of the mean of their round: the machine is faster in one round than in another."""
     means = [statistics.fmean(found) for found in zip(*speeds.values(), strict=True)]
     return {side: [one / mean for one, mean in zip(found, means, strict=True)] for side, found in speeds.items()}
@@ -90,35 +90,35 @@ def ratio(speeds, side, other):
     return statistics.median(a / b for a, b in zip(speeds[side], speeds[other], strict=True))
 
 
-def apart(losses, side):
+def loss_difference(losses, side):
     """Return how far the losses of synchronous sides are from those of one process."""
     pairs = zip(losses[side], losses["one process"], strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs) if "pipedream" not in side else 0.0
 
 
-def row(side, speeds, losses, memory, best):
+def make_row(side, speeds, losses, memory, best):
     found = speeds[side]
     return (
         side,
         f"{statistics.median(found):.1f}",
         f"{min(found):.1f} to {max(found):.1f}",
-        f"{ratio(speeds, side, LIKE[side]):.2f}" if side in LIKE else "",
+        f"{ratio(speeds, side, TORCH_COUNTERPARTS[side]):.2f}" if side in TORCH_COUNTERPARTS else "",
         f"{ratio(speeds, side, best):.2f}",
         f"{memory[side] / 2**20:,.0f}",
-        f"{apart(losses, side):.0e}" if "pipedream" not in side else "",
+        f"{loss_difference(losses, side):.0e}" if "pipedream" not in side else "",
     )
 
 
-def misses(sides, speeds, losses, memory, best):
-    for side, other in LIKE.items():
-        if not ratio(speeds, side, other) >= SAME:
-            yield f"{side} is {ratio(speeds, side, other):.2f} times {other}, at least {SAME} promised"
+def find_misses(sides, speeds, losses, memory, best):
+    for side, other in TORCH_COUNTERPARTS.items():
+        if not ratio(speeds, side, other) >= MIN_SPEEDUP_SAME_SCHEDULE:
+            yield f"{side} is {ratio(speeds, side, other):.2f} times {other}, at least {MIN_SPEEDUP_SAME_SCHEDULE} promised"
         if not memory[side] <= memory[other]:
             yield f"{side} needs more memory than {other}"
-    if not ratio(speeds, best["ours"], best["torch"]) >= BEST:
-        yield f"{best['ours']} is {ratio(speeds, best['ours'], best['torch']):.2f} times torch's best, not {BEST}"
-    if not ratio(speeds, "pipedream", best["torch"]) >= STREAM:
-        yield f"pipedream is {ratio(speeds, 'pipedream', best['torch']):.2f} times torch's best, not {STREAM}"
+    if not ratio(speeds, best["ours"], best["torch"]) >= MIN_SPEEDUP_BEST:
+        yield f"{best['ours']} is {ratio(speeds, best['ours'], best['torch']):.2f} times torch's best, not {MIN_SPEEDUP_BEST}"
+    if not ratio(speeds, "pipedream", best["torch"]) >= MIN_SPEEDUP_ASYNC:
+        yield f"pipedream is {ratio(speeds, 'pipedream', best['torch']):.2f} times torch's best, not {MIN_SPEEDUP_ASYNC}"
     for side in sides:
-        if not apart(losses, side) <= APART:
-            yield f"losses of {side} are {apart(losses, side):.0e} from those of one process, at most {APART} promised"
+        if not loss_difference(losses, side) <= MAX_LOSS_DIFFERENCE:
+            yield f"losses of {side} are {loss_difference(losses, side):.0e} from those of one process, at most {MAX_LOSS_DIFFERENCE} promised"

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from counterpoint.jobs.table import find
-from counterpoint.plan import Plan
-from counterpoint.training.choice import PASSES
+from counterpoint.jobs.registry import find_job
+from counterpoint.plan.plan import Plan
+from counterpoint.training.plan_resolution import DEFAULT_PASSES
 
 MOST_SAMPLES = 256
 """So many samples are drawn at most: batches are cut from them, and come back."""
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannerWorkload:
     """One model and how it is trained.
 
     Args:
@@ -46,7 +46,7 @@ class Subject:
                 yield inputs[start : start + size], targets[start : start + size]
 
 
-def _neighbour(name):
+def _load_workloads(name):
     """Return the module of another benchmark, whose folder is no Python name."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "data-parallel" / "workloads.py")
     module = importlib.util.module_from_spec(spec)
@@ -54,23 +54,25 @@ def _neighbour(name):
     return module
 
 
-def _of_data_parallel(letter, reference):
-    found = _neighbour("data_parallel_workloads")
+def _data_parallel_workload(letter, reference):
+    found = _load_workloads("data_parallel_workloads")
     workload = found.WORKLOADS[letter]
     samples = workload.batch(torch.Generator().manual_seed(1), MOST_SAMPLES)
-    return Subject(lambda: found.built(workload), samples, workload.loss, workload.optimizer, workload.size, reference)
+    return PlannerWorkload(
+        lambda: found.build_model(workload), samples, workload.loss, workload.optimizer, workload.size, reference
+    )
 
 
-def _digits():
-    job = find("digits")
+def _digits_workload():
+    job = find_job("digits")
     samples = job.build_data()[0].fetch(range(MOST_SAMPLES))
-    return Subject(lambda: job.build_model(0), samples, job.loss, job.optimizer, job.batch_size, 64)
+    return PlannerWorkload(lambda: job.build_model(0), samples, job.loss, job.optimizer, job.batch_size, 64)
 
 
-SUBJECTS = {
-    "A": lambda: _of_data_parallel("A", 64),
-    "B": lambda: _of_data_parallel("B", 4),
-    "digits": _digits,
+WORKLOADS = {
+    "A": lambda: _data_parallel_workload("A", 64),
+    "B": lambda: _data_parallel_workload("B", 4),
+    "digits": _digits_workload,
 }
 
 
@@ -91,7 +93,7 @@ class Cell:
     @property
     def plan(self):
         """What a user gets who asks for it, before replicas share a copy."""
-        return replace(Plan.parse(self.strategy, num_microbatches=self.micros), passes=PASSES)
+        return replace(Plan.parse(self.strategy, num_microbatches=self.micros), passes=DEFAULT_PASSES)
 
     @property
     def ranks(self):
@@ -104,7 +106,7 @@ PLANS = (
     ("data(2)", 1),
     ("zero(2, level=1)", 1),
     ("zero(2, level=3)", 1),
-    ("pipeline(2, order=gpipe)", 4),
+    ("pipeline(2, schedule=gpipe)", 4),
     ("pipeline(2)", 4),
     ("tensor(2)", 1),
     ("pipeline(3)", 4),
@@ -113,11 +115,17 @@ PLANS = (
     ("zero(4, level=2)", 1),
     ("pipeline(2) * data(2)", 2),
 )
-CELLS = [Cell(letter, strategy, micros) for letter in SUBJECTS for strategy, micros in PLANS]
+CELLS = [Cell(letter, strategy, micros) for letter in WORKLOADS for strategy, micros in PLANS]
 
 LAB_RATES = (None, "1gbit", "100mbit")
 PLANS_BETWEEN = {
-    2: (("data(2)", 1), ("zero(2, level=1)", 1), ("pipeline(2)", 4), ("pipeline(2, order=gpipe)", 4), ("tensor(2)", 1)),
+    2: (
+        ("data(2)", 1),
+        ("zero(2, level=1)", 1),
+        ("pipeline(2)", 4),
+        ("pipeline(2, schedule=gpipe)", 4),
+        ("tensor(2)", 1),
+    ),
     4: (("data(4)", 1), ("zero(4, level=1)", 1), ("pipeline(4)", 4), ("pipeline(2) * data(2)", 2)),
 }
 """By the number of hosts, each with one rank: data parallelism, with which all are compared, and others."""

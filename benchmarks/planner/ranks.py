@@ -16,29 +16,33 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from cells import SUBJECTS, Cell
+from cells import WORKLOADS, Cell
 
 import counterpoint as cp
 from counterpoint.launchers.environment import detect
-from counterpoint.profiler.effort import Effort
-from counterpoint.profiler.probe_compute import layer_pieces, memory_pieces
-from counterpoint.profiler.probe_crowds import crowd
-from counterpoint.profiler.probe_turns import message_s, turn_parts
-from counterpoint.profiler.watch import as_in_training
-from counterpoint.training.world import met
+from counterpoint.profiler.probe_compute import (
+    ProbeConfig,
+    layer_work,
+    measure_contention,
+    measure_time_slice_rates,
+    memory_work,
+    time_contended_message,
+)
+from counterpoint.profiler.timer import training_conditions
+from counterpoint.training.distributed_world import connected_fabrics
 
-BESIDE, WARM_UP, BESIDE_S = 1, 8, 0.05
-CROWD = Effort(span_s=0.05)
+REFERENCE_WARM_UP, WARM_UP, REFERENCE_S = 1, 8, 0.05
+CONTENTION_PROBE = ProbeConfig(duration_s=0.05)
 """Half as long as the probe has ranks compute at once: this is done before and after every lap."""
 PAIR = 2
 """Ranks that send each other messages."""
-HOPELESS = 3.0
+GIVE_UP_RATIO = 3.0
 """A plan whose turn took so many times as long as the fastest one's has no other, where that is asked for."""
-LONG_S = 1.0
+LONG_STEP_S = 1.0
 """A longer step makes a lap, and there may be half as many."""
 
 
-def computed_s():
+def machine_cpu_s():
     """Return for how long all cores of this machine have computed so far, for anybody or for its neighbours."""
     with Path("/proc/stat").open(encoding="ascii") as lines:
         counts = [int(count) for count in lines.readline().split()[1:]]
@@ -46,7 +50,7 @@ def computed_s():
     return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
-class Alone:
+class ReferenceLoop:
     """A loop by hand in one process, with batches of one size, which has nothing to do with plans."""
 
     def __init__(self, subject, size):
@@ -66,21 +70,21 @@ class Alone:
         self.optimizer.step()
         return time.perf_counter() - began
 
-    def steps(self, least_s=BESIDE_S, fewest=1):
+    def steps(self, least_s=REFERENCE_S, fewest=1):
         """Take some for so long, and at least so many, after some that warm; return the seconds of each."""
-        warm_s = [self.step() for _ in range(BESIDE)][-1]
+        warm_s = [self.step() for _ in range(REFERENCE_WARM_UP)][-1]
         return [self.step() for _ in range(max(fewest, round(least_s / warm_s)))]
 
 
-def beside(known, others, fewest):
+def measure_reference(known, others, fewest):
     """Return what is taken beside a plan, on rank 0: a step of one process that the profile knows, crowds and turns."""
     step_s = median(known.steps(fewest=fewest)) if others.rank == 0 else 0.0
-    others.slowest(0.0)
-    crowds = {"crowd": others.crowd(layer_pieces), "memory_crowd": others.crowd(memory_pieces)}
-    return {"beside_s": step_s, **crowds, **others.turns()}
+    others.max_over_ranks(0.0)
+    crowds = {"crowd": others.measure_contention(layer_work), "memory_crowd": others.measure_contention(memory_work)}
+    return {"beside_s": step_s, **crowds, **others.measure_time_slicing()}
 
 
-class Others:
+class JobRanks:
     """The other ranks of this process's job."""
 
     def __init__(self):
@@ -91,72 +95,74 @@ class Others:
         """Which rank this is."""
         return 0 if self.environment is None else self.environment.rank
 
-    def slowest(self, seconds):
+    def max_over_ranks(self, seconds):
         """Return the longest time of all ranks, when all are here."""
-        if self.environment is None or not met(self.environment):
+        if self.environment is None or not connected_fabrics(self.environment):
             return seconds
-        fabric = met(self.environment)[0]
+        fabric = connected_fabrics(self.environment)[0]
         return max(fabric.gather_values("seconds", seconds, tuple(range(fabric.num_ranks))))
 
-    def crowd(self, ready):
+    def measure_contention(self, ready):
         """Return how fast 1, 2, ... ranks do something at once, on average; known to rank 0."""
-        if self.environment is None or not met(self.environment):
+        if self.environment is None or not connected_fabrics(self.environment):
             return [1.0]
-        fabric = met(self.environment)[0]
-        return crowd(fabric, fabric.num_ranks, CROWD, ready)
+        fabric = connected_fabrics(self.environment)[0]
+        return measure_contention(fabric, fabric.num_ranks, CONTENTION_PROBE, ready)
 
-    def turns(self):
+    def measure_time_slicing(self):
         """Return how fast 1, 2, ... ranks are in their turns, and what a message costs two of them; known to rank 0."""
-        if self.environment is None or not met(self.environment):
+        if self.environment is None or not connected_fabrics(self.environment):
             return {"turns": [1.0], "message_s": 0.0}
-        fabric = met(self.environment)[0]
-        parts = turn_parts(fabric, fabric.num_ranks, CROWD)
-        self.slowest(0.0)
-        busy_s = message_s(fabric, 1 - fabric.rank, CROWD) if fabric.rank < PAIR else 0.0
-        self.slowest(0.0)
+        fabric = connected_fabrics(self.environment)[0]
+        parts = measure_time_slice_rates(fabric, fabric.num_ranks, CONTENTION_PROBE)
+        self.max_over_ranks(0.0)
+        busy_s = time_contended_message(fabric, 1 - fabric.rank, CONTENTION_PROBE) if fabric.rank < PAIR else 0.0
+        self.max_over_ranks(0.0)
         return {"turns": parts, "message_s": busy_s}
 
 
-def lap(run, batches, count):
+def time_lap(run, batches, count):
     """Take so many steps; return the seconds of the lap, and what was computed meanwhile here and by all."""
     if count > 1:
         run(*next(batches))  # what has been done beside it has left the caches to others
     given = [next(batches) for _ in range(count)]
-    all_s, own_s, began = computed_s(), time.process_time(), time.perf_counter()
+    all_s, own_s, began = machine_cpu_s(), time.process_time(), time.perf_counter()
     for batch in given:
         run(*batch)
-    return [time.perf_counter() - began, time.process_time() - own_s, computed_s() - all_s]
+    return [time.perf_counter() - began, time.process_time() - own_s, machine_cpu_s() - all_s]
 
 
-def warmed(run, batches, others, budget_s):
+def warm_up(run, batches, others, budget_s):
     """Take steps until none needs memory that the ones before had not, or for long enough; return the last's time."""
     step_s = spent_s = 0.0
     for _ in range(WARM_UP):
         began = time.perf_counter()
         run(*next(batches))
-        step_s = others.slowest(time.perf_counter() - began)
+        step_s = others.max_over_ranks(time.perf_counter() - began)
         spent_s += step_s
         if spent_s > WARM_UP * budget_s:
             break
     return step_s
 
 
-def turn(cell, subject, known, others, asked):
+def measure_plan(cell, subject, known, others, asked):
     """Return the laps of one plan, and the steps beside it, before and after each."""
     budget_s, lap_s = asked["seconds"], asked["lap_s"]
     batches = subject.batches(subject.batch)
     with cp.parallelize(subject.build(), subject.optimizer, subject.loss, strategy=cell.plan) as run:
-        run.team.buckets = replace(run.team.buckets, tune=False)  # else many first steps try sizes, slow ones, too
-        step_s = warmed(run, batches, others, budget_s)
+        run.local_ranks.buckets = replace(
+            run.local_ranks.buckets, tune=False
+        )  # else many first steps try sizes, slow ones, too
+        step_s = warm_up(run, batches, others, budget_s)
         least_laps, least_steps = asked["laps"], asked["fewest"]
-        if step_s > LONG_S:
+        if step_s > LONG_STEP_S:
             least_laps, least_steps = max(1, least_laps // 2), 1
         count = max(least_steps, round(lap_s / step_s))
-        laps, paces = [], [beside(known, others, asked["beside"])]
+        laps, paces = [], [measure_reference(known, others, asked["beside"])]
         for _ in range(max(least_laps, round(budget_s / max(lap_s, count * step_s)))):
-            laps.append(lap(run, batches, count))
-            others.slowest(0.0)
-            paces.append(beside(known, others, asked["beside"]))
+            laps.append(time_lap(run, batches, count))
+            others.max_over_ranks(0.0)
+            paces.append(measure_reference(known, others, asked["beside"]))
     named = {"rank": others.rank, "cell": [cell.letter, cell.strategy, cell.micros]}
     return {**named, "count": count, "laps": laps, "paces": paces}
 
@@ -170,26 +176,26 @@ def main(text):
             plans are given up.
     """
     asked = json.loads(text)
-    with as_in_training(threads=1):
-        taken(asked)
+    with training_conditions(threads=1):
+        run_turns(asked)
 
 
-def taken(asked):
+def run_turns(asked):
     """Take the turns and print what they took, each on a line."""
-    others = Others()
+    others = JobRanks()
     for letter in dict.fromkeys(letter for letter, _, _ in asked["cells"]):
-        subject = SUBJECTS[letter]()
+        subject = WORKLOADS[letter]()
         cells = [Cell(*one) for one in asked["cells"] if one[0] == letter]
-        known = Alone(subject, subject.reference)
+        known = ReferenceLoop(subject, subject.reference)
         began, number = time.perf_counter(), 0
-        while number < asked["rounds"] or others.slowest(time.perf_counter() - began) < asked["least_s"]:
+        while number < asked["rounds"] or others.max_over_ranks(time.perf_counter() - began) < asked["least_s"]:
             first, steps, number = number % len(cells), {}, number + 1
             for cell in cells[first:] + cells[:first]:
-                told = turn(cell, subject, known, others, asked)
+                told = measure_plan(cell, subject, known, others, asked)
                 sys.stdout.write(f"{json.dumps(told)}\n")
-                steps[cell] = others.slowest(min(seconds for seconds, _, _ in told["laps"]) / told["count"])
+                steps[cell] = others.max_over_ranks(min(seconds for seconds, _, _ in told["laps"]) / told["count"])
             if asked["gives_up"]:
-                cells = [cell for cell in cells if steps[cell] <= HOPELESS * min(steps.values())]
+                cells = [cell for cell in cells if steps[cell] <= GIVE_UP_RATIO * min(steps.values())]
 
 
 if __name__ == "__main__":

@@ -4,81 +4,90 @@ import statistics
 import sys
 from pathlib import Path
 
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-import measured  # noqa: E402 - from the folder of this benchmark
-import predicted  # noqa: E402 - likewise
-from cells import CELLS, LAB_RATES, PLANS_BETWEEN, SUBJECTS, Cell  # noqa: E402 - likewise
+import measurements  # noqa: E402 - from the folder of this benchmark
+import predictions  # noqa: E402 - likewise
+from cells import CELLS, LAB_RATES, PLANS_BETWEEN, WORKLOADS, Cell  # noqa: E402 - likewise
 
 from benchmarks.lab import Lab  # noqa: E402 - likewise
 
-ROUNDS, SECONDS, TRIED = 3, 1.0, 4
+ROUNDS, SECONDS, NUM_MEASURED_PLANS = 3, 1.0, 4
 MEDIAN, WORST, CORRELATION = 0.10, 0.25, 0.9
-NEAR, SHARE = 1.10, 0.9
+MAX_SLOWDOWN, MIN_NEAR_FRACTION = 1.10, 0.9
 COLUMNS = ("model", "where", "plan", "ms", "predicted", "off", "over the fastest", "over data")
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     known, here = {}, []
-    for letter in SUBJECTS:
-        options.tell(f"{letter}: probe and profile")
-        cluster, beside_s = predicted.probed()
-        known[letter] = predicted.profiled(letter, [*CELLS, *lab_cells()], beside_s[letter]), cluster
+    for letter in WORKLOADS:
+        options.report_progress(f"{letter}: probe and profile")
+        cluster, beside_s = predictions.probe_machine()
+        known[letter] = predictions.profile_model(letter, [*CELLS, *lab_cells()], beside_s[letter]), cluster
         here += on_this_machine(letter, *known[letter], options)
-    rows, figures, missed = list(map(row, here)), {"here": here}, list(misses(here))
+    rows, figures, missed = list(map(make_row, here)), {"here": here}, list(find_misses(here))
     notes = {
         "off": "predicted over measured, less 1, at the speed that the machine had while it was measured",
-        "chosen": f"taken by strategy='auto', measure={TRIED}",
+        "chosen": f"taken by strategy='auto', measure={NUM_MEASURED_PLANS}",
         "predicted": "what the same would take without measuring",
     }
-    if reason := Lab.why_not():
+    if reason := Lab.unavailable_reason():
         missed.append(f"hosts cannot be made here: {reason}")
     else:
         there = figures["lab"] = between_hosts(known, options)
-        rows += map(lab_row, there)
-        missed += lab_misses(there)
-    return Result(COLUMNS, tuple(rows), tuple(missed), figures, notes)
+        rows += map(make_lab_row, there)
+        missed += find_lab_misses(there)
+    return BenchmarkResult(COLUMNS, tuple(rows), tuple(missed), figures, notes)
 
 
 def on_this_machine(letter, model, cluster, options):
     """Return figures of all cells of a model on this machine."""
     found = []
     for ranks in sorted({cell.ranks for cell in CELLS}):
-        options.tell(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
+        options.report_progress(f"{letter}: plans of {ranks} rank{'s' if ranks > 1 else ''}")
         asked = [cell for cell in CELLS if cell.letter == letter and cell.ranks == ranks]
-        cells = [predicted.as_it_runs(cell, model, cluster) for cell in asked]
-        turns = measured.on_host(cells, rounds=max(2, options.rounds or ROUNDS), seconds=SECONDS)
-        own = [judged(cell, turns[cell], model, cluster) for cell in cells]
-        options.tell("".join(map(as_found, own)))
+        cells = [predictions.with_explicit_split(cell, model, cluster) for cell in asked]
+        turns = measurements.measure_on_host(cells, rounds=max(2, options.rounds or ROUNDS), seconds=SECONDS)
+        own = [compare_prediction(cell, turns[cell], model, cluster) for cell in cells]
+        options.report_progress("".join(map(format_progress, own)))
         found += own
     return found
 
 
-def row(one):
+def make_row(one):
     """Return the row of one plan on this machine."""
-    return (one["model"], f"{one['ranks']} ranks", one["plan"], ms(one["step_s"]), ms(one["said_s"]), off(one), "", "")
+    return (
+        one["model"],
+        f"{one['ranks']} ranks",
+        one["plan"],
+        ms(one["step_s"]),
+        ms(one["said_s"]),
+        relative_error(one),
+        "",
+        "",
+    )
 
 
-def judged(cell, turns, model, cluster):
+def compare_prediction(cell, turns, model, cluster):
     """Return the lap of a cell that is off by the median, each predicted at the speed that the machine had then."""
-    laps = measured.quieter([lap for turn in turns for lap in turn["laps"]])
-    said = [(said_s(cell, lap, model, cluster), lap["step_s"]) for lap in laps]
+    laps = measurements.quiet_laps([lap for turn in turns for lap in turn["laps"]])
+    said = [(predict_at_speed(cell, lap, model, cluster), lap["step_s"]) for lap in laps]
     foreseen_s, step_s = sorted(said, key=lambda pair: pair[0] / pair[1])[len(said) // 2]
     own = {"model": cell.letter, "plan": cell.strategy, "ranks": cell.ranks}
-    probed_s = predicted.step_s(cell, model, cluster)
+    probed_s = predictions.predict_step_s(cell, model, cluster)
     return {**own, "step_s": step_s, "said_s": foreseen_s, "probed_s": probed_s, "turns": turns}
 
 
-def said_s(cell, lap, model, cluster):
+def predict_at_speed(cell, lap, model, cluster):
     """Return what is predicted of a cell at the speed that the machine had while a lap was measured."""
-    calmed, here = predicted.calmed(model, cluster, lap["beside_s"])
-    return predicted.step_s(cell, calmed, predicted.crowded(here, lap))
+    calmed, here = predictions.at_measured_speed(model, cluster, lap["beside_s"])
+    return predictions.predict_step_s(cell, calmed, predictions.with_contention(here, lap))
 
 
-def misses(found):
+def find_misses(found):
     """Yield what predictions on this machine miss."""
     errors = [abs(one["said_s"] / one["step_s"] - 1) for one in found]
     if not statistics.median(errors) <= MEDIAN:
@@ -86,7 +95,7 @@ def misses(found):
     worst = max(found, key=lambda one: abs(one["said_s"] / one["step_s"] - 1))
     if not max(errors) <= WORST:
         yield f"{worst['plan']} of {worst['model']} is off by {max(errors):.1%}, at most {WORST:.0%} promised"
-    for letter in SUBJECTS:
+    for letter in WORKLOADS:
         own = [one for one in found if one["model"] == letter]
         rank = correlation([one["probed_s"] for one in own], list(map(probed_step_s, own)))
         if not rank >= CORRELATION:
@@ -113,7 +122,7 @@ def correlation(some, others):
 
 def lab_cells():
     """Return every cell between hosts that is measured whatever is chosen."""
-    return [Cell(letter, *plan) for letter in SUBJECTS for plans in PLANS_BETWEEN.values() for plan in plans]
+    return [Cell(letter, *plan) for letter in WORKLOADS for plans in PLANS_BETWEEN.values() for plan in plans]
 
 
 def between_hosts(known, options):
@@ -122,27 +131,29 @@ def between_hosts(known, options):
     for hosts, plans in PLANS_BETWEEN.items():
         for rate in LAB_RATES:
             with Lab(hosts=hosts, rate=rate) as lab:
-                level = predicted.lab_level(lab)
+                level = predictions.lab_level(lab)
                 for letter, (model, here) in known.items():
-                    options.tell(f"{letter} on {hosts} hosts, {rate or 'unshaped'}")
-                    network = predicted.joined_by(level, here)
-                    cells = [predicted.as_it_runs(Cell(letter, *plan), model, network) for plan in plans]
-                    own = in_one_cell(lab, cells, model, network, max(1, options.rounds or ROUNDS))
+                    options.report_progress(f"{letter} on {hosts} hosts, {rate or 'unshaped'}")
+                    network = predictions.cluster_of_lab(level, here)
+                    cells = [predictions.with_explicit_split(Cell(letter, *plan), model, network) for plan in plans]
+                    own = measure_lab_cell(lab, cells, model, network, max(1, options.rounds or ROUNDS))
                     found += [{**one, "rate": rate or "unshaped"} for one in own]
-                    options.tell("".join([*map(as_found, own), *map(as_tried, own[0]["trials"])]))
+                    options.report_progress("".join([*map(format_progress, own), *map(format_trial, own[0]["trials"])]))
     return found
 
 
-def in_one_cell(lab, cells, model, network, rounds):
+def measure_lab_cell(lab, cells, model, network, rounds):
     """Return figures of plans for one model on so many hosts at one rate, and of the plans that are chosen there."""
-    told, turns = measured.in_lab(lab, cells, network, model.timing, measure=TRIED, rounds=rounds)
+    told, turns = measurements.measure_in_lab(
+        lab, cells, network, model.timing, measure=NUM_MEASURED_PLANS, rounds=rounds
+    )
     taken, foreseen = Cell(cells[0].letter, *told["taken"]), Cell(cells[0].letter, *told["foreseen"])
     first, cells = cells[0], list(turns)
     steps = {cell: [turn["step_s"] for turn in turns[cell]] for cell in cells}
     fastest = min(cells, key=lambda cell: statistics.median(steps[cell]))
     return [
         {
-            **judged(cell, turns[cell], model, network),
+            **compare_prediction(cell, turns[cell], model, network),
             "over_fastest": ratio(steps[cell], steps[fastest]),
             "over_data": ratio(steps[cell], steps[first]),
             "is_taken": cell == taken,
@@ -153,13 +164,13 @@ def in_one_cell(lab, cells, model, network, rounds):
     ]
 
 
-def as_found(one):
+def format_progress(one):
     """Return a line that says, while others are still measured, what has been found of one plan."""
     ratios = f", {one['over_data']:.2f} of data{', chosen' * one['is_taken']}" if "over_data" in one else ""
     return f"\n    {one['plan']}: {ms(one['step_s'])} ms, predicted {ms(one['said_s'])}{ratios}"
 
 
-def as_tried(trial):
+def format_trial(trial):
     """Return a line that says what a plan took when it was tried before one was chosen."""
     plan, _, step_s, _ = trial
     return f"\n    tried before: {plan}, {ms(step_s)} ms"
@@ -170,7 +181,7 @@ def ratio(some, others):
     return statistics.median(own / other for own, other in zip(some, others, strict=False))
 
 
-def lab_row(one):
+def make_lab_row(one):
     """Return the row of one plan between hosts."""
     marks = [word for word, is_so in (("chosen", one["is_taken"]), ("predicted", one["is_foreseen"])) if is_so]
     return (
@@ -179,27 +190,27 @@ def lab_row(one):
         f"{one['plan']}{' (' + ', '.join(marks) + ')' if marks else ''}",
         ms(one["step_s"]),
         ms(one["said_s"]),
-        off(one),
+        relative_error(one),
         f"{one['over_fastest']:.2f}",
         f"{one['over_data']:.2f}",
     )
 
 
-def lab_misses(found):
+def find_lab_misses(found):
     """Yield what chosen plans miss."""
     chosen = [one for one in found if one["is_taken"]]
     for one in chosen:
         if not one["over_data"] <= 1:
             where = f"{one['ranks']} hosts, {one['rate']}"
             yield f"{one['plan']} of {one['model']} on {where}, is slower than data parallelism"
-    near = sum(one["over_fastest"] <= NEAR for one in chosen)
-    if not near >= SHARE * len(chosen):
-        yield f"{near} of {len(chosen)} chosen plans are near the fastest, {SHARE:.0%} promised"
+    near = sum(one["over_fastest"] <= MAX_SLOWDOWN for one in chosen)
+    if not near >= MIN_NEAR_FRACTION * len(chosen):
+        yield f"{near} of {len(chosen)} chosen plans are near the fastest, {MIN_NEAR_FRACTION:.0%} promised"
 
 
 def ms(seconds):
     return f"{1e3 * seconds:.1f}"
 
 
-def off(one):
+def relative_error(one):
     return f"{one['said_s'] / one['step_s'] - 1:+.0%}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from benchmarks.published.table import Row, Table, marked
+from benchmarks.published.table import FigureRow, FigureTable, split_mark
 from counterpoint.compiler.compile import compile as compile_plan
-from counterpoint.model.spec import chain
-from counterpoint.plan import Plan
+from counterpoint.model.spec import linear_chain
+from counterpoint.plan.plan import Plan
 from counterpoint.program.trace import Trace
-from counterpoint.simulator.costs import unit_costs
-from counterpoint.simulator.simulate import simulate, simulate_turn
+from counterpoint.simulator.cost_model import unit_costs
+from counterpoint.simulator.simulate import simulate, simulate_variant
 
 GPIPE = "Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019"
 MEGATRON = "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021"
@@ -28,43 +28,55 @@ LAYERS = 8
 
 
 @cache
-def played(text: str, num_micros: int, num_blocks: int = LAYERS) -> Trace:
+def simulate_plan(text: str, num_micros: int, num_blocks: int = LAYERS) -> Trace:
     """Return one step of a plan on equal blocks: a forward takes one tick, a backward two."""
-    made = compile_plan(Plan.parse(text, num_microbatches=num_micros), chain(num_blocks), proves=False)
-    turn = made.turns[-1]
+    made = compile_plan(Plan.parse(text, num_microbatches=num_micros), linear_chain(num_blocks), verified=False)
+    turn = made.step_variants[-1]
     costs = unit_costs(backward_ticks=2)
-    return simulate(made.program, costs) if turn.stream is None else simulate_turn(turn, costs)
+    return simulate(made.program, costs) if turn.async_pipeline is None else simulate_variant(turn, costs)
 
 
-def idle_parts(text: str, num_micros: int, num_blocks: int) -> float:
+def idle_over_compute(text: str, num_micros: int, num_blocks: int) -> float:
     """Return the time in which ranks idle, as a part of the time in which they compute."""
-    bubble = played(text, num_micros, num_blocks).bubble
+    bubble = simulate_plan(text, num_micros, num_blocks).bubble
     return bubble / (1 - bubble)
 
 
 @cache
-def bubble_table() -> Table:
+def bubble_table() -> FigureTable:
     """Bubbles of all orders."""
     rows = [
-        Row((f"{order}({n})", str(m), STEP, name), published, played(f"{order}({n})", m, n).bubble)
+        FigureRow((f"{order}({n})", str(m), STEP, name), published, simulate_plan(f"{order}({n})", m, n).bubble)
         for order, name in (("gpipe", "GPipe"), ("one_f_one_b", "PipeDream-Flush"))
         for n, m, published in SPREAD
     ]  # fmt: skip
     for n, m, v in ((4, 8, 2), (4, 8, 4), (8, 16, 2)):
-        text = f"interleaved({n}, virtual={v})"
+        text = f"interleaved({n}, chunks_per_stage={v})"
         formula = f"{(n - 1) / (v * m):.4f}"
-        rows.append(Row((text, str(m), "(n-1)/(v m) of computing", "Megatron-LM"), formula, idle_parts(text, m, n * v)))
+        rows.append(
+            FigureRow(
+                (text, str(m), "(n-1)/(v m) of computing", "Megatron-LM"), formula, idle_over_compute(text, m, n * v)
+            )
+        )
     for n, m in ((4, 8), (8, 16)):
         for order, ticks, idle in (("one_f_one_b", 3, 3), ("zero_bubble", 3, 1)):
             text, formula = f"{order}({n})", f"{idle * (n - 1) / (ticks * m):.4f}"
             said = "(n-1)(F+B+W)" if idle == 3 else "(n-1)(F+B-W)"
             rows.append(
-                Row((text, str(m), f"{said} idle", "1F1B" if idle == 3 else "ZB-H1"), formula, idle_parts(text, m, n))
+                FigureRow(
+                    (text, str(m), f"{said} idle", "1F1B" if idle == 3 else "ZB-H1"),
+                    formula,
+                    idle_over_compute(text, m, n),
+                )
             )
     rows.append(
-        Row(("pipedream(4)", "8", "none in the long run", "PipeDream"), "0.0000", played("pipedream(4)", 8, 4).bubble)
+        FigureRow(
+            ("pipedream(4)", "8", "none in the long run", "PipeDream"),
+            "0.0000",
+            simulate_plan("pipedream(4)", 8, 4).bubble,
+        )
     )
-    return Table(
+    return FigureTable(
         "Bubbles",
         f"{GPIPE}, section 2.3; {MEGATRON}, section 2.2; {ZERO_BUBBLE}, section 2 (with F = B = W); Narayanan et al., "
         "PipeDream, SOSP 2019, section 3.2.",
@@ -76,27 +88,30 @@ def bubble_table() -> Table:
     )
 
 
-def speed(num_stages: int, num_micros: int) -> float:
+def speed_up(num_stages: int, num_micros: int) -> float:
     """Return how much faster a batch is than on two stages in one piece; the batch is cut into the microbatches."""
     plan = "gpipe({}, checkpoint=always)"
-    whole, cut = played(plan.format(2), 1).step_s, played(plan.format(num_stages), num_micros).step_s / num_micros
+    whole, cut = (
+        simulate_plan(plan.format(2), 1).step_s,
+        simulate_plan(plan.format(num_stages), num_micros).step_s / num_micros,
+    )
     return whole / cut
 
 
 @cache
-def throughput_table() -> Table:
+def throughput_table() -> FigureTable:
     """GPipe's tables 2 and 3."""
     rows = []
     for num_micros, line in TPU.items():
         models = ((model, n) for model in ("AmoebaNet-D(18, 256)", "Transformer-48") for n in PARTITIONS)
         for (model, n), cell in zip(models, line.split(), strict=True):
-            published, why = marked(cell)
-            rows.append(Row(("TPU", model, str(n), str(num_micros)), published, speed(n, num_micros), why))
+            published, why = split_mark(cell)
+            rows.append(FigureRow(("TPU", model, str(n), str(num_micros)), published, speed_up(n, num_micros), why))
     for model, line in P100.items():
         for n, cell in zip(PARTITIONS, line.split(), strict=True):
-            published, why = marked(cell)
-            rows.append(Row(("P100", model, str(n), "32"), published, speed(n, 32) / speed(2, 32), why))
-    return Table(
+            published, why = split_mark(cell)
+            rows.append(FigureRow(("P100", model, str(n), "32"), published, speed_up(n, 32) / speed_up(2, 32), why))
+    return FigureTable(
         "GPipe's throughput",
         f"{GPIPE}, tables 2 and 3: by that of 2 partitions with 1 microbatch (TPU), of 2 with 32 (P100).",
         f"`gpipe(n, checkpoint=always)` on {LAYERS} equal layers without communication: what a batch of one size "

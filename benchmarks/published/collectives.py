@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from math import log2
 
-from benchmarks.published.table import Row, Table
-from counterpoint.fabric.algorithms import ALGORITHMS, Extent, count
-from counterpoint.fabric.algorithms.count import num_steps
+from benchmarks.published.table import FigureRow, FigureTable
+from counterpoint.fabric.collectives import ALGORITHMS, ChunkLayout, count_traffic
+from counterpoint.fabric.collectives.execute import num_steps
 from counterpoint.world.cluster import Link
 
 LENGTH = 16 * 17 * 2 * 4096  # elements of one byte; all that is shown divides it
@@ -34,24 +34,24 @@ def formula(name: str, k: int) -> tuple[float, float, float]:
 
 
 @cache
-def all_reduce_table() -> Table:
+def all_reduce_table() -> FigureTable:
     """Steps, bytes and seconds."""
     rows = []
     for name, all_ranks in SHOWN.items():
         for k in all_ranks:
             rounds, sent, added = formula(name, k)
             algorithm = ALGORITHMS[name]
-            schedule, group, cost = algorithm.schedule(k), algorithm.group(k), algorithm.cost(k, Extent(LENGTH))
-            counts = count(schedule, Extent(LENGTH), group=group)
+            schedule, group, cost = algorithm.schedule(k), algorithm.group(k), algorithm.cost(k, ChunkLayout(LENGTH))
+            counts = count_traffic(schedule, ChunkLayout(LENGTH), group=group)
             most = max(counts[rank].sent_bytes for rank in range(k)) / LENGTH
             if name in {"butterfly", "halving_doubling", "ring"}:  # every rank sends what the longest path has
-                rows.append(Row((name, str(k), "buffers that a rank sends"), f"{sent:.4f}", most))
-            rows.append(Row((name, str(k), "steps"), f"{rounds:.0f}", num_steps(schedule, group)))
+                rows.append(FigureRow((name, str(k), "buffers that a rank sends"), f"{sent:.4f}", most))
+            rows.append(FigureRow((name, str(k), "steps"), f"{rounds:.0f}", num_steps(schedule, group)))
             seconds = rounds * LINK.latency_s + LENGTH * (sent / LINK.bytes_per_s + added / REDUCE_BYTES_PER_S)
             rows.append(
-                Row((name, str(k), "ms"), f"{1e3 * seconds:.4f}", 1e3 * cost.seconds(LINK, 1, REDUCE_BYTES_PER_S))
+                FigureRow((name, str(k), "ms"), f"{1e3 * seconds:.4f}", 1e3 * cost.seconds(LINK, 1, REDUCE_BYTES_PER_S))
             )
-    return Table(
+    return FigureTable(
         "All-reduces",
         "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005, "
         "sections 3 and 4 (tree, recursive doubling, halving and doubling); Patarasuk and Yuan, Bandwidth Optimal "

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.published.pipedream import implied
+from benchmarks.published.pipedream import implied_bytes_per_s
 from benchmarks.published.profiles import (
     ALEX_A,
     ALEX_B,
@@ -23,16 +23,21 @@ from benchmarks.published.profiles import (
     A,
     B,
     Setting,
-    profile_of,
+    load_profile,
 )
-from benchmarks.published.table import Row, Table
-from counterpoint.planner.objectives import Objective, Published, Released
-from counterpoint.planner.partition import Level, partition
-from counterpoint.planner.states import States, find_states
+from benchmarks.published.table import FigureRow, FigureTable
+from counterpoint.planner.pipeline.layer_graph import GraphCuts, find_cuts
+from counterpoint.planner.pipeline.partition import (
+    PartitionLevel,
+    PublishedObjective,
+    ReleasedObjective,
+    StageObjective,
+    find_partition,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
+class PrintedCost:
     """The formula as it is printed, with 2 (m-1) of the weights, where the text says that (m-1)/m go each way."""
 
     shares_first: bool = False
@@ -42,16 +47,20 @@ class Printed:
         self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float
     ) -> NDArray[np.float64]:
         """Return max(computing, 2 (m - 1) |w| / B) / m."""
-        return Published().stage_s(seconds, weight_bytes * replicas, replicas, bytes_per_s)
+        return PublishedObjective().stage_s(seconds, weight_bytes * replicas, replicas, bytes_per_s)
 
     def transfer_s(self, num_bytes: float, replicas: int, bytes_per_s: float) -> float:
         """Return 2 a / B."""
-        return Published().transfer_s(num_bytes, replicas, bytes_per_s)
+        return PublishedObjective().transfer_s(num_bytes, replicas, bytes_per_s)
 
 
-READINGS: dict[str, Objective] = {"as sent": Published(), "as printed": Printed(), "as released": Released()}
-WAYS = (("as sent", False), ("as sent", True), ("as printed", False), ("as released", False))
-CHOSEN = {  # what was published; a mark for each of the ways: a dot where it agrees, a space where it is left out
+READINGS: dict[str, StageObjective] = {
+    "as sent": PublishedObjective(),
+    "as printed": PrintedCost(),
+    "as released": ReleasedObjective(),
+}
+COST_VARIANTS = (("as sent", False), ("as sent", True), ("as printed", False), ("as released", False))
+PUBLISHED_CONFIGURATIONS = {  # what was published; a mark for each of the ways: a dot where it agrees, a space where it is left out
     VGG_A: ("15-1", ".cpr"),
     VGG_B: ("15-1", "hc  "),
     VGG_OLD: ("7-1", ". pr"),
@@ -69,41 +78,48 @@ CHOSEN = {  # what was published; a mark for each of the ways: a dot where it ag
 
 
 @cache
-def states_of(setting: Setting) -> States:
+def graph_cuts(setting: Setting) -> GraphCuts:
     """Return the cuts of a model."""
-    return find_states(profile_of(setting))
+    return find_cuts(load_profile(setting))
 
 
-def chosen(setting: Setting, reading: str, *, by_levels: bool) -> list[int]:
+def replicas_per_stage(setting: Setting, reading: str, *, by_levels: bool) -> list[int]:
     """Return the replicas, on all devices, of the stages that the dynamic program finds."""
-    levels = [Level(setting.num_devices, setting.slowest)]
+    levels = [PartitionLevel(setting.num_devices, setting.slowest)]
     if by_levels:
-        levels = [Level(setting.devices, setting.inside), Level(setting.servers, setting.between)]
-    found = partition(states_of(setting), levels, READINGS[reading])
-    return [replicas for outer in found.stages for _, _, replicas in outer.innermost()]
+        levels = [PartitionLevel(setting.devices, setting.inside), PartitionLevel(setting.servers, setting.between)]
+    found = find_partition(graph_cuts(setting), levels, READINGS[reading])
+    return [replicas for outer in found.stages for _, _, replicas in outer.leaf_stages()]
 
 
-def written(replicas: Sequence[int]) -> str:
+def format_configuration(replicas: Sequence[int]) -> str:
     """Write a configuration as the papers do: replicas of each stage, or ``straight`` where no stage has any."""
     return "straight" if max(replicas) == 1 and len(replicas) > 1 else "-".join(map(str, replicas))
 
 
 @cache
-def configuration_table() -> Table:
+def configuration_table() -> FigureTable:
     """Configurations of table 1."""
     rows = []
-    for setting, (published, marks) in CHOSEN.items():
-        for (reading, by_levels), mark in zip(WAYS, marks, strict=True):
+    for setting, (published, marks) in PUBLISHED_CONFIGURATIONS.items():
+        for (reading, by_levels), mark in zip(COST_VARIANTS, marks, strict=True):
             if mark != " ":
                 labels = (*setting.labels, reading, "by servers" if by_levels else "one level")
                 rows.append(
-                    Row(labels, published, written(chosen(setting, reading, by_levels=by_levels)), mark.strip("."))
+                    FigureRow(
+                        labels,
+                        published,
+                        format_configuration(replicas_per_stage(setting, reading, by_levels=by_levels)),
+                        mark.strip("."),
+                    )
                 )
         if setting == VGG_B:
-            slow = replace(setting, between=implied(setting, "2.98"))
+            slow = replace(setting, between=implied_bytes_per_s(setting, "2.98"))
             labels = (*setting.labels, "as sent", f"one level at {slow.between / GBIT:.1f} Gbit/s")
-            rows.append(Row(labels, published, written(chosen(slow, "as sent", by_levels=False))))
-    return Table(
+            rows.append(
+                FigureRow(labels, published, format_configuration(replicas_per_stage(slow, "as sent", by_levels=False)))
+            )
+    return FigureTable(
         "PipeDream's configurations",
         f"{SOSP}, table 1; {ARXIV}, table 1 (8 servers). Rows of GNMT-8, and of GNMT-16 on 4 devices, as quoted by "
         "others.",

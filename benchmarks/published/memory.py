@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from benchmarks.published.table import Row, Table
-from counterpoint.compiler.compile import Compiled, compile as compile_plan, sizes_in
-from counterpoint.model.spec import Block, ModelSpec, Param, Piece, Split
-from counterpoint.plan import Plan
+from benchmarks.published.table import FigureRow, FigureTable
+from counterpoint.compiler.compile import CompiledPlan, compile as compile_plan, message_size_fn
+from counterpoint.model.spec import Block, LayerSpec, ModelSpec, Param, TensorParallelSpec
+from counterpoint.plan.plan import Plan
 from counterpoint.program.program import Program
-from counterpoint.simulator.memory import peak_bytes
+from counterpoint.simulator.memory import peak_memory_bytes
 
 PAPER = "Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020"
 LEVELS = {0: "data", 1: "os", 2: "os+g", 3: "os+g+p"}
@@ -27,36 +27,39 @@ SIZES = {"7.5 B": 7.5e9, "128 B": 128e9, "1 T": 1e12}
 TABLE_2 = {1: "2 7.6 14.4 128", 2: "4 15.2 28.8 256", 4: "8 30.4 57.6 500"}  # slices: levels 0 to 3
 MEASURED = {1: "1.3 6.2", 2: "2.5 12.5", 4: "5 25"}
 GPU_BYTES = 32e9
-SHARERS = 64
+NUM_SHARDS = 64
 
 
-def halves(num_blocks: int, num_params: float) -> ModelSpec:
+def make_half_precision_model(num_blocks: int, num_params: float) -> ModelSpec:
     """Return a model of equal blocks with so many parameters of two bytes, each of which may be sliced."""
     each = int(num_params) // num_blocks
     params = tuple(Param(f"block{index}.weight", (each,), item_bytes=HALF) for index in range(num_blocks))
     blocks = (
-        Block((Piece(param.name, (param.name,), split=Split("hidden", ((param.name, 0),), each, 0, 0)),), index)
+        Block(
+            (LayerSpec(param.name, (param.name,), tp=TensorParallelSpec("hidden", ((param.name, 0),), each, 0, 0)),),
+            index,
+        )
         for index, param in enumerate(params)
     )
     return ModelSpec(tuple(blocks), params)
 
 
 @cache
-def shared_out(level: int, num_ranks: int, num_blocks: int, slices: int = 1) -> Compiled:
+def zero_program(level: int, num_ranks: int, num_blocks: int, slices: int = 1) -> CompiledPlan:
     """Return the program of a level; the numbers of parameters change nothing of it."""
     inner = f"tensor({slices}) * " if slices > 1 else ""
     plan = Plan.parse(f"{inner}zero({num_ranks}, level={level})" if level else f"{inner}data({num_ranks})")
-    return compile_plan(plan, halves(num_blocks, num_blocks * 10_000), proves=False)
+    return compile_plan(plan, make_half_precision_model(num_blocks, num_blocks * 10_000), verified=False)
 
 
 def peak_gb(level: int, num_ranks: int, num_params: float, num_blocks: int, *, slices: int = 1) -> float:
     """Return what each rank of a program holds at most."""
-    made = shared_out(level, num_ranks, num_blocks, slices)
-    model = halves(num_blocks, num_params)
+    made = zero_program(level, num_ranks, num_blocks, slices)
+    model = make_half_precision_model(num_blocks, num_params)
     if slices > 1:
-        model = model.refine(("hidden",), slices)
-    replica = Program(made.program.rows[:1])  # all of them hold alike
-    return max(peak_bytes(replica, sizes_in(model, 1), num_states=ADAM)) / 1e9
+        model = model.split_out_tp_blocks(("hidden",), slices)
+    replica = Program(made.program.rank_programs[:1])  # all of them hold alike
+    return max(peak_memory_bytes(replica, message_size_fn(model, 1), num_states=ADAM)) / 1e9
 
 
 def states_gb(level: int, num_ranks: int, num_params: float, *, slices: int = 1) -> float:
@@ -69,15 +72,15 @@ def states_gb(level: int, num_ranks: int, num_params: float, *, slices: int = 1)
 
 
 @cache
-def memory_table() -> Table:
+def memory_table() -> FigureTable:
     """Table 1: gigabytes per rank."""
     rows = []
     for num_ranks, line in TABLE_1.items():
         cells = ((name, level) for name in SIZES for level in (1, 2, 3))
         for (name, level), published in zip(cells, line.split(), strict=True):
             simulated = states_gb(level, num_ranks, SIZES[name])
-            rows.append(Row((name, str(num_ranks), LEVELS[level]), published, simulated))
-    return Table(
+            rows.append(FigureRow((name, str(num_ranks), LEVELS[level]), published, simulated))
+    return FigureTable(
         "Memory of ZeRO's states",
         f"{PAPER}, table 1 (computed by its authors).",
         "The programs of `zero(n, level=1..3)`, and what their ranks hold at most, for weights and gradients of 2 "
@@ -91,17 +94,19 @@ def memory_table() -> Table:
 
 
 @cache
-def largest_table() -> Table:
+def largest_table() -> FigureTable:
     """Table 2: the largest model that fits."""
     rows = []
     for slices, line in TABLE_2.items():
         for level, published in enumerate(line.split()):
-            held = states_gb(level, SHARERS, 16 * 64e6, slices=slices) * 1e9 / (16 * 64e6)
-            labels = (str(slices), str(SHARERS * slices), LEVELS[level])
-            rows.append(Row((*labels, "in theory"), published, GPU_BYTES / held / 1e9))
+            held = states_gb(level, NUM_SHARDS, 16 * 64e6, slices=slices) * 1e9 / (16 * 64e6)
+            labels = (str(slices), str(NUM_SHARDS * slices), LEVELS[level])
+            rows.append(FigureRow((*labels, "in theory"), published, GPU_BYTES / held / 1e9))
             if level < 2:
-                rows.append(Row((*labels, "measured"), MEASURED[slices].split()[level], GPU_BYTES / held / 1e9, "a"))
-    return Table(
+                rows.append(
+                    FigureRow((*labels, "measured"), MEASURED[slices].split()[level], GPU_BYTES / held / 1e9, "a")
+                )
+    return FigureTable(
         "The largest model that ZeRO fits",
         f"{PAPER}, table 2.",
         "`tensor(mp) * data(64)` and `tensor(mp) * zero(64, level=1..3)` on devices of 32 GB (10^9 bytes). The paper "
@@ -120,17 +125,17 @@ def largest_table() -> Table:
 
 
 @cache
-def volume_table() -> Table:
+def volume_table() -> FigureTable:
     """Section 7: what is sent."""
     rows = []
     for level, published in enumerate(("2", "2", "2", "3")):
-        made = shared_out(level, SHARERS, 4)
+        made = zero_program(level, NUM_SHARDS, 4)
         weights = sum(param.num_bytes for param in made.model.params)
-        rows.append(Row((LEVELS[level],), published, float(max(made.forecast.sent_bytes())) / weights))
-    return Table(
+        rows.append(FigureRow((LEVELS[level],), published, float(max(made.cost.sent_bytes())) / weights))
+    return FigureTable(
         "What ZeRO sends",
         f"{PAPER}, section 7.",
-        f"Bytes that each of {SHARERS} ranks sends in a step, by those of its weights, from the same programs. The "
+        f"Bytes that each of {NUM_SHARDS} ranks sends in a step, by those of its weights, from the same programs. The "
         "paper leaves out the factor (n-1)/n.",
         ("level",),
         tuple(rows),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from benchmarks.published.networks import FLOAT, Layer, bert_large, num_params, resnet, spec_of
-from benchmarks.published.seconds import crossing, step_s
-from benchmarks.published.table import Row, Table
-from counterpoint.compiler.compile import Compiled, compile as compile_plan
-from counterpoint.plan import Plan
+from benchmarks.published.block_costs import bisect_falling, step_s
+from benchmarks.published.networks import FLOAT, NetworkLayer, bert_large, make_model_spec, num_params, resnet
+from benchmarks.published.table import FigureRow, FigureTable
+from counterpoint.compiler.compile import CompiledPlan, compile as compile_plan
+from counterpoint.plan.plan import Plan
 
 RANKS = 32
 MODELS = {"ResNet-50": resnet(3, 4, 6, 3), "BERT-large": bert_large()}
@@ -23,43 +23,43 @@ SLOWEST = 8.0
 
 
 @cache
-def programs(name: str) -> tuple[Compiled, Compiled]:
+def programs(name: str) -> tuple[CompiledPlan, CompiledPlan]:
     """Return the program that sums at the end of a step and the one that sums during its backward."""
-    model, replicas = spec_of(MODELS[name]), Plan.parse(f"data({RANKS})").strategies
-    at_the_end = compile_plan(Plan(replicas), model, proves=False)
-    return at_the_end, compile_plan(Plan(replicas, 1, ("overlap",)), model, proves=False)
+    model, replicas = make_model_spec(MODELS[name]), Plan.parse(f"data({RANKS})").strategies
+    at_the_end = compile_plan(Plan(replicas), model, verified=False)
+    return at_the_end, compile_plan(Plan(replicas, 1, ("overlap",)), model, verified=False)
 
 
 def gain(name: str, ratio: float) -> float:
     """Return by how many per cent a step gets shorter where all sums take ``ratio`` times as long as the backward."""
     layers = MODELS[name]
     bytes_per_s = 2 * (RANKS - 1) / RANKS * FLOAT * num_params(layers) / (ratio * BACKWARD_S)
-    forward, backward = seconds_of(layers)
+    forward, backward = block_seconds(layers)
     at_the_end, beside = (step_s(made, forward, backward, bytes_per_s) for made in programs(name))
     return 100 * (1 - beside / at_the_end)
 
 
-def seconds_of(layers: tuple[Layer, ...]) -> tuple[list[float], list[float]]:
+def block_seconds(layers: tuple[NetworkLayer, ...]) -> tuple[list[float], list[float]]:
     """Return forward and backward seconds of each block, by multiplications; a backward takes twice a forward."""
-    costs = [block.cost for block in spec_of(layers).blocks]
+    costs = [block.cost for block in make_model_spec(layers).blocks]
     backward = [BACKWARD_S * cost / sum(costs) for cost in costs]
     return [seconds / 2 for seconds in backward], backward
 
 
-def largest(name: str) -> float:
+def largest_gain(name: str) -> float:
     """Return the largest gain, which is where sums take about as long as the backward."""
     return max(gain(name, ratio) for ratio in (0.8, 0.9, 1.0, 1.1, 1.2))
 
 
 @cache
-def overlap_table() -> Table:
+def overlap_table() -> FigureTable:
     """Gains, and the links at which they come out."""
-    rows = [Row((name, "NCCL", "the largest gain"), GAINS[name, "NCCL"], largest(name)) for name in MODELS]
+    rows = [FigureRow((name, "NCCL", "the largest gain"), GAINS[name, "NCCL"], largest_gain(name)) for name in MODELS]
     for (name, backend), published in GAINS.items():
-        found = crossing(1.0, SLOWEST, partial(gain, name), float(published))
+        found = bisect_falling(1.0, SLOWEST, partial(gain, name), float(published))
         label = f"fitted: sums take {found:.2f} times the backward"
-        rows.append(Row((name, backend, label), published, gain(name, found), is_fitted=True))
-    return Table(
+        rows.append(FigureRow((name, backend, label), published, gain(name, found), is_fitted=True))
+    return FigureTable(
         "What overlap gains",
         "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 5.1: "
         "32 GPUs.",

@@ -9,11 +9,11 @@ from benchmarks.published.bubbles import bubble_table, throughput_table
 from benchmarks.published.collectives import all_reduce_table
 from benchmarks.published.configurations import configuration_table
 from benchmarks.published.memory import largest_table, memory_table, volume_table
-from benchmarks.published.missing import MISSING
+from benchmarks.published.not_simulated import MISSING
 from benchmarks.published.overlap import overlap_table
 from benchmarks.published.pipedream import communication_table, speed_table
 from benchmarks.published.scaling import horovod_table, tensorflow_table
-from benchmarks.published.table import Row, Table
+from benchmarks.published.table import FigureRow, FigureTable
 from benchmarks.published.torchgpipe import torchgpipe_table
 
 WIDTH = 120
@@ -43,40 +43,40 @@ was chosen so that it agrees, and the table says what. `counterpoint bench publi
 """
 
 
-def all_tables() -> tuple[Table, ...]:
+def all_tables() -> tuple[FigureTable, ...]:
     """Return every table."""
     return tuple(build() for build in TABLES)
 
 
-def page() -> str:
+def render_page() -> str:
     """Return the page."""
     tables = all_tables()
-    parts = [HEAD, summary(tables), *("\n".join(section(table)) for table in tables)]
+    parts = [HEAD, render_summary(tables), *("\n".join(render_section(table)) for table in tables)]
     rows = ["| what | published | what is missing |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in MISSING)]
     text = "Figures with nothing to hold against them, because what they depend on was not published or is not at hand."
     return "\n".join([*parts, "## What cannot be simulated\n", f"{text}\n", *rows]) + "\n"
 
 
-def summary(tables: Iterable[Table]) -> str:
+def render_summary(tables: Iterable[FigureTable]) -> str:
     """Return how many figures agree, by table."""
     lines = ["| table | figures | agree | miss | fitted | how near |", "|---|--:|--:|--:|--:|---|"]
     for table in tables:
         misses, fitted = sum(bool(row.why) for row in table.rows), sum(row.is_fitted for row in table.rows)
         counts = (len(table.rows), len(table.rows) - misses - fitted, misses, fitted)
         anchor = "".join(one for one in table.title.lower().replace(" ", "-") if one.isalnum() or one == "-")
-        cells = (f"[{table.title}](#{anchor})", *map(str, counts), nearness(table))
+        cells = (f"[{table.title}](#{anchor})", *map(str, counts), format_tolerance(table))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
-def nearness(table: Table) -> str:
+def format_tolerance(table: FigureTable) -> str:
     """Return how near two figures of a table are that agree."""
     if table.within:
         return f"{100 * table.within:g} %"
     return "the same text" if isinstance(table.rows[0].simulated, str) else "the last digit"
 
 
-def section(table: Table) -> Iterator[str]:
+def render_section(table: FigureTable) -> Iterator[str]:
     """Yield the lines of one table."""
     yield f"## {table.title}\n"
     yield fill(f"Published: {table.source}", WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
@@ -85,7 +85,7 @@ def section(table: Table) -> Iterator[str]:
     yield f"| {' | '.join(table.columns)} | published{unit} | simulated | difference |"
     yield f"|{'---|' * len(table.columns)}--:|--:|--:|"
     for row in table.rows:
-        yield f"| {' | '.join(shown_cells(row))} |"
+        yield f"| {' | '.join(format_cells(row))} |"
     if table.reasons:
         yield "\nWhat misses:\n"
     for mark, why in table.reasons:
@@ -93,6 +93,6 @@ def section(table: Table) -> Iterator[str]:
     yield ""
 
 
-def shown_cells(row: Row) -> tuple[str, ...]:
+def format_cells(row: FigureRow) -> tuple[str, ...]:
     """Return what a row shows."""
-    return (*row.labels, row.published, row.shown, f"{row.difference} ({row.why})" if row.why else row.difference)
+    return (*row.labels, row.published, row.formatted, f"{row.difference} ({row.why})" if row.why else row.difference)

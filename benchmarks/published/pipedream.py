@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 
+from benchmarks.published.block_costs import bisect_falling, linear_model, step_s
 from benchmarks.published.profiles import (
     ALEX_A,
     ALEX_B,
@@ -18,25 +19,22 @@ from benchmarks.published.profiles import (
     VGG_OLD,
     A,
     Setting,
-    blocks_of,
-    profile_of,
+    load_profile,
+    weighted_blocks,
 )
-from benchmarks.published.seconds import crossing, row_of, step_s
-from benchmarks.published.table import Row, Table, marked
-from counterpoint.compiler.compile import Compiled, compile as compile_plan
+from benchmarks.published.table import FigureRow, FigureTable, split_mark
+from counterpoint.compiler.compile import CompiledPlan, compile as compile_plan
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
-from counterpoint.planner.objectives import Released
-from counterpoint.planner.partition import Level, partition
-from counterpoint.planner.profile import Layer
-from counterpoint.planner.states import find_states
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.pipeline.layer_graph import GraphNode, find_cuts
+from counterpoint.planner.pipeline.partition import PartitionLevel, ReleasedObjective, find_partition
 
 STRAIGHT = Setting("GNMT-8", "A", 1, 4, **A), Setting("GNMT-16", "A", 1, 4, **A)
 
 
-def model_of(layers: Sequence[Layer]) -> ModelSpec:
+def make_model(layers: Sequence[GraphNode]) -> ModelSpec:
     """Return a chain of layers; one sample is a minibatch."""
-    return row_of(
+    return linear_model(
         [layer.name for layer in layers],
         [layer.weight_bytes for layer in layers],
         [layer.activation_bytes for layer in layers],
@@ -44,41 +42,41 @@ def model_of(layers: Sequence[Layer]) -> ModelSpec:
 
 
 @cache
-def replicated(setting: Setting) -> tuple[Compiled, list[Layer]]:
+def data_parallel_program(setting: Setting) -> tuple[CompiledPlan, list[GraphNode]]:
     """Return the program of data parallelism."""
-    layers = blocks_of(setting)
+    layers = weighted_blocks(setting)
     plan = Plan.parse(f"data({setting.num_devices})")
-    return compile_plan(replace(plan, passes=("overlap",)), model_of(layers), proves=False), layers
+    return compile_plan(replace(plan, passes=("overlap",)), make_model(layers), verified=False), layers
 
 
 @cache
-def straight(setting: Setting) -> tuple[Compiled, list[Layer]]:
+def straight_program(setting: Setting) -> tuple[CompiledPlan, list[GraphNode]]:
     """Return the program of one device for each stage, cut as the released optimizer cuts it; a stage is one block."""
-    states = find_states(profile_of(setting))
-    found = partition(states, [Level(setting.num_devices, setting.slowest)], Released())
+    states = find_cuts(load_profile(setting))
+    found = find_partition(states, [PartitionLevel(setting.num_devices, setting.slowest)], ReleasedObjective())
     stages = []
     for at, stage in enumerate(found.stages):
         seconds, weights = (
             float(held[stage.stop] - held[stage.start]) for held in (states.seconds, states.weight_bytes)
         )
         handed = float(states.crossing_bytes[stage.stop])
-        stages.append(Layer(f"stage{at}", "", seconds / 3, 2 * seconds / 3, handed, weights))
-    plan = Plan.parse(f"pipeline({len(stages)}, order=pipedream)")
-    return compile_plan(plan, model_of(stages), proves=False), stages
+        stages.append(GraphNode(f"stage{at}", "", seconds / 3, 2 * seconds / 3, handed, weights))
+    plan = Plan.parse(f"pipeline({len(stages)}, schedule=pipedream)")
+    return compile_plan(plan, make_model(stages), verified=False), stages
 
 
 @cache
-def pipelined(setting: Setting) -> tuple[Compiled, list[Layer]]:
+def two_stage_program(setting: Setting) -> tuple[CompiledPlan, list[GraphNode]]:
     """Return the program of the published configuration of two stages: the last one has the dense layers."""
-    layers = blocks_of(setting)
-    cut = next(at for at, layer in enumerate(layers) if layer.text.startswith("Linear"))
+    layers = weighted_blocks(setting)
+    cut = next(at for at, layer in enumerate(layers) if layer.description.startswith("Linear"))
     replicas = setting.num_devices - 1
-    text = f"pipeline(2, order=pipedream, replicas=({replicas},1), balance=({cut},{len(layers) - cut}))"
+    text = f"pipeline(2, schedule=pipedream, replicas=({replicas},1), balance=({cut},{len(layers) - cut}))"
     plan = Plan.parse(text, num_microbatches=replicas)
-    return compile_plan(replace(plan, passes=("overlap",)), model_of(layers), proves=False), layers
+    return compile_plan(replace(plan, passes=("overlap",)), make_model(layers), verified=False), layers
 
 
-def per_minibatch_s(made: Compiled, layers: Sequence[Layer], num_minibatches: int, bytes_per_s: float) -> float:
+def per_minibatch_s(made: CompiledPlan, layers: Sequence[GraphNode], num_minibatches: int, bytes_per_s: float) -> float:
     """Return the seconds for each minibatch in the long run."""
     forward, backward = [layer.forward_s for layer in layers], [layer.backward_s for layer in layers]
     return step_s(made, forward, backward, bytes_per_s) / num_minibatches
@@ -87,7 +85,7 @@ def per_minibatch_s(made: Compiled, layers: Sequence[Layer], num_minibatches: in
 def speed_up(setting: Setting, sums_bytes_per_s: float) -> float:
     """Return how many times as fast as data parallelism, whose sums go at that rate, the published configuration is."""
     count = setting.num_devices
-    alike = per_minibatch_s(*replicated(setting), count, sums_bytes_per_s)
+    alike = per_minibatch_s(*data_parallel_program(setting), count, sums_bytes_per_s)
     return alike / pipelined_s(setting)
 
 
@@ -95,35 +93,35 @@ def speed_up(setting: Setting, sums_bytes_per_s: float) -> float:
 def pipelined_s(setting: Setting) -> float:
     """Return the seconds for each minibatch of the published configuration at line rate."""
     if setting in STRAIGHT:
-        return per_minibatch_s(*straight(setting), 1, setting.slowest)
-    return per_minibatch_s(*pipelined(setting), setting.num_devices - 1, setting.between)
+        return per_minibatch_s(*straight_program(setting), 1, setting.slowest)
+    return per_minibatch_s(*two_stage_program(setting), setting.num_devices - 1, setting.between)
 
 
 @cache
-def implied(setting: Setting, published: str) -> float:
+def implied_bytes_per_s(setting: Setting, published: str) -> float:
     """Return the bytes/s of data parallelism's sums at which the published speed-up comes out."""
     low, high = setting.slowest / 10, setting.slowest
-    return crossing(low, high, partial(speed_up, setting), float(published))
+    return bisect_falling(low, high, partial(speed_up, setting), float(published))
 
 
-def sent(made: Compiled, num_minibatches: int) -> float:
+def bytes_per_minibatch(made: CompiledPlan, num_minibatches: int) -> float:
     """Return the bytes that all ranks together send for each minibatch."""
     return float(sum(made.sent_bytes())) / num_minibatches
 
 
 @cache
-def communication_table() -> Table:
+def communication_table() -> FigureTable:
     """What the published configurations send less."""
     rows = []
     for setting, config, cell in ((VGG_A, "15-1", "85"), (VGG_OLD, "7-1", "95a")):
-        published, why = marked(cell)
-        alike = sent(replicated(setting)[0], setting.num_devices)
-        staged = sent(pipelined(setting)[0], setting.num_devices - 1)
-        rows.append(Row((*setting.labels, config), published, 100 * (1 - staged / alike), why))
-    return Table(
+        published, why = split_mark(cell)
+        alike = bytes_per_minibatch(data_parallel_program(setting)[0], setting.num_devices)
+        staged = bytes_per_minibatch(two_stage_program(setting)[0], setting.num_devices - 1)
+        rows.append(FigureRow((*setting.labels, config), published, 100 * (1 - staged / alike), why))
+    return FigureTable(
         "What PipeDream sends less than data parallelism",
         f"{SOSP}, in its text (more than 85 %); {ARXIV}, table 1.",
-        f"{INPUTS} Bytes of `pipeline(2, order=pipedream, replicas=(n-1,1))`, cut before the dense layers, and of "
+        f"{INPUTS} Bytes of `pipeline(2, schedule=pipedream, replicas=(n-1,1))`, cut before the dense layers, and of "
         "`data(n)`, from the programs, for each minibatch. AWD LM (88 %), S2VT (85 %) and Inception-v3 on 8 servers "
         "(47 %) are published too, without a profile (the first two) or the cut (the last).",
         ("model", "servers x devices", "configuration"),
@@ -150,18 +148,18 @@ SPEED_UPS = (
 
 
 @cache
-def speed_table() -> Table:
+def speed_table() -> FigureTable:
     """Time per epoch, and the link that would explain it."""
     rows = []
     for setting, config, published, marks in SPEED_UPS:
         labels, line = (*setting.labels, config), f"{setting.slowest / GBIT:.0f}"
         figures = (
             ("speed-up at line rate", published, speed_up(setting, setting.slowest)),
-            ("Gbit/s of sums that would give it", line, implied(setting, published) / GBIT),
+            ("Gbit/s of sums that would give it", line, implied_bytes_per_s(setting, published) / GBIT),
         )
         for (name, told, simulated), mark in zip(figures, marks, strict=True):
-            rows.append(Row((*labels, name), told, simulated, mark.strip(".")))
-    return Table(
+            rows.append(FigureRow((*labels, name), told, simulated, mark.strip(".")))
+    return FigureTable(
         "PipeDream's speed-up over data parallelism",
         f"{SOSP}, table 1, time per epoch; {ARXIV}, table 1, against synchronous training.",
         f"{INPUTS} The programs of the table before on the virtual clock, sums overlapped with backwards, every rank "

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from counterpoint.planner.profile import Layer, Profile, read_profile
+from counterpoint.planner.pipeline.layer_graph import GraphNode, LayerGraph, parse_graph
 
-PROFILES = Path(__file__).parents[2] / "tests" / "planner" / "profiles"
+PROFILES = Path(__file__).parents[2] / "tests" / "planner" / "pipeline" / "profiles"
 FILES = {"VGG-16": "vgg16", "ResNet-50": "resnet50", "AlexNet": "alexnet", "GNMT-8": "gnmt", "GNMT-16": "gnmt_large"}
 SOSP = "Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019"
 ARXIV = "Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, arXiv 1806.03377, 2018"
@@ -65,13 +65,13 @@ ALEX_A, ALEX_B = Setting("AlexNet", "A", 4, 4, **A), Setting("AlexNet", "B", 2, 
 
 
 @cache
-def profile_of(setting: Setting) -> Profile:
+def load_profile(setting: Setting) -> LayerGraph:
     """Return the layers of a model, for one minibatch of a setting, without those that load data."""
-    profile = read_profile((PROFILES / f"{FILES[setting.model]}.txt").read_text(encoding="utf-8")).without_inputs()
-    return Profile(tuple(scaled(layer, setting.scale) for layer in profile.layers), profile.edges)
+    profile = parse_graph((PROFILES / f"{FILES[setting.model]}.txt").read_text(encoding="utf-8")).without_inputs()
+    return LayerGraph(tuple(scale_layer(layer, setting.scale) for layer in profile.nodes), profile.edges)
 
 
-def scaled(layer: Layer, scale: float) -> Layer:
+def scale_layer(layer: GraphNode, scale: float) -> GraphNode:
     """Return what a layer takes for a part of the samples."""
     return replace(
         layer,
@@ -81,9 +81,9 @@ def scaled(layer: Layer, scale: float) -> Layer:
     )
 
 
-def in_order(profile: Profile) -> list[Layer]:
+def topological_order(profile: LayerGraph) -> list[GraphNode]:
     """Return the layers so that each comes behind all that it reads."""
-    left, done = list(profile.layers), list[Layer]()
+    left, done = list(profile.nodes), list[GraphNode]()
     while left:
         names = {layer.name for layer in left}
         first = next(one for one in left if not any(to == one.name and by in names for by, to in profile.edges))
@@ -92,10 +92,10 @@ def in_order(profile: Profile) -> list[Layer]:
     return done
 
 
-def blocks_of(setting: Setting) -> list[Layer]:
+def weighted_blocks(setting: Setting) -> list[GraphNode]:
     """Return the layers with weights in order, each with what runs behind it."""
-    blocks: list[Layer] = []
-    for layer in in_order(profile_of(setting)):
+    blocks: list[GraphNode] = []
+    for layer in topological_order(load_profile(setting)):
         if layer.weight_bytes or not blocks:
             blocks.append(layer)
         elif layer.seconds:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from benchmarks.published.networks import Layer, inception_v3, resnet, spec_of, vgg16
-from benchmarks.published.seconds import step_s
-from benchmarks.published.table import Row, Table, marked
+from benchmarks.published.block_costs import step_s
+from benchmarks.published.networks import NetworkLayer, inception_v3, make_model_spec, resnet, vgg16
+from benchmarks.published.table import FigureRow, FigureTable, split_mark
 from counterpoint.compiler.compile import compile as compile_plan
-from counterpoint.plan import Plan
+from counterpoint.plan.plan import Plan
 
 GBIT = 1e9 / 8
 TENSORFLOW = "TensorFlow's benchmarks of May 2017 (`docs_src/performance/benchmarks.md`)"
@@ -35,25 +35,25 @@ SERVERS = {  # images/s of a p2.8xlarge, its minibatch, then the rates of 2, 4 a
 DGX = {"VGG-16": (154, 64, "295 584 1081a")}
 
 
-def step_of(layers: tuple[Layer, ...], one_s: float, num_ranks: int, bytes_per_s: float) -> float:
+def data_parallel_step_s(layers: tuple[NetworkLayer, ...], one_s: float, num_ranks: int, bytes_per_s: float) -> float:
     """Return the seconds of a step of ranks that each take ``one_s`` alone; a backward takes two forwards."""
-    model = spec_of(layers, grain=1 / 12)
-    made = compile_plan(Plan(Plan.parse(f"data({num_ranks})").strategies, 1, ("overlap",)), model, proves=False)
+    model = make_model_spec(layers, grain=1 / 12)
+    made = compile_plan(Plan(Plan.parse(f"data({num_ranks})").strategies, 1, ("overlap",)), model, verified=False)
     whole = sum(block.cost for block in model.blocks)
     forward = [one_s / 3 * block.cost / whole for block in model.blocks]
     return step_s(made, forward, [2 * seconds for seconds in forward], bytes_per_s)
 
 
 @cache
-def horovod_table() -> Table:
+def horovod_table() -> FigureTable:
     """Efficiency of Horovod."""
     rows = []
     for name, num_ranks, cell in HOROVOD:
-        published, why = marked(cell)
+        published, why = split_mark(cell)
         one_s = 64 / ONE[name]
-        found = 100 * one_s / step_of(NETWORKS[name], one_s, num_ranks, 25 * GBIT)
-        rows.append(Row((name, str(num_ranks), "TCP" if num_ranks == 128 else "RoCE"), published, found, why))
-    return Table(
+        found = 100 * one_s / data_parallel_step_s(NETWORKS[name], one_s, num_ranks, 25 * GBIT)
+        rows.append(FigureRow((name, str(num_ranks), "TCP" if num_ranks == 128 else "RoCE"), published, found, why))
+    return FigureTable(
         "Horovod's efficiency",
         "Sergeev and Del Balso, Horovod, arXiv 1802.05799, figures 6 and 7 (128 GPUs); Horovod's "
         "`docs/benchmarks.rst` (512).",
@@ -74,20 +74,20 @@ def horovod_table() -> Table:
 
 
 @cache
-def tensorflow_table() -> Table:
+def tensorflow_table() -> FigureTable:
     """Rates of TensorFlow on Amazon's servers and on a DGX-1."""
     rows = []
     for name, (one, batch, line) in SERVERS.items():
         for count, cell in zip((2, 4, 8), line.split(), strict=True):
-            published, why = marked(cell)
-            step = step_of(NETWORKS[name], batch / one, count, 10 * GBIT)
-            rows.append(Row((name, f"{count} p2.8xlarge, {8 * count} K80"), published, count * batch / step, why))
+            published, why = split_mark(cell)
+            step = data_parallel_step_s(NETWORKS[name], batch / one, count, 10 * GBIT)
+            rows.append(FigureRow((name, f"{count} p2.8xlarge, {8 * count} K80"), published, count * batch / step, why))
     for name, (one, batch, line) in DGX.items():
         for count, cell in zip((2, 4, 8), line.split(), strict=True):
-            published, why = marked(cell)
-            step = step_of(NETWORKS[name], batch / one, count, 80e9)
-            rows.append(Row((name, f"DGX-1, {count} P100"), published, count * batch / step, why))
-    return Table(
+            published, why = split_mark(cell)
+            step = data_parallel_step_s(NETWORKS[name], batch / one, count, 80e9)
+            rows.append(FigureRow((name, f"DGX-1, {count} P100"), published, count * batch / step, why))
+    return FigureTable(
         "TensorFlow's images per second",
         f"{TENSORFLOW}, synthetic data.",
         "`data(n)` with the pass `overlap`. Of several servers each counts as one rank, as fast as the page prints "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FigureRow:
     """One published figure.
 
     Args:
@@ -40,7 +40,7 @@ class Row:
         return abs(self.simulated - value) <= max(digit * (1 + 1e-9), within * abs(value))
 
     @property
-    def shown(self) -> str:
+    def formatted(self) -> str:
         """The simulated figure with one digit more than the published one has."""
         if isinstance(self.simulated, str):
             return self.simulated
@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class FigureTable:
     """Published figures of one kind.
 
     Args:
@@ -74,17 +74,17 @@ class Table:
     source: str
     inputs: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[FigureRow, ...]
     within: float = 0.0
     unit: str = ""
     reasons: tuple[tuple[str, str], ...] = ()
 
-    def wrong(self) -> list[str]:
+    def find_errors(self) -> list[str]:
         """Return what is not as the rows say: one that misses without a reason, or has a reason and agrees."""
         marks = {mark for mark, _ in self.reasons}
         found = []
         for row in self.rows:
-            name = f"{self.title}: {', '.join(row.labels)}: {row.published} published, {row.shown} simulated"
+            name = f"{self.title}: {', '.join(row.labels)}: {row.published} published, {row.formatted} simulated"
             agrees = row.agrees(self.within)
             if agrees and row.why:
                 found.append(f"{name}, and needs no reason {row.why!r}")
@@ -94,7 +94,7 @@ class Table:
         return [*found, *(f"{self.title}: no row misses because of {mark!r}" for mark in sorted(unused))]
 
 
-def marked(cell: str) -> tuple[str, str]:
+def split_mark(cell: str) -> tuple[str, str]:
     """Return a published figure and the mark behind it: ``1.38b`` misses because of ``b``.
 
     Example:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cache
 from itertools import accumulate, pairwise
 
-from benchmarks.published.networks import FLOAT, Layer, resnet
-from benchmarks.published.seconds import row_of, step_s
-from benchmarks.published.table import Row, Table, marked
+from benchmarks.published.block_costs import linear_model, step_s
+from benchmarks.published.networks import FLOAT, NetworkLayer, resnet
+from benchmarks.published.table import FigureRow, FigureTable, split_mark
 from counterpoint.compiler.compile import compile as compile_plan
-from counterpoint.plan import Plan
+from counterpoint.plan.plan import Plan
 from counterpoint.program.text import parse_program
-from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.cost_model import unit_costs
 from counterpoint.simulator.simulate import simulate
 
 P40_FLOPS, P40_BYTES_PER_S, PCIE_BYTES_PER_S = 12e12, 346e9, 15.75e9
@@ -31,7 +31,7 @@ ALONE = "F0.0 F0.1 B0.1 R0.0 B0.0"
 """What ``pipeline-1`` does: one stage that recomputes all microbatches but the last; ``gpipe(1)`` goes back at once."""
 
 
-def forward_s(layer: Layer) -> float:
+def forward_s(layer: NetworkLayer) -> float:
     """Return the seconds of a layer on a P40 that computes or reads and writes as fast as its data sheet says."""
     return max(2 * layer.macs / P40_FLOPS, FLOAT * (layer.inputs + layer.outputs) / P40_BYTES_PER_S)
 
@@ -47,23 +47,23 @@ def speed_up(name: str) -> float:
     stages = [layers[start:stop] for start, stop in pairwise(cuts)]
     forward = [per_micro * sum(map(forward_s, stage)) for stage in stages]
     handed = [per_micro * FLOAT * stage[-1].outputs for stage in stages]
-    model = row_of([f"stage{at}" for at in range(len(stages))], [0.0] * len(stages), handed)
+    model = linear_model([f"stage{at}" for at in range(len(stages))], [0.0] * len(stages), handed)
     plan = Plan.parse(f"gpipe({len(stages)}, checkpoint=except_last)", num_microbatches=num_micros)
-    made = compile_plan(plan, model, proves=False)
+    made = compile_plan(plan, model, verified=False)
     step = step_s(made, forward, [2 * seconds for seconds in forward], PCIE_BYTES_PER_S)
     return 3 * num_micros * sum(forward) / step
 
 
 @cache
-def torchgpipe_table() -> Table:
+def torchgpipe_table() -> FigureTable:
     """Speed-ups over one device."""
     found = {name: speed_up(name) for name in RUNS}
     rows = []
     for release, line in SPEED_UPS.items():
         for (name, (_, num_micros, _)), cell in zip(RUNS.items(), line.split(), strict=True):
-            published, why = marked(cell)
-            rows.append(Row((release, name, str(num_micros)), published, found[name], why))
-    return Table(
+            published, why = split_mark(cell)
+            rows.append(FigureRow((release, name, str(num_micros)), published, found[name], why))
+    return FigureTable(
         "torchgpipe's ResNet-101",
         "torchgpipe, `benchmarks/resnet101-speed` of release 0.0.5, which also reads the figures of the GPipe paper "
         "off its figure 3; documentation of release 0.0.3.",

@@ -13,54 +13,59 @@ from counterpoint.jobs.job import sequence_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 
-import sides
+import contenders
 
 WARM_UP, STEPS = 2, 6
 
 
-class Box:
+class SavedTensor:
     """What autograd has saved, as long as it has."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
-class Saved:
+class SavedBytesCounter:
     """Counts what a rank keeps for its backwards, whenever its interpreter goes from one call to the next."""
 
     def __init__(self, rank):
         self.compute = rank.interpreter.compute
-        self.boxes = weakref.WeakSet()
+        self.saved = weakref.WeakSet()
         self.weights = {tensor.untyped_storage().data_ptr() for tensor in rank.interpreter.store.params.values()}
-        self.most = 0
+        self.max_bytes = 0
 
     def pack(self, tensor):
-        box = Box(tensor)
-        self.boxes.add(box)
+        box = SavedTensor(tensor)
+        self.saved.add(box)
         return box
 
-    def look(self):
+    def count(self):
         kept = [tensor for once in self.compute.again.kept.values() for tensor in once.leaves if tensor is not None]
         kept += [one.value for one in self.compute.values.values()]
-        storages = [tensor.untyped_storage() for tensor in (*kept, *(box.tensor for box in self.boxes))]
+        storages = [tensor.untyped_storage() for tensor in (*kept, *(box.tensor for box in self.saved))]
         sizes = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in self.weights}
-        self.most = max(self.most, sum(sizes.values()))
+        self.max_bytes = max(self.max_bytes, sum(sizes.values()))
         return 0.0
 
 
-def drawn(draw):
-    tokens = torch.randint(0, sides.SHAPE.num_tokens, (sides.BATCH, sides.SHAPE.context + 1), generator=draw)
+def draw_batch(draw):
+    tokens = torch.randint(
+        0,
+        contenders.FORMAT_HELP.num_tokens,
+        (contenders.MAX_RECORDS_PER_SEND, contenders.FORMAT_HELP.context + 1),
+        generator=draw,
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def saved_bytes(step, batch):
     (rank,) = step.team.ranks.values()
-    saved = Saved(rank)
-    rank.interpreter.clock = saved.look
+    saved = SavedBytesCounter(rank)
+    rank.interpreter.clock = saved.count
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda box: box.tensor):
         loss = step(*batch)
     rank.interpreter.clock = None
-    return saved.most, loss
+    return saved.max_bytes, loss
 
 
 def peak_bytes():
@@ -72,20 +77,26 @@ def peak_bytes():
 def main(text, passes):
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(1)
-    plan = cp.Plan.parse(text, num_microbatches=sides.MICROS)
+    plan = cp.Plan.parse(text, num_microbatches=contenders.MICROS)
     plan = cp.Plan(plan.strategies, plan.num_microbatches, tuple(passes.split()))
     losses, seconds = [], []
-    with cp.parallelize(sides.built(), sides.optimizer, sequence_loss, strategy=plan) as step:
+    with cp.parallelize(contenders.build_model(), contenders.make_optimizer, sequence_loss, strategy=plan) as step:
         for number in range(WARM_UP + STEPS):
-            batch = drawn(draw)
+            batch = draw_batch(draw)
             began = time.perf_counter()
             losses.append(step(*batch))
             if number >= WARM_UP:
                 seconds.append(time.perf_counter() - began)
         process = peak_bytes()
-        most, loss = saved_bytes(step, drawn(draw))
+        most, loss = saved_bytes(step, draw_batch(draw))
         losses.append(loss)
-        found = {"rank": sides.own_rank(), "seconds": seconds, "losses": losses, "saved": most, "process": process}
+        found = {
+            "rank": contenders.rank_from_env(),
+            "seconds": seconds,
+            "losses": losses,
+            "saved": most,
+            "process": process,
+        }
     sys.stdout.write(f"{json.dumps(found)}\n")
 
 

@@ -7,71 +7,75 @@ import sys
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
-from counterpoint.planner.objectives import Released
-from counterpoint.planner.partition import Level, partition
-from counterpoint.planner.profile import read_profile
-from counterpoint.planner.states import find_states
-from counterpoint.testing.claims import Options, Result
+from counterpoint.planner.pipeline.layer_graph import find_cuts, parse_graph
+from counterpoint.planner.pipeline.partition import PartitionLevel, ReleasedObjective, find_partition
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]
 
-from theirs import QUICK_S, turn  # noqa: E402 - from the folder of this benchmark
+from pipedream_optimizer import REPEAT_BELOW_S, median_time  # noqa: E402 - from the folder of this benchmark
 
 ROOT = HERE.parents[1]
 CHECKOUT = ROOT / "build" / "peers" / "pipedream"
-PROFILES = ROOT / "tests" / "planner" / "profiles"
+PROFILES = ROOT / "tests" / "planner" / "pipeline" / "profiles"
 CASES = json.loads((PROFILES / "reference.json").read_text(encoding="utf-8"))["cases"]
 ROUNDS, DEADLINE_S = 3, 600
-LEAST_TIMES, TOLERANCE_S = 10, 1e-9
+MIN_SPEEDUP, TOLERANCE_S = 10, 1e-9
 COLUMNS = ("model", "parts", "GB/s", "ours ms", "theirs ms", "times", "slowest stage ms", "theirs")
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     is_there = (CHECKOUT / "optimizer").is_dir()
     found = []
     for case in CASES:
-        options.tell(named(case))
-        found.append(judged(case, in_turns(case, options.rounds or ROUNDS, is_there=is_there)))
-    missed = [line for one in found for line in misses(one)]
+        options.report_progress(case_name(case))
+        found.append(summarize_case(case, alternate(case, options.rounds or ROUNDS, is_there=is_there)))
+    missed = [line for one in found for line in find_misses(one)]
     if not is_there:
         missed.append(f"the released optimizer is not at {CHECKOUT}, so that it was not timed; see the README here")
     notes = {"times": "as fast as the released optimizer, both warm, from the text of the profile to the plan"}
-    return Result(COLUMNS, tuple(row(one) for one in found), tuple(missed), {"cases": found}, notes)
+    return BenchmarkResult(COLUMNS, tuple(make_row(one) for one in found), tuple(missed), {"cases": found}, notes)
 
 
-def in_turns(case, rounds, *, is_there):
+def alternate(case, rounds, *, is_there):
     """Return what both find in each round and how long that takes; one round is enough where it is long."""
     turns = []
     for _ in range(rounds):
-        turns.append({"ours": ours(case), "theirs": theirs(case) if is_there else None})
-        if is_there and turns[-1]["theirs"]["seconds"] > QUICK_S:
+        turns.append({"ours": run_counterpoint(case), "theirs": run_pipedream(case) if is_there else None})
+        if is_there and turns[-1]["theirs"]["seconds"] > REPEAT_BELOW_S:
             break
     return turns
 
 
-def ours(case):
+def run_counterpoint(case):
     """Return the seconds of the slowest stage and of finding it, beginning with the text of the profile."""
-    levels = [Level(*level) for level in zip(case["machines"], case["bandwidth"], strict=True)]
+    levels = [PartitionLevel(*level) for level in zip(case["machines"], case["bandwidth"], strict=True)]
 
     def find():
-        profile = read_profile(path_of(case).read_text(encoding="utf-8"))
-        return partition(find_states(profile.without_inputs()), levels, Released())
+        profile = parse_graph(profile_path(case).read_text(encoding="utf-8"))
+        return find_partition(find_cuts(profile.without_inputs()), levels, ReleasedObjective())
 
-    seconds, found = turn(find)
+    seconds, found = median_time(find)
     return {"seconds": seconds, "stage_s": found.slowest_s}
 
 
-def theirs(case):
+def run_pipedream(case):
     """Return the same of the released optimizer."""
-    command = [sys.executable, str(HERE / "theirs.py"), str(CHECKOUT), str(path_of(case)), json.dumps(case)]
+    command = [
+        sys.executable,
+        str(HERE / "pipedream_optimizer.py"),
+        str(CHECKOUT),
+        str(profile_path(case)),
+        json.dumps(case),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     if done.returncode:
         raise LaunchError(f"the released optimizer ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout)
 
 
-def judged(case, turns):
+def summarize_case(case, turns):
     """Return a case with the medians of its turns."""
     sides = [side for side in ("ours", "theirs") if turns[0][side] is not None]
     seconds = {side: statistics.median(turn[side]["seconds"] for turn in turns) for side in sides}
@@ -80,19 +84,19 @@ def judged(case, turns):
     return {**given, "seconds": seconds, "stages": stages, "turns": turns}
 
 
-def misses(one):
+def find_misses(one):
     """Yield what a case misses."""
     seconds, stages = one["seconds"], {**one["stages"], "reference.json": one["stage_s"]}
     for side in stages.keys() - {"ours"}:
         if not stages["ours"] <= stages[side] + TOLERANCE_S:
-            yield f"{named(one)}: the slowest stage takes {stages['ours']:.9f} s, that of {side} {stages[side]:.9f} s"
-    if "theirs" in seconds and not seconds["theirs"] >= LEAST_TIMES * seconds["ours"]:
-        yield f"{named(one)}: {seconds['theirs'] / seconds['ours']:.1f} times as fast, {LEAST_TIMES} promised"
+            yield f"{case_name(one)}: the slowest stage takes {stages['ours']:.9f} s, that of {side} {stages[side]:.9f} s"
+    if "theirs" in seconds and not seconds["theirs"] >= MIN_SPEEDUP * seconds["ours"]:
+        yield f"{case_name(one)}: {seconds['theirs'] / seconds['ours']:.1f} times as fast, {MIN_SPEEDUP} promised"
     if "theirs" in stages and not abs(stages["theirs"] - one["stage_s"]) <= TOLERANCE_S:
-        yield f"{named(one)}: the optimizer finds {stages['theirs']:.9f} s, reference.json says {one['stage_s']:.9f} s"
+        yield f"{case_name(one)}: the optimizer finds {stages['theirs']:.9f} s, reference.json says {one['stage_s']:.9f} s"
 
 
-def row(one):
+def make_row(one):
     seconds, stages = one["seconds"], one["stages"]
     is_there = "theirs" in seconds
     return (
@@ -107,11 +111,11 @@ def row(one):
     )
 
 
-def named(case):
+def case_name(case):
     return f"{case['model']} on {'x'.join(map(str, case['machines']))} at {case['bandwidth'][-1] / 1e9:g} GB/s"
 
 
-def path_of(case):
+def profile_path(case):
     return PROFILES / f"{case['model']}.txt"
 
 

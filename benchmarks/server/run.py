@@ -5,56 +5,61 @@ import sys
 from pathlib import Path
 
 from counterpoint.errors import LaunchError
-from counterpoint.testing.claims import Options, Result
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import given
-from hosts import CELLS, SERVERS, row_bytes, scaling
-from sides import SIDES, present, turn_of
+import server_workloads
+from contenders import CONTENDERS, is_installed, run_once
+from lab_job import CASES, SERVERS, measure_row_bytes, measure_scaling
 
 from benchmarks.lab import Lab
 
 ROUNDS = 3
-FASTER = 2.0
-OURS = {"D": "ours, ahead", "MLP": "ours"}
+MIN_SPEEDUP = 2.0
+OUR_VARIANT = {"D": "ours, ahead", "MLP": "ours"}
 """How each is trained: large weights that were fetched ahead are in use when the server changes its own, so copied."""
 PEERS = ("torch rpc", "tensorflow")
-PROPORTIONAL, FEW = 0.05, 1000
+MAX_BYTE_DEVIATION, MIN_ROWS = 0.05, 1000
 """Bytes for each row that is touched may differ by so much between few rows and many."""
-SCALES = {2: 1.7, 4: 2.8}
+SCALING_BARS = {2: 1.7, 4: 2.8}
 """Servers, and how much faster they are than one."""
 
 
-def on_one_host(rounds, tell):
+def measure_one_host(rounds, tell):
     """Return what turns came to, by workload and side."""
-    sides, found = [side for side in SIDES if present(side)], {}
+    sides, found = [side for side in CONTENDERS if is_installed(side)], {}
     for number in range(rounds):
-        for name in given.LETTERS:
+        for name in server_workloads.WORKLOAD_KEYS:
             for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
                 tell(f"round {number + 1}, {name}, {side}")
-                found.setdefault((name, side), []).append(turn_of(side, name))
+                found.setdefault((name, side), []).append(run_once(side, name))
     return found
 
 
 def ratio(found, name, side, figure="samples_per_s"):
-    pairs = zip(found[name, OURS[name]], found[name, side], strict=True)
+    pairs = zip(found[name, OUR_VARIANT[name]], found[name, side], strict=True)
     return statistics.median(ours[figure] / other[figure] for ours, other in pairs)
 
 
 def speed_rows(found, missed):
     for (name, side), turns in found.items():
         times = ratio(found, name, side)
-        bar = FASTER if side in PEERS else None
+        bar = MIN_SPEEDUP if side in PEERS else None
         speeds = [one["samples_per_s"] for one in turns]
         spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
-        yield f"{name}, {side}", f"{statistics.median(speeds):,.0f} samples/s", spread, f"{OURS[name]} {times:.2f} x"
+        yield (
+            f"{name}, {side}",
+            f"{statistics.median(speeds):,.0f} samples/s",
+            spread,
+            f"{OUR_VARIANT[name]} {times:.2f} x",
+        )
         spent = statistics.median(one["processor_ms"] for one in turns)
         own = [one["worker_ms"] for one in turns if one["worker_ms"] is not None]
         told = f"{statistics.median(own):.2f} in the worker" if own else ""
         less = 1 / ratio(found, name, side, "processor_ms")
-        yield f"{name}, {side}, processor", f"{spent:.2f} ms a step", told, f"{OURS[name]} {less:.2f} x less"
+        yield f"{name}, {side}, processor", f"{spent:.2f} ms a step", told, f"{OUR_VARIANT[name]} {less:.2f} x less"
         if bar is not None and not times >= bar:
             missed.append(f"{name}: {times:.2f} times {side}, at least {bar} promised")
 
@@ -66,13 +71,13 @@ def table_rows(found, missed):
     for count, one in found.items():
         moved = f"{one['sent']:,} sent, {one['received']:,} received"
         yield f"table, {one['touched']:,} rows", moved, f"{each[count]:.0f} a row", f"{each[count] / each[most]:.3f} x"
-        if int(count) >= FEW and not abs(each[count] / each[most] - 1) <= PROPORTIONAL:
+        if int(count) >= MIN_ROWS and not abs(each[count] / each[most] - 1) <= MAX_BYTE_DEVIATION:
             missed.append(f"table: {each[count]:.0f} bytes for each of {count} rows, {each[most]:.0f} of {most}")
 
 
 def scaling_rows(found, missed):
     """Yield what more servers come to, and how much of the cores and of the servers' links that takes."""
-    for model, rate in CELLS:
+    for model, rate in CASES:
         one = [turn["steps_per_s"] for turn in found[model, rate, 1]]
         for servers in SERVERS:
             turns = found[model, rate, servers]
@@ -82,25 +87,27 @@ def scaling_rows(found, missed):
             spread = f"{min(speeds):.2f} to {max(speeds):.2f}; {cores:.2f} cores, links {links:.0%} full"
             name = f"{model} at {rate} Mbit/s, {servers} servers"
             yield name, f"{statistics.median(speeds):.2f} steps/s", spread, f"{times:.2f} x"
-            if not times >= SCALES.get(servers, 1.0):
+            if not times >= SCALING_BARS.get(servers, 1.0):
                 missed.append(f"{name} are {times:.2f} times one ({statistics.median(one):.2f} steps/s)")
 
 
-def measure(options: Options) -> Result:
-    if reason := Lab.why_not():
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
+    if reason := Lab.unavailable_reason():
         raise LaunchError(f"hosts cannot be made here: {reason}")
     rounds, missed = max(3, options.rounds or ROUNDS), []
-    speeds = on_one_host(rounds, options.tell)
+    speeds = measure_one_host(rounds, options.report_progress)
     rows = list(speed_rows(speeds, missed))
-    options.tell("bytes of a table")
-    moved = row_bytes()
+    options.report_progress("bytes of a table")
+    moved = measure_row_bytes()
     rows += table_rows(moved, missed)
-    scaled = scaling(rounds, options.tell)
+    scaled = measure_scaling(rounds, options.report_progress)
     rows += scaling_rows(scaled, missed)
     figures = {
         "turns": {f"{name}, {side}": found for (name, side), found in speeds.items()},
         "table": moved,
         "more_servers": {f"{model}, {rate}, {servers}": turns for (model, rate, servers), turns in scaled.items()},
     }
-    notes = {"not installed": ", ".join(side for side in SIDES if not present(side)) or "none"}
-    return Result(("what", "median", "spread, or for each row", "ratio"), tuple(rows), tuple(missed), figures, notes)
+    notes = {"not installed": ", ".join(side for side in CONTENDERS if not is_installed(side)) or "none"}
+    return BenchmarkResult(
+        ("what", "median", "spread, or for each row", "ratio"), tuple(rows), tuple(missed), figures, notes
+    )

@@ -10,68 +10,76 @@ from torch import nn
 
 from counterpoint.launchers.function import launch
 from counterpoint.launchers.spark import start_spark
-from counterpoint.spark.driver import Options as Training
 from counterpoint.spark.ranks import run_ranks
 from counterpoint.spark.training import train
-from counterpoint.testing.claims import Options, Result
+from counterpoint.spark.training_loop import SparkOptions as Training
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import sides
+import contenders
 
 HERE = Path(__file__).parent
 ROUNDS, RANKS, STEPS = 3, 2, {"small": 200, "large": 20}
 JOB_STEPS, JOB_WARM_UP = 12, 3
-PLAN, NEAR = "zero(2, level=1)", 1e-3
+PLAN, MAX_LOSS_DIFFERENCE = "zero(2, level=1)", 1e-3
 COLUMNS = ("model", "how", "ms a step", "over", "call, s")
 
 
-def bigdl(spark, name):
+def run_bigdl(spark, name):
     """Return seconds of a step in two jobs, and the last loss."""
-    fields = sides.samples(name)
+    fields = contenders.samples(name)
     rows = spark.sparkContext.parallelize(list(zip(*fields, strict=True)), RANKS)
     ended = [time.perf_counter()]
-    options = Training(batch_size=sides.BATCH, epochs=JOB_STEPS)
+    options = Training(batch_size=contenders.MAX_RECORDS_PER_SEND, epochs=JOB_STEPS)
     done = train(
-        rows, sides.build(name), loss=nn.functional.cross_entropy, optimizer=sides.sgd, options=options,
+        rows, contenders.build(name), loss=nn.functional.cross_entropy, optimizer=contenders.sgd, options=options,
         on_step=lambda _: ended.append(time.perf_counter()),
     )  # fmt: skip
     took = [after - before for before, after in pairwise(ended)]
     return [statistics.median(took[JOB_WARM_UP:]), done.losses[-1]]
 
 
-def local(_spark, name):
+def run_local(_spark, name):
     """Return seconds of a step of the same plan on ranks of this host, and the last loss."""
-    return launch(sides.ours, ranks=RANKS, args=[name, PLAN, STEPS[name]], threads_per_rank=1, on_line=print_nothing)[0]
+    return launch(
+        contenders.run_counterpoint,
+        ranks=RANKS,
+        args=[name, PLAN, STEPS[name]],
+        threads_per_rank=1,
+        on_line=discard_line,
+    )[0]
 
 
-def barrier(spark, name):
+def run_barrier(spark, name):
     """Return seconds of a step of data parallelism in ranks of a barrier stage, and the last loss."""
-    return run_ranks(spark, sides.ours, ranks=RANKS, args=[name, f"data({RANKS})", STEPS[name]])[0]
+    return run_ranks(spark, contenders.run_counterpoint, ranks=RANKS, args=[name, f"data({RANKS})", STEPS[name]])[0]
 
 
-def distributor(spark, name):
+def run_distributor(spark, name):
     """Return seconds of a step of DDP in ranks that TorchDistributor has started, and the last loss."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     del spark  # it finds the session by itself
-    return TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(sides.ddp, name, STEPS[name])
+    return TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(
+        contenders.run_ddp, name, STEPS[name]
+    )
 
 
-SIDES = {
-    "two jobs a step": (bigdl, "the same plan on ranks"),
-    "the same plan on ranks": (local, ""),
-    "data(2) in a barrier stage": (barrier, ""),
-    "DDP, TorchDistributor": (distributor, "data(2) in a barrier stage"),
+CONTENDERS = {
+    "two jobs a step": (run_bigdl, "the same plan on ranks"),
+    "the same plan on ranks": (run_local, ""),
+    "data(2) in a barrier stage": (run_barrier, ""),
+    "DDP, TorchDistributor": (run_distributor, "data(2) in a barrier stage"),
 }
 """Each side: what is run, and beside which other it is held."""
 
 
-def print_nothing(_line):
+def discard_line(_line):
     """Take a line of a rank."""
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     import pyspark
 
     rounds, taken = max(3, options.rounds or ROUNDS), {}
@@ -80,23 +88,23 @@ def measure(options: Options) -> Result:
     spark.sparkContext.setLogLevel("OFF")
     try:
         for number in range(rounds):
-            options.tell(f"round {number + 1} of {rounds}")
-            names = list(SIDES)[number % len(SIDES) :] + list(SIDES)[: number % len(SIDES)]
-            for name in sides.MODELS:
+            options.report_progress(f"round {number + 1} of {rounds}")
+            names = list(CONTENDERS)[number % len(CONTENDERS) :] + list(CONTENDERS)[: number % len(CONTENDERS)]
+            for name in contenders.MODELS:
                 for side in names:
                     began = time.perf_counter()
-                    step_s, loss = SIDES[side][0](spark, name)
+                    step_s, loss = CONTENDERS[side][0](spark, name)
                     taken.setdefault((name, side), []).append((step_s, loss, time.perf_counter() - began))
     finally:
         spark.stop()
-    return told(taken)
+    return make_result(taken)
 
 
-def told(taken):
+def make_result(taken):
     """Return rows and what they miss."""
     rows, missed, figures = [], [], {}
     for (name, side), turns in taken.items():
-        beside = SIDES[side][1]
+        beside = CONTENDERS[side][1]
         over = ratio(turns, taken[name, beside]) if beside else None
         figures[f"{name}: {side}"] = {"turns": turns, "over": over}
         step_ms, call_s = (statistics.median(turn[at] for turn in turns) for at in (0, 2))
@@ -104,9 +112,9 @@ def told(taken):
         rows.append((name, side, f"{1e3 * step_ms:.2f}", shown, f"{call_s:.1f}"))
         if side.startswith("DDP") and not over >= 1:
             missed.append(f"{name}: a step in a barrier stage takes {1 / over:.2f} of one of DDP; at most 1 promised")
-    for name in sides.MODELS:
-        losses = {side: taken[name, side][0][1] for side in list(SIDES)[1:]}
-        if max(losses.values()) - min(losses.values()) > NEAR:
+    for name in contenders.MODELS:
+        losses = {side: taken[name, side][0][1] for side in list(CONTENDERS)[1:]}
+        if max(losses.values()) - min(losses.values()) > MAX_LOSS_DIFFERENCE:
             missed.append(f"{name}: the sides train to other losses: {losses}")
     over_ms = {
         name: 1e3
@@ -114,10 +122,10 @@ def told(taken):
             one[0] - other[0]
             for one, other in zip(taken[name, "two jobs a step"], taken[name, "the same plan on ranks"], strict=True)
         )
-        for name in sides.MODELS
+        for name in contenders.MODELS
     }
     note = "; ".join(f"{name} {ms:.0f} ms" for name, ms in over_ms.items())
-    return Result(COLUMNS, tuple(rows), tuple(missed), figures, {"two jobs cost a step:": note})
+    return BenchmarkResult(COLUMNS, tuple(rows), tuple(missed), figures, {"two jobs cost a step:": note})
 
 
 def ratio(turns, others):

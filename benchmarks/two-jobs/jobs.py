@@ -5,8 +5,8 @@ from functools import cache
 import torch
 from torch.utils.data import TensorDataset
 
-from counterpoint.server.job import Asp, Job
-from counterpoint.server.working.portions import Portions, sampler_of
+from counterpoint.elastic.data_slices import DataSlices, slice_sampler
+from counterpoint.ps.job_config import Asp, JobConfig
 
 BATCH, TASK_PORTIONS, EPOCH_PORTIONS = 256, 4, 40
 EPOCHS = {"long": 4, "short": 2, "first": 1, "second": 1}
@@ -14,13 +14,13 @@ TIMED, UNTIMED = ("long", "short"), ("first", "second")
 
 
 @cache
-def portions_of(name):
+def make_data_slices(name):
     """Return the data of a job: random images."""
     draw, size = torch.Generator().manual_seed(len(name)), BATCH * EPOCH_PORTIONS
     data = TensorDataset(torch.randn(size, 784, generator=draw), torch.randint(0, 10, (size,), generator=draw))
-    return Portions(data, sampler_of(size, BATCH, Asp()), Asp())
+    return DataSlices(data, slice_sampler(size, BATCH, Asp()), Asp())
 
 
-def job_of(name):
-    work = portions_of(name).work(EPOCHS[name], task_portions=TASK_PORTIONS)
-    return Job(name, Asp(), num_servers=1, work=work, is_logged=False)
+def make_job(name):
+    work = make_data_slices(name).data_config(EPOCHS[name], slices_per_task=TASK_PORTIONS)
+    return JobConfig(name, Asp(), num_servers=1, data=work, is_logged=False)

@@ -8,49 +8,49 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from jobs import EPOCH_PORTIONS, EPOCHS, TIMED, UNTIMED, job_of
-from working import work
+from jobs import EPOCH_PORTIONS, EPOCHS, TIMED, UNTIMED, make_job
+from train_job import train_job
 
+from counterpoint.elastic.worker_allocation import JobDemand
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.pooled import WorkerPool
-from counterpoint.launchers.serving import start
-from counterpoint.server.hosting import join, read_contact
-from counterpoint.server.working.pool import Want
-from counterpoint.testing.claims import Options, Result
+from counterpoint.launchers.server_processes import start_servers
+from counterpoint.launchers.worker_pool import WorkerPool
+from counterpoint.ps.process import join, read_job_file
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
 
-ROUNDS, WORKERS, LEAST = 6, 2, 0.15
+ROUNDS, WORKERS, MIN_TIME_SAVED = 6, 2, 0.15
 DEADLINE_S = 300.0
-ALONE, HALVES, ELASTIC = "one after the other", "at once, fixed halves", "elastic"
-WAYS = (ALONE, HALVES, ELASTIC)
+SEQUENTIAL, FIXED_HALVES, ELASTIC = "one after the other", "at once, fixed halves", "elastic"
+MODES = (SEQUENTIAL, FIXED_HALVES, ELASTIC)
 
 
-def seconds(way, pool, names=TIMED):
+def time_jobs(way, pool, names=TIMED):
     """Return how long all jobs take together, from when the first begins; their servers are there before."""
     most = WORKERS if way == ELASTIC else WORKERS // len(names)
     with ExitStack() as stack:
-        contacts = {name: stack.enter_context(start(job_of(name))).contact_path for name in names}
+        contacts = {name: stack.enter_context(start_servers(make_job(name))).contact_path for name in names}
         for name, contact in contacts.items():
-            await_servers(name, contact)
+            wait_for_servers(name, contact)
         began = time.perf_counter()
         for contact in contacts.values():
-            pool.begin(Want(str(contact), most=most))
-            if way == ALONE:
+            pool.begin(JobDemand(str(contact), max_workers=most))
+            if way == SEQUENTIAL:
                 pool.wait(DEADLINE_S)
-        for _ in () if way == ALONE else contacts:
+        for _ in () if way == SEQUENTIAL else contacts:
             pool.wait(DEADLINE_S)
         took_s = time.perf_counter() - began
         for name, contact in contacts.items():
-            require_all(name, contact)
+            check_all_trained(name, contact)
     return took_s
 
 
-def await_servers(name, contact):
+def wait_for_servers(name, contact):
     """The servers of a job are there, as they are for whoever runs them as a service."""
-    with join(read_contact(contact), f"first of {name}"):
+    with join(read_job_file(contact), f"first of {name}"):
         pass
 
 
-def require_all(name, contact):
+def check_all_trained(name, contact):
     """Every portion has been trained; what was given back counts again."""
     wanted = EPOCHS[name] * EPOCH_PORTIONS
     trained = sum(int(path.name.rpartition(".")[2]) for path in contact.parent.glob("trained.*"))
@@ -58,23 +58,25 @@ def require_all(name, contact):
         raise LaunchError(f"{name} has trained {trained} portions, of {wanted}")
 
 
-def measure(options: Options) -> Result:
-    found, ways = {way: [] for way in WAYS}, list(WAYS)
-    with WorkerPool(WORKERS, work) as pool:
-        options.tell("nothing yet: every worker has trained once before")
-        seconds(HALVES, pool, UNTIMED)
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
+    found, ways = {way: [] for way in MODES}, list(MODES)
+    with WorkerPool(WORKERS, train_job) as pool:
+        options.report_progress("nothing yet: every worker has trained once before")
+        time_jobs(FIXED_HALVES, pool, UNTIMED)
         for number in range(max(3, options.rounds or ROUNDS)):
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                options.tell(f"round {number + 1}, {way}")
-                found[way].append(seconds(way, pool))
+                options.report_progress(f"round {number + 1}, {way}")
+                found[way].append(time_jobs(way, pool))
     rows, missed = [], []
     for way, took in found.items():
-        each = [1 - a / b for a, b in zip(took, found[ALONE], strict=True)]
+        each = [1 - a / b for a, b in zip(took, found[SEQUENTIAL], strict=True)]
         less, spread = statistics.median(each), f"{min(each):.0%} to {max(each):.0%}"
         rows.append(
             (way, f"{statistics.median(took):.1f}", f"{min(took):.1f} to {max(took):.1f}", f"{less:.0%}", spread)
         )
-        if way == ELASTIC and not less >= LEAST:
-            missed.append(f"elastic takes {less:.0%} less than one after the other, at least {LEAST:.0%} promised")
+        if way == ELASTIC and not less >= MIN_TIME_SAVED:
+            missed.append(
+                f"elastic takes {less:.0%} less than one after the other, at least {MIN_TIME_SAVED:.0%} promised"
+            )
     columns = ("two jobs", "s in all", "spread", "less than one after the other", "by round")
-    return Result(columns, tuple(rows), tuple(missed), found)
+    return BenchmarkResult(columns, tuple(rows), tuple(missed), found)

@@ -22,7 +22,7 @@ class DDP:
     """torch's DistributedDataParallel on gloo, as its users run it."""
 
     def __init__(self, side):
-        self.model = nn.parallel.DistributedDataParallel(workload.vgg())
+        self.model = nn.parallel.DistributedDataParallel(workload.build_vgg())
         self.optimizer = side.optimizer(self.model.parameters())
 
     def __call__(self, inputs, targets):
@@ -41,17 +41,17 @@ class DDP:
         """Its process group is that of all sides."""
 
 
-def made(side, number):
+def make_step(side, number):
     """Return the step of a side; sides meet at ports of their own."""
     if not side.strategy:
         return DDP(side)
     found = detect()
     return cp.parallelize(
-        workload.vgg(),
+        workload.build_vgg(),
         side.optimizer,
         cross_entropy,
         strategy=side.strategy,
-        num_microbatches=side.micros,
+        num_microbatches=side.num_microbatches,
         environment=replace(found, master_port=found.master_port + 1 + number),
     )
 
@@ -65,7 +65,7 @@ def sent_bytes():
     raise RuntimeError("this host has no eth0: run me in the lab")
 
 
-def timed(step, batches):
+def time_batches(step, batches):
     """Return the seconds until the last rank is done with all batches, none under way, and what this host has sent."""
     sent = sent_bytes()
     dist.barrier()  # nobody begins before all have looked
@@ -79,23 +79,23 @@ def timed(step, batches):
     return seconds, now - sent
 
 
-def trained(step, train, held_out):
+def train_until_accurate(step, train, held_out):
     """Return the seconds of each epoch until the model is as good as wanted, and how good it was behind each.
 
     Weights are brought to all ranks and the model is tried between epochs, which no side is charged for.
     """
     seconds, found = [], []
     for _, epoch in zip(range(MOST_EPOCHS), workload.epochs(train), strict=False):
-        seconds.append(timed(step, epoch)[0])
-        found.append(workload.accuracy(step.give_back(), held_out))
-        if found[-1] >= workload.WANTED:
+        seconds.append(time_batches(step, epoch)[0])
+        found.append(workload.accuracy(step.export_weights(), held_out))
+        if found[-1] >= workload.TARGET_ACCURACY:
             break
     return {"epochs": seconds, "accuracy": found}
 
 
-def alone(batch):
+def time_single_rank(batch):
     """Return the seconds of a forward and a backward of the whole batch while all other ranks do the same."""
-    model, found = workload.vgg(), []
+    model, found = workload.build_vgg(), []
     for _ in range(ALONE):
         dist.barrier()
         began = time.perf_counter()
@@ -108,17 +108,17 @@ def main(number):
     """Be one rank of a round, in which another side comes first than in the one before."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train, held_out = workload.data()
+    train, held_out = workload.load_data()
     batches = [batch for _, epoch in zip(range(5), workload.epochs(train, seed=1), strict=False) for batch in epoch]
-    found = {"alone": alone(batches[0]), "sides": {}}
-    names = list(workload.SIDES)
+    found = {"alone": time_single_rank(batches[0]), "sides": {}}
+    names = list(workload.CONTENDERS)
     for name in names[number % len(names) :] + names[: number % len(names)]:
-        side = workload.SIDES[name]
-        step = made(side, names.index(name))
-        seen = trained(step, train, held_out) if side.trains else {}
+        side = workload.CONTENDERS[name]
+        step = make_step(side, names.index(name))
+        seen = train_until_accurate(step, train, held_out) if side.trains else {}
         if not seen:
-            timed(step, batches[:WARM_UP])
-        seconds, sent = timed(step, batches[: workload.STEPS])
+            time_batches(step, batches[:WARM_UP])
+        seconds, sent = time_batches(step, batches[: workload.INT8_LEVELS])
         step.close()
         found["sides"][name] = {**seen, "seconds": seconds, "sent": sent}
     print(json.dumps(found), flush=True)

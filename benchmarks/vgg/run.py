@@ -6,15 +6,15 @@ import sys
 from pathlib import Path
 
 from counterpoint.compiler.compile import compile as compiled
-from counterpoint.cutting.choose import cut_model
 from counterpoint.errors import LaunchError
-from counterpoint.plan import Plan
-from counterpoint.planner.choose import choose
-from counterpoint.planner.rank import predict
-from counterpoint.runtime.build import call_form
-from counterpoint.runtime.optimizers import Face
-from counterpoint.testing.claims import Options, Result
-from counterpoint.training.choice import PASSES, trace_spec
+from counterpoint.partitioning.partition import partition_model
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.choose import choose_plan
+from counterpoint.planner.ranking import predict_plan
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.rank_builder import as_call_args
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
+from counterpoint.training.plan_resolution import DEFAULT_PASSES, trace_model_spec
 from counterpoint.world.cluster import Cluster, Device, Link
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -25,8 +25,8 @@ from benchmarks.vgg import workload
 
 ROUNDS, RATE, LATENCY_S = 3, "200mbit", 100e-6
 REFERENCE, CLAIMED, PEER = "data(4)", "pipedream(4)", "DDP on gloo"
-FASTER, FEWER, LEAST_OF_PEER = 3.0, 0.85, 1.0
-HEADERS = 0.10  # of frames, acknowledgements and announcements, above the bytes of the tensors
+MIN_SPEEDUP, MIN_BYTES_SAVED, MIN_OF_PEER = 3.0, 0.85, 1.0
+HEADER_OVERHEAD = 0.10  # of frames, acknowledgements and announcements, above the bytes of the tensors
 BACKWARD = 2  # a backward costs so many forwards, as the simulator takes it
 
 
@@ -37,55 +37,60 @@ def on_hosts(number):
         return [json.loads(one.text().splitlines()[-1]) for one in lab.run_ranks(command, deadline_s=240)]
 
 
-def merged(ranks):
+def merge_ranks(ranks):
     """Return the sides of a round: seconds until the last rank was done, bytes of all hosts."""
     found = {}
-    for name in workload.SIDES:
+    for name in workload.CONTENDERS:
         seen = [rank["sides"][name] for rank in ranks]
         found[name] = {
-            "samples/s": workload.STEPS * workload.BATCH / max(one["seconds"] for one in seen),
-            "sent": sum(one["sent"] for one in seen) / workload.STEPS,
+            "samples/s": workload.INT8_LEVELS * workload.MAX_RECORDS_PER_SEND / max(one["seconds"] for one in seen),
+            "sent": sum(one["sent"] for one in seen) / workload.INT8_LEVELS,
             "epochs": [max(times) for times in zip(*(one.get("epochs", []) for one in seen), strict=True)],
             "accuracy": seen[0].get("accuracy", []),
         }
     return found
 
 
-def planned(rounds, images):
+def predict_contenders(rounds, images):
     """Return what the planner says of each side's step, and which plan it would choose of all that it tries."""
-    model = workload.vgg()
-    face = Face(workload.SIDES[REFERENCE].optimizer, dict(model.named_parameters()))
-    spec = trace_spec(model, face, images, None)
+    model = workload.build_vgg()
+    face = OptimizerSpec(workload.CONTENDERS[REFERENCE].optimizer, dict(model.named_parameters()))
+    spec = trace_model_spec(model, face, images, None)
     alone = (zip(*(one["alone"] for one in ranks), strict=True) for ranks in rounds)
     alone_s = statistics.median(max(times) for turns in alone for times in turns)
-    cost = sum(block.cost for block in spec.blocks) * workload.BATCH
+    cost = sum(block.cost for block in spec.blocks) * workload.MAX_RECORDS_PER_SEND
     device = Device(cost_per_s=(1 + BACKWARD) * cost / alone_s)
     cluster = Cluster(device, Link(LATENCY_S, bytes_per_s(RATE)))
     said = {}
-    for name, side in workload.SIDES.items():
-        plan = Plan.parse(side.strategy or REFERENCE, num_microbatches=side.micros)
-        cut = cut_model(model, call_form(images), need=plan.need).spec
-        made = predict(Plan(plan.strategies, plan.num_microbatches, PASSES), cut, cluster, batch_size=workload.BATCH)
-        sent = compiled(plan, cut, samples_per_micro=made.samples_per_micro).sent_bytes()
+    for name, side in workload.CONTENDERS.items():
+        plan = Plan.parse(side.strategy or REFERENCE, num_microbatches=side.num_microbatches)
+        cut = partition_model(model, as_call_args(images), granularity=plan.granularity).spec
+        made = predict_plan(
+            Plan(plan.strategies, plan.num_microbatches, DEFAULT_PASSES),
+            cut,
+            cluster,
+            batch_size=workload.MAX_RECORDS_PER_SEND,
+        )
+        sent = compiled(plan, cut, samples_per_micro=made.samples_per_microbatch).sent_bytes()
         said[name] = {"step_s": made.step_s, "sent": float(sum(sent))}
-    return said, str(choose(workload.HOSTS, spec, cluster, workload.BATCH)), device.cost_per_s
+    return said, str(choose_plan(workload.HOSTS, spec, cluster, workload.MAX_RECORDS_PER_SEND)), device.cost_per_s
 
 
-def until_good(side):
+def seconds_to_accuracy(side):
     """Return the seconds of training until the model was as good as wanted; None where it never was."""
-    return sum(side["epochs"]) if side["accuracy"] and side["accuracy"][-1] >= workload.WANTED else None
+    return sum(side["epochs"]) if side["accuracy"] and side["accuracy"][-1] >= workload.TARGET_ACCURACY else None
 
 
-def measure(options: Options) -> Result:
-    if reason := Lab.why_not():
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
+    if reason := Lab.unavailable_reason():
         raise LaunchError(f"hosts cannot be made here: {reason}")
     rounds = []
     for number in range(max(3, options.rounds or ROUNDS)):
-        options.tell(f"round {number + 1}")
+        options.report_progress(f"round {number + 1}")
         rounds.append(on_hosts(number))
-    said, chosen, speed = planned(rounds, workload.data()[0][0][:8])
-    seen = [merged(ranks) for ranks in rounds]
-    figures = {name: summary(name, seen, said[name]) for name in workload.SIDES}
+    said, chosen, speed = predict_contenders(rounds, workload.load_data()[0][0][:8])
+    seen = [merge_ranks(ranks) for ranks in rounds]
+    figures = {name: summarize(name, seen, said[name]) for name in workload.CONTENDERS}
     columns = (
         "4 hosts x 1 rank, 200 Mbit/s",
         "samples/s",
@@ -96,7 +101,7 @@ def measure(options: Options) -> Result:
         "fewer",
         "ms a batch",
         "predicted",
-        f"s to {workload.WANTED:.0%}",
+        f"s to {workload.TARGET_ACCURACY:.0%}",
         "epochs",
     )
     notes = {
@@ -104,11 +109,11 @@ def measure(options: Options) -> Result:
         "predicted:": f"by the simulator, with {speed / 1e9:.1f} GFLOP/s a rank as measured with all four at work",
         "the planner:": f"chooses {chosen} of the plans that keep the numbers of one process",
     }
-    rows = tuple(row(name, figures) for name in workload.SIDES)
-    return Result(columns, rows, tuple(misses(figures)), {"sides": figures, "rounds": rounds}, notes)
+    rows = tuple(make_row(name, figures) for name in workload.CONTENDERS)
+    return BenchmarkResult(columns, rows, tuple(find_misses(figures)), {"sides": figures, "rounds": rounds}, notes)
 
 
-def summary(name, seen, said):
+def summarize(name, seen, said):
     """Return all that is known of a side."""
     speeds = [one[name]["samples/s"] for one in seen]
     return {
@@ -116,16 +121,16 @@ def summary(name, seen, said):
         "over": statistics.median(one[name]["samples/s"] / one[REFERENCE]["samples/s"] for one in seen),
         "sent": statistics.median(one[name]["sent"] for one in seen),
         "fewer": 1 - statistics.median(one[name]["sent"] / one[REFERENCE]["sent"] for one in seen),
-        "step_s": workload.BATCH / statistics.median(speeds),
-        "until_s": [until_good(one[name]) for one in seen],
+        "step_s": workload.MAX_RECORDS_PER_SEND / statistics.median(speeds),
+        "until_s": [seconds_to_accuracy(one[name]) for one in seen],
         "epochs": [len(one[name]["epochs"]) for one in seen],
         "said": said,
     }
 
 
-def row(name, figures):
+def make_row(name, figures):
     found = figures[name]
-    speeds, trains = found["samples/s"], workload.SIDES[name].trains
+    speeds, trains = found["samples/s"], workload.CONTENDERS[name].trains
     reached = [seconds for seconds in found["until_s"] if seconds is not None]
     until = f"{statistics.median(reached):.1f}" if len(reached) == len(found["until_s"]) else "never"
     return (
@@ -143,17 +148,17 @@ def row(name, figures):
     )
 
 
-def misses(figures):
+def find_misses(figures):
     claimed, peer = figures[CLAIMED], figures[PEER]
-    if not claimed["over"] >= FASTER:
-        yield f"{CLAIMED} is {claimed['over']:.2f} times as fast as {REFERENCE}; at least {FASTER} promised"
-    if not claimed["fewer"] >= FEWER:
-        yield f"{CLAIMED} sends {claimed['fewer']:.1%} fewer bytes than {REFERENCE}; at least {FEWER:.0%} promised"
-    if not 1 / peer["over"] >= LEAST_OF_PEER:
-        yield f"{REFERENCE} is {1 / peer['over']:.2f} times as fast as {PEER}; at least {LEAST_OF_PEER} promised"
+    if not claimed["over"] >= MIN_SPEEDUP:
+        yield f"{CLAIMED} is {claimed['over']:.2f} times as fast as {REFERENCE}; at least {MIN_SPEEDUP} promised"
+    if not claimed["fewer"] >= MIN_BYTES_SAVED:
+        yield f"{CLAIMED} sends {claimed['fewer']:.1%} fewer bytes than {REFERENCE}; at least {MIN_BYTES_SAVED:.0%} promised"
+    if not 1 / peer["over"] >= MIN_OF_PEER:
+        yield f"{REFERENCE} is {1 / peer['over']:.2f} times as fast as {PEER}; at least {MIN_OF_PEER} promised"
     for name in (REFERENCE, CLAIMED):
         found = figures[name]
         if None in found["until_s"]:
-            yield f"{name} did not come to {workload.WANTED:.0%} in every round"
-        if not found["said"]["sent"] <= found["sent"] <= found["said"]["sent"] * (1 + HEADERS):
+            yield f"{name} did not come to {workload.TARGET_ACCURACY:.0%} in every round"
+        if not found["said"]["sent"] <= found["sent"] <= found["said"]["sent"] * (1 + HEADER_OVERHEAD):
             yield f"{name} sends {found['sent']:.0f} bytes a batch; {found['said']['sent']:.0f} forecast"

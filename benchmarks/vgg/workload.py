@@ -7,12 +7,12 @@ from torch import nn, optim
 
 from counterpoint.data.digits import split_digits
 
-HOSTS, BATCH, STEPS, WANTED = 4, 96, 20, 0.97
+HOSTS, BATCH, STEPS, TARGET_ACCURACY = 4, 96, 20, 0.97
 STACKS, DENSE, DIGITS = ((32, 32), (64, 64)), 1024, 10
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TrainingSetup:
     """One way to train.
 
     Args:
@@ -24,7 +24,7 @@ class Side:
     """
 
     strategy: str
-    micros: int = 1
+    num_microbatches: int = 1
     lr: float = 0.005
     momentum: float = 0.9
     trains: bool = True
@@ -33,17 +33,17 @@ class Side:
         return optim.SGD(params, lr=self.lr, momentum=self.momentum)
 
 
-SIDES = {
-    "data(4)": Side("data(4)"),
-    "DDP on gloo": Side("", trains=False),
-    "pipeline(4)": Side("pipeline(4)", micros=4),
-    "pipedream(4)": Side("pipedream(4)", lr=0.02, momentum=0.0),
-    "pipedream_2bw(4)": Side("pipedream_2bw(4)", micros=4),
-    "pipedream, 3-1": Side("pipedream(2, replicas=(3,1), balance=(4,3))", micros=3, trains=False),
+CONTENDERS = {
+    "data(4)": TrainingSetup("data(4)"),
+    "DDP on gloo": TrainingSetup("", trains=False),
+    "pipeline(4)": TrainingSetup("pipeline(4)", num_microbatches=4),
+    "pipedream(4)": TrainingSetup("pipedream(4)", lr=0.02, momentum=0.0),
+    "pipedream_2bw(4)": TrainingSetup("pipedream_2bw(4)", num_microbatches=4),
+    "pipedream, 3-1": TrainingSetup("pipedream(2, replicas=(3,1), balance=(4,3))", num_microbatches=3, trains=False),
 }
 
 
-def vgg(seed=0):
+def build_vgg(seed=0):
     """Return stacks of convolutions, each ending with a pool, and three linear layers with most of the weights."""
     torch.manual_seed(seed)
     layers, width = [], 1
@@ -61,7 +61,7 @@ def vgg(seed=0):
     return model
 
 
-def data():
+def load_data():
     """Return the training and the held-out images with their digits."""
     return tuple(part.fetch(range(len(part))) for part in split_digits())
 

@@ -17,20 +17,20 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from counterpoint.server.wire.client import Client
-from counterpoint.server.wire.greeting import Secret
-from counterpoint.server.wire.key import JobKey
-from counterpoint.server.wire.letter import Letter
-from counterpoint.server.wire.loop import Loop
-from counterpoint.server.wire.place import parse_place
-from counterpoint.testing.claims import Options, Result
+from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.event_loop import EventLoop
+from counterpoint.rpc.frame import RpcMessage
+from counterpoint.rpc.handshake import JobCredentials
+from counterpoint.rpc.job_key import JobKey
+from counterpoint.testing.claims import BenchmarkOptions, BenchmarkResult
+from counterpoint.testing.rpc_client import RpcClient
 
 ROUNDS, NUM_BYTES, DEADLINE_S = 12, 64 << 20, 60.0
-WAYS = ("tcp, key", "tcp, no key", "unix, key", "unix, no key")
+TRANSPORTS = ("tcp, key", "tcp, no key", "unix, key", "unix, no key")
 BARS = (("tcp, key", "tls 1.3", 1.5), ("unix, key", "tcp, key", 2.0))
 
 
-def certificate():
+def make_certificate():
     """A key and a certificate that it has signed itself, as ssl reads them."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
@@ -43,9 +43,9 @@ def certificate():
 
 
 @contextlib.contextmanager
-def far(num_lines, given, *words):
+def start_server(num_lines, given, *words):
     """What a far side prints first; it ends with the block."""
-    command = [sys.executable, str(Path(__file__).with_name("far.py")), *words]
+    command = [sys.executable, str(Path(__file__).with_name("peer.py")), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
         started.stdin.write(given)
         started.stdin.close()
@@ -55,11 +55,11 @@ def far(num_lines, given, *words):
             started.kill()
 
 
-def sockets(opened):
+def open_sockets(opened):
     """A socket by name, connected to a far side that takes bytes."""
-    pem = certificate()
+    pem = make_certificate()
     for name, given in (("tls 1.3", pem), ("plain tcp", b"")):
-        (port,) = opened.enter_context(far(1, given, "tls" if given else "plain"))
+        (port,) = opened.enter_context(start_server(1, given, "tls" if given else "plain"))
         plain = opened.enter_context(socket.create_connection(("127.0.0.1", int(port))))
         if given:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -69,20 +69,23 @@ def sockets(opened):
         yield name, plain
 
 
-def clients(opened):
+def open_clients(opened):
     """A client by name, connected to a far side that answers letters."""
     key = JobKey(secrets.token_bytes(32))
-    given = opened.enter_context(far(4, key.secret, "letters", "tcp:127.0.0.1:0", f"unix:bench-{os.getpid()}"))
-    loop = opened.enter_context(Loop())
-    for name, place in zip(WAYS, given, strict=True):
-        yield name, opened.enter_context(Client(loop, parse_place(place), Secret(None if "no" in name else key)))
+    given = opened.enter_context(start_server(4, key.secret, "letters", "tcp:127.0.0.1:0", f"unix:bench-{os.getpid()}"))
+    loop = opened.enter_context(EventLoop())
+    for name, place in zip(TRANSPORTS, given, strict=True):
+        yield (
+            name,
+            opened.enter_context(RpcClient(loop, parse_address(place), JobCredentials(None if "no" in name else key))),
+        )
 
 
 @contextlib.contextmanager
-def ways():
+def make_senders():
     """What sends the tensor once, by name, for as long as somebody asks."""
     tensor = torch.ones(NUM_BYTES // 4)
-    letter, raw = Letter("push", {}, [tensor]), memoryview(tensor.numpy()).cast("B")
+    letter, raw = RpcMessage("push", {}, [tensor]), memoryview(tensor.numpy()).cast("B")
 
     def by_socket(plain):
         plain.sendall(raw)
@@ -90,18 +93,21 @@ def ways():
 
     with contextlib.ExitStack() as opened:
         yield {
-            **{name: lambda client=client: client.ask(letter).answer(DEADLINE_S) for name, client in clients(opened)},
-            **{name: lambda plain=plain: by_socket(plain) for name, plain in sockets(opened)},
+            **{
+                name: lambda client=client: client.request(letter).wait(DEADLINE_S)
+                for name, client in open_clients(opened)
+            },
+            **{name: lambda plain=plain: by_socket(plain) for name, plain in open_sockets(opened)},
         }
 
 
-def measure(options: Options) -> Result:
+def measure(options: BenchmarkOptions) -> BenchmarkResult:
     torch.set_num_threads(1)
     num_rounds = max(3, options.rounds or ROUNDS)
-    with ways() as senders:
+    with make_senders() as senders:
         seconds = {name: [] for name in senders}
         for turn in range(num_rounds + 2):
-            options.tell(f"round {turn}")
+            options.report_progress(f"round {turn}")
             for name, send in senders.items():
                 began = time.perf_counter()
                 send()
@@ -117,4 +123,4 @@ def measure(options: Options) -> Result:
         rows.append((f"{name} / {other}", f"{ratio:.2f}", f"at least {bar}"))
         if not ratio >= bar:
             missed.append(f"{name} carries {ratio:.2f} times what {other} does; at least {bar} promised")
-    return Result(("way", "GiB/s", "spread"), tuple(rows), tuple(missed), {"gib_per_s": speeds})
+    return BenchmarkResult(("way", "GiB/s", "spread"), tuple(rows), tuple(missed), {"gib_per_s": speeds})

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from counterpoint.compiler.compile import Compiled, compile  # noqa: A004 - read as cp.compile
+    from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
     from counterpoint.errors import (
         CheckpointError,
         CounterpointError,
@@ -19,61 +19,61 @@ if TYPE_CHECKING:
         PlanError,
         ProgramError,
     )
-    from counterpoint.model.spec import ModelSpec, chain
+    from counterpoint.model.spec import ModelSpec, linear_chain
     from counterpoint.optim.lamb import LAMB
     from counterpoint.optim.lars import LARS
-    from counterpoint.optim.schedule import large_batch_schedule
-    from counterpoint.plan import Plan
-    from counterpoint.program.laws import check
+    from counterpoint.optim.lr_schedules import large_batch_schedule
+    from counterpoint.plan.plan import Plan
     from counterpoint.program.program import Program
     from counterpoint.program.text import format_program, parse_program
     from counterpoint.program.trace import Trace
+    from counterpoint.program.verify.verifier import verify
     from counterpoint.simulator.simulate import simulate
     from counterpoint.strategies.data import Data
-    from counterpoint.strategies.pipeline import Pipeline
-    from counterpoint.strategies.server import Server
+    from counterpoint.strategies.parameter_server import Server
+    from counterpoint.strategies.pipeline.pipeline import Pipeline
     from counterpoint.strategies.tensor import Tensor
     from counterpoint.strategies.zero import Zero
-    from counterpoint.training.elastic import Elastic
-    from counterpoint.training.events import Callback, History
+    from counterpoint.training.callbacks.callback import Callback, History
+    from counterpoint.training.elastic_trainer import ElasticTrainer
     from counterpoint.training.launch import launch
+    from counterpoint.training.metrics import MeanMetric
     from counterpoint.training.parallelize import parallelize
     from counterpoint.training.profiling import profile
-    from counterpoint.training.tally import Tally
     from counterpoint.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Callback": "training.events",
+_MODULES = {
+    "Callback": "training.callbacks.callback",
     "CheckpointError": "errors",
-    "Compiled": "compiler.compile",
+    "CompiledPlan": "compiler.compile",
     "CounterpointError": "errors",
     "Data": "strategies.data",
     "DataError": "errors",
-    "Elastic": "training.elastic",
-    "History": "training.events",
+    "ElasticTrainer": "training.elastic_trainer",
+    "History": "training.callbacks.callback",
     "LAMB": "optim.lamb",
     "LARS": "optim.lars",
     "LaunchError": "errors",
     "ModelSpec": "model.spec",
     "PeerError": "errors",
-    "Pipeline": "strategies.pipeline",
-    "Plan": "plan",
+    "Pipeline": "strategies.pipeline.pipeline",
+    "Plan": "plan.plan",
     "PlanError": "errors",
     "Program": "program.program",
     "ProgramError": "errors",
-    "Server": "strategies.server",
-    "Tally": "training.tally",
+    "Server": "strategies.parameter_server",
+    "MeanMetric": "training.metrics",
     "Tensor": "strategies.tensor",
     "Trace": "program.trace",
     "Trainer": "training.trainer",
     "Zero": "strategies.zero",
-    "chain": "model.spec",
-    "check": "program.laws",
+    "linear_chain": "model.spec",
+    "verify": "program.verify.verifier",
     "compile": "compiler.compile",
     "format_program": "program.text",
-    "large_batch_schedule": "optim.schedule",
+    "large_batch_schedule": "optim.lr_schedules",
     "launch": "training.launch",
     "parallelize": "training.parallelize",
     "parse_program": "program.text",
@@ -86,11 +86,11 @@ __all__ = [
     "LARS",
     "Callback",
     "CheckpointError",
-    "Compiled",
+    "CompiledPlan",
     "CounterpointError",
     "Data",
     "DataError",
-    "Elastic",
+    "ElasticTrainer",
     "History",
     "LaunchError",
     "ModelSpec",
@@ -101,13 +101,13 @@ __all__ = [
     "Program",
     "ProgramError",
     "Server",
-    "Tally",
+    "MeanMetric",
     "Tensor",
     "Trace",
     "Trainer",
     "Zero",
-    "chain",
-    "check",
+    "linear_chain",
+    "verify",
     "compile",
     "format_program",
     "large_batch_schedule",
@@ -121,8 +121,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
-    if name in _HOMES:
-        return getattr(import_module(f"counterpoint.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"counterpoint.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
 
 

@@ -28,12 +28,12 @@ class ProgramError(CounterpointError):
 
     Args:
         message: what is wrong, with the rows and the place marked.
-        law: the number of the broken law of :mod:`counterpoint.program.laws`; 0 when it is not about a law.
+        law: the number of the broken law of :mod:`counterpoint.program.verify.verifier`; 0 when it is not about a law.
     """
 
-    def __init__(self, message: str, law: int = 0) -> None:
-        super().__init__(f"law {law} is broken: {message}" if law else message)
-        self.law = law
+    def __init__(self, message: str, rule: int = 0) -> None:
+        super().__init__(f"verifier rule {rule} violated: {message}" if rule else message)
+        self.rule = rule
 
 
 class PeerError(CounterpointError):

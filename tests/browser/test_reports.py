@@ -3,9 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
+from counterpoint.cli.main import build_app
 from tests.browser.chromium import browsing, find_chromium
-from tests.drawing.validity import breaches
+from tests.viz.html_validity import find_html_errors
 
 pytestmark = [
     pytest.mark.lab,
@@ -20,7 +20,7 @@ SHOWN = """[...document.querySelectorAll('figure svg')].map(svg => {
 
 
 def run(*words):
-    result = CliRunner().invoke(build([words[0]]), [*map(str, words)])
+    result = CliRunner().invoke(build_app([words[0]]), [*map(str, words)])
     assert result.exit_code == 0, result.output
     return result
 
@@ -33,7 +33,7 @@ def seen(page, tmp_path):
         browser.photograph(tmp_path / "report.png")
         assert (browser.requests(), browser.complaints()) == ([page.as_uri()], [])
     assert (tmp_path / "report.png").stat().st_size > 10_000
-    assert breaches(page.read_text()) == []
+    assert find_html_errors(page.read_text()) == []
     return found
 
 

@@ -7,22 +7,22 @@ import pytest
 
 from counterpoint.checkpoint import Checkpoint, begin, save, verify
 from counterpoint.errors import CheckpointError
-from counterpoint.testing.files import FailingFiles, MachineStopped
-from tests.checkpoint.states import holds_exactly, save_step, save_through
+from counterpoint.testing.failing_disk import FailingDisk, SimulatedCrash
+from tests.checkpoint.saved_states import holds_exactly, save_step, save_through
 
 
 def operations(tmp_path, keep=None):
     save_step(tmp_path / "count", 1)
-    counter = FailingFiles()
+    counter = FailingDisk()
     save_through(counter, tmp_path / "count", 2, keep=keep)
     return counter.log
 
 
-def stop_at(tmp_path, at, failure=MachineStopped):
+def stop_at(tmp_path, at, failure=SimulatedCrash):
     root = tmp_path / f"stop-{at}"
     save_step(root, 1)
-    files = FailingFiles(at, failure)
-    with pytest.raises((MachineStopped, CheckpointError)):
+    files = FailingDisk(at, failure)
+    with pytest.raises((SimulatedCrash, CheckpointError)):
         save_through(files, root, 2, keep=2)
     return root, files
 
@@ -51,15 +51,15 @@ def test_a_power_cut_after_any_operation_leaves_exactly_the_old_or_exactly_the_n
     total, seen = len(operations(tmp_path)), set()
     for at in range(1, total + 1):
         root, files = stop_at(tmp_path, at)
-        files.lose_cache()
+        files.drop_unsynced()
         checkpoint = Checkpoint.open(root)
         assert holds_exactly(checkpoint, checkpoint.step), f"mixture after a power cut at operation {at}"
         seen.add(checkpoint.step)
     root = tmp_path / "done"
     save_step(root, 1)
-    files = FailingFiles()
+    files = FailingDisk()
     save_through(files, root, 2)
-    files.lose_cache()
+    files.drop_unsynced()
     assert seen == {1}
     assert holds_exactly(Checkpoint.open(root), 2)
 
@@ -70,8 +70,8 @@ def test_a_kill_while_old_checkpoints_are_deleted_never_harms_the_new_one(tmp_pa
     for at in range(first, len(log) + 1):
         root = tmp_path / f"prune-{at}"
         save_step(root, 1)
-        with pytest.raises(MachineStopped):
-            save_through(FailingFiles(at), root, 2, keep=1)
+        with pytest.raises(SimulatedCrash):
+            save_through(FailingDisk(at), root, 2, keep=1)
         assert holds_exactly(Checkpoint.open(root), 2)
         assert all(not verify(folder).problems for folder in root.glob("step-????????"))
 
@@ -87,7 +87,7 @@ def test_an_error_from_the_disk_at_any_operation_is_named_and_keeps_the_old_stat
 
 def test_a_disk_that_fills_up_while_writing_tells_needed_and_free_bytes(tmp_path):
     save_step(tmp_path, 1)
-    files = FailingFiles(at=4, failure=lambda: OSError(errno.ENOSPC, "No space left on device"), free=77)
+    files = FailingDisk(fail_at=4, failure=lambda: OSError(errno.ENOSPC, "No space left on device"), free=77)
     with pytest.raises(CheckpointError) as caught:
         save_through(files, tmp_path, 2)
     assert "the disk filled up while writing" in str(caught.value)
@@ -96,7 +96,7 @@ def test_a_disk_that_fills_up_while_writing_tells_needed_and_free_bytes(tmp_path
 
 
 def test_space_is_looked_at_before_anything_is_written(tmp_path):
-    files = FailingFiles(free=100)
+    files = FailingDisk(free=100)
     with pytest.raises(CheckpointError, match="4,096 bytes are needed, 100 are free; nothing was written"):
         begin(tmp_path, 1, needed_bytes=4096, files=files)
     assert list(tmp_path.iterdir()) == []

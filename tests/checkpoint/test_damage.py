@@ -19,12 +19,12 @@ from counterpoint.checkpoint import (
     load,
     save,
     verify,
-    whole,
+    whole_tensor,
     write_shard,
 )
-from counterpoint.checkpoint.manifest import Manifest, _own_sha256, format_manifest, parse_manifest
+from counterpoint.checkpoint.manifest import CheckpointManifest, _own_sha256, format_manifest, parse_manifest
 from counterpoint.errors import CheckpointError
-from tests.checkpoint.states import holds_exactly, save_step
+from tests.checkpoint.saved_states import holds_exactly, save_step
 
 SHARD = "shard-00000.safetensors"
 
@@ -97,7 +97,7 @@ def test_swapped_shards_are_recognised_as_swapped(tmp_path):
 
 def save_through_two_equal_shards(root):
     with begin(root, 1) as draft:
-        records = [write_shard(draft.folder, rank, [whole(f"w{rank}", torch.randn(8))]) for rank in range(2)]
+        records = [write_shard(draft.folder, rank, [whole_tensor(f"w{rank}", torch.randn(8))]) for rank in range(2)]
         return commit(draft, records, state={})
 
 
@@ -203,9 +203,9 @@ def test_a_model_that_was_not_saved_whole_is_refused(tmp_path):
         (lambda m: m.update(format="zip"), "is the manifest of something else"),
         (lambda m: m.update(surprise=1), "breaks the schema: surprise: unexpected keyword"),
         (lambda m: m["files"][0].update(file="../../etc/passwd"), r"files\[0\]\.file: string should match"),
-        (lambda m: m["files"][0]["pieces"][0].update(dtype="float31"), "has the unknown dtype 'float31'"),
-        (lambda m: m["files"][0]["pieces"][0].update(global_shape=[2**40, 2**40]), "contradicts itself"),
-        (lambda m: m["files"][0]["pieces"][0].update(stop=7), "but is recorded at"),
+        (lambda m: m["files"][0]["slices"][0].update(dtype="float31"), "has the unknown dtype 'float31'"),
+        (lambda m: m["files"][0]["slices"][0].update(global_shape=[2**40, 2**40]), "contradicts itself"),
+        (lambda m: m["files"][0]["slices"][0].update(stop=7), "but is recorded at"),
         (lambda m: m["files"].append(m["files"][0]), "rank 0 gave more than one record"),
         (lambda m: m.update(step=9), "holds the checkpoint of step 9; was the folder renamed?"),
     ],
@@ -237,7 +237,7 @@ json_values = st.recursive(
 @given(st.dictionaries(st.text(), json_values, max_size=3))
 def test_the_state_comes_back_as_it_was(tmp_path_factory, state):
     path = tmp_path_factory.getbasetemp() / "manifest.json"
-    path.write_bytes(format_manifest(Manifest("counterpoint-checkpoint", 1, 3, {}, {}, state, ())))
+    path.write_bytes(format_manifest(CheckpointManifest("counterpoint-checkpoint", 1, 3, {}, {}, state, ())))
     found = parse_manifest(path).state
     assert found == state
     assert repr(found) == repr(state)
@@ -267,8 +267,8 @@ def test_a_draft_folder_is_no_checkpoint(tmp_path):
 
 def test_a_rank_without_record_is_noticed(tmp_path):
     with begin(tmp_path, 1) as draft:
-        first = write_shard(draft.folder, 0, [whole("a", torch.zeros(2))])
-        write_shard(draft.folder, 1, [whole("b", torch.zeros(2))])
+        first = write_shard(draft.folder, 0, [whole_tensor("a", torch.zeros(2))])
+        write_shard(draft.folder, 1, [whole_tensor("b", torch.zeros(2))])
         with pytest.raises(CheckpointError, match=r"holds shard-00001\.safetensors, but was given no record of it"):
             commit(draft, [first], state={})
 

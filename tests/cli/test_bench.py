@@ -6,24 +6,24 @@ import pytest
 from typer.testing import CliRunner
 
 from counterpoint.cli import bench as command
-from counterpoint.cli.main import build
-from counterpoint.cli.tables import Column, plain_table
+from counterpoint.cli.main import build_app
+from counterpoint.cli.tables import TableColumn, format_table
 from counterpoint.errors import DataError, LaunchError
 from counterpoint.testing.claims import find_benchmarks, find_claim, read_claim, read_claims
 
 CLAIM = "claim: one and one are two\ncommand: counterpoint bench sum\nbar: exactly 2\nsource: Peano, 1889\n"
 RUN = """
-from counterpoint.testing.claims import Result
+from counterpoint.testing.claims import BenchmarkResult
 
 def measure(options):
     found = 1 + (options.rounds or 1)
     missed = () if found == 2 else (f"the sum is {found}, not 2",)
-    return Result(("what", "sum"), (("1 + 1", str(found)),), missed, {"sum": found})
+    return BenchmarkResult(("what", "sum"), (("1 + 1", str(found)),), missed, {"sum": found})
 """
 
 
 def run(*words):
-    return CliRunner().invoke(build(words), list(words))
+    return CliRunner().invoke(build_app(words), list(words))
 
 
 @pytest.fixture
@@ -83,5 +83,5 @@ def test_what_this_repository_claims_can_be_read_and_measured():
 
 
 def test_a_plain_table_keeps_its_columns_apart():
-    table = plain_table([Column("name"), Column("s", "right")], [("a", "1.5"), ("bcdef", "10.0")])
+    table = format_table([TableColumn("name"), TableColumn("s", "right")], [("a", "1.5"), ("bcdef", "10.0")])
     assert table.splitlines() == ["name      s", "a       1.5", "bcdef  10.0"]

@@ -4,20 +4,23 @@ import json
 
 import pytest
 
-from counterpoint.cli.config import PlanSection, RunConfig, TrainingSection, schema
-from counterpoint.cli.layers import (
-    Given,
+from counterpoint.cli.config import (
+    PlanSection,
+    RunConfig,
+    SourcedValue,
+    TrainingSection,
+    apply_job_defaults,
+    build_config,
     default_layer,
     file_layer,
-    filled,
-    merged,
+    format_sources,
+    json_schema,
+    merge_layers,
     set_layer,
-    shown,
-    validated,
 )
-from counterpoint.cli.rank import epochs_for, filled_by_job, own_values
+from counterpoint.cli.rank_main import fill_from_job, job_defaults, num_epochs
 from counterpoint.errors import PlanError
-from counterpoint.jobs.table import JOBS, find
+from counterpoint.jobs.registry import JOBS, find_job
 
 
 def written(tmp_path, text):
@@ -28,7 +31,7 @@ def written(tmp_path, text):
 
 def refused(layers):
     with pytest.raises(PlanError) as caught:
-        validated(merged([default_layer(), *layers]))
+        build_config(merge_layers([default_layer(), *layers]))
     return str(caught.value)
 
 
@@ -36,7 +39,7 @@ def refused(layers):
 def test_a_number_may_have_an_exponent_and_no_point(word, value, tmp_path):
     file = file_layer(written(tmp_path, f"training:\n  lr: {word}\n"))
     for layer in (file, set_layer([f"training.lr={word}"])):
-        assert validated(merged([default_layer(), layer])).training.lr == value
+        assert build_config(merge_layers([default_layer(), layer])).training.lr == value
     assert set_layer(["plan.strategy='1e-3'"])["plan.strategy"].value == "1e-3"
 
 
@@ -45,21 +48,21 @@ def test_a_file_says_the_same_as_python(tmp_path):
     expected = RunConfig(
         job="digits", plan=PlanSection(strategy="zero3", passes=("overlap",)), training=TrainingSection(epochs=3)
     )
-    assert validated(merged([default_layer(), file_layer(path)])) == expected
+    assert build_config(merge_layers([default_layer(), file_layer(path)])) == expected
 
 
 def test_a_configuration_survives_its_file(tmp_path):
     config = RunConfig(job="lines", training=TrainingSection(lr=0.5, clip_norm=1.0))
     path = written(tmp_path, config.to_yaml())
-    assert validated(merged([default_layer(), file_layer(path)])) == config
+    assert build_config(merge_layers([default_layer(), file_layer(path)])) == config
 
 
 def test_the_jobs_that_a_file_may_name_are_those_of_the_table():
-    assert set(json.loads(schema())["properties"]["job"]["enum"]) == set(JOBS)
+    assert set(json.loads(json_schema())["properties"]["job"]["enum"]) == set(JOBS)
 
 
 def test_the_schema_refuses_what_the_command_refuses():
-    found = json.loads(schema())
+    found = json.loads(json_schema())
     assert found["additionalProperties"] is False
     assert all(section["additionalProperties"] is False for section in found["$defs"].values())
     assert "Learning rate" in found["$defs"]["TrainingSection"]["properties"]["lr"]["description"]
@@ -117,9 +120,9 @@ def test_an_assignment_that_means_nothing_is_refused(assignment, told):
 
 def test_later_layers_win_and_each_value_says_who_gave_it(tmp_path):
     path = written(tmp_path, "training:\n  seed: 1\n  clip_norm: 1.0\n  batch_size: 8\n")
-    flags = {"training.batch_size": Given(32, "--batch-size")}
-    layer = merged([default_layer(), file_layer(path), set_layer(["training.clip_norm=2.0"]), flags])
-    lines = shown(layer, validated(layer)).splitlines()
+    flags = {"training.batch_size": SourcedValue(32, "--batch-size")}
+    layer = merge_layers([default_layer(), file_layer(path), set_layer(["training.clip_norm=2.0"]), flags])
+    lines = format_sources(layer, build_config(layer)).splitlines()
     assert lines[0] == "# default < job < file < --set < flags"
     table = {line.split()[0]: line.split()[1:] for line in lines[1:]}
     assert table["training.batch_size"] == ["32", "--batch-size"]
@@ -130,22 +133,24 @@ def test_later_layers_win_and_each_value_says_who_gave_it(tmp_path):
 
 def test_every_value_there_is_has_a_line_of_its_own():
     layer = default_layer()
-    assert len(shown(layer, validated(layer)).splitlines()) == 1 + len(layer)
+    assert len(format_sources(layer, build_config(layer)).splitlines()) == 1 + len(layer)
 
 
 def test_a_job_fills_in_what_nobody_said():
-    layer = filled(merged([default_layer(), set_layer(["training.lr=0.5"])]), own_values(find("digits")), "job digits")
-    assert layer["training.batch_size"] == Given(64, "job digits")
-    assert layer["training.lr"] == Given(0.5, "--set")
+    layer = apply_job_defaults(
+        merge_layers([default_layer(), set_layer(["training.lr=0.5"])]), job_defaults(find_job("digits")), "job digits"
+    )
+    assert layer["training.batch_size"] == SourcedValue(64, "job digits")
+    assert layer["training.lr"] == SourcedValue(0.5, "--set")
 
 
 def test_steps_that_were_asked_for_are_not_cut_off_by_the_jobs_epochs():
-    config = filled_by_job(RunConfig(job="digits", training=TrainingSection(max_steps=1000)))
+    config = fill_from_job(RunConfig(job="digits", training=TrainingSection(max_steps=1000)))
     assert config.training.epochs is None
-    assert epochs_for(config, 1438) == 44, "44 epochs of 23 batches are the first with 1000"
+    assert num_epochs(config, 1438) == 44, "44 epochs of 23 batches are the first with 1000"
 
 
 def test_who_says_how_long_lifts_what_an_earlier_layer_said(tmp_path):
     path = written(tmp_path, "training:\n  epochs: 3\n")
-    layer = merged([default_layer(), file_layer(path), set_layer(["training.max_steps=7"])])
+    layer = merge_layers([default_layer(), file_layer(path), set_layer(["training.max_steps=7"])])
     assert (layer["training.epochs"].value, layer["training.max_steps"].value) == (None, 7)

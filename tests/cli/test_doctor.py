@@ -2,13 +2,13 @@ import pytest
 from typer.testing import CliRunner
 
 from counterpoint.cli import doctor
-from counterpoint.cli.main import build
-from counterpoint.launchers.variables import allocator_variables, threads_wanted
-from counterpoint.runtime.heap import heap
+from counterpoint.cli.main import build_app
+from counterpoint.launchers.variables import allocator_variables, requested_threads
+from counterpoint.runtime.malloc import process_heap
 
 
 def run(*words):
-    return CliRunner().invoke(build(words), list(words))
+    return CliRunner().invoke(build_app(words), list(words))
 
 
 def test_a_machine_that_can_train_gets_a_list_and_no_error():
@@ -35,7 +35,7 @@ def test_what_is_broken_ends_with_1(monkeypatch):
 
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
 def test_only_a_positive_number_of_threads_is_a_wish(text, threads):
-    assert threads_wanted({"OMP_NUM_THREADS": text}) == threads
+    assert requested_threads({"OMP_NUM_THREADS": text}) == threads
 
 
 def test_the_cores_and_where_ranks_would_be_on_them_are_shown():
@@ -45,11 +45,11 @@ def test_the_cores_and_where_ranks_would_be_on_them_are_shown():
     assert numa.fact.startswith("none by default; with --bind numa: rank 0 on ")
 
 
-@pytest.mark.skipif(heap() is None, reason="the C library is not glibc")
+@pytest.mark.skipif(process_heap() is None, reason="the C library is not glibc")
 def test_what_training_changes_in_the_allocator_is_said_and_how_to_leave_it(monkeypatch):
     (finding,) = doctor.check_allocator(1)
     assert "M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1" in finding.fact
-    assert "keep_freed=False" in finding.fix
+    assert "retain_freed_memory=False" in finding.fix
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
     (finding,) = doctor.check_allocator(1)
     assert finding.fact == "set up by MALLOC_MMAP_MAX_: training leaves it as it is"

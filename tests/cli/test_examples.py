@@ -53,7 +53,7 @@ def test_every_strategy_of_the_comparison_trains_what_one_rank_trains():
 
 
 def test_a_lost_message_is_named_by_the_law_it_breaks():
-    assert "law 2 is broken: deadlock" in example("read_a_program").main()
+    assert "verifier rule 2 violated: deadlock" in example("read_a_program").main()
 
 
 def test_the_example_of_the_readme_comes_to_the_same_loss_in_every_start(capsys):

@@ -6,8 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.faults import guarded
-from counterpoint.cli.main import COMMANDS, build
+from counterpoint.cli.error_handling import with_error_handling
+from counterpoint.cli.main import COMMANDS, build_app
 from counterpoint.errors import PlanError
 
 LOADED = """
@@ -34,8 +34,8 @@ def python(code, *arguments):
 
 def call(command, *words):
     """The result of a command line whose command is the given function."""
-    typed = build(["nothing"])
-    typed.command("call")(guarded(command))
+    typed = build_app(["nothing"])
+    typed.command("call")(with_error_handling(command))
     return CliRunner().invoke(typed, ["call", *words])
 
 
@@ -64,12 +64,12 @@ def test_every_command_in_the_list_exists_and_its_help_does_not_load_torch(name)
 
 
 def test_bare_words_show_the_list():
-    result = CliRunner().invoke(build([]), [])
+    result = CliRunner().invoke(build_app([]), [])
     assert "Commands:" in result.output
 
 
 def test_an_unknown_command_is_wrong_usage_and_the_nearest_is_named():
-    result = CliRunner().invoke(build(["trian"]), ["trian"])
+    result = CliRunner().invoke(build_app(["trian"]), ["trian"])
     assert result.exit_code == 2
     assert "train" in result.output
 
@@ -92,4 +92,4 @@ def test_ctrl_c_ends_with_130():
 
 
 def test_a_wrong_option_is_wrong_usage():
-    assert CliRunner().invoke(build(["run"]), ["run", "--rnaks", "2", "x.py"]).exit_code == 2
+    assert CliRunner().invoke(build_app(["run"]), ["run", "--rnaks", "2", "x.py"]).exit_code == 2

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
-from counterpoint.cli.plan import equal_blocks
-from counterpoint.model.timing_file import write_timing
-from counterpoint.plan import Plan
+from counterpoint.cli.main import build_app
+from counterpoint.cli.plan import build_equal_blocks
+from counterpoint.model.model_profile import format_profile
+from counterpoint.plan.plan import Plan
 from counterpoint.world.cluster import Cluster, Level, Link
-from counterpoint.world.cluster_text import write_cluster
-from tests.drawing.validity import breaches
-from tests.model.timings import timing_of, took
-from tests.planner.released import PROFILES
+from counterpoint.world.cluster_file import format_cluster
+from tests.model.profiles import build_profile, layer_profile
+from tests.planner.pipeline.released_optimizer import PROFILES
+from tests.viz.html_validity import find_html_errors
 
 HEAVY = """
 import sys
@@ -29,7 +29,7 @@ except SystemExit as end:
 
 
 def plan(*words):
-    return CliRunner().invoke(build(["plan"]), ["plan", *map(str, words)])
+    return CliRunner().invoke(build_app(["plan"]), ["plan", *map(str, words)])
 
 
 def rows_of(result):
@@ -57,7 +57,7 @@ def test_the_table_says_what_a_step_is_made_of_and_why_the_second_loses():
 def test_asynchronous_plans_are_marked():
     marked = [row for row in rows_of(plan("-n", "3", "--blocks", "2", "--batch-size", "12")) if " * " in row]
     assert marked
-    assert all(any(late in row for late in ("consistency=asp) *", "order=pipedream")) for row in marked)
+    assert all(any(late in row for late in ("consistency=asp) *", "schedule=pipedream")) for row in marked)
 
 
 def test_top_shows_the_first_and_counts_the_rest():
@@ -102,7 +102,7 @@ def test_an_unknown_job_is_refused_with_the_nearest_name():
 def test_it_says_which_plan_is_taken_and_why():
     *_, taken = plan("-n", "4", "--batch-size", "16", "--blocks", "4").output.splitlines()
     assert taken.startswith(
-        "pipeline(4, order=gpipe) with 8 microbatches is taken: it is predicted within 10 % of pipeline(4,"
+        "pipeline(4, schedule=gpipe) with 8 microbatches is taken: it is predicted within 10 % of pipeline(4,"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_page_has_the_plans_and_their_timelines(tmp_path):
     result = plan("-n", "2", "--blocks", "2", "--report", tmp_path / "report.html")
     assert result.exit_code == 0
     page = (tmp_path / "report.html").read_text()
-    assert breaches(page) == []
+    assert find_html_errors(page) == []
     assert "One step under the best plans, simulated" in page
 
 
@@ -162,7 +162,7 @@ def test_the_best_plans_and_data_parallelism_are_measured_on_ranks_of_this_host(
     assert times[found["taken"]["plan"]] <= times["data(2)"]
     page = (tmp_path / "report.html").read_text()
     assert "Predicted and measured" in page
-    assert breaches(page) == []
+    assert find_html_errors(page) == []
 
 
 def test_a_search_finds_nothing_slower_and_the_same_for_a_seed():
@@ -191,16 +191,16 @@ def test_a_budget_of_time_ends_the_list_too_and_what_was_not_looked_at_is_told()
 def test_a_cluster_file_says_where_the_plans_would_run(tmp_path):
     file = tmp_path / "cluster.yaml"
     slow, fast = (replace(Cluster(), link=Link(1e-3, rate)) for rate in (1e6, 1e12))
-    file.write_text(write_cluster(slow), encoding="utf-8")
+    file.write_text(format_cluster(slow), encoding="utf-8")
     words = ("-n", "2", "--blocks", "2", "--json", "--cluster", str(file))
     before = json.loads(plan(*words).output)["plans"][0]["communication_s"]
-    file.write_text(write_cluster(fast), encoding="utf-8")
+    file.write_text(format_cluster(fast), encoding="utf-8")
     assert 0 <= json.loads(plan(*words).output)["plans"][0]["communication_s"] < before
 
 
 def test_ranks_that_a_cluster_has_not_are_refused(tmp_path):
     file = tmp_path / "cluster.yaml"
-    file.write_text(write_cluster(Cluster(levels=(Level("host", 2, Link()),))), encoding="utf-8")
+    file.write_text(format_cluster(Cluster(levels=(Level("host", 2, Link()),))), encoding="utf-8")
     assert plan("-n", "2", "--blocks", "2", "--cluster", str(file)).exit_code == 0
     result = plan("-n", "3", "--blocks", "2", "--cluster", str(file))
     assert result.output.startswith("PlanError: 3 ranks do not fit into a cluster of 2 (host=2); take as many ranks")
@@ -209,20 +209,24 @@ def test_ranks_that_a_cluster_has_not_are_refused(tmp_path):
 def timing_in(folder, width):
     """The file of a timing of three blocks, of which the last one takes as long as both others."""
     path = folder / "timing.json"
-    timing = timing_of(equal_blocks(3, width), [took(1.0, 2.0), took(1.0, 2.0), took(2.0, 4.0)], samples=4)
-    path.write_text(write_timing(timing))
+    timing = build_profile(
+        build_equal_blocks(3, width),
+        [layer_profile(1.0, 2.0), layer_profile(1.0, 2.0), layer_profile(2.0, 4.0)],
+        samples=4,
+    )
+    path.write_text(format_profile(timing))
     return path
 
 
 def test_plans_are_predicted_by_the_seconds_of_a_timing(tmp_path):
     words = ("-n", 1, "--blocks", 3, "--width", 8, "--batch-size", 4, "--json")
-    told = json.loads(plan(*words, "--timing", timing_in(tmp_path, 8)).output)
+    told = json.loads(plan(*words, "--profile", timing_in(tmp_path, 8)).output)
     assert told["plans"][0]["compute_s"] == 12.0
 
 
 @pytest.mark.parametrize("words", [(), ("--search", "--time-budget", "0s")])
 def test_a_timing_of_another_model_is_refused_before_plans_are_ranked(tmp_path, words):
-    done = plan("-n", 2, "--blocks", 3, "--width", 16, "--timing", timing_in(tmp_path, 8), *words)
+    done = plan("-n", 2, "--blocks", 3, "--width", 16, "--profile", timing_in(tmp_path, 8), *words)
     assert done.exit_code == 1
     assert done.output.startswith("PlanError: the timing is of Chain, and this is another model")
 
@@ -248,8 +252,8 @@ def test_a_profile_that_is_not_there_or_stands_beside_a_job_is_refused():
 
 def test_a_plan_is_written_with_its_timing_and_predicted_alike_where_it_is_read_again(tmp_path):
     words = ("-n", 2, "--blocks", 3, "--width", 8, "--batch-size", 8, "--json")
-    first = json.loads(plan(*words, "--timing", timing_in(tmp_path, 8), "--out", tmp_path / "plan.yaml").stdout)
-    assert (tmp_path / "plan.timing.json").read_text() == (tmp_path / "timing.json").read_text()
+    first = json.loads(plan(*words, "--profile", timing_in(tmp_path, 8), "--out", tmp_path / "plan.yaml").stdout)
+    assert (tmp_path / "plan.profile.json").read_text() == (tmp_path / "timing.json").read_text()
     assert json.loads(plan(*words, "--plan", tmp_path / "plan.yaml").stdout)["plans"] == first["plans"]
     other = plan("-n", 2, "--blocks", 3, "--width", 4, "--plan", tmp_path / "plan.yaml")
     assert f"{tmp_path}/plan.yaml:7: the timing is of Chain, and this is another model" in other.output

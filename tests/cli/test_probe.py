@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
-from counterpoint.world.cluster_file import load_cluster, read_cluster
+from counterpoint.cli.main import build_app
+from counterpoint.world.cluster_file import load_cluster, parse_cluster
 
 
 def run(*words):
-    return CliRunner().invoke(build([words[0]]), list(words))
+    return CliRunner().invoke(build_app([words[0]]), list(words))
 
 
 @pytest.mark.process
@@ -30,7 +30,7 @@ def test_one_rank_is_measured_here_and_all_figures_are_json():
     found = json.loads(run("probe", "-n", "1", "--json").output)
     assert (found["num_ranks"], found["links"]) == (1, [])
     assert {one["size"] for one in found["products"]} == {256, 512, 1024}
-    assert read_cluster(found["cluster"]).device.memory_bytes > 0
+    assert parse_cluster(found["cluster"]).device.memory_bytes > 0
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):

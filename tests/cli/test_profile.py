@@ -3,15 +3,15 @@
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
-from counterpoint.model.timing_file import read_timing
-from counterpoint.planner.profile import read_profile
+from counterpoint.cli.main import build_app
+from counterpoint.model.model_profile import parse_profile
+from counterpoint.planner.pipeline.layer_graph import parse_graph
 
 
 @pytest.fixture
 def profile(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return lambda *words: CliRunner().invoke(build(["profile"]), ["profile", "digits", *words])
+    return lambda *words: CliRunner().invoke(build_app(["profile"]), ["profile", "digits", *words])
 
 
 def test_the_table_has_a_row_for_every_piece(profile):
@@ -25,15 +25,15 @@ def test_measured_times_are_kept_and_written_for_others(profile, tmp_path):
     first = profile("--samples", "4", "--out", str(tmp_path / "timing.json"))
     again = profile("--samples", "4", "--json")
     assert first.output.splitlines()[0].endswith("measured with 1 thread; microbatches of 4")
-    assert read_timing(again.output) == read_timing((tmp_path / "timing.json").read_text())
+    assert parse_profile(again.output) == parse_profile((tmp_path / "timing.json").read_text())
 
 
 def test_a_profile_is_written_as_pipedream_reads_it(profile, tmp_path):
     profile("--samples", "4", "--roofline", "--graph", str(tmp_path / "graph.txt"))
-    found = read_profile((tmp_path / "graph.txt").read_text())
-    assert [layer.text for layer in found.layers] == ["0", "1", "3", "4", "8", "10"]
+    found = parse_graph((tmp_path / "graph.txt").read_text())
+    assert [layer.description for layer in found.nodes] == ["0", "1", "3", "4", "8", "10"]
     assert found.edges[0] == ("node1", "node2")
-    assert found.layers[0].activation_bytes == 4 * 4 * 16 * 64
+    assert found.nodes[0].activation_bytes == 4 * 4 * 16 * 64
 
 
 def test_one_file_holds_one_timing(profile, tmp_path):

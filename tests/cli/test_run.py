@@ -36,8 +36,8 @@ def test_the_scripts_own_options_reach_it_unchanged(script):
 
 
 def test_threads_and_deadline_reach_the_ranks(script):
-    path = script("print(os.environ['OMP_NUM_THREADS'], os.environ['COUNTERPOINT_DEADLINE_S'])")
-    assert command("run", "--threads", 3, "--deadline", 7, path).stdout == "[rank 0] 3 7.0\n"
+    path = script("print(os.environ['OMP_NUM_THREADS'], os.environ['COUNTERPOINT_TIMEOUT_S'])")
+    assert command("run", "--threads", 3, "--timeout", 7, path).stdout == "[rank 0] 3 7.0\n"
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_and_the_report_names_it(script):

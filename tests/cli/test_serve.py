@@ -3,22 +3,22 @@
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
-from counterpoint.server.hosting.contact import Contact, write_contact
-from counterpoint.server.job import Asp, Job
-from counterpoint.server.wire.key import new_key, write_key
-from counterpoint.server.wire.place import parse_place
+from counterpoint.cli.main import build_app
+from counterpoint.ps.job_config import Asp, JobConfig
+from counterpoint.ps.process.job_file import JobEndpoint, write_job_file
+from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.job_key import new_key, write_key
 
 
 @pytest.fixture
 def serve(tmp_path):
     """Return ``serve(*words)``, which returns what a command says for a job with a key."""
-    write_contact(Contact(Job("tour", Asp(), 2), parse_place("tcp:0.0.0.0:0")), tmp_path / "job.json")
+    write_job_file(JobEndpoint(JobConfig("tour", Asp(), 2), parse_address("tcp:0.0.0.0:0")), tmp_path / "job.json")
     write_key(new_key(), tmp_path / "key")
 
     def run(*words):
         told = [*words, "--job", str(tmp_path / "job.json"), "--key-file", str(tmp_path / "key")]
-        return CliRunner().invoke(build(["serve", *told]), ["serve", *told]).output
+        return CliRunner().invoke(build_app(["serve", *told]), ["serve", *told]).output
 
     return run
 

@@ -4,15 +4,15 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
+from counterpoint.cli.main import build_app
 
 
 def run(*words):
-    return CliRunner().invoke(build(words), list(words))
+    return CliRunner().invoke(build_app(words), list(words))
 
 
 def test_a_pipeline_of_four_stages_and_eight_microbatches_has_the_published_bubble():
-    shown = run("show", "pipeline(4, order=gpipe)", "-n", "4", "--microbatches", "8")
+    shown = run("show", "pipeline(4, schedule=gpipe)", "-n", "4", "--microbatches", "8")
     assert shown.exit_code == 0
     assert "bubble 0.2727" in shown.output
     assert "rank 3 .  .  .  F0 F1" in shown.output

@@ -1,6 +1,6 @@
 import pytest
 
-from counterpoint.strategies.table import STRATEGIES
+from counterpoint.plan.registry import STRATEGIES
 from tests.cli.test_show import run
 
 

@@ -7,7 +7,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
+from counterpoint.cli.main import build_app
 
 SHORT = ("--batch-size", "16", "--progress", "plain")
 
@@ -18,7 +18,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 def train(*words):
-    return CliRunner().invoke(build(["train"]), ["train", *map(str, words)])
+    return CliRunner().invoke(build_app(["train"]), ["train", *map(str, words)])
 
 
 def losses(folder):
@@ -47,8 +47,8 @@ def test_the_folder_of_a_run_has_its_name_and_time(tmp_path):
 
 def test_all_ranks_in_this_process_train_what_the_plan_says(tmp_path):
     result = train("digits", "--local", "--strategy", "data(2)", "--steps", 2, "--folder", "run", *SHORT)
-    assert result.output.startswith("digits: data(2, update=shared) on 2 ranks, batch 16 = 2 microbatches of 8")
-    assert yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())["plan"]["strategy"] == "data(2, update=shared)"
+    assert result.output.startswith("digits: data(2, update=sharded) on 2 ranks, batch 16 = 2 microbatches of 8")
+    assert yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())["plan"]["strategy"] == "data(2, update=sharded)"
 
 
 def test_the_kept_configuration_starts_the_same_run_again(tmp_path):

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
-from counterpoint.model.spec import chain
-from counterpoint.model.timing_file import write_timing
-from counterpoint.plan import Plan
-from tests.model.timings import timing_of, took
+from counterpoint.cli.main import build_app
+from counterpoint.model.model_profile import format_profile
+from counterpoint.model.spec import linear_chain
+from counterpoint.plan.plan import Plan
+from tests.model.profiles import build_profile, layer_profile
 
 PLAN = "plan:\n  strategy: {strategy}\n  num_microbatches: {micros}\n  passes: []\n"
 
@@ -23,7 +23,7 @@ def _own_folder(tmp_path, monkeypatch):
 def train(strategy, micros, *words):
     Path("plan.yaml").write_text(PLAN.format(strategy=strategy, micros=micros), encoding="utf-8")
     short = ("--plan", "plan.yaml", "--steps", "2", "--batch-size", "16", "--progress", "plain", "--folder", "run")
-    return CliRunner().invoke(build(["train"]), ["train", "digits", "--local", *short, *words])
+    return CliRunner().invoke(build_app(["train"]), ["train", "digits", "--local", *short, *words])
 
 
 def test_a_plan_file_says_strategy_microbatches_and_passes(tmp_path):
@@ -73,9 +73,9 @@ def test_measuring_needs_a_plan_that_is_left_open():
 
 
 def test_a_plan_that_came_with_the_timing_of_another_model_is_refused_before_it_trains(tmp_path):
-    timing = timing_of(chain(2), [took(1.0), took(1.0)])
-    (tmp_path / "plan.timing.json").write_text(write_timing(timing), encoding="utf-8")
-    Path("plan.yaml").write_text(Plan.parse("data(2)").to_yaml("plan.timing.json"), encoding="utf-8")
+    timing = build_profile(linear_chain(2), [layer_profile(1.0), layer_profile(1.0)])
+    (tmp_path / "plan.profile.json").write_text(format_profile(timing), encoding="utf-8")
+    Path("plan.yaml").write_text(Plan.parse("data(2)").to_yaml("plan.profile.json"), encoding="utf-8")
     short = ("--plan", "plan.yaml", "--steps", "1", "--batch-size", "16", "--progress", "plain", "--folder", "run")
-    result = CliRunner().invoke(build(["train"]), ["train", "digits", "--local", *short])
+    result = CliRunner().invoke(build_app(["train"]), ["train", "digits", "--local", *short])
     assert "plan.yaml:6: the timing is of Chain, and this is another model" in result.output

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from counterpoint.cli.main import build
+from counterpoint.cli.main import build_app
 from counterpoint.fabric.shm.native import native
 
 pytestmark = pytest.mark.process
@@ -70,9 +70,9 @@ def test_two_processes_train_what_two_ranks_in_one_process_train(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     short = ("--steps", 4, "--progress", "plain", "--folder")
     apart = subprocess.run(words(*short, "apart"), capture_output=True, text=True, check=True).stdout
-    found = CliRunner().invoke(build(["train"]), words(*short, "together", "--local", "--strategy", "data(2)")[3:])
-    plan = "data(2, update=shared)" if native().library is not None else "data(2)"  # they share memory if they can
-    for name, output, expected in [("apart", apart, plan), ("together", found.output, "data(2, update=shared)")]:
+    found = CliRunner().invoke(build_app(["train"]), words(*short, "together", "--local", "--strategy", "data(2)")[3:])
+    plan = "data(2, update=sharded)" if native().library is not None else "data(2)"  # they share memory if they can
+    for name, output, expected in [("apart", apart, plan), ("together", found.output, "data(2, update=sharded)")]:
         assert output.startswith(f"digits: {expected} on 2 ranks")
         assert output.splitlines()[-1] == f"report: {name}/report.html"
     assert losses_in(tmp_path / "apart") == pytest.approx(losses_in(tmp_path / "together"), rel=1e-5)

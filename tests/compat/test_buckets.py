@@ -3,9 +3,9 @@
 import pytest
 
 from counterpoint.fabric.shm.native import native
-from counterpoint.fabric.torch_group.buckets import CAN_SWAP
-from tests.compat.buckets import all_of_them, moves
-from tests.compat.groups import OVER_GLOO, on_ranks, once_on_ranks
+from counterpoint.fabric.torch_backend.ddp_buckets import CAN_SWAP
+from tests.compat.bucket_scenarios import moves_to_shared_memory, run_all
+from tests.compat.process_groups import OVER_GLOO, on_ranks, once_on_ranks
 
 pytestmark = [
     pytest.mark.process,
@@ -16,18 +16,18 @@ pytestmark = [
 
 
 def found(name):
-    return [rank[name] for rank in once_on_ranks(all_of_them, 2, "counterpoint")]
+    return [rank[name] for rank in once_on_ranks(run_all, 2, "counterpoint")]
 
 
 def test_buckets_move_in_the_third_step_and_add_up_to_what_gloo_finds():
-    theirs = on_ranks(moves, 2, "gloo")
+    theirs = on_ranks(moves_to_shared_memory, 2, "gloo")
     for (was_shared, total), (_, their_total) in zip(found("moves"), theirs, strict=True):
         assert was_shared == [False, False, True, True]
         assert total == pytest.approx(their_total, rel=1e-6)
 
 
 def test_buckets_of_a_group_over_gloo_stay():
-    assert [was_shared for was_shared, _ in on_ranks(moves, 2, OVER_GLOO)] == [[False] * 4] * 2
+    assert [was_shared for was_shared, _ in on_ranks(moves_to_shared_memory, 2, OVER_GLOO)] == [[False] * 4] * 2
 
 
 def test_the_memory_of_a_model_that_is_gone_serves_the_next():

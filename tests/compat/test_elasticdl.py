@@ -6,42 +6,51 @@ import torch.nn.functional as F
 
 from counterpoint.compat.elasticdl import elasticdl
 from counterpoint.errors import PlanError
-from counterpoint.server.job import Asp, Bsp, Work
-from counterpoint.server.local import LocalJob
-from tests.server.working.crews import SGD, distance, mlp, numbers, solo
+from counterpoint.ps.in_process import LocalJob
+from counterpoint.ps.job_config import Asp, Bsp, DataConfig
+from tests.elastic.worker_fixtures import SGD, make_numeric_data, max_relative_difference, mlp, train_single_process
 
 
 def test_synchronous_training_averages_the_gradients_it_waits_for():
-    plan, model, expected = elasticdl(numbers(20), minibatch_size=5, grads_to_wait=2), mlp(), mlp()
+    plan, model, expected = elasticdl(make_numeric_data(20), minibatch_size=5, grads_to_wait=2), mlp(), mlp()
     assert plan.job.consistency == Bsp(2)
     plan.train(LocalJob(plan.job).join("a"), model, loss=F.cross_entropy, optimizer=SGD)
     updates = SGD(expected.parameters())
     for step in range(2):
         updates.zero_grad()
         for portion in (2 * step, 2 * step + 1):
-            (one,) = plan.portions.read(0, portion)
+            (one,) = plan.data_slices.read(0, portion)
             (F.cross_entropy(expected(one.fields[0]), one.fields[1]) / 2).backward()
         updates.step()
-    assert distance(model, expected) < 1e-12
+    assert max_relative_difference(model, expected) < 1e-12
 
 
 def test_asynchronous_training_gives_tasks_of_several_minibatches():
-    job = elasticdl(numbers(40), minibatch_size=5, use_async=True, num_minibatches_per_task=3, num_ps_pods=2).job
-    assert (job.consistency, job.num_servers, job.work) == (Asp(), 2, Work(8, 1, 3, 0))
+    job = elasticdl(
+        make_numeric_data(40), minibatch_size=5, use_async=True, num_minibatches_per_task=3, num_ps_pods=2
+    ).job
+    assert (job.consistency, job.num_servers, job.data) == (Asp(), 2, DataConfig(8, 1, 3, 0))
 
 
 def test_a_task_that_fails_is_never_dropped():
-    assert elasticdl(numbers(), minibatch_size=5).job.budget.failures == 3
-    assert elasticdl(numbers(), minibatch_size=5, task_fault_tolerance=False).job.budget.failures == 0
+    assert elasticdl(make_numeric_data(), minibatch_size=5).job.retry_policy.max_failures == 3
+    assert (
+        elasticdl(make_numeric_data(), minibatch_size=5, task_fault_tolerance=False).job.retry_policy.max_failures == 0
+    )
 
 
 def test_allreduce_cuts_a_batch_into_a_minibatch_for_each_worker_there_is_at_first():
-    data = numbers(20)
+    data = make_numeric_data(20)
     plan = elasticdl(data, minibatch_size=5, num_workers=2, distribution_strategy="AllreduceStrategy")
-    assert (plan.job.num_servers, plan.job.consistency, plan.job.work) == (0, Bsp(2), Work(4, 1, 2, 2))
+    assert (plan.job.num_servers, plan.job.consistency, plan.job.data) == (0, Bsp(2), DataConfig(4, 1, 2, 2))
     model, expected = mlp(), mlp()
     plan.train(LocalJob(plan.job).join("a"), model, loss=F.cross_entropy, optimizer=torch.optim.AdamW)
-    assert distance(model, solo(expected, data, plan.portions, torch.optim.AdamW, epochs=1)) < 1e-12
+    assert (
+        max_relative_difference(
+            model, train_single_process(expected, data, plan.data_slices, torch.optim.AdamW, epochs=1)
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize(

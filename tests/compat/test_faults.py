@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.compat import faults
-from tests.compat.groups import OVER_GLOO, on_ranks
+from tests.compat import fault_scenarios as faults
+from tests.compat.process_groups import OVER_GLOO, on_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 BOTH = pytest.mark.parametrize("backend", ["counterpoint", OVER_GLOO])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.compat.groups import OVER_GLOO, on_ranks, once_on_ranks
-from tests.compat.operations import NAMES, all_of_them, no_gloo_has
+from tests.compat.operation_scenarios import NAMES, no_gloo_has, run_all
+from tests.compat.process_groups import OVER_GLOO, on_ranks, once_on_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_operation_gives_what_it_gives_on_gloo(name, num_ranks, backend):
-    ours = once_on_ranks(all_of_them, num_ranks, backend)
-    theirs = once_on_ranks(all_of_them, num_ranks, "gloo")
+    ours = once_on_ranks(run_all, num_ranks, backend)
+    theirs = once_on_ranks(run_all, num_ranks, "gloo")
     assert [rank[name] for rank in ours] == [rank[name] for rank in theirs]
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.compat.groups import OVER_GLOO, once_on_ranks
-from tests.compat.training import PROGRAMS, all_of_them
+from tests.compat.process_groups import OVER_GLOO, once_on_ranks
+from tests.compat.training_programs import PROGRAMS, run_all
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_comes_to_the_losses_and_parameters_of_gloo(program, num_ranks, backend):
     name = program.__name__  # gloo rounds the sums of halves twice among three ranks, we once
-    ours, theirs = (once_on_ranks(all_of_them, num_ranks, which) for which in (backend, "gloo"))
+    ours, theirs = (once_on_ranks(run_all, num_ranks, which) for which in (backend, "gloo"))
     for (losses, params), (their_losses, their_params) in zip(
         [rank[name] for rank in ours], [rank[name] for rank in theirs], strict=True
     ):

@@ -4,10 +4,10 @@ import pytest
 
 from counterpoint.compiler.compile import compile as compile_plan
 from counterpoint.compiler.overlap import overlap
-from counterpoint.model.spec import Block, ModelSpec, Param, Piece
-from counterpoint.plan import Plan
+from counterpoint.model.spec import Block, LayerSpec, ModelSpec, Param
+from counterpoint.plan.plan import Plan
 from counterpoint.program.text import format_program, parse_program
-from tests.laws.compositions import compiled
+from tests.program.verify.random_plans import compile_text
 
 
 def early(text):
@@ -47,7 +47,7 @@ def test_words_stay_where_moving_them_would_be_wrong_or_idle(text):
 
 
 def test_only_the_gradients_are_moved_in_a_sharded_step():
-    program = compiled("zero(2)", passes=("overlap",)).program
+    program = compile_text("zero(2)", passes=("overlap",)).program
     assert format_program(program).splitlines()[0] == (
         "F0.0 F1.0 B1.0 reduce_scatter_start(grad1)@0,1 B0.0 reduce_scatter_start(grad0)@0,1 reduce_scatter_wait(grad1)@0,1 reduce_scatter_wait(grad0)@0,1 commit@0,1 U0 U1 "
         "all_gather(weight0)@0,1 all_gather(weight1)@0,1"
@@ -57,10 +57,12 @@ def test_only_the_gradients_are_moved_in_a_sharded_step():
 def test_members_whose_tied_units_are_complete_in_another_order_still_start_alike():
     """Blocks 0 and 3 share a weight, 1 and 2 another: stage 0 completes 1+2 first, stage 1 completes 0+3 first."""
     names = "abba"
-    pieces = [Piece(f"piece{index}", (name,), output_bytes=8) for index, name in enumerate(names)]
+    pieces = [LayerSpec(f"piece{index}", (name,), output_bytes=8) for index, name in enumerate(names)]
     blocks = tuple(Block((piece,), index) for index, piece in enumerate(pieces))
     model = ModelSpec(blocks, (Param("a", (4,)), Param("b", (4,))))
     made = compile_plan(Plan(Plan.parse("pipeline(2)").strategies, 1, ("overlap",)), model)
-    starts = [[word for word in row.body if getattr(word, "phase", "") == "start"] for row in made.program.rows]
+    starts = [
+        [word for word in row.body if getattr(word, "phase", "") == "start"] for row in made.program.rank_programs
+    ]
     assert starts[0] == starts[1]
     assert len(starts[0]) == 2

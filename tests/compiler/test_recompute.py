@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from counterpoint.compiler.compile import compile as compile_plan, count_bytes, promise_of
+from counterpoint.compiler.compile import bounds_from, compile as compile_plan, count_bytes
 from counterpoint.errors import PlanError, ProgramError
-from counterpoint.model.spec import Block, ModelSpec, Param, Piece, chain
-from counterpoint.plan import Plan
-from counterpoint.program.laws import check
-from counterpoint.program.tapes import most_tapes
+from counterpoint.model.spec import Block, LayerSpec, ModelSpec, Param, linear_chain
+from counterpoint.plan.plan import Plan
+from counterpoint.program.recompute_sets import peak_saved_activations
 from counterpoint.program.text import format_program, parse_program
-from tests.laws.compositions import compiled
-from tests.program.damage import edited
+from counterpoint.program.verify.verifier import verify
+from tests.program.verify.damaged_programs import edit
+from tests.program.verify.random_plans import compile_text
 
 
 def rows(text, **given):
-    return format_program(compiled(text, **given).program).splitlines()
+    return format_program(compile_text(text, **given).program).splitlines()
 
 
 def test_a_stage_is_recomputed_at_once_before_its_gradient_arrives():
@@ -42,15 +42,15 @@ def test_the_pass_recomputes_one_block_after_the_other():
 
 
 def test_a_block_whose_weights_are_gathered_is_recomputed_with_those_of_its_backward():
-    made = compiled("zero3(2)", blocks=2, passes=("recompute",))
-    plain = compiled("zero3(2)", blocks=2)
+    made = compile_text("zero3(2)", blocks=2, passes=("recompute",))
+    plain = compile_text("zero3(2)", blocks=2)
     assert "all_gather(weight0)@0,1 R0.0 B0.0 reduce_scatter(grad0)@0,1" in format_program(made.program)
     assert made.sent_bytes() == plain.sent_bytes()
 
 
 def test_a_recomputation_of_slices_sends_nothing_and_keeps_what_a_sum_has_made():
-    made = compiled("tensor(2) * pipeline(2, recompute=always)", blocks=4)
-    assert made.sent_bytes() == compiled("tensor(2) * pipeline(2)", blocks=4).sent_bytes()
+    made = compile_text("tensor(2) * pipeline(2, recompute=always)", blocks=4)
+    assert made.sent_bytes() == compile_text("tensor(2) * pipeline(2)", blocks=4).sent_bytes()
 
 
 def test_a_recomputation_reads_the_version_of_its_forward():
@@ -62,7 +62,9 @@ def test_the_input_part_of_a_backward_is_what_is_recomputed_for():
 
 
 def layers(*names):
-    blocks = [Block((Piece(name, (name,), cost=cost, output_bytes=4),), at) for at, (name, cost) in enumerate(names)]
+    blocks = [
+        Block((LayerSpec(name, (name,), cost=cost, output_bytes=4),), at) for at, (name, cost) in enumerate(names)
+    ]
     return ModelSpec(tuple(blocks), tuple(Param(name, (2,)) for name, _ in names))
 
 
@@ -95,12 +97,12 @@ def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte()
 )
 def test_what_makes_no_sense_is_refused(text, passes, said):
     with pytest.raises(PlanError, match=said):
-        compiled(text, passes=passes)
+        compile_text(text, passes=passes)
 
 
 def test_recomputing_needs_a_model_in_blocks():
-    assert Plan((), 1, ("recompute",)).need == "chain"
-    assert Plan.parse("data(2)").need == "none"
+    assert Plan((), 1, ("recompute",)).granularity == "blocks"
+    assert Plan.parse("data(2)").granularity == "whole"
 
 
 DAMAGE = [
@@ -119,28 +121,30 @@ DAMAGE = [
     ("law", "words", "instead", "said"), [one[1:] for one in DAMAGE], ids=[one[0] for one in DAMAGE]
 )
 def test_a_block_that_is_recomputed_wrongly_is_found(law, words, instead, said):
-    made = compiled("gpipe(2, checkpoint=always)", m=2)
-    program = parse_program(edited(format_program(made.program), ((0, words, instead),)))
+    made = compile_text("gpipe(2, checkpoint=always)", m=2)
+    program = parse_program(edit(format_program(made.program), ((0, words, instead),)))
     with pytest.raises(ProgramError, match=said) as caught:
-        check(program, promise_of(made.forecast), made.model.units, count_bytes(program, made.model, 1))
-    assert caught.value.law == law
+        verify(program, bounds_from(made.cost), made.model.units, count_bytes(program, made.model, 1))
+    assert caught.value.rule == law
 
 
 def test_a_stream_that_recomputes_with_newer_weights_is_found():
-    made = compiled("pipedream(2, recompute=always)")
+    made = compile_text("pipedream(2, recompute=always)")
     text = format_program(made.program).replace("R0.+1:-1", "R0.+1")
     with pytest.raises(ProgramError, match="forward used version 0 of weight0, recomputation 1") as caught:
-        check(parse_program(text), promise_of(made.forecast), made.model.units)
-    assert caught.value.law == 5
+        verify(parse_program(text), bounds_from(made.cost), made.model.units)
+    assert caught.value.rule == 5
 
 
 @pytest.mark.parametrize("order", ["gpipe", "one_f_one_b"])
 def test_the_activations_of_one_microbatch_are_there_at_once(order):
     for recompute, tapes in [("never", [6, 3]), ("except_last", [3, 3]), ("always", [3, 3])]:
-        made = compiled(f"pipeline(2, order={order}, recompute={recompute})", m=2, blocks=6)
-        first = most_tapes(made.program.rows[0].body)
+        made = compile_text(f"pipeline(2, schedule={order}, recompute={recompute})", m=2, blocks=6)
+        first = peak_saved_activations(made.program.rank_programs[0].body)
         assert first == tapes[0]
-    assert most_tapes(compiled("solo", blocks=6, passes=("recompute",)).program.rows[0].body) == 1
+    assert (
+        peak_saved_activations(compile_text("solo", blocks=6, passes=("recompute",)).program.rank_programs[0].body) == 1
+    )
 
 
 def test_a_plan_says_in_text_what_it_recomputes():
@@ -149,4 +153,4 @@ def test_a_plan_says_in_text_what_it_recomputes():
     assert Plan.from_yaml(replace(Plan.parse("solo"), passes=("recompute:*.attn",)).to_yaml()).passes == (
         "recompute:*.attn",
     )
-    assert compile_plan(plan, chain(2)).plan == plan
+    assert compile_plan(plan, linear_chain(2)).plan == plan

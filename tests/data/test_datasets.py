@@ -6,9 +6,8 @@ import torch
 
 from counterpoint.data.digits import Digits, split_digits
 from counterpoint.data.fetch import fetch
-from counterpoint.data.lines import NUM_ROWS, Lines, most_frequent, split_lines
-from counterpoint.data.ngrams import hash_lines
-from counterpoint.data.sources import is_held_out, read_sources, select
+from counterpoint.data.lines import NUM_ROWS, SourceLines, hash_lines, most_frequent_classes, split_lines
+from counterpoint.data.sources import is_held_out, read_sources, select_split
 from counterpoint.data.text import Text, split_text
 from counterpoint.errors import DataError
 
@@ -41,7 +40,7 @@ def test_tests_installed_packages_and_unreadable_files_are_left_out(folder):
 
 def test_the_library_has_megabytes_in_both_parts_and_no_file_in_both(library):
     for one_in in (5, 10):
-        train, held_out = (select(library, part, one_in) for part in ("train", "held-out"))
+        train, held_out = (select_split(library, part, one_in) for part in ("train", "held-out"))
         assert not {source.path for source in train} & {source.path for source in held_out}
         assert len(train) + len(held_out) == len(library)
         share = sum(len(source.content) for source in held_out) / sum(len(s.content) for s in library)
@@ -83,7 +82,7 @@ def test_a_limited_text_is_spread_over_the_whole_of_it(folder):
         some[10]
 
 
-@pytest.mark.parametrize("make", [lambda s: Text(s, context=8), lambda s: Lines(s, ["alpha", "beta"])])
+@pytest.mark.parametrize("make", [lambda s: Text(s, context=8), lambda s: SourceLines(s, ["alpha", "beta"])])
 def test_one_sample_many_samples_and_a_second_reading_agree(folder, make):
     one, other = (make(read_sources(folder)) for _ in range(2))
     indices = [0, len(one) - 1, 3]
@@ -171,13 +170,13 @@ def test_the_library_has_twenty_packages_to_tell_apart(library):
     [
         (lambda s: Text(s, context=0), "context is 0 and limit is None"),
         (lambda s: Text(s[:1], context=10**6), "bytes of text are shorter than one window of 1000001"),
-        (lambda s: Lines(s, ["delta"]), "none of the 60 files has a line of one of the 1 classes"),
-        (lambda s: Lines(s, ["alpha"], limit=0), "limit is 0; a dataset has at least one line"),
+        (lambda s: SourceLines(s, ["delta"]), "none of the 60 files has a line of one of the 1 classes"),
+        (lambda s: SourceLines(s, ["alpha"], limit=0), "limit is 0; a dataset has at least one line"),
         (
-            lambda s: select(s, "test", 5),  # type: ignore[arg-type]
+            lambda s: select_split(s, "test", 5),  # type: ignore[arg-type]
             "there is no part 'test' of a dataset; the parts are train and held-out",
         ),
-        (lambda s: select(s[:1], "held-out", 10**6), "none of the 1 files is in the part 'held-out'"),
+        (lambda s: select_split(s[:1], "held-out", 10**6), "none of the 1 files is in the part 'held-out'"),
         (lambda s: Digits("test"), "there is no part 'test' of the digits"),  # type: ignore[arg-type]
         (lambda s: Digits(dtype=torch.int64), "dtype is torch.int64; normalized images are fractions"),
     ],
@@ -195,4 +194,4 @@ def test_an_empty_folder_is_no_standard_library(tmp_path):
 def test_one_package_alone_cannot_be_told_apart(folder):
     sources = [source for source in read_sources(folder) if source.top_level == "alpha"]
     with pytest.raises(DataError, match="only 1 of the top-level packages have files in both parts"):
-        most_frequent(sources, sources)
+        most_frequent_classes(sources, sources)

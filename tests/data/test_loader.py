@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from counterpoint.data.loader import Loader, spots_of
-from counterpoint.data.reading import Reading, Spot
+from counterpoint.data.loader import MicrobatchLoader, iter_microbatch_indices
+from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
 from counterpoint.data.sampler import Sampler
 from counterpoint.errors import DataError
 from tests.data.samples import Drawn, DrawnTogether, FailsAt, Noted, Numbers, Unsendable, read_by_workers
@@ -22,14 +22,16 @@ pytestmark = pytest.mark.process
 
 
 def reading_of(dataset, num_micros=2, *, batch_size=6, shuffle="feistel"):
-    return Reading(dataset, Sampler(len(dataset), batch_size, 5, shuffle=shuffle), num_micros)
+    return MicrobatchReader(dataset, Sampler(len(dataset), batch_size, 5, shuffle=shuffle), num_micros)
 
 
 @contextmanager
 def loading(reading, workers=2, *, first=(0, 0), num_batches=4, prefetch=2, deadline_s=30.0):
     """Yield a loader and the places that it reads."""
-    spots = list(spots_of(reading, first, num_batches, range(reading.num_micros)))
-    loader = Loader(reading, iter(spots), workers=workers, prefetch=prefetch, deadline_s=deadline_s)
+    spots = list(iter_microbatch_indices(reading, first, num_batches, range(reading.num_micros)))
+    loader = MicrobatchLoader(
+        reading, iter(spots), num_workers=workers, prefetch_factor=prefetch, deadline_s=deadline_s
+    )
     try:
         yield loader, spots
     finally:
@@ -66,22 +68,22 @@ def test_workers_give_what_this_process_would_read_bit_for_bit(workers):
     with loading(reading, workers, num_batches=6) as (loader, spots):
         assert [spot.epoch for spot in (spots[0], spots[-1])] == [0, 1]
         for spot in spots:
-            for mine, theirs in zip(loader.fields(spot), reading.read(spot), strict=True):
+            for mine, theirs in zip(loader.get_fields(spot), reading.read(spot), strict=True):
                 assert torch.equal(mine, theirs)
 
 
 def test_what_a_sample_draws_does_not_depend_on_how_many_share_a_batch():
     """Noise from a worker's own seed was another one for every number of workers and ranks."""
-    whole = reading_of(Drawn(), 1).read(Spot(1, 2, 0))
+    whole = reading_of(Drawn(), 1).read(MicrobatchIndex(1, 2, 0))
     for num_micros in (2, 3, 6):
-        parts = [reading_of(Drawn(), num_micros).read(Spot(1, 2, micro)) for micro in range(num_micros)]
+        parts = [reading_of(Drawn(), num_micros).read(MicrobatchIndex(1, 2, micro)) for micro in range(num_micros)]
         assert torch.equal(torch.cat([part[0] for part in parts]), whole[0])
 
 
 def test_a_sample_draws_anew_in_every_epoch_and_costs_no_random_number_of_ours():
     reading = reading_of(Drawn(), 1, batch_size=24, shuffle="sequential")
     torch.manual_seed(1)
-    first, second = (reading.read(Spot(epoch, 0, 0))[0] for epoch in (0, 1))
+    first, second = (reading.read(MicrobatchIndex(epoch, 0, 0))[0] for epoch in (0, 1))
     assert not (first == second).any()
     drawn = torch.rand(())
     torch.manual_seed(1)
@@ -90,8 +92,8 @@ def test_a_sample_draws_anew_in_every_epoch_and_costs_no_random_number_of_ours()
 
 def test_drawing_for_many_samples_at_once_is_warned_of():
     with pytest.warns(RuntimeWarning, match=r"^DrawnTogether draws global random numbers for many samples at once, so"):
-        reading_of(DrawnTogether()).warn_of_shared_draws(Spot(0, 0, 0))
-    reading_of(Drawn()).warn_of_shared_draws(Spot(0, 0, 0))
+        reading_of(DrawnTogether()).warn_of_shared_rng(MicrobatchIndex(0, 0, 0))
+    reading_of(Drawn()).warn_of_shared_rng(MicrobatchIndex(0, 0, 0))
 
 
 def test_a_run_that_goes_on_in_mid_epoch_reads_nothing_again(tmp_path):
@@ -106,16 +108,16 @@ def test_no_more_is_read_ahead_than_was_asked_for(tmp_path):
     reading = reading_of(Noted(tmp_path / "read"), 1, batch_size=1)
     with loading(reading, 2, num_batches=20, prefetch=3) as (loader, spots):
         for spot in spots[:8]:
-            loader.fields(spot)
-            assert [len(worker.owed) for worker in loader.workers] == [3, 3]
+            loader.get_fields(spot)
+            assert [len(worker.pending) for worker in loader.workers] == [3, 3]
     assert len(read_by_workers(tmp_path / "read")) <= 8 + 2 * 3
 
 
 def test_what_nobody_asks_for_is_left_behind():
     with loading(reading_of(Numbers())) as (loader, spots):
         for spot in spots[1::2]:
-            assert loader.fields(spot)[1].tolist() == reading_of(Numbers()).indices(spot).tolist()
-            assert len(loader.read) <= 1
+            assert loader.get_fields(spot)[1].tolist() == reading_of(Numbers()).indices(spot).tolist()
+            assert len(loader.buffered) <= 1
 
 
 def test_an_error_says_which_sample_and_where_in_the_users_code():
@@ -150,13 +152,13 @@ def test_a_worker_that_hangs_is_named_within_the_deadline_with_its_stack():
 
 def test_a_dataset_that_cannot_travel_is_refused_with_the_remedy():
     with pytest.raises(DataError, match=r"^a Unsendable cannot be sent to a loader's worker: .*; a dataset that other"):
-        Loader(reading_of(Unsendable()), iter(()), workers=1, prefetch=1, deadline_s=1.0)
+        MicrobatchLoader(reading_of(Unsendable()), iter(()), num_workers=1, prefetch_factor=1, deadline_s=1.0)
 
 
 OWNER = """
 import sys
 from counterpoint.data.loader import Loader, spots_of
-from counterpoint.data.reading import Reading
+from counterpoint.data.microbatch_reader import Reading
 from counterpoint.data.sampler import Sampler
 from tests.data.samples import FailsAt
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from counterpoint.data.sampler import Cursor, Sampler, permute, split
+from counterpoint.data.sampler import Cursor, Sampler, permute, split_batch
 from counterpoint.errors import DataError
 
 SEEDS = st.integers(-(2**70), 2**70)
@@ -38,7 +38,7 @@ def test_the_order_does_not_depend_on_how_it_is_cut_into_batches(num_samples, se
 
 @given(batch_len=st.integers(0, 200), num_ranks=st.integers(1, 12))
 def test_the_pieces_of_a_batch_joined_are_the_batch_on_any_number_of_ranks(batch_len, num_ranks):
-    pieces = split(batch_len, num_ranks)
+    pieces = split_batch(batch_len, num_ranks)
     assert [x for start, stop in pieces for x in range(start, stop)] == list(range(batch_len))
     sizes = [stop - start for start, stop in pieces]
     assert len(sizes) == num_ranks
@@ -119,7 +119,7 @@ def test_the_last_batch_is_smaller_or_left_out():
             lambda: Cursor.from_dict({"epoch": 1, "batch": "2"}),
             "epoch 1 and batch '2', but both must be whole",
         ),
-        (lambda: split(4, 0), "a batch of 4 samples cannot be cut into 0 microbatches"),
+        (lambda: split_batch(4, 0), "a batch of 4 samples cannot be cut into 0 microbatches"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_with_the_values_and_the_remedy(make, text):

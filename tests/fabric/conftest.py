@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 
 from counterpoint.fabric.shm.native import native
-from tests.fabric.players import CONTEXT, on_gloo, on_hosts, on_local, on_shm
+from tests.fabric.run_ranks import CONTEXT, on_gloo, on_hosts, on_local, on_shm
 
 SHARED = [
     pytest.mark.process,

@@ -13,8 +13,8 @@ import torch
 
 from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric import Address, connect
-from counterpoint.fabric.gloo import TCPStore
-from tests.fabric.players import on_gloo, on_hosts, resources
+from counterpoint.fabric.c10d import TCPStore
+from tests.fabric.run_ranks import on_gloo, on_hosts, resources
 
 pytestmark = pytest.mark.process
 TRIO = (0, 1, 2)
@@ -22,7 +22,7 @@ TRIO = (0, 1, 2)
 
 def fail(how, fabric):
     """Rank 1 waits in some way for rank 0, which dies, or does something else for longer than the deadline."""
-    fabric.form([(0, 1)])
+    fabric.connect_groups([(0, 1)])
     fabric.barrier((0, 1))
     if fabric.rank == 0:
         if how == "dies":
@@ -77,7 +77,7 @@ def test_a_dead_peer_beside_which_nobody_is_left_is_noticed_at_once(wait):
 
 
 def add_up_for_ever(rank, address, transport):
-    inner = connect(rank, 3, address, job="inner", deadline_s=3.0, transport=transport)
+    inner = connect(rank, 3, address, job="inner", timeout_s=3.0, transport=transport)
     while True:
         inner.all_reduce("a", torch.ones(1000), TRIO).wait()
 
@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_while_all_connect_is_an_error_that_names_it(trans
 def cascade(fabric):
     """Rank 2 gives a reason and stops; rank 1 waits for it, and rank 0 for rank 1."""
     if fabric.rank == 2:
-        fabric.stop("the loss is nan in step 7")
+        fabric.abort("the loss is nan in step 7")
         return None
     return fabric.recv(fabric.rank + 1, "x")
 
@@ -182,13 +182,13 @@ def test_a_port_in_use_is_an_error_of_the_launch():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"rank 0 cannot listen on 127.0.0.1:{port}: address already in use; "):
-            connect(0, 2, Address("127.0.0.1", port), deadline_s=1.0)
+            connect(0, 2, Address("127.0.0.1", port), timeout_s=1.0)
 
 
 def guests(store_port, fabric):
     """All ranks are guests of a store that somebody else keeps."""
-    address = Address("127.0.0.1", store_port, kept_by="launcher")
-    inner = connect(fabric.rank, 2, address, job="guests", deadline_s=10.0)
+    address = Address("127.0.0.1", store_port, store_owner="launcher")
+    inner = connect(fabric.rank, 2, address, job="guests", timeout_s=10.0)
     try:
         return inner.gather_values("rank", inner.rank, (0, 1))
     finally:
@@ -206,11 +206,11 @@ def twice(fabric):
     if fabric.rank == 0:
         return None
     store = TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False)
-    address = Address("127.0.0.1", store.port, kept_by="launcher")
+    address = Address("127.0.0.1", store.port, store_owner="launcher")
     texts = []
     for _ in range(2):
         try:
-            connect(1, 2, address, job="inner", deadline_s=0.1)
+            connect(1, 2, address, job="inner", timeout_s=0.1)
         except PeerError as error:
             texts.append(str(error))
     return texts
@@ -225,7 +225,7 @@ def test_a_rank_that_comes_twice_is_refused(processes):
 def nobody(fabric):
     began = time.monotonic()
     with pytest.raises(PeerError) as failure:
-        connect(1, 2, Address("127.0.0.1", free_port()), deadline_s=0.5)
+        connect(1, 2, Address("127.0.0.1", free_port()), timeout_s=0.5)
     return str(failure.value), time.monotonic() - began
 
 

@@ -8,12 +8,12 @@ from hypothesis import given, strategies as st
 
 from counterpoint.errors import PeerError
 from counterpoint.fabric import frames
-from counterpoint.fabric.frames import CODES, Frame, Kind, Stamp, decode, encode
+from counterpoint.fabric.frames import DTYPE_CODES, Frame, FrameHeader, FrameKind, decode, encode
 
-STAMP = Stamp(Kind.MESSAGE, job=7, generation=2, source=1, sequence=9, fingerprint=bytes(range(16)))
+STAMP = FrameHeader(FrameKind.MESSAGE, job=7, generation=2, source=1, sequence=9, fingerprint=bytes(range(16)))
 stamps = st.builds(
-    Stamp,
-    st.sampled_from(Kind),
+    FrameHeader,
+    st.sampled_from(FrameKind),
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
@@ -25,7 +25,7 @@ stamps = st.builds(
 @st.composite
 def tensors(draw):
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    tensor = torch.randint(0, 2, shape).to(draw(st.sampled_from(list(CODES))))
+    tensor = torch.randint(0, 2, shape).to(draw(st.sampled_from(list(DTYPE_CODES))))
     return tensor.transpose(0, -1) if draw(st.booleans()) and shape else tensor
 
 
@@ -39,7 +39,7 @@ def test_what_is_written_is_read(stamp, label, written):
 
 def test_the_pieces_of_a_frame_follow_each_other_and_what_is_large_is_not_copied():
     large, small = torch.arange(5001.0), torch.ones(3)
-    pieces = frames.pieces_of(STAMP, "x1.0", [small, large, large.double()[::2], small])
+    pieces = frames.encode_parts(STAMP, "x1.0", [small, large, large.double()[::2], small])
     assert torch.equal(torch.cat(pieces), encode(STAMP, "x1.0", [small, large, large.double()[::2], small]))
     assert large.data_ptr() in {piece.data_ptr() for piece in pieces}
     assert len(pieces) == 5
@@ -70,9 +70,9 @@ def test_a_frame_of_another_length_is_refused(length):
 
 def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, kind=1):
     """A frame with right checksums and wrong content."""
-    head += bytes(-(frames.PREFIX_BYTES + len(head)) % frames.ALIGNMENT)
+    head += bytes(-(frames.HEADER_BYTES + len(head)) % frames.ALIGNMENT)
     body = head + payload
-    prefix = frames.PREFIX.pack(
+    prefix = frames.FIXED_HEADER.pack(
         frames.MAGIC, version, kind, 0, 0, 0, 0, 0, bytes(16), label_bytes, num_tensors, len(head), len(payload),
         zlib.crc32(body),
     )  # fmt: skip

@@ -117,7 +117,7 @@ def test_the_error_of_one_rank_is_raised_and_ends_the_others(world):
 def test_a_rank_that_stops_says_why(world):
     def work(fabric):
         if fabric.rank == 3:
-            fabric.stop("the loss is nan")
+            fabric.abort("the loss is nan")
             return None
         return fabric.recv(3, "x")
 

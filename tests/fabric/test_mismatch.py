@@ -10,7 +10,7 @@ import torch
 
 from counterpoint.errors import PeerError, ProgramError
 from counterpoint.fabric import LocalWorld
-from tests.fabric.players import on_local
+from tests.fabric.run_ranks import on_local
 
 PAIR = (0, 1)
 SORTED = "a group is a sorted tuple of ranks below 2, rank 0 included"
@@ -143,7 +143,7 @@ def test_the_two_that_are_named_are_those_that_differ(play):
 
 def other_groups(fabric):
     """Rank 0 adds up with rank 1, which adds up with all three."""
-    fabric.form([(0, 1), (0, 1, 2)])
+    fabric.connect_groups([(0, 1), (0, 1, 2)])
     fabric.all_reduce("a", torch.ones(1), (0, 1) if fabric.rank == 0 else (0, 1, 2)).wait()
 
 

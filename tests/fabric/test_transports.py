@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fabric.conftest import PROCESSES
-from tests.fabric.players import on_local
+from tests.fabric.run_ranks import on_local
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -215,7 +215,7 @@ def test_values_of_all_members_come_in_the_order_of_the_group(play):
 
 def groups(fabric):
     """All are started before any is waited for, in orders that would block if starting did."""
-    fabric.form([(0, 1), (1, 2), (0, 2), (2,)])
+    fabric.connect_groups([(0, 1), (1, 2), (0, 2), (2,)])
     order = {0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]}[fabric.rank]
     tensors = {group: torch.tensor(float(fabric.rank)) for group in order}
     works = [fabric.all_reduce(f"grad{group}", tensors[group], group) for group in order]

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from counterpoint.drawing.grid import draw_grid
+from counterpoint.plan.registry import STRATEGIES
 from counterpoint.program.text import format_program, parse_program
-from counterpoint.simulator.costs import unit_costs
+from counterpoint.simulator.cost_model import unit_costs
 from counterpoint.simulator.simulate import simulate
-from counterpoint.strategies.table import STRATEGIES
-from tests.laws.compositions import compiled
+from counterpoint.viz.ascii_timeline import draw_ascii_timeline
+from tests.program.verify.random_plans import compile_text
 
 EARLY = {"passes": ("overlap",)}
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "solo": ("solo", {"m": 2}),
     "data_2": ("data(2)", {"m": 2}),
     "data_2_overlap": ("data(2)", {"m": 2, **EARLY}),
-    "data_2_shared": ("data(2, update=shared)", {"m": 2}),
+    "data_2_shared": ("data(2, update=sharded)", {"m": 2}),
     "data_2_compress_overlap": ("data(2, compress=topk:0.01)", {"m": 2, **EARLY}),
     "data_2_data_2_compress": ("data(2) * data(2, compress=int8)", {}),
     "data_4_adasum_tied": ("data(4, reduce=adasum)", {"tied": True, "blocks": 3}),
@@ -47,12 +47,12 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
         "pipeline(2) * data(2)",
         {"m": 2, "blocks": 4, "passes": ("overlap", "recompute:50%")},
     ),
-    "gpipe_2_virtual_2": ("gpipe(2, virtual=2)", {"m": 2, "blocks": 4}),
+    "gpipe_2_virtual_2": ("gpipe(2, chunks_per_stage=2)", {"m": 2, "blocks": 4}),
     "interleaved_2": ("interleaved(2)", {"m": 4, "blocks": 4}),
     "interleaved_2_zero2_2_tied": ("interleaved(2) * zero2(2)", {"blocks": 4, "tied": True}),
-    "megatron_interleaved_2": ("megatron_interleaved(2, virtual=3)", {"m": 3, "blocks": 6}),
+    "megatron_interleaved_2": ("megatron_interleaved(2, chunks_per_stage=3)", {"m": 3, "blocks": 6}),
     "zero_bubble_2": ("zero_bubble(2)", {"m": 4}),
-    "zero_bubble_2_virtual_2": ("zero_bubble(2, virtual=2)", {"m": 4, "blocks": 4}),
+    "zero_bubble_2_virtual_2": ("zero_bubble(2, chunks_per_stage=2)", {"m": 4, "blocks": 4}),
     "zero_bubble_2_tensor_2": ("zero_bubble(2) * tensor(2)", {}),
     "zero_bubble_2_zero3_2": ("zero_bubble(2) * zero3(2)", {}),
     "pipedream_3": ("pipedream(3)", {"blocks": 3}),
@@ -77,9 +77,9 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "asp_2_compress": ("asp(2, compress=twobit:0.5)", {}),
     "bsp_2_compress": ("data(2) * bsp(2, compress=int8)", {}),
     "asp_2_fetch_every_3": ("asp(2, fetch_every=3)", {}),
-    "elastic_2_every_4": ("elastic(2, servers=2, part=0.25, every=4)", {"m": 2}),
-    "data_2_elastic_2": ("data(2) * elastic(2)", {}),
-    "pipeline_2_elastic_2_tied": ("pipeline(2) * elastic(2, part=0.45)", {"blocks": 3, "tied": True}),
+    "elastic_2_every_4": ("easgd(2, servers=2, alpha=0.25, tau=4)", {"m": 2}),
+    "data_2_elastic_2": ("data(2) * easgd(2, alpha=0.5, tau=1)", {}),
+    "pipeline_2_elastic_2_tied": ("pipeline(2) * easgd(2, alpha=0.45, tau=1)", {"blocks": 3, "tied": True}),
     "pipeline_2_data_2": ("pipeline(2) * data(2)", {"m": 2}),
     "pipeline_2_data_2_overlap": ("pipeline(2) * data(2)", {"m": 2, "blocks": 4, **EARLY}),
     "pipeline_2_zero_2": ("pipeline(2) * zero(2)", {"m": 2}),
@@ -94,9 +94,9 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline_2_asp_2": ("pipeline(2) * asp(2)", {"blocks": 3, "tied": True}),
     "server_2_tensor_2": ("server(2) * tensor(2)", {}),
     "tree_4": ("tree(4)", {"m": 2}),
-    "tree_3_chain_early": ("tree(3, shape=chain, sends=early)", {"m": 2}),
+    "tree_3_chain_early": ("tree(3, shape=chain, send=during_backward)", {"m": 2}),
     "tree_4_star_tied": ("tree(4, shape=star)", {"tied": True, "blocks": 3}),
-    "pipeline_2_tree_2_early": ("pipeline(2) * tree(2, sends=early)", {"m": 2}),
+    "pipeline_2_tree_2_early": ("pipeline(2) * tree(2, send=during_backward)", {"m": 2}),
     "data_2_tree_2": ("data(2) * tree(2)", {}),
     "tree_2_data_2_overlap": ("tree(2) * data(2)", {"m": 2, **EARLY}),
     "tree_2_tensor_2": ("tree(2) * tensor(2)", {}),
@@ -141,8 +141,8 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "project_adam_2": ("project_adam(2)", {}),
     "parameter_server_strategy_2": ("parameter_server_strategy(2, servers=2)", {}),
     "easgd_2": ("easgd(2)", {}),
-    "pipeline_2_cuts": ("pipeline(2, cuts=block2)", {"m": 2, "blocks": 3}),
-    "interleaved_2_cuts": ("interleaved(2, cuts=block1+block2+block4)", {"m": 2, "blocks": 5}),
+    "pipeline_2_cuts": ("pipeline(2, split_points=block2)", {"m": 2, "blocks": 3}),
+    "interleaved_2_cuts": ("interleaved(2, split_points=block1+block2+block4)", {"m": 2, "blocks": 5}),
 }
 PROGRAMS |= SYSTEMS
 
@@ -150,7 +150,7 @@ PROGRAMS |= SYSTEMS
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_reads_as_it_did(golden, name):
     text, given = PROGRAMS[name]
-    program = compiled(text, **given).program
+    program = compile_text(text, **given).program
     golden(f"{name}.program", format_program(program) + "\n")
     assert parse_program(format_program(program)) == program
 
@@ -162,7 +162,7 @@ DRAWN = {
     "one_f_one_b_4_recompute_drawn": ("one_f_one_b(4, recompute=except_last)", 4, 8),
     "interleaved_4_drawn": ("interleaved(4)", 8, 8),
     "zero_bubble_4_drawn": ("zero_bubble(4)", 4, 8),
-    "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, virtual=2)", 8, 8),
+    "zero_bubble_4_virtual_2_drawn": ("zero_bubble(4, chunks_per_stage=2)", 8, 8),
     "placement_3_drawn": ("placement(3, modules=block0:0+block1:1+block2:2+block3:0)", 4, 4),
     "pipedream_4_drawn": ("pipedream(4)", 4, 1),
     "pipedream_2_replicas_2_1_drawn": ("pipedream(2, replicas=(2,1))", 2, 2),
@@ -179,14 +179,14 @@ DRAWN = {
 def test_an_order_is_drawn_as_in_its_paper(golden, name):
     """A forward takes one tick, and each of the two parts of a backward another one."""
     text, blocks, micros = DRAWN[name]
-    trace = simulate(compiled(text, m=micros, blocks=blocks).program, unit_costs(backward_ticks=2))
-    golden(f"{name}.txt", draw_grid(trace, tick_s=1, width=250) + "\n")
+    trace = simulate(compile_text(text, m=micros, blocks=blocks).program, unit_costs(backward_ticks=2))
+    golden(f"{name}.txt", draw_ascii_timeline(trace, tick_s=1, width=250) + "\n")
 
 
 def test_a_u_net_is_drawn_as_gpipe_draws_any_model(golden):
     """Two blocks per stage; what skips stages comes before it is read, so that nobody waits longer for it."""
-    trace = simulate(compiled("gpipe(4)", m=2, blocks=8, skips=True).program, unit_costs(backward_ticks=2))
-    golden("gpipe_4_skips_drawn.txt", draw_grid(trace, tick_s=1, width=250) + "\n")
+    trace = simulate(compile_text("gpipe(4)", m=2, blocks=8, skips=True).program, unit_costs(backward_ticks=2))
+    golden("gpipe_4_skips_drawn.txt", draw_ascii_timeline(trace, tick_s=1, width=250) + "\n")
 
 
 def test_every_name_of_the_table_has_a_program_of_its_own():

@@ -80,7 +80,7 @@ def only_declares(node):
 def is_empty(node):
     """A function whose last statement is ``...`` or its own docstring."""
     last = node.body[-1] if isinstance(node, ast.FunctionDef) else None
-    return isinstance(last, ast.Expr) and isinstance(last.value, ast.Constant)
+    return isinstance(last, ast.Expr) and isinstance(last.value, ast.ConstantInit)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

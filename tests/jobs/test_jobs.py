@@ -7,32 +7,32 @@ import torch.nn.functional as F
 from counterpoint.data.fetch import fetch
 from counterpoint.data.sampler import Sampler
 from counterpoint.errors import CounterpointError, DataError, PlanError
-from counterpoint.jobs.job import Target, batches, measure_accuracy, measure_bits, sequence_loss
-from counterpoint.jobs.table import JOBS, find
-from counterpoint.training.tally import Tally, add_tallies
+from counterpoint.jobs.job import MetricTarget, batch_ranges, measure_accuracy, measure_bits, sequence_loss
+from counterpoint.jobs.registry import JOBS, find_job
+from counterpoint.training.metrics import MeanMetric, merge_metrics
 
 
 def evaluate(job, model, dataset, batch_size=512):
     model.eval()
     with torch.no_grad():
-        parts = [fetch(dataset, indices) for indices in batches(len(dataset), batch_size)]
-        return add_tallies(job.measure(model(x), y) for x, y in parts)
+        parts = [fetch(dataset, indices) for indices in batch_ranges(len(dataset), batch_size)]
+        return merge_metrics(job.metrics(model(x), y) for x, y in parts)
 
 
 def test_the_table_has_every_job_under_its_own_name():
     assert list(JOBS) == ["digits", "text", "lines"]
-    assert all(find(name).name == name for name in JOBS)
+    assert all(find_job(name).name == name for name in JOBS)
 
 
 def test_an_unknown_job_is_answered_with_the_nearest_one():
     with pytest.raises(PlanError, match=r"no job 'digts'; .* digits, text, lines; did you mean digits\?"):
-        find("digts")
+        find_job("digts")
     with pytest.raises(CounterpointError, match="give one of digits, text, lines"):
-        find("imagenet")
+        find_job("imagenet")
 
 
 def test_a_seed_gives_the_same_model_and_leaves_the_random_numbers_alone():
-    job = find("digits")
+    job = find_job("digits")
     torch.manual_seed(3)
     one, other, third = job.build_model(1), job.build_model(1), job.build_model(2)
     drawn = torch.rand(())
@@ -45,19 +45,19 @@ def test_a_seed_gives_the_same_model_and_leaves_the_random_numbers_alone():
 
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_a_job_takes_a_step_and_is_measured_by_its_own_metric(name):
-    job = find(name)
+    job = find_job(name)
     (train, held_out), model = job.build_data(), job.build_model(0)
     x, y = fetch(train, range(4))
     loss = job.loss(model(x), y)
     loss.backward()
     job.optimizer(model.parameters()).step()
     assert job.loss(model(x), y) < loss
-    assert set(job.measure(model(x), y)) == {job.target.metric}
+    assert set(job.metrics(model(x), y)) == {job.target.metric}
     assert len(held_out) < len(train)
 
 
 def test_the_lines_model_fits_the_lines():
-    job = find("lines")
+    job = find_job("lines")
     with torch.device("meta"):
         model = job.build_model(0)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -65,7 +65,7 @@ def test_the_lines_model_fits_the_lines():
 
 
 def test_two_epochs_of_digits_are_learnt_beyond_the_bar_and_twice_the_same():
-    job = find("digits")
+    job = find_job("digits")
     train, held_out = job.build_data()
     found = []
     for _ in range(2):
@@ -85,14 +85,14 @@ def test_tallies_of_uneven_batches_add_up_to_that_of_all_samples():
     outputs, targets = torch.randn(10, 3), torch.randint(0, 3, (10,))
     whole = measure_accuracy(outputs, targets)
     parts = [measure_accuracy(outputs[part], targets[part]) for part in (slice(0, 7), slice(7, 10), slice(10, 10))]
-    assert add_tallies(parts) == whole
+    assert merge_metrics(parts) == whole
     assert whole["accuracy"].count == 10
-    assert math.isnan(Tally().mean)
+    assert math.isnan(MeanMetric().mean)
 
 
 def test_batches_measured_differently_cannot_be_added():
     with pytest.raises(DataError, match=r"one batch has the metrics \['a'\], another \['b'\]"):
-        add_tallies([{"a": Tally(1.0, 1)}, {"b": Tally(1.0, 1)}])
+        merge_metrics([{"a": MeanMetric(1.0, 1)}, {"b": MeanMetric(1.0, 1)}])
 
 
 def test_bits_per_byte_is_the_loss_of_the_text_job_in_bits():
@@ -104,11 +104,11 @@ def test_bits_per_byte_is_the_loss_of_the_text_job_in_bits():
 
 
 def test_a_bar_is_reached_from_its_good_side_only():
-    assert Target("accuracy", 0.95, "higher").reached(0.95)
-    assert not Target("accuracy", 0.95, "higher").reached(0.94)
-    assert Target("bits_per_byte", 2.3, "lower").reached(2.2)
-    assert not Target("bits_per_byte", 2.3, "lower").reached(math.nan)
+    assert MetricTarget("accuracy", 0.95, "higher").is_reached(0.95)
+    assert not MetricTarget("accuracy", 0.95, "higher").is_reached(0.94)
+    assert MetricTarget("bits_per_byte", 2.3, "lower").is_reached(2.2)
+    assert not MetricTarget("bits_per_byte", 2.3, "lower").is_reached(math.nan)
 
 
 def test_batches_cover_all_samples_in_order():
-    assert [list(batch) for batch in batches(5, 2)] == [[0, 1], [2, 3], [4]]
+    assert [list(batch) for batch in batch_ranges(5, 2)] == [[0, 1], [2, 3], [4]]

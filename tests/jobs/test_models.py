@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from counterpoint.jobs.models import GPT, Attention, GPTShape, LinesNet, SmallCNN, mlp
+from counterpoint.jobs.models import GPT, CausalSelfAttention, GPTShape, LinesNet, SmallCNN, mlp
 
 TINY = GPTShape(num_layers=2, width=16, head_dim=4, context=12)
 
@@ -52,11 +52,11 @@ def test_a_fresh_gpt_knows_nothing_and_claims_nothing():
 
 
 def test_attention_split_by_columns_is_the_sum_of_its_halves():
-    whole = Attention(width=16, head_dim=4).double()
+    whole = CausalSelfAttention(width=16, head_dim=4).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     total = torch.zeros_like(x)
     for rows in (slice(0, 8), slice(8, 16)):
-        half = Attention(width=16, head_dim=4).double()
+        half = CausalSelfAttention(width=16, head_dim=4).double()
         for name in ("q", "k", "v"):
             layer = getattr(whole, name)
             column = nn.Linear(16, 8, bias=layer.bias is not None, dtype=torch.float64)

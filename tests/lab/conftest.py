@@ -12,13 +12,13 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def permitted():
-    if reason := Lab.why_not():
+    if reason := Lab.unavailable_reason():
         pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
 def faults(permitted):
-    if reason := Lab.why_no_faults():
+    if reason := Lab.faults_unavailable_reason():
         pytest.skip(reason)
 
 
@@ -30,5 +30,5 @@ def lab(permitted):
 
 @pytest.fixture
 def talk():
-    """Return ``command(*words)``, the command line of tests/lab/talk.py."""
-    return lambda *words: [sys.executable, "-I", str(HERE / "talk.py"), *map(str, words)]
+    """Return ``command(*words)``, the command line of tests/lab/network_peer.py."""
+    return lambda *words: [sys.executable, "-I", str(HERE / "network_peer.py"), *map(str, words)]

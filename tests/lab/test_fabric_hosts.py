@@ -13,7 +13,7 @@ RANKS = Path(__file__).parents[2] / "benchmarks" / "hosts" / "ranks.py"
 
 @pytest.mark.slow
 def test_two_ranks_of_a_host_send_what_one_would_alone():
-    if reason := Lab.why_not():
+    if reason := Lab.unavailable_reason():
         pytest.skip(reason)
     with Lab(hosts=2, rate="1gbit") as lab:
         ended = lab.run_ranks([sys.executable, str(RANKS), "sums", "4", "1"], per_host=2, deadline_s=60)

@@ -140,6 +140,6 @@ def test_nothing_is_left_after_the_lab_itself_is_killed(permitted):
 
 
 def test_without_root_the_reason_says_so(permitted):
-    ask = "import os; from benchmarks.lab import Lab; os.setuid(65534); print(Lab.why_not())"
+    ask = "import os; from benchmarks.lab import Lab; os.setuid(65534); print(Lab.unavailable_reason())"
     told = subprocess.run([*PYTHON, ask], capture_output=True, text=True, cwd=ROOT, check=True).stdout
     assert "needs root, and this process has user id 65534" in told

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.lab.launching import (
+from tests.lab.launch_systems import (
     AS_ROOT,
     RAY,
     Slurm,
@@ -93,7 +93,7 @@ def test_the_same_script_on_two_nodes_of_slurm(tmp_path):
 def test_a_host_without_the_jobs_key_is_named_by_all(tmp_path):
     script = tmp_path / "train.py"
     keys = f"""import os, pathlib
-from counterpoint.server.wire.key import new_key, write_key
+from counterpoint.rpc.job_key import new_key, write_key
 own = pathlib.Path({str(tmp_path)!r}, "key" + os.environ["OMPI_COMM_WORLD_RANK"])
 os.environ["COUNTERPOINT_KEY_FILE"] = str(own)
 if os.environ["OMPI_COMM_WORLD_RANK"] == "0":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.lab import Lab, LabError, finish
+from benchmarks.lab import Lab, LabError, wait_all
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -14,7 +14,7 @@ def transfer(lab, talk, source, target, num_bytes):
     taking = lab.start(target, talk("take"))
     taking.wait_for("ready")
     lab.run({source: talk("give", target, num_bytes)})[source].text()
-    _, total, speed = finish([taking], deadline_s=20)[0].text().split()
+    _, total, speed = wait_all([taking], deadline_s=20)[0].text().split()
     return int(total), float(speed)
 
 
@@ -23,7 +23,7 @@ def heard(lab, talk, source, target, number, patience_s=20):
     counting = lab.start(target, talk("count", patience_s))
     counting.wait_for("ready")
     lab.run({source: talk("throw", target, number)})[source].text()
-    return int(finish([counting], deadline_s=40)[0].text().split()[-1])
+    return int(wait_all([counting], deadline_s=40)[0].text().split()[-1])
 
 
 def reached(lab, talk, source, target):
@@ -50,7 +50,7 @@ def test_two_senders_share_the_rate_of_the_link_to_their_target(permitted, talk)
         for one in taking:
             one.wait_for("ready")
         lab.run({"h1": talk("give", "h0", NUM_BYTES, 5000), "h2": talk("give", "h0", NUM_BYTES, 5001)})
-        said = [one.text().split() for one in finish(taking, deadline_s=20)]
+        said = [one.text().split() for one in wait_all(taking, deadline_s=20)]
     longest_s = max(float(total) / float(speed) for _, total, speed in said)
     assert 0.8 * BYTES_PER_S < 2 * NUM_BYTES / longest_s < 1.1 * BYTES_PER_S
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from tests.fabric import test_transports
-from tests.fabric.players import on_local
-from tests.lab.launching import AS_ROOT, why_no, why_no_mpirun
-from tests.lab.mpi_scenes import as_text
+from tests.fabric.run_ranks import on_local
+from tests.lab.launch_systems import AS_ROOT, why_no, why_no_mpirun
+from tests.lab.mpi_scenarios import as_text
 from tests.process.test_faults import variables
 
 REASON = why_no_mpirun() or why_no("mpi4py")
@@ -23,7 +23,7 @@ SCENES = [
 def found(tmp_path_factory):
     """What each of three ranks got in each scene, as text."""
     folder = tmp_path_factory.mktemp("mpi")
-    command = ["mpirun", "-np", "3", sys.executable, "-m", "tests.lab.mpi_scenes", str(folder), *SCENES]
+    command = ["mpirun", "-np", "3", sys.executable, "-m", "tests.lab.mpi_scenarios", str(folder), *SCENES]
     environ = {**variables(), **AS_ROOT, "COUNTERPOINT_TRANSPORT": "mpi"}
     result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
     files = [folder / f"{rank}.txt" for rank in range(3)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.serving import says_nothing_but_the_greeting
+from tests.lab.server_job import says_nothing_but_the_greeting
 
 HERE = Path(__file__).parent
 
@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.slow]
 @pytest.fixture
 def scan(lab):
     """What a scan of a host with a job finds from another host: the job's port, and what each port said."""
-    job = lab.start("h0", [sys.executable, str(HERE / "job.py"), "10.77.0.1"])
+    job = lab.start("h0", [sys.executable, str(HERE / "rpc_servers.py"), "10.77.0.1"])
     job.wait_for("ready", deadline_s=60)
     port = job.written().split("ready ")[1].split()[0]
-    ended = lab.run({"h1": [sys.executable, "-I", str(HERE / "scan.py"), "10.77.0.1"]}, deadline_s=90)["h1"]
+    ended = lab.run({"h1": [sys.executable, "-I", str(HERE / "scan_ports.py"), "10.77.0.1"]}, deadline_s=90)["h1"]
     return port, json.loads(ended.text().splitlines()[-1])
 
 

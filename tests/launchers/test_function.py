@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers import can_reach, launch
-from counterpoint.launchers.values import read_value, write_value
+from counterpoint.launchers import import_path, launch
+from counterpoint.launchers.function import read_value, write_value
 from tests.launchers import ranks
 from tests.launchers.ranks import script
 
@@ -70,9 +70,9 @@ def test_functions_that_no_other_process_can_find_are_known():
         return None
 
     unknown: list[Callable[..., object]] = [inner, lambda: None, partial(ranks.add, 1), "a".join]
-    assert [can_reach(fn) for fn in unknown] == [None] * 4
-    assert can_reach(math.sqrt) == "math:sqrt"
-    assert can_reach(ranks.echo) == "tests.launchers.ranks:echo"
+    assert [import_path(fn) for fn in unknown] == [None] * 4
+    assert import_path(math.sqrt) == "math:sqrt"
+    assert import_path(ranks.echo) == "tests.launchers.ranks:echo"
 
 
 def test_launching_such_a_function_says_what_to_do():

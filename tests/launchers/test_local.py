@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers import Line, run_command, script_command, write_prefixed
+from counterpoint.launchers import OutputLine, run_command, script_command, write_prefixed
 from counterpoint.launchers.machine import this_host
 from counterpoint.launchers.ports import reserve_port
 from tests.launchers.ranks import fifo, run, script, supervisor, wait_for
@@ -36,7 +36,7 @@ def test_every_rank_gets_the_torchrun_contract_and_its_share_of_cores(tmp_path, 
     result, lines = run(tmp_path, f"print(*[os.environ[name] for name in {names}])")
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
     assert sorted(lines) == [(rank, "out", f"{rank} {rank} 3 3 127.0.0.1 {threads}") for rank in range(3)]
-    assert (result.exit_code, result.report, result.culprit) == (0, "", None)
+    assert (result.exit_code, result.report, result.failed_rank) == (0, "", None)
 
 
 def test_threads_are_the_users_when_the_user_has_chosen(tmp_path, monkeypatch):
@@ -69,7 +69,7 @@ def test_a_rank_killed_by_kill_9_ends_the_run_within_5_s_and_is_named_first(tmp_
     result, _ = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else signal.pause()")
     assert time.monotonic() - began < 5
     first, second = result.report.splitlines()
-    assert first.startswith(f"rank 1 was killed by SIGKILL (pid {result.outcomes[1].pid}, after ")
+    assert first.startswith(f"rank 1 was killed by SIGKILL (pid {result.exits[1].pid}, after ")
     assert second == "ranks 0 and 2 stopped because of rank 1"
     assert result.exit_code == 137
 
@@ -88,7 +88,7 @@ raise SystemExit("the disk is gone")
     result, _ = run(tmp_path, text, 2)
     assert time.monotonic() - began < 5
     assert result.report.splitlines()[0] == f"rank 1 failed: SystemExit: the disk is gone at {tmp_path}/job.py:9"
-    assert result.outcomes[0].returncode == -signal.SIGKILL
+    assert result.exits[0].returncode == -signal.SIGKILL
 
 
 def test_an_exception_is_told_with_its_place_and_shown_as_python_shows_it(tmp_path):
@@ -254,8 +254,8 @@ def test_a_flood_without_a_line_end_arrives_whole_in_bounded_parts(tmp_path):
 
 
 def test_prefixed_lines_go_to_the_stream_they_came_from(capsys):
-    write_prefixed(Line(1, "out", "step 3"))
-    write_prefixed(Line(0, "err", "warning"))
+    write_prefixed(OutputLine(1, "out", "step 3"))
+    write_prefixed(OutputLine(0, "err", "warning"))
     assert capsys.readouterr() == ("[rank 1] step 3\n", "[rank 0] warning\n")
 
 

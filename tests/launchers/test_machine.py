@@ -2,9 +2,9 @@ import os
 
 import pytest
 
-from counterpoint.launchers.machine import memory_here, read_memory, read_topology, this_host
+from counterpoint.launchers.machine import host_memory_bytes, read_memory_bytes, read_topology, this_host
 from counterpoint.world.topology import Core
-from tests.launchers.trees import four_nodes, host, two_sockets, write
+from tests.launchers.kernel_files import four_nodes, host, two_sockets, write
 
 
 def test_one_core_and_nothing_else_is_read_from_an_empty_folder(tmp_path):
@@ -80,8 +80,8 @@ def test_this_host_has_the_hyperthreads_that_this_process_may_use():
 def test_memory_is_what_the_host_has_or_its_control_group_allows(tmp_path, files, size):
     for name, text in ({"proc/self/cgroup": "0::/job"} | files).items():
         write(tmp_path / name, text)
-    assert read_memory(tmp_path) == size
+    assert read_memory_bytes(tmp_path) == size
 
 
 def test_this_host_has_memory():
-    assert memory_here() > 2**20
+    assert host_memory_bytes() > 2**20

@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.description import Launch, Needs
-from counterpoint.launchers.targets import TARGETS, carry_out, shown, write
-from counterpoint.server.wire.key import new_key, write_key
-from tests.launchers.schema import faults_of
+from counterpoint.launchers.targets.registry import TARGETS, format_artifacts, render_launch, run_commands
+from counterpoint.launchers.targets.spec import LaunchSpec, ResourceRequest
+from counterpoint.rpc.job_key import new_key, write_key
+from tests.launchers.json_schema import faults_of
 
-PLAIN = Launch("train.py", ("--epochs", "3"), name="digits", ranks_per_host=2)
+PLAIN = LaunchSpec("train.py", ("--epochs", "3"), name="digits", ranks_per_host=2)
 POD = replace(PLAIN, image="registry.example/digits:1")
 FULL = replace(
     PLAIN,
@@ -20,7 +20,7 @@ FULL = replace(
     key_file=Path("/home/me/job.key"),
     deadline_s=120.0,
     restarts=2,
-    needs=Needs(cpus_per_rank=4, gpus_per_rank=1, memory_gib=64, minutes=90, grace_s=60),
+    needs=ResourceRequest(cpus_per_rank=4, gpus_per_rank=1, memory_gib=64, minutes=90, grace_s=60),
 )
 NAMED = replace(FULL, host_names=("a", "b"), restarts=0, transport="gloo")
 FULL_POD = replace(FULL, image="registry.example/digits:1")
@@ -29,7 +29,7 @@ GOLDEN = {
     "torchrun": {"torchrun": PLAIN, "torchrun-hosts": replace(NAMED, restarts=2)},
     "mpi": {"mpi": replace(PLAIN, transport="mpi"), "mpi-hosts": NAMED},
     "slurm": {"slurm": PLAIN, "slurm-full": FULL, "slurm-hosts": NAMED},
-    "ray": {"ray": PLAIN, "ray-full": replace(FULL, needs=replace(FULL.needs, minutes=0))},
+    "ray": {"ray": PLAIN, "ray-full": replace(FULL, needs=replace(FULL.resources, minutes=0))},
     "kubernetes": {"kubernetes": POD, "kubernetes-full": FULL_POD},
     "jobset": {"jobset-full": FULL_POD},
     "kubeflow": {"kubeflow-full": FULL_POD},
@@ -39,14 +39,14 @@ CASES = [(target, name, launch) for target, named in GOLDEN.items() for name, la
 
 @pytest.mark.parametrize(("target", "name", "launch"), CASES, ids=[name for _, name, _ in CASES])
 def test_what_would_be_started_reads_as_written(target, name, launch, golden):
-    golden(f"launch/{name}.txt", shown(TARGETS[target].write(launch)))
+    golden(f"launch/{name}.txt", format_artifacts(TARGETS[target].render(launch)))
 
 
 MANIFESTS = [
     (name, manifest)
     for target, name, launch in CASES
     if TARGETS[target].is_remote
-    for manifest in yaml.safe_load_all(TARGETS[target].write(launch).files[0][1])
+    for manifest in yaml.safe_load_all(TARGETS[target].render(launch).files[0][1])
 ]
 
 
@@ -56,7 +56,7 @@ def test_a_manifest_keeps_the_published_schema(name, manifest):
 
 
 def test_the_schemas_find_a_word_that_is_not_known_and_a_value_of_the_wrong_kind():
-    job = yaml.safe_load_all(TARGETS["kubeflow"].write(FULL_POD).files[0][1])
+    job = yaml.safe_load_all(TARGETS["kubeflow"].render(FULL_POD).files[0][1])
     train_job = list(job)[1]
     train_job["spec"]["trainer"].update(numNode=2, numNodes="two")
     assert faults_of(train_job) == [
@@ -69,13 +69,13 @@ def test_the_key_is_in_no_text_and_no_command(name, tmp_path):
     write_key(key := new_key(), tmp_path / "key")
     launch = replace(POD, key_file=tmp_path / "key")
     launch = replace(launch, image="") if not TARGETS[name].is_remote else launch
-    assert key.secret.hex() not in shown(write(name, launch))
+    assert key.secret.hex() not in format_artifacts(render_launch(name, launch))
 
 
 REFUSED = [
     ("spork", PLAIN, "there is no launcher 'spork'; give one of local, torchrun, mpi, slurm, ray, kubernetes"),
     ("slurm", replace(PLAIN, hosts=0), "0 hosts cannot be had; give 1 or more"),
-    ("slurm", replace(PLAIN, needs=Needs(cpus_per_rank=0)), "0 cores per rank cannot be had"),
+    ("slurm", replace(PLAIN, needs=ResourceRequest(cpus_per_rank=0)), "0 cores per rank cannot be had"),
     ("slurm", replace(PLAIN, port=0), "port 0 does not exist"),
     ("slurm", replace(PLAIN, name="My_Job"), "'My_Job' cannot be the name of a job everywhere"),
     ("slurm", replace(PLAIN, hosts=3, host_names=("a", "b", "a")), "3 hosts are wanted, but a, b, a names 2"),
@@ -94,23 +94,23 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "launch", "text"), REFUSED)
 def test_what_cannot_be_started_is_refused_with_the_remedy(name, launch, text):
     with pytest.raises(LaunchError, match=f"^{text}"):
-        write(name, launch)
+        render_launch(name, launch)
 
 
 def test_a_command_that_is_not_installed_is_named():
-    written = replace(write("slurm", PLAIN), commands=(("no-such-sbatch", "digits.sbatch"),))
+    written = replace(render_launch("slurm", PLAIN), commands=(("no-such-sbatch", "digits.sbatch"),))
     with pytest.raises(LaunchError, match="there is no no-such-sbatch on this machine"):
-        carry_out(PLAIN, written)
+        run_commands(PLAIN, written)
 
 
 def test_commands_for_other_hosts_are_not_run_here():
     with pytest.raises(LaunchError, match="torchrun starts the ranks of its own host only, and 2 hosts are wanted"):
-        carry_out(NAMED, TARGETS["torchrun"].write(NAMED))
+        run_commands(NAMED, TARGETS["torchrun"].render(NAMED))
 
 
 def test_commands_are_run_one_after_the_other_with_the_files_until_one_fails(tmp_path):
     copy = ("cp", "digits.sbatch", str(tmp_path / "copy"))
-    written = replace(write("slurm", PLAIN), commands=(copy, ("false",), ("touch", str(tmp_path / "more"))))
-    assert carry_out(PLAIN, written) == 1
+    written = replace(render_launch("slurm", PLAIN), commands=(copy, ("false",), ("touch", str(tmp_path / "more"))))
+    assert run_commands(PLAIN, written) == 1
     assert (tmp_path / "copy").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=digits\n")
     assert not (tmp_path / "more").exists()

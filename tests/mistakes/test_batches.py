@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import counterpoint as cp
-from tests.mistakes import scenes
-from tests.mistakes.page import promised
+from tests.mistakes import mistake_scripts as scenes
+from tests.mistakes.documented import documented_messages
 from tests.mistakes.test_models import heard
-from tests.training.fits import distance, mlp, params_of
+from tests.training.trainers import max_difference, mlp, params_of
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
 SIZES, ENDS, EMPTY = "Batches of different sizes", "A rank that runs out of batches", "An empty batch on a rank"
@@ -49,23 +49,23 @@ def test_uneven_batches_train_as_their_union_and_are_told_once(scene, title, ste
     for mine, values in answers:
         assert mine[: len(losses)] == pytest.approx(losses[: len(mine)], rel=1e-12)
         assert (
-            distance({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, params)
+            max_difference({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, params)
             <= 1e-12
         )
-    assert notices == [promised(title)[:1] if title else [], [], []]
+    assert notices == [documented_messages(title)[:1] if title else [], [], []]
     assert max(seconds) < 2
 
 
 @pytest.mark.parametrize(("scene", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_batches_that_may_not_be_are_refused_alike_on_all_ranks(scene, title, place):
     answers, seconds, _ = heard(scene)
-    assert answers == [promised(title)[place]] * scenes.NUM_RANKS
+    assert answers == [documented_messages(title)[place]] * scenes.NUM_RANKS
     assert max(seconds) < 2
 
 
 def test_ranks_that_bring_the_same_samples_are_told_once():
     _, _, notices = heard(scenes.the_same_samples)
-    assert notices == [promised("The same samples on every rank"), [], []]
+    assert notices == [documented_messages("The same samples on every rank"), [], []]
 
 
 def test_a_mean_over_ranks_counts_every_sample_alike():
@@ -75,21 +75,23 @@ def test_a_mean_over_ranks_counts_every_sample_alike():
 
 def test_batches_that_should_be_one_and_have_different_sizes_are_refused():
     answers, _, _ = heard(scenes.sizes_of_one_batch_that_differ)
-    assert answers[1] == promised(SIZES)[2]
+    assert answers[1] == documented_messages(SIZES)[2]
     assert all(answer.startswith("DataError: rank ") for answer in answers)
 
 
 def test_one_process_with_all_ranks_passes_the_whole_batch_in_either_case():
     """So that a script goes on under python."""
     inputs, targets = (torch.cat(parts) for parts in zip(*scenes.parts_of((4, 4, 4)), strict=True))
-    with scenes.step_of(mlp(), batches="own") as step:
+    with scenes.step_of(mlp(), batches="per_rank") as step:
         step(inputs, targets)
         step.finish()
         assert step.mean(0.5, 7) == 0.5
-    assert distance(params_of(step.team.model), by_one([(4, 4, 4)])[1]) <= 1e-12
+    assert max_difference(params_of(step.local_ranks.model), by_one([(4, 4, 4)])[1]) <= 1e-12
 
 
 @pytest.mark.parametrize("given", [{"batches": "mine"}, {"uneven": True}])
 def test_words_for_batches_that_make_no_sense_are_refused(given):
-    with pytest.raises(cp.PlanError, match=r"makes no sense; batches is 'same' or 'own', and uneven is about the"):
+    with pytest.raises(
+        cp.PlanError, match=r"makes no sense; batches is 'global' or 'per_rank', and uneven is about the"
+    ):
         scenes.step_of(mlp(), **given)

@@ -6,16 +6,16 @@ import pytest
 
 import counterpoint as cp
 from counterpoint.launchers import launch
-from tests.mistakes import scenes
-from tests.mistakes.page import promised
-from tests.mistakes.players import on_ranks
+from tests.mistakes import mistake_scripts as scenes
+from tests.mistakes.documented import documented_messages
+from tests.mistakes.rank_processes import run_on_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
 
 
 def check_disagreement(scene):
     """All ranks are told alike within two seconds; return the text."""
-    found = on_ranks((scene,), scenes.NUM_RANKS)
+    found = run_on_ranks((scene,), scenes.NUM_RANKS)
     answers, seconds, _ = zip(*(one[scene.__name__] for one in found), strict=True)
     assert len(set(answers)) == 1
     assert max(seconds) < 2
@@ -24,7 +24,7 @@ def check_disagreement(scene):
 
 def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():
     text = check_disagreement(scenes.a_step_that_one_rank_leaves_out)
-    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == promised("An if that goes by the rank")
+    assert [re.sub(r"collective \d+", "collective NUMBER", text)] == documented_messages("An if that goes by the rank")
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_an_evaluation_on_one_rank_names_two_ranks_and_what_they_did():
 def test_an_exception_on_one_rank_is_the_first_line_and_the_others_stopped_because_of_it():
     with pytest.raises(cp.LaunchError) as caught:
         launch(scenes.an_exception_on_one_rank, ranks=scenes.NUM_RANKS)
-    (text,) = promised("An exception on one rank")
+    (text,) = documented_messages("An exception on one rank")
     assert re.sub(r"scenes.py:\d+", "scenes.py:PLACE", " ".join(str(caught.value).split())) == text
 
 

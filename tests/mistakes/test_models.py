@@ -2,11 +2,11 @@
 
 import pytest
 
-from counterpoint.training.same_model import first_difference
-from tests.mistakes import scenes
-from tests.mistakes.page import promised
-from tests.mistakes.players import on_ranks
-from tests.training.fits import dataset, mlp, noisy, params_of, same_bits
+from counterpoint.training.model_consistency import first_difference
+from tests.mistakes import mistake_scripts as scenes
+from tests.mistakes.documented import documented_messages
+from tests.mistakes.rank_processes import run_on_ranks
+from tests.training.trainers import batch_norm_mlp, dataset, equal_bits, mlp, params_of
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
 ANOTHER = "Another dtype, device or model on a rank"
@@ -28,14 +28,14 @@ REFUSED = [
 
 def heard(scene):
     """What each rank told of a scene: its answer, its seconds, its notices."""
-    found = on_ranks(scenes.ALIKE, scenes.NUM_RANKS)
+    found = run_on_ranks(scenes.UNIFORM_CLUSTER, scenes.NUM_RANKS)
     return [list(column) for column in zip(*(one[scene.__name__] for one in found), strict=True)]
 
 
 @pytest.mark.parametrize(("scene", "title", "place"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_model_that_cannot_be_is_refused_alike_on_all_ranks(scene, title, place):
     answers, seconds, _ = heard(scene)
-    assert answers == [promised(title)[place]] * scenes.NUM_RANKS
+    assert answers == [documented_messages(title)[place]] * scenes.NUM_RANKS
     assert max(seconds) < 2
 
 
@@ -48,7 +48,7 @@ def test_a_layer_more_on_a_rank_is_named():
 def test_other_first_weights_become_those_of_rank_0_and_that_is_said_once():
     answers, _, notices = heard(scenes.other_first_weights)
     assert answers == [[True, True], [False, True], [False, True]]
-    assert notices == [promised("Other first weights")[:1], [], []]
+    assert notices == [documented_messages("Other first weights")[:1], [], []]
 
 
 def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():
@@ -56,7 +56,7 @@ def test_batch_norm_by_microbatches_is_told_once_unless_it_is_meant():
     (losses, _, notices), (meant, _, silence) = map(
         heard, (scenes.batch_norm_by_microbatches, scenes.batch_norm_by_microbatches_as_meant)
     )
-    assert (notices, silence) == ([promised("Batch norm by microbatches")[:1], [], []], [[], [], []])
+    assert (notices, silence) == ([documented_messages("Batch norm by microbatches")[:1], [], []], [[], [], []])
     assert losses == meant
 
 
@@ -64,12 +64,12 @@ def test_a_gradient_that_only_some_ranks_have_is_told_once():
     """The losses are those of all ranks; there are two steps, and one notice."""
     answers, _, notices = heard(scenes.a_branch_that_one_rank_does_not_take)
     assert answers[0] == answers[1] == answers[2]
-    assert notices == [promised("Parameters without a gradient")[1:], [], []]
+    assert notices == [documented_messages("Parameters without a gradient")[1:], [], []]
 
 
 def test_a_gradient_that_no_rank_has_is_refused_on_all():
     answers, seconds, _ = heard(scenes.a_branch_that_no_rank_takes)
-    assert answers == promised("Parameters without a gradient")[:1] * scenes.NUM_RANKS
+    assert answers == documented_messages("Parameters without a gradient")[:1] * scenes.NUM_RANKS
     assert max(seconds) < 2
 
 
@@ -77,13 +77,13 @@ def test_a_gradient_that_no_rank_has_is_refused_on_all():
 def test_a_model_that_was_left_in_evaluation_mode_trains_as_in_training_mode(strategy):
     """It has dropout and batch norm."""
     found = []
-    for model in (noisy(), noisy().eval()):
+    for model in (batch_norm_mlp(), batch_norm_mlp().eval()):
         with scenes.step_of(model, strategy) as step:
             step(*dataset(12).tensors)
             model.eval()
             step(*dataset(12).tensors)
         found.append(params_of(model))
-    assert same_bits(*found)
+    assert equal_bits(*found)
 
 
 def test_one_parameter_of_two_names_is_no_mistake():
@@ -92,7 +92,7 @@ def test_one_parameter_of_two_names_is_no_mistake():
     model[2].register_parameter("again", model[2].weight)
     with scenes.step_of(model) as step:
         step(*dataset(12).tensors)
-    assert not same_bits(params_of(model), params_of(mlp()))
+    assert not equal_bits(params_of(model), params_of(mlp()))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from torch import nn, optim
 from torch.autograd import Function
 
 import counterpoint as cp
-from tests.mistakes.page import promised
-from tests.training.fits import dataset, params_of, same_bits, seeded
+from tests.mistakes.documented import documented_messages
+from tests.training.trainers import build_seeded, dataset, equal_bits, params_of
 
 
 class Centered(nn.Module):
@@ -62,12 +62,12 @@ def hooked():
     ],
 )
 def test_what_cannot_be_cut_is_refused_as_the_page_says(build, title, place):
-    model = seeded(build)
+    model = build_seeded(build)
     before, make = params_of(model), optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.raises(cp.PlanError) as caught,
         cp.parallelize(model, make, F.cross_entropy, strategy="pipeline(2)", num_microbatches=4) as step,
     ):
         step(*dataset(12).tensors)
-    assert f"PlanError: {caught.value}" == promised(title)[place]
-    assert same_bits(params_of(model), before)
+    assert f"PlanError: {caught.value}" == documented_messages(title)[place]
+    assert equal_bits(params_of(model), before)

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from counterpoint.model.spec import Block, ModelSpec, Param, Piece, Split, chain
+from counterpoint.model.spec import Block, LayerSpec, ModelSpec, Param, TensorParallelSpec, linear_chain
 
-UP = Split("hidden", (("up.weight", 0), ("down.weight", 1)), 8, 16, 16)
-HEADS = Split("heads", (("qkv.weight", 0),), 4, 16, 16)
+UP = TensorParallelSpec("hidden", (("up.weight", 0), ("down.weight", 1)), 8, 16, 16)
+HEADS = TensorParallelSpec("heads", (("qkv.weight", 0),), 4, 16, 16)
 PIECES = (
-    Piece("embed", ("table",), 1.0, 16),
-    Piece("attention", ("qkv.weight",), 2.0, 16, HEADS),
-    Piece("norm", ("norm.weight",), 0.5, 16),
-    Piece("mlp", ("up.weight", "down.weight", "down.bias"), 4.0, 16, UP),
-    Piece("head", ("table", "scale"), 1.0, 40),
+    LayerSpec("embed", ("table",), 1.0, 16),
+    LayerSpec("attention", ("qkv.weight",), 2.0, 16, HEADS),
+    LayerSpec("norm", ("norm.weight",), 0.5, 16),
+    LayerSpec("mlp", ("up.weight", "down.weight", "down.bias"), 4.0, 16, UP),
+    LayerSpec("head", ("table", "scale"), 1.0, 40),
 )
 PARAMS = (
     Param("table", (10, 4)),
@@ -59,22 +59,22 @@ def test_the_bytes_of_a_unit_are_those_of_its_parameters():
 
 
 def test_refining_gives_every_sliced_piece_a_block_of_its_own():
-    refined = WHOLE.refine(("hidden", "heads"), 2)
+    refined = WHOLE.split_out_tp_blocks(("hidden", "heads"), 2)
     assert [block.name for block in refined.blocks] == ["embed", "attention", "norm", "mlp", "head"]
-    assert [block.num_slices for block in refined.blocks] == [1, 2, 1, 2, 1]
-    assert [block.first_piece for block in refined.blocks] == [0, 1, 2, 3, 4]
-    assert refined.pieces == WHOLE.pieces
+    assert [block.tp_degree for block in refined.blocks] == [1, 2, 1, 2, 1]
+    assert [block.first_layer for block in refined.blocks] == [0, 1, 2, 3, 4]
+    assert refined.layers == WHOLE.layers
 
 
 def test_refining_along_one_dim_leaves_the_others_whole():
-    refined = WHOLE.refine(("heads",), 2)
+    refined = WHOLE.split_out_tp_blocks(("heads",), 2)
     assert [block.name for block in refined.blocks] == ["embed", "attention", "norm..head"]
-    assert [block.split is None for block in refined.blocks] == [True, False, True]
+    assert [block.tp is None for block in refined.blocks] == [True, False, True]
 
 
 def test_refining_twice_slices_what_is_still_whole():
-    twice = WHOLE.refine(("heads",), 2).refine(("heads", "hidden"), 4)
-    assert [block.num_slices for block in twice.blocks] == [1, 2, 1, 4, 1]
+    twice = WHOLE.split_out_tp_blocks(("heads",), 2).split_out_tp_blocks(("heads", "hidden"), 4)
+    assert [block.tp_degree for block in twice.blocks] == [1, 2, 1, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_refining_twice_slices_what_is_still_whole():
     [("up.weight", (4, 4)), ("down.weight", (4, 4)), ("down.bias", (4,)), ("qkv.weight", (6, 4)), ("table", (10, 4))],
 )
 def test_a_slice_cuts_the_named_dim_of_a_parameter_and_nothing_else(name, shape):
-    assert WHOLE.refine(("hidden", "heads"), 2).shard_shape(name) == shape
+    assert WHOLE.split_out_tp_blocks(("hidden", "heads"), 2).shard_shape(name) == shape
 
 
 def test_a_slice_has_its_part_of_the_bytes_and_of_the_work():
-    refined = WHOLE.refine(("hidden",), 2)
+    refined = WHOLE.split_out_tp_blocks(("hidden",), 2)
     assert refined.unit_bytes((1,)) == 64 + 64 + 16
     assert refined.blocks[1].cost == 2.0
     assert WHOLE.blocks[0].cost == 8.5
@@ -98,17 +98,17 @@ def test_a_block_sends_what_is_alive_after_its_last_piece():
 
 
 def test_a_chain_is_equal_blocks_that_all_may_be_sliced():
-    model = chain(3, width=8)
+    model = linear_chain(3, width=8)
     assert model.units == {(i,): (f"block{i}.weight",) for i in range(3)}
-    assert model.refine(("hidden",), 2).shard_shape("block1.weight") == (4, 8)
+    assert model.split_out_tp_blocks(("hidden",), 2).shard_shape("block1.weight") == (4, 8)
 
 
 def test_a_tied_chain_shares_the_weight_of_its_ends():
-    assert list(chain(4, tied=True).units) == [(1,), (2,), (0, 3)]
-    assert list(chain(1, tied=True).units) == [(0,)]
-    assert [piece.split is None for piece in chain(3, tied=True).pieces] == [True, False, True]
+    assert list(linear_chain(4, tied=True).units) == [(1,), (2,), (0, 3)]
+    assert list(linear_chain(1, tied=True).units) == [(0,)]
+    assert [piece.tp is None for piece in linear_chain(3, tied=True).layers] == [True, False, True]
 
 
 def test_a_model_without_parameters_has_no_units():
-    empty = replace(FINE, blocks=(Block((Piece("noise", ()),), 0),))
+    empty = replace(FINE, blocks=(Block((LayerSpec("noise", ()),), 0),))
     assert empty.units == {}

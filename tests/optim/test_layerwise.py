@@ -12,7 +12,7 @@ from counterpoint.optim.lamb import LAMB
 from counterpoint.optim.lars import LARS
 from tests.references.large_batches import FREE, lamb, lars
 
-LARS_OPTIONS: dict[str, Any] = {"lr": 0.4, "momentum": 0.9, "weight_decay": 0.1, "trust": 0.02, "eps": 1e-3}
+LARS_OPTIONS: dict[str, Any] = {"lr": 0.4, "momentum": 0.9, "weight_decay": 0.1, "trust_coefficient": 0.02, "eps": 1e-3}
 LAMB_OPTIONS: dict[str, Any] = {"lr": 0.4, "eps": 1e-3, "weight_decay": 0.1}
 SHAPES = ((3, 4), (5,), (2, 3, 2), ())
 
@@ -142,7 +142,7 @@ def test_a_sparse_gradient_is_refused_because_norms_are_of_whole_parameters():
     [
         (partial(LARS, lr=-1.0), r"^lr=-1.0 makes no sense; give a finite number, 0 or more$"),
         (partial(LARS, lr=0.1, momentum=1.0), r"^momentum=1.0 makes no running mean; give a number from 0 to below 1"),
-        (partial(LARS, lr=0.1, trust=float("nan")), r"^trust=nan makes no sense"),
+        (partial(LARS, lr=0.1, trust_coefficient=float("nan")), r"^trust_coefficient=nan makes no sense"),
         (lambda params: LARS([{"params": params, "exclude": "vector"}], lr=0.1), r"^exclude='vector' is not one of ve"),
         (partial(LAMB, lr=float("inf")), r"^lr=inf makes no sense"),
         (partial(LAMB, lr=0.1, betas=(0.9, 1.0)), r"^beta2=1.0 makes no running mean"),

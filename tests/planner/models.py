@@ -3,18 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from counterpoint.model.spec import Block, ModelSpec, chain
-from counterpoint.plan import Plan
+from counterpoint.model.spec import Block, ModelSpec, linear_chain
+from counterpoint.plan.plan import Plan
 from counterpoint.world.cluster import Cluster, Device
 
 
 def layers(num_blocks: int, *, width: int = 64, cost: float = 1.0) -> ModelSpec:
     """Equal layers; ``cost`` is the forward work of one of them for a sample."""
-    model = chain(num_blocks, width=width)
+    model = linear_chain(num_blocks, width=width)
     return replace(
         model,
         blocks=tuple(
-            Block(tuple(replace(piece, cost=cost) for piece in block.pieces), block.first_piece)
+            Block(tuple(replace(piece, cost=cost) for piece in block.layers), block.first_layer)
             for block in model.blocks
         ),
     )

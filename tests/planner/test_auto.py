@@ -11,13 +11,13 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.jobs.models import GPT, GPTShape
-from counterpoint.plan import PASSES
-from counterpoint.runtime.optimizers import Face
-from counterpoint.training.choice import Auto, trace_spec
-from counterpoint.training.options import Options
+from counterpoint.plan.plan import DEFAULT_PASSES
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.training.options import TrainingOptions
+from counterpoint.training.plan_resolution import AutoStrategy, trace_model_spec
 from counterpoint.world.cluster import Cluster, Level, Link
-from counterpoint.world.cluster_text import write_cluster
-from tests.training.fits import ADAMW, dataset, distance, fit, mlp, params_of, seeded
+from counterpoint.world.cluster_file import format_cluster
+from tests.training.trainers import ADAMW, build_seeded, dataset, fit, max_difference, mlp, params_of
 
 
 class Odd(nn.Module):
@@ -32,7 +32,7 @@ class Odd(nn.Module):
 
 
 def face_of(model, optimizer=ADAMW):
-    return Face(optimizer, dict(model.named_parameters()))
+    return OptimizerSpec(optimizer, dict(model.named_parameters()))
 
 
 def trained(strategy, num_samples=48, **options):
@@ -47,7 +47,7 @@ def test_auto_on_four_ranks_equals_solo():
     trainer, weights, losses = trained("auto(4)")
     _, expected, solo_losses = trained("solo")
     assert trainer.plan.num_ranks == 4
-    assert distance(weights, expected) < 1e-12
+    assert max_difference(weights, expected) < 1e-12
     assert losses == pytest.approx(solo_losses, rel=1e-12)
 
 
@@ -56,7 +56,7 @@ def test_auto_without_a_launcher_is_solo():
     _, expected, solo_losses = trained("solo")
     assert str(trainer.plan) == "solo"
     assert losses == solo_losses
-    assert distance(weights, expected) == 0
+    assert max_difference(weights, expected) == 0
 
 
 def test_auto_keeps_given_microbatches_and_passes():
@@ -81,18 +81,20 @@ def test_the_choice_does_not_depend_on_the_weights_nor_touch_them():
         next(two.parameters()).normal_()
     before = params_of(one)
     plans = {
-        Auto(4, None, ()).choose(model, face_of(model), torch.randn(8, 6).double(), Options(), 48)
+        AutoStrategy(4, None, ()).choose_plan(model, face_of(model), torch.randn(8, 6).double(), TrainingOptions(), 48)
         for model in (one, two)
     }
     assert len(plans) == 1
-    assert distance(params_of(one), before) == 0
+    assert max_difference(params_of(one), before) == 0
 
 
 def test_an_optimizer_that_looks_at_whole_tensors_is_never_given_slices():
     sliced = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
     inputs = torch.randn(4, 64)
     plans = {
-        kind: Auto(2, None, ()).choose(sliced, face_of(sliced, partial(kind, lr=0.1)), inputs, Options(), 4)
+        kind: AutoStrategy(2, None, ()).choose_plan(
+            sliced, face_of(sliced, partial(kind, lr=0.1)), inputs, TrainingOptions(), 4
+        )
         for kind in (optim.SGD, optim.Adafactor)
     }
     assert "tensor" in str(plans[optim.SGD]), "small batches, large weights"
@@ -103,8 +105,12 @@ def test_the_choice_is_for_the_cluster_that_is_given():
     sliced = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
     far = Cluster(link=Link(latency_s=1.0, bytes_per_s=1e12))
     plans = [
-        str(Auto(2, None, ()).choose(sliced, face_of(sliced, partial(optim.SGD, lr=0.1)), torch.randn(4, 64), given, 4))
-        for given in (Options(), Options(cluster=far))
+        str(
+            AutoStrategy(2, None, ()).choose_plan(
+                sliced, face_of(sliced, partial(optim.SGD, lr=0.1)), torch.randn(4, 64), given, 4
+            )
+        )
+        for given in (TrainingOptions(), TrainingOptions(cluster=far))
     ]
     assert "tensor" in plans[0]
     assert "tensor" not in plans[1], "every message takes a second, and slices need more of them"
@@ -112,7 +118,7 @@ def test_the_choice_is_for_the_cluster_that_is_given():
 
 def test_a_cluster_file_is_read_before_anything_starts(tmp_path):
     file = tmp_path / "cluster.yaml"
-    file.write_text(write_cluster(Cluster(levels=(Level("host", 2, Link()),))), encoding="utf-8")
+    file.write_text(format_cluster(Cluster(levels=(Level("host", 2, Link()),))), encoding="utf-8")
     trainer = cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(4)", cluster=file)
     with pytest.raises(cp.PlanError, match="4 ranks do not fit into a cluster of 2"):
         trainer.fit(dataset(), batch_size=12)
@@ -127,11 +133,11 @@ def test_what_is_no_cluster_is_refused():
 
 
 def test_a_model_that_cannot_be_traced_still_gets_a_plan():
-    model = seeded(Odd)
-    spec = trace_spec(model, face_of(model), torch.randn(8, 6).double(), None)
+    model = build_seeded(Odd)
+    spec = trace_model_spec(model, face_of(model), torch.randn(8, 6).double(), None)
     assert spec.num_blocks == 1
-    _, history = fit(cp.Plan.parse("solo"), seeded(Odd))
-    with cp.Trainer(seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(2)") as trainer:
+    _, history = fit(cp.Plan.parse("solo"), build_seeded(Odd))
+    with cp.Trainer(build_seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(2)") as trainer:
         losses = trainer.fit(dataset(), batch_size=12).losses
     assert losses == pytest.approx(history.losses, rel=1e-12)
 
@@ -139,7 +145,7 @@ def test_a_model_that_cannot_be_traced_still_gets_a_plan():
 def test_frozen_parameters_are_not_planned_with():
     model = mlp()
     model[0].weight.requires_grad_(False)
-    names = [param.name for param in trace_spec(model, face_of(model), torch.randn(8, 6).double(), None).params]
+    names = [param.name for param in trace_model_spec(model, face_of(model), torch.randn(8, 6).double(), None).params]
     assert "0.weight" not in names
     assert "2.weight" in names
 
@@ -150,10 +156,10 @@ def test_auto_is_refused_where_it_is_no_plan_by_itself():
 
 
 def test_a_batch_that_no_plan_can_cut_is_refused_before_anything_starts():
-    trainer = cp.Trainer(seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(5)")
+    trainer = cp.Trainer(build_seeded(Odd), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(5)")
     with pytest.raises(cp.PlanError, match="batch_size=10 or 15"):
         trainer.fit(dataset(), batch_size=11)
-    assert trainer.team is None
+    assert trainer.local_ranks is None
 
 
 @pytest.mark.slow
@@ -164,10 +170,10 @@ def test_a_gpt_is_planned_for_eight_hosts_in_less_than_twenty_seconds_of_the_pro
     """GPT B of the benchmark of data parallelism, from its first batch on; in seconds of this process."""
     model = GPT(GPTShape(num_layers=6, width=256, head_dim=64, context=128, num_tokens=4096, dropout=0.0))
     network = Level("network", 8, Link(50e-6, 125e6), is_shared=is_shared)
-    options = Options(cluster=Cluster(levels=(Level("host", per_host, Link(5e-6, 5e9)), network)))
+    options = TrainingOptions(cluster=Cluster(levels=(Level("host", per_host, Link(5e-6, 5e9)), network)))
     inputs = torch.randint(0, 4096, (8, 128))
     began = time.process_time()
-    plan = Auto(8 * per_host, None, PASSES).choose(model, face_of(model), inputs, options, 64)
+    plan = AutoStrategy(8 * per_host, None, DEFAULT_PASSES).choose_plan(model, face_of(model), inputs, options, 64)
     took_s = time.process_time() - began
     with capsys.disabled():
         sys.stdout.write(f"\nauto plans GPT B for 8 hosts of {per_host} in {took_s:.1f} s: {plan}\n")

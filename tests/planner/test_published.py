@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.published.memory import peak_gb, states_gb
 from benchmarks.published.networks import bert_large, inception_v3, num_params, resnet, vgg16
-from benchmarks.published.page import TABLES, page
-from benchmarks.published.table import Row, Table
+from benchmarks.published.page import TABLES, render_page
+from benchmarks.published.table import FigureRow, FigureTable
 
 pytestmark = pytest.mark.timeout(240)  # a few seconds where nothing else runs
 
@@ -16,7 +16,7 @@ def test_every_published_figure_comes_out_or_has_a_reason(index):
 
 
 def test_the_page_says_what_the_code_does(golden):
-    golden("../../docs/published.md", page())
+    golden("../../docs/published.md", render_page())
 
 
 @pytest.mark.parametrize(("level", "published"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -47,9 +47,9 @@ def test_a_network_has_as_many_parameters_as_published(layers, count):
 
 
 def test_a_figure_that_misses_needs_a_reason_and_one_that_agrees_none():
-    rows = (Row(("x",), "1.0", 1.3), Row(("y",), "1.0", 1.05, "a"), Row(("z",), "1.0", 1.3, "b"))
-    table = Table("T", "", "", ("",), rows, within=0.1, reasons=(("b", "so"), ("c", "unused")))
-    assert table.wrong() == [
+    rows = (FigureRow(("x",), "1.0", 1.3), FigureRow(("y",), "1.0", 1.05, "a"), FigureRow(("z",), "1.0", 1.3, "b"))
+    table = FigureTable("T", "", "", ("",), rows, within=0.1, reasons=(("b", "so"), ("c", "unused")))
+    assert table.find_errors() == [
         "T: x: 1.0 published, 1.30 simulated, and there is no reason ''",
         "T: y: 1.0 published, 1.05 simulated, and needs no reason 'a'",
         "T: no row misses because of 'c'",

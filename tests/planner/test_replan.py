@@ -3,13 +3,12 @@
 import pytest
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import Plan
-from counterpoint.planner.choose import NEARLY_AS_FAST, weigh
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.choose import MEASURED_TOLERANCE, rank_and_choose
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.given import compiled_for
-from counterpoint.planner.holdings import holdings, missing_bytes
-from counterpoint.planner.remedies import Question
-from counterpoint.planner.replan import replan
+from counterpoint.planner.memory_suggestions import PlanningProblem
+from counterpoint.planner.prepare import compile_for
+from counterpoint.planner.replan import find_owned_state, missing_bytes, replan
 from counterpoint.world.cluster import Cluster, Level, Link
 from tests.planner.models import layers
 
@@ -23,7 +22,7 @@ def ranks(count):
 
 def held(text, num_micros=1):
     plan = Plan.parse(text, num_microbatches=num_micros)
-    return holdings(compiled_for(plan, MODEL, Cluster(), 48)[0])
+    return find_owned_state(compile_for(plan, MODEL, Cluster(), 48)[0])
 
 
 def kept_bytes(text, num_micros=1):
@@ -64,7 +63,7 @@ def test_shares_of_other_sizes_move_only_where_they_do_not_overlap():
 
 
 def test_the_plan_stays_where_the_ranks_stay_and_nothing_is_faster():
-    plan = weigh(enumerate_plans(4, MODEL), Question(MODEL, ranks(4), 48)).plan
+    plan = rank_and_choose(enumerate_plans(4, MODEL), PlanningProblem(MODEL, ranks(4), 48)).plan
     found = replan(plan, MODEL, ranks(4), ranks(4), 48)
     assert (found.plan, found.moved_bytes) == (plan, 0)
 
@@ -73,13 +72,13 @@ def test_the_plan_stays_where_the_ranks_stay_and_nothing_is_faster():
 def test_what_is_taken_is_nearly_the_fastest_and_no_other_such_plan_is_cheaper_to_move_to(before, count):
     plan = Plan.parse(before)
     found = replan(plan, MODEL, ranks(4), ranks(count), 48)
-    choice = weigh(enumerate_plans(count, MODEL), Question(MODEL, ranks(count), 48))
+    choice = rank_and_choose(enumerate_plans(count, MODEL), PlanningProblem(MODEL, ranks(count), 48))
     kept = [one for one in choice.ranking.predictions if one.is_synchronous and one.fits]
     assert found.plan.num_ranks == count
-    assert found.step_s <= NEARLY_AS_FAST * kept[0].step_s
-    old = holdings(compiled_for(plan, MODEL, ranks(4), 48)[0])
-    for other in (one.plan for one in kept if one.step_s <= NEARLY_AS_FAST * kept[0].step_s):
-        new = holdings(compiled_for(other, MODEL, ranks(count), 48)[0])
+    assert found.step_s <= MEASURED_TOLERANCE * kept[0].step_s
+    old = find_owned_state(compile_for(plan, MODEL, ranks(4), 48)[0])
+    for other in (one.plan for one in kept if one.step_s <= MEASURED_TOLERANCE * kept[0].step_s):
+        new = find_owned_state(compile_for(other, MODEL, ranks(count), 48)[0])
         moved = sum(missing_bytes(needs, old[at] if at < 4 else None) for at, needs in enumerate(new))
         assert found.moved_bytes <= moved
 
@@ -91,8 +90,8 @@ def test_a_rank_that_is_new_gets_all_that_it_needs():
 
 def test_it_says_what_the_plan_was_preferred_to():
     found = replan(Plan.parse("zero(4, level=1)"), MODEL, ranks(4), ranks(3), 48)
-    assert f"{found.moved_bytes} bytes to move; " in found.why
-    assert "bytes would move" in found.why or "no other plan is within 2 %" in found.why
+    assert f"{found.moved_bytes} bytes to move; " in found.reason
+    assert "bytes would move" in found.reason or "no other plan is within 2 %" in found.reason
 
 
 def test_a_cluster_that_does_not_say_how_many_ranks_it_has_is_refused():

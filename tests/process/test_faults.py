@@ -14,7 +14,7 @@ import pytest
 
 import counterpoint as cp
 from counterpoint.launchers import launch
-from tests.process import ranks
+from tests.process import rank_functions as ranks
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ENDLESS = """
 import os
 import counterpoint as cp
 from counterpoint.launchers import launch
-from tests.training.fits import dataset, trainer
+from tests.training.trainers import dataset, trainer
 
 class Tell(cp.Callback):
     on_every_rank = True

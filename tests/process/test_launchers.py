@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from tests.training.fits import dataset, trainer
+from tests.training.trainers import dataset, trainer
 
 with trainer("data(2)") as one:
     history = one.fit(dataset(), batch_size=12, epochs=2)

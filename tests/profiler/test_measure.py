@@ -8,17 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from counterpoint.model.timing import Timing
-from counterpoint.profiler.kept import kept_bytes
-from counterpoint.profiler.measure import brought_to, measure
-from counterpoint.profiler.roofline import count
-from counterpoint.profiler.subject import Subject, set_up
-from counterpoint.profiler.watch import Repetition, as_in_training
-from counterpoint.runtime.optimizers import Face
-from counterpoint.training.profiling import subject_of
+from counterpoint.model.model_profile import ModelProfile
+from counterpoint.profiler.measure import measure_model, rescale_to, saved_activation_bytes
+from counterpoint.profiler.profile_target import ProfileTarget, build_harness
+from counterpoint.profiler.roofline import estimate_model
+from counterpoint.profiler.timer import RepeatPolicy, training_conditions
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.training.profiling import build_profile_target
 from counterpoint.world.cluster import Device
 
-ONCE = Repetition(warm_ups=1, least=1, most=1)
+ONCE = RepeatPolicy(num_warmups=1, min_repeats=1, max_repeats=1)
 WIDTHS = 8, 16, 4
 SLOW = Device(cost_per_s=1.0, memory_bytes_per_s=1e9)
 
@@ -42,26 +41,26 @@ def layers():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def subject(model, targets=4) -> Subject:
-    face = Face(partial(optim.SGD, lr=0.1), dict(model.named_parameters()))
+def subject(model, targets=4) -> ProfileTarget:
+    face = OptimizerSpec(partial(optim.SGD, lr=0.1), dict(model.named_parameters()))
     batch = (torch.randn(6, 8),), torch.randn(6, targets)
-    return subject_of(model, *batch, loss=F.mse_loss, face=face)
+    return build_profile_target(model, *batch, loss=F.mse_loss, optimizer_spec=face)
 
 
 @cache
-def timing() -> Timing:
+def timing() -> ModelProfile:
     """Of two linear layers, for two sizes."""
-    return measure(subject(layers()), "here", samples=(2, 6), threads=1, effort=ONCE)
+    return measure_model(subject(layers()), "here", samples=(2, 6), threads=1, repeat_policy=ONCE)
 
 
 def test_every_piece_has_its_times_and_its_bytes():
-    assert [point.samples for point in timing().points] == [2, 6]
-    assert [(piece.name, piece.weight_bytes) for piece in timing().pieces] == [("0", 576), ("2", 272)]
-    assert [piece.output_bytes for piece in timing().points[1].pieces] == [6 * 4 * 16, 6 * 4 * 4]
+    assert [point.samples for point in timing().batch_sizes] == [2, 6]
+    assert [(piece.name, piece.weight_bytes) for piece in timing().layers] == [("0", 576), ("2", 272)]
+    assert [piece.output_bytes for piece in timing().batch_sizes[1].layers] == [6 * 4 * 16, 6 * 4 * 4]
 
 
 def test_pieces_add_up_to_what_all_take_in_one_call():
-    taken, factor = brought_to([[3.0, 2.0], [5.0, 2.0], [4.0, 4.0]], 1.0, 9.0)
+    taken, factor = rescale_to([[3.0, 2.0], [5.0, 2.0], [4.0, 4.0]], 1.0, 9.0)
     assert (sum(taken), factor, taken) == (8.0, 2.0, [6.0, 2.0])
 
 
@@ -69,20 +68,20 @@ def test_pieces_add_up_to_what_all_take_in_one_call():
 def test_a_measured_model_is_as_before(model, targets):
     built = model()
     before, modes = copy.deepcopy(built.state_dict()), [one.training for one in built.modules()]
-    measure(subject(built, targets), "here", samples=(4,), threads=1, effort=ONCE)
+    measure_model(subject(built, targets), "here", samples=(4,), threads=1, repeat_policy=ONCE)
     assert all(torch.equal(before[name], value) for name, value in built.state_dict().items())
     assert (modes, {param.grad for param in built.parameters()}) == ([one.training for one in built.modules()], {None})
 
 
 def test_what_stays_for_a_backward_is_what_the_layers_give_and_the_loss_reads():
-    bench = set_up(subject(layers()), 6)
-    assert kept_bytes(bench.apart, subject(layers()).feed(6, 1)) == [6 * 4 * 16, 6 * 4 * 4]
-    assert kept_bytes(bench.whole.compute, subject(layers()).feed(6, 1)) == [6 * 4 * (16 + 4)]
+    bench = build_harness(subject(layers()), 6)
+    assert saved_activation_bytes(bench.separate, subject(layers()).batches(6, 1)) == [6 * 4 * 16, 6 * 4 * 4]
+    assert saved_activation_bytes(bench.whole.executor, subject(layers()).batches(6, 1)) == [6 * 4 * (16 + 4)]
 
 
 def test_threads_and_random_numbers_are_as_before():
     before, state = torch.get_num_threads(), torch.get_rng_state()
-    with as_in_training(before + 1):
+    with training_conditions(before + 1):
         assert torch.get_num_threads() == before + 1
         torch.rand(3)
     assert torch.get_num_threads() == before
@@ -90,21 +89,21 @@ def test_threads_and_random_numbers_are_as_before():
 
 
 def test_at_the_roof_a_layer_takes_its_operations():
-    first, last = count(subject(layers()), "slow", SLOW, samples=(6,)).points[0].pieces
+    first, last = estimate_model(subject(layers()), "slow", SLOW, samples=(6,)).batch_sizes[0].layers
     products = 2 * 6 * 8 * 16
     assert first.forward_s == pytest.approx(products, rel=0.1)
-    assert first.input_s == 0.0
+    assert first.backward_input_s == 0.0
     assert first.backward_s == pytest.approx(products, rel=0.2)
-    assert last.input_s == pytest.approx(2 * 6 * 16 * 4, rel=0.2)
+    assert last.backward_input_s == pytest.approx(2 * 6 * 16 * 4, rel=0.2)
 
 
 def test_at_the_roof_of_memory_a_layer_takes_its_bytes():
     wide = Device(cost_per_s=1e30, memory_bytes_per_s=1.0)
-    first = count(subject(layers()), "narrow", wide, samples=(6,)).points[0].pieces[0]
+    first = estimate_model(subject(layers()), "narrow", wide, samples=(6,)).batch_sizes[0].layers[0]
     linear, relu = 4 * (6 * 8 + 8 * 16 + 16 + 6 * 16), 4 * 2 * 6 * 16
     assert first.forward_s == linear + relu
 
 
 def test_without_running_the_same_memory_is_seen_to_stay():
-    counted = count(subject(layers()), "slow", SLOW, samples=(6,)).points[0]
-    assert [piece.kept_bytes for piece in counted.pieces] == [6 * 4 * 16, 6 * 4 * 4]
+    counted = estimate_model(subject(layers()), "slow", SLOW, samples=(6,)).batch_sizes[0]
+    assert [piece.saved_bytes for piece in counted.layers] == [6 * 4 * 16, 6 * 4 * 4]

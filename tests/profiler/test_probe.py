@@ -7,27 +7,38 @@ import torch
 
 from counterpoint.errors import PlanError
 from counterpoint.fabric import LocalWorld
-from counterpoint.profiler.effort import Effort
-from counterpoint.profiler.probe import Trips, middle, probe, unlike
-from counterpoint.profiler.probe_compute import flops_by_threads, layer_pieces, memory_pieces, thread_counts
-from counterpoint.profiler.probe_crowds import at_once
-from counterpoint.profiler.probe_links import fitted, trips_by_size
+from counterpoint.profiler.probe import (
+    LinkTimings,
+    fit_link,
+    median_timings,
+    probe_cluster,
+    relative_speeds,
+    time_messages_by_size,
+)
+from counterpoint.profiler.probe_compute import (
+    ProbeConfig,
+    concurrent_rate,
+    layer_work,
+    measure_flops_by_threads,
+    memory_work,
+    thread_counts,
+)
 from counterpoint.world.cluster import Link
-from counterpoint.world.cluster_file import read_cluster
-from tests.fabric.players import on_hosts
+from counterpoint.world.cluster_file import parse_cluster
+from tests.fabric.run_ranks import on_hosts
 
 GIB = 2**30
-LITTLE = Effort((32,), (2, 32, 32), 1 << 16, (8, 1 << 10, 1 << 17), span_s=1e-3, rounds=1)
+LITTLE = ProbeConfig((32,), (2, 32, 32), 1 << 16, (8, 1 << 10, 1 << 17), duration_s=1e-3, num_rounds=1)
 
 
 def probed(fabric, hosts=None, effort=LITTLE):
     """What one rank has measured; the host of each rank is found out, or said."""
     host = None if hosts is None else hosts[fabric.rank]
-    return probe(fabric, host_memory_bytes=4 * GIB, most_threads=2, host=host, effort=effort)
+    return probe_cluster(fabric, host_memory_bytes=4 * GIB, max_threads=2, host=host, config=effort)
 
 
 def probed_values(hosts, fabric):
-    return probed(fabric, hosts, Effort(span_s=0.05)).to_values()
+    return probed(fabric, hosts, ProbeConfig(duration_s=0.05)).to_json_dict()
 
 
 def on_ranks(num_ranks, hosts=None):
@@ -39,26 +50,31 @@ def test_one_rank_has_a_device_and_no_link():
     (found,) = on_ranks(1)
     assert found.cluster.device.cost_per_s > 1e6
     assert found.cluster.device.memory_bytes == 4 * GIB
-    assert (found.trips, found.cluster.levels, found.cluster.link, found.cluster.crowding) == ((), (), Link(), (1.0,))
-    assert "# one rank has no link" in found.to_values()["cluster"]
+    assert (found.link_timings, found.cluster.levels, found.cluster.link, found.cluster.compute_contention) == (
+        (),
+        (),
+        Link(),
+        (1.0,),
+    )
+    assert "# one rank has no link" in found.to_json_dict()["cluster"]
 
 
 def test_what_was_found_is_the_same_on_all_ranks_and_reads_as_the_same_cluster():
     first, *others = on_ranks(2)
     assert all(other == first for other in others)
-    assert read_cluster(first.to_values()["cluster"]) == first.cluster
+    assert parse_cluster(first.to_json_dict()["cluster"]) == first.cluster
     (level,) = first.cluster.levels
     assert (level.name, level.count, first.cluster.device.memory_bytes) == ("host", 2, 2 * GIB)
-    assert [size for size, _ in first.trips[0].messages] == [8, 1 << 10, 1 << 17]
+    assert [size for size, _ in first.link_timings[0].messages] == [8, 1 << 10, 1 << 17]
 
 
 def test_ranks_of_two_hosts_have_two_levels():
     first, *_ = on_ranks(4, hosts="aabb")
     assert [(level.name, level.count) for level in first.cluster.levels] == [("host", 2), ("network", 2)]
-    assert [(one.ranks, one.level) for one in first.trips] == [
+    assert [(one.ranks, one.level) for one in first.link_timings] == [
         ((0, 1), "host"), ((2, 3), "host"), ((0, 2), "network"),
     ]  # fmt: skip
-    assert len(first.cluster.crowding) == len(first.cluster.memory_crowding) == 2
+    assert len(first.cluster.compute_contention) == len(first.cluster.memory_contention) == 2
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abab"])
@@ -71,33 +87,33 @@ def test_hosts_that_no_file_can_describe_are_refused(hosts):
 @pytest.mark.slow
 def test_processes_that_meet_as_two_hosts_measure_memory_and_sockets():
     values, *_ = on_hosts((0, 0, 1, 1), partial(probed_values, "aabb"), 4, deadline_s=60)
-    cluster = read_cluster(values["cluster"])
+    cluster = parse_cluster(values["cluster"])
     inside, outside = (level.link for level in cluster.levels)
-    assert inside.is_copied
-    assert not outside.is_copied
-    assert cluster.crowding[0] == 1.0 >= cluster.crowding[1]
+    assert inside.is_shared_memory
+    assert not outside.is_shared_memory
+    assert cluster.compute_contention[0] == 1.0 >= cluster.compute_contention[1]
 
 
 def test_threads_are_as_before_when_others_were_tried():
     before = torch.get_num_threads()
-    assert list(flops_by_threads([1], LITTLE)) == [1]
+    assert list(measure_flops_by_threads([1], LITTLE)) == [1]
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("ready", [layer_pieces, memory_pieces])
+@pytest.mark.parametrize("ready", [layer_work, memory_work])
 def test_a_rank_does_its_pieces_for_as_long_as_it_is_told(ready):
     began, *ends = ready(LITTLE)()
     assert sorted(ends) == ends
-    assert ends[-1] - began >= LITTLE.span_s
+    assert ends[-1] - began >= LITTLE.duration_s
 
 
 def test_ranks_are_compared_while_all_of_them_work():
     early, late = [0.0, 1.0, 3.0, 5.0], [1.0, 3.0, 5.0, 6.0]
-    assert at_once([early, late]) == 0.5  # of the pieces from 1 to 5, where the first one was done alone
+    assert concurrent_rate([early, late]) == 0.5  # of the pieces from 1 to 5, where the first one was done alone
 
 
 def test_ranks_that_never_work_at_once_share_all_of_the_time():
-    assert at_once([[0.0, 1.0, 2.0], [3.0, 4.0]]) == 3 / 4 / 2
+    assert concurrent_rate([[0.0, 1.0, 2.0], [3.0, 4.0]]) == 3 / 4 / 2
 
 
 @pytest.mark.parametrize(
@@ -109,27 +125,32 @@ def test_few_numbers_of_threads_are_tried(most, counts):
 
 def test_latency_is_that_of_the_smallest_and_bandwidth_that_of_the_large():
     link = Link(1e-4, 1e8)
-    assert fitted([(size, link.seconds(size)) for size in (0, 1 << 10, 1 << 20, 1 << 22)]) == link
-    assert fitted([(0, 1e-4), (1 << 10, link.seconds(1 << 10))]).bytes_per_s == pytest.approx(1e8)
+    assert fit_link([(size, link.seconds(size)) for size in (0, 1 << 10, 1 << 20, 1 << 22)]) == link
+    assert fit_link([(0, 1e-4), (1 << 10, link.seconds(1 << 10))]).bytes_per_s == pytest.approx(1e8)
 
 
 def test_the_lower_rank_of_a_pair_has_the_figures():
     with LocalWorld(2) as world:
-        lower, upper = world.run(lambda fabric: trips_by_size(fabric, 1 - fabric.rank, LITTLE))
+        lower, upper = world.run(lambda fabric: time_messages_by_size(fabric, 1 - fabric.rank, LITTLE))
     assert len(lower) == 3
     assert upper == []
 
 
 def test_of_messages_in_rounds_the_usual_time_counts_of_sizes_that_were_sent_every_time():
     rounds = [((8, 1e-5), (64, 3e-5)), ((8, 9e-5), (64, 2e-5), (128, 1.0)), ((8, 2e-5), (64, 9e-5))]
-    found = middle([Trips((0, 1), "host", messages) for messages in rounds])
-    assert found == Trips((0, 1), "host", ((8, 2e-5), (64, 3e-5)))
+    found = median_timings([LinkTimings((0, 1), "host", messages) for messages in rounds])
+    assert found == LinkTimings((0, 1), "host", ((8, 2e-5), (64, 3e-5)))
 
 
 def test_a_rank_is_unlike_the_others_that_was_slower_every_time():
-    assert unlike([[8.0, 6.0, 8.0], [6.0, 8.0, 8.0], [4.0, 4.4, 5.0], [16.0, 12.0, 9.9]]) == (1.0, 1.0, 0.55, 1.5)
+    assert relative_speeds([[8.0, 6.0, 8.0], [6.0, 8.0, 8.0], [4.0, 4.4, 5.0], [16.0, 12.0, 9.9]]) == (
+        1.0,
+        1.0,
+        0.55,
+        1.5,
+    )
 
 
 @pytest.mark.parametrize("third", [[4.0, 4.0, 7.0], [14.0, 12.0, 8.0], [7.0, 7.5, 7.0]])
 def test_a_rank_is_not_slow_or_fast_that_was_as_fast_as_the_others_once(third):
-    assert unlike([[8.0, 6.0, 8.0], [6.0, 8.0, 8.0], third]) == ()
+    assert relative_speeds([[8.0, 6.0, 8.0], [6.0, 8.0, 8.0], third]) == ()

@@ -5,48 +5,51 @@ from hypothesis import given, strategies as st
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.instruction import (
+    ApplyPushes,
     Backward,
     Collective,
     Commit,
     Forward,
+    Free,
     Pull,
     Push,
     Recv,
-    Release,
     Send,
-    Serve,
+    TensorRef,
     Update,
-    Value,
 )
-from counterpoint.program.program import Program, Row
+from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.text import (
     format_group,
     format_instruction,
     format_program,
+    format_tensor_ref,
     format_unit,
-    format_value,
     parse_group,
     parse_instruction,
     parse_program,
+    parse_tensor_ref,
     parse_unit,
-    parse_value,
 )
 
 ranks = st.integers(0, 2000)
 groups = st.sets(ranks, min_size=1, max_size=6).map(lambda found: tuple(sorted(found)))
 units = st.sets(st.integers(0, 30), min_size=1, max_size=4).map(lambda found: tuple(sorted(found)))
 numbers = st.integers(0, 99)
-parameters = st.builds(Value, st.sampled_from(["grad", "weight"]), units)
-activations = st.builds(Value, st.sampled_from(["x", "g", "y", "dx"]), st.tuples(numbers), numbers)
+parameters = st.builds(TensorRef, st.sampled_from(["grad", "weight"]), units)
+activations = st.builds(TensorRef, st.sampled_from(["x", "g", "y", "dx"]), st.tuples(numbers), numbers)
 strands = st.builds(
-    Value, st.sampled_from(["s", "ds"]), units.filter(lambda blocks: blocks[1:] not in {(), (blocks[0] + 1,)}), numbers
+    TensorRef,
+    st.sampled_from(["s", "ds"]),
+    units.filter(lambda blocks: blocks[1:] not in {(), (blocks[0] + 1,)}),
+    numbers,
 )
 values = parameters | activations | strands
 phases = st.sampled_from(["", "start", "wait"])
 codes = st.sampled_from(
     ["fp16", "int8", "sign", "twobit", "twobit:0.5", "topk:0.01", "topk:1", "powersgd:12", "adasum"]
 )
-gradients = st.builds(Value, st.just("grad"), units)
+gradients = st.builds(TensorRef, st.just("grad"), units)
 alone = st.sampled_from(["fp16", "int8", "sign", "twobit:0.5", "topk:0.01"])
 served = st.lists(units, min_size=1, max_size=3).map(tuple)
 instructions = st.one_of(
@@ -59,21 +62,21 @@ instructions = st.one_of(
     st.builds(
         Collective, st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "broadcast"]), values, groups, phases
     ),
-    st.builds(Collective, st.just("all_reduce"), st.builds(Value, st.just("grad"), units), groups, phases, codes),
+    st.builds(Collective, st.just("all_reduce"), st.builds(TensorRef, st.just("grad"), units), groups, phases, codes),
     st.builds(Push, parameters, ranks),
     st.builds(Push, gradients, ranks, alone, st.sampled_from(["push", "push_no_reply"])),
     st.builds(Send, gradients, ranks, alone),
     st.builds(Recv, gradients, ranks, alone),
     st.builds(Pull, parameters, ranks),
-    st.builds(Serve, served, groups, st.none() | st.integers(0, 9)),
-    st.builds(Serve, served, groups, verb=st.just("apply")),
-    st.builds(Serve, served, groups, verb=st.just("elastic_average"), part=st.sampled_from(["0.5", "0.0225"])),
-    st.builds(Release, values),
+    st.builds(ApplyPushes, served, groups, st.none() | st.integers(0, 9)),
+    st.builds(ApplyPushes, served, groups, verb=st.just("apply")),
+    st.builds(ApplyPushes, served, groups, verb=st.just("elastic_average"), part=st.sampled_from(["0.5", "0.0225"])),
+    st.builds(Free, values),
 )
 words = st.lists(instructions, max_size=5).map(tuple)
 slices = st.integers(1, 4).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))
-rows = st.builds(lambda b, p, e, s: Row(b, p, e, *s), words, words, words, slices)
-steps = st.builds(lambda b, s: Row(b, (), (), *s), words, slices)
+rows = st.builds(lambda b, p, e, s: RankProgram(b, p, e, *s), words, words, words, slices)
+steps = st.builds(lambda b, s: RankProgram(b, (), (), *s), words, slices)
 
 
 @given(instructions)
@@ -93,7 +96,7 @@ def test_every_program_reads_back_empty_rows_and_streams_included(found):
 def test_groups_units_and_values_read_back(group, unit, value):
     assert parse_group(format_group(group)) == group
     assert parse_unit(format_unit(unit)) == unit
-    assert parse_value(format_value(value)) == value
+    assert parse_tensor_ref(format_tensor_ref(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_a_group_whose_ranks_do_not_go_upwards_is_refused(text):
 @pytest.mark.parametrize("text", ["w3", "grad", "grad0.1", "x1", "x1+2.0", "weight0+", "gradient3", ""])
 def test_what_is_no_value_is_refused(text):
     with pytest.raises(ProgramError, match=r"is not a value; expected one such as x1\.2"):
-        parse_value(text)
+        parse_tensor_ref(text)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,7 @@ def test_what_is_no_value_is_refused(text):
 def test_what_is_no_word_is_refused_with_examples(word):
     with pytest.raises(ProgramError, match="is not an instruction; expected a word such") as caught:
         parse_instruction(word)
-    assert caught.value.law == 0
+    assert caught.value.rule == 0
 
 
 @pytest.mark.parametrize(
@@ -190,9 +193,11 @@ def test_a_row_has_one_part_or_three():
 
 
 def test_a_row_that_does_nothing_can_be_seen():
-    assert format_program(Program((Row((Forward(0, 0),)), Row(())))) == "F0.0\n0/1:"
+    assert format_program(Program((RankProgram((Forward(0, 0),)), RankProgram(())))) == "F0.0\n0/1:"
 
 
 def test_only_the_body_and_the_epilogue_of_a_stream_count_from_the_repetition():
-    row = Row((Forward(0, 1),), (Forward(0, 0), Send(Value("x", (1,), 0), 1)), (Release(Value("x", (1,), 1)),))
+    row = RankProgram(
+        (Forward(0, 1),), (Forward(0, 0), Send(TensorRef("x", (1,), 0), 1)), (Free(TensorRef("x", (1,), 1)),)
+    )
     assert format_program(Program((row,))) == "F0.0 x1.0>1 | F0.+1 | free(x1.+1)"

@@ -10,7 +10,7 @@ State = dict[str, Tensor]
 
 def lars(w: Tensor, g: Tensor, state: State, options: Mapping[str, float]) -> Tensor:
     """You, Gitman and Ginsburg 2017, algorithm 1, with the rate of equation 6; Nesterov's momentum as in SGD."""
-    lr, trust, decay, m = (options[key] for key in ("lr", "trust", "weight_decay", "momentum"))
+    lr, trust, decay, m = (options[key] for key in ("lr", "trust_coefficient", "weight_decay", "momentum"))
     size, slope = float(w.norm()), float(g.norm())
     local = trust * size / (slope + decay * size + options["eps"]) if size and slope else 1.0
     if options["excluded"]:

@@ -23,33 +23,33 @@ def local_sgd(model, *, batches, weigh, loss, optimizer, every, first=0, clip=No
                 total += float(found.detach()) * weight
         losses.append(total)
         if step < first:
-            add_up(replicas)
+            sum_gradients(replicas)
         for replica, update, (inputs, _) in zip(replicas, updates, parts, strict=True):
             if len(inputs) or step < first:
-                clip_by(replica, clip)
+                clip_gradients(replica, clip)
                 update.step()
         if step >= first and (step + 1 - first) % every == 0:
             for params in zip(*(replica.parameters() for replica in replicas), strict=True):
                 mean = sum(param.detach() for param in params) / len(params)
                 for param in params:
                     param.data.copy_(mean)
-    return mean_of(replicas), losses
+    return mean_weights(replicas), losses
 
 
-def add_up(replicas):
+def sum_gradients(replicas):
     for params in zip(*(replica.parameters() for replica in replicas), strict=True):
         total = sum(param.grad for param in params if param.grad is not None)
         for param in params:
             param.grad = total.clone()
 
 
-def clip_by(replica, norm):
+def clip_gradients(replica, norm):
     if norm is not None:
         found = sum(float(param.grad.square().sum()) for param in replica.parameters()) ** 0.5
         for param in replica.parameters():
             param.grad.mul_(min(1.0, norm / (found + 1e-6)))
 
 
-def mean_of(replicas):
+def mean_weights(replicas):
     named = [dict(replica.named_parameters()) for replica in replicas]
     return {name: sum(one[name].detach() for one in named) / len(named) for name in named[0]}

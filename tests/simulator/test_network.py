@@ -6,7 +6,7 @@ import pytest
 
 from counterpoint.program.instruction import Collective, Commit, Send
 from counterpoint.program.text import parse_instruction
-from counterpoint.simulator.network import Load, Network
+from counterpoint.simulator.network import LinkLoad, NetworkModel
 from counterpoint.world.cluster import Cluster, Level, Link
 
 MEMORY, CARD = Link(1.0, 100.0), Link(10.0, 10.0)
@@ -15,23 +15,23 @@ SHARED = Cluster(levels=(Level("host", 2, MEMORY), Level("network", 4, CARD, is_
 
 
 def load(word, cluster, part=1, rank=0):
-    network = Network(cluster, lambda value, code="": 400)
+    network = NetworkModel(cluster, lambda value, code="": 400)
     parsed = parse_instruction(word)
     assert isinstance(parsed, Send | Collective | Commit)
-    return network.load(parsed, Fraction(part), rank)
+    return network.link_load(parsed, Fraction(part), rank)
 
 
 def test_a_message_takes_the_link_that_joins_its_ends():
-    assert load("x1.0>1", SHARED) == Load(5.0)
-    assert load("x1.0>2", SHARED) == Load(10.0, 40.0)
-    assert load("x1.0>2", APART) == Load(50.0)
+    assert load("x1.0>1", SHARED) == LinkLoad(5.0)
+    assert load("x1.0>2", SHARED) == LinkLoad(10.0, 40.0)
+    assert load("x1.0>2", APART) == LinkLoad(50.0)
 
 
 @pytest.mark.parametrize(
     ("verb", "times"), [("all_reduce(grad0)", 2), ("reduce_scatter(grad0)", 1), ("all_gather(weight0)", 1)]
 )
 def test_on_one_host_each_rank_adds_up_or_reads_its_part_of_what_the_other_has(verb, times):
-    assert load(f"{verb}@0,1", SHARED) == Load(times * (1 + 400 / 2 / 100))
+    assert load(f"{verb}@0,1", SHARED) == LinkLoad(times * (1 + 400 / 2 / 100))
 
 
 @pytest.mark.parametrize(
@@ -39,39 +39,39 @@ def test_on_one_host_each_rank_adds_up_or_reads_its_part_of_what_the_other_has(v
 )
 def test_over_hosts_the_value_crosses_each_card_once_in_a_ring_of_hosts(verb, times):
     """Inside 3 s; three rounds, in which three quarters of all bytes leave each host."""
-    assert load(f"{verb}@0-7", SHARED) == Load(times * (3 + 3 * 10), times * 400 * 3 / 4 / 10)
+    assert load(f"{verb}@0-7", SHARED) == LinkLoad(times * (3 + 3 * 10), times * 400 * 3 / 4 / 10)
 
 
 def test_holders_of_parts_with_links_of_their_own_cross_side_by_side():
-    assert load("all_reduce(grad0)@0-7", APART) == Load(2 * (3 + 3 * 10 + 400 / 2 * 3 / 4 / 10))
+    assert load("all_reduce(grad0)@0-7", APART) == LinkLoad(2 * (3 + 3 * 10 + 400 / 2 * 3 / 4 / 10))
 
 
 def test_members_that_are_alone_on_their_hosts_have_nothing_to_add_up_inside():
-    assert load("all_reduce(grad0)@0,2", SHARED) == Load(2 * 10, 2 * 20)
+    assert load("all_reduce(grad0)@0,2", SHARED) == LinkLoad(2 * 10, 2 * 20)
 
 
 def test_a_part_that_is_at_hand_is_all_that_moves():
-    assert load("all_reduce(grad0)@0,2", SHARED, part=Fraction(1, 4)).crossing_s == 10
+    assert load("all_reduce(grad0)@0,2", SHARED, part=Fraction(1, 4)).shared_s == 10
 
 
 def test_the_smallest_host_says_into_how_many_parts_a_sum_is_cut():
-    assert load("all_reduce(grad0)@0-2", APART) == Load(2 * (3 + 10 + 400 / 2 / 10))
+    assert load("all_reduce(grad0)@0-2", APART) == LinkLoad(2 * (3 + 10 + 400 / 2 / 10))
 
 
 def test_parts_that_have_no_holder_on_some_host_go_around_a_ring_of_all():
     """Two rounds; of three ranks one edge of the ring leaves each host."""
-    assert load("reduce_scatter(grad0)@0-2", SHARED).apart_s == 20
-    assert load("reduce_scatter(grad0)@0-2", SHARED).crossing_s == pytest.approx(400 * 2 / 3 / 10)
+    assert load("reduce_scatter(grad0)@0-2", SHARED).private_s == 20
+    assert load("reduce_scatter(grad0)@0-2", SHARED).shared_s == pytest.approx(400 * 2 / 3 / 10)
 
 
 def test_a_copy_goes_from_host_to_host_in_a_tree():
     """Read on the first host, 3 rounds over 4 hosts are 2 in a tree, read on the others."""
-    assert load("broadcast(weight0)@0-7", SHARED) == Load(5 + 2 * 10 + 5, 2 * 40)
+    assert load("broadcast(weight0)@0-7", SHARED) == LinkLoad(5 + 2 * 10 + 5, 2 * 40)
 
 
 def test_a_commit_goes_up_and_down_a_tree_of_the_slowest_link():
-    assert load("commit@0-7", SHARED) == Load(2 * 3 * 10)
-    assert load("commit@0,1", SHARED) == Load(2 * 1)
+    assert load("commit@0-7", SHARED) == LinkLoad(2 * 3 * 10)
+    assert load("commit@0,1", SHARED) == LinkLoad(2 * 1)
 
 
 def test_a_slow_link_of_one_rank_holds_up_its_collectives():
@@ -82,4 +82,4 @@ def test_a_slow_link_of_one_rank_holds_up_its_collectives():
 
 def test_a_slow_card_of_one_host_holds_up_the_ring_of_all():
     slow = Cluster(levels=SHARED.levels, slow_links=((1, 3, 0.25),))
-    assert load("all_reduce(grad0)@0-7", slow).crossing_s == 4 * load("all_reduce(grad0)@0-7", SHARED).crossing_s
+    assert load("all_reduce(grad0)@0-7", slow).shared_s == 4 * load("all_reduce(grad0)@0-7", SHARED).shared_s

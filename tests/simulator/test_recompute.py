@@ -2,11 +2,11 @@
 
 import pytest
 
-from counterpoint.compiler.compile import sizes_in
-from counterpoint.simulator.costs import unit_costs
-from counterpoint.simulator.memory import peak_bytes
-from counterpoint.simulator.simulate import simulate, simulate_turn
-from tests.simulator.played import compiled
+from counterpoint.compiler.compile import message_size_fn
+from counterpoint.simulator.cost_model import unit_costs
+from counterpoint.simulator.memory import peak_memory_bytes
+from counterpoint.simulator.simulate import simulate, simulate_variant
+from tests.simulator.programs import compile_text
 
 SAMPLES = 10_000
 """So many that weights weigh nothing beside activations."""
@@ -17,7 +17,7 @@ def test_what_is_recomputed_first_is_done_before_its_gradient_arrives(n, m):
     """In ticks, forwards of 1 and backwards of 2: only the last stage, or nobody, begins to recompute too late."""
     ticks = unit_costs(backward_ticks=2)
     steps = {
-        when: simulate(compiled(f"gpipe({n}, checkpoint={when})", m=m, blocks=n).program, ticks).step_s
+        when: simulate(compile_text(f"gpipe({n}, checkpoint={when})", m=m, blocks=n).program, ticks).step_s
         for when in ("never", "except_last", "always")
     }
     assert steps["never"] == 3 * (m + n - 1)
@@ -26,8 +26,8 @@ def test_what_is_recomputed_first_is_done_before_its_gradient_arrives(n, m):
 
 
 def test_a_stream_takes_a_forward_more_for_each_microbatch_on_all_stages_but_the_last():
-    made = compiled("pipedream(4, recompute=except_last)", m=1, blocks=4)
-    trace = simulate_turn(made.turns[-1], unit_costs(backward_ticks=2))
+    made = compile_text("pipedream(4, recompute=except_last)", m=1, blocks=4)
+    trace = simulate_variant(made.step_variants[-1], unit_costs(backward_ticks=2))
     assert [trace.busy_s(rank) for rank in range(4)] == [4.0, 4.0, 4.0, 3.0]
 
 
@@ -35,8 +35,8 @@ def test_of_microbatches_in_flight_only_the_input_of_a_stage_is_kept():
     """Six blocks of one activation each on two stages; the second one keeps what it has received."""
     peaks = {}
     for when in ("never", "always"):
-        made = compiled(f"gpipe(2, checkpoint={when})", m=4, blocks=6)
-        peaks[when] = peak_bytes(made.program, sizes_in(made.model, SAMPLES))
+        made = compile_text(f"gpipe(2, checkpoint={when})", m=4, blocks=6)
+        peaks[when] = peak_memory_bytes(made.program, message_size_fn(made.model, SAMPLES))
     activation = made.model.blocks[0].output_bytes * SAMPLES
     saved = [
         round((before - after) / activation) for before, after in zip(peaks["never"], peaks["always"], strict=True)
@@ -46,6 +46,8 @@ def test_of_microbatches_in_flight_only_the_input_of_a_stage_is_kept():
 
 def test_blocks_that_are_recomputed_one_by_one_keep_their_inputs_all_but_the_first():
     """What operators inside of a block keep, of one block instead of all, is no part of a program."""
-    plain, again = (compiled("solo", blocks=6, passes=passes) for passes in ((), ("recompute",)))
-    before, after = (peak_bytes(made.program, sizes_in(made.model, SAMPLES))[0] for made in (plain, again))
+    plain, again = (compile_text("solo", blocks=6, passes=passes) for passes in ((), ("recompute",)))
+    before, after = (
+        peak_memory_bytes(made.program, message_size_fn(made.model, SAMPLES))[0] for made in (plain, again)
+    )
     assert round((before - after) / (plain.model.blocks[0].output_bytes * SAMPLES)) == 1

@@ -3,17 +3,17 @@
 import pytest
 
 from counterpoint.program.program import Program
-from counterpoint.program.symmetry import classes
-from counterpoint.simulator.costs import unit_costs
+from counterpoint.program.rank_classes import find_rank_classes
+from counterpoint.simulator.cost_model import unit_costs
 from counterpoint.simulator.simulate import simulate, simulate_every_rank
-from tests.simulator.played import Ticks, compiled, costs_of, program
+from tests.simulator.programs import FakeCosts, build_costs, compile_text, program
 
 PLANS = [
     "solo", "data(3)", "zero1(2)", "zero2(3)", "zero3(2)", "pipeline(3)", "gpipe(4)", "tensor(2)", "bsp(2)", "asp(3)",
     "pipeline(2, replicas=(2,1))", "pipeline(2) * data(3)", "gpipe(2) * zero2(2)", "tensor(2) * data(2)",
     "pipeline(2) * tensor(2)", "pipeline(2) * tensor(2) * data(2)", "zero3(2) * data(2)", "zero1(2) * data(3)",
     "data(2) * server(3, servers=2, consistency=asp)", "pipeline(2) * bsp(2)", "data(2) * asp(2)",
-    "ssp(3, staleness=0)", "asp(3, compress=twobit)", "elastic(3)",
+    "ssp(3, staleness=0)", "asp(3, compress=twobit)", "easgd(3, alpha=0.5, tau=1)",
 ]  # fmt: skip
 
 
@@ -21,8 +21,13 @@ PLANS = [
 @pytest.mark.parametrize("passes", [(), ("overlap",)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_rank_of_each_class_gives_the_trace_of_all(plan, passes, tied):
-    made = compiled(plan, m=4, tied=tied, passes=passes)
-    for costs in (unit_costs(backward_ticks=2), costs_of(made), costs_of(made, latency_s=0.0), Ticks(link_s=0.5)):
+    made = compile_text(plan, m=4, tied=tied, passes=passes)
+    for costs in (
+        unit_costs(backward_ticks=2),
+        build_costs(made),
+        build_costs(made, latency_s=0.0),
+        FakeCosts(link_s=0.5),
+    ):
         assert simulate(made.program, costs) == simulate_every_rank(made.program, costs)
 
 
@@ -37,17 +42,17 @@ def test_one_rank_of_each_class_gives_the_trace_of_all(plan, passes, tied):
     ],
 )
 def test_the_classes_of_a_plan_are_these(plan, expected):
-    assert classes(compiled(plan, m=2).program) == expected
+    assert find_rank_classes(compile_text(plan, m=2).program) == expected
 
 
 def test_rows_with_equal_words_are_of_two_classes_when_their_senders_differ():
     rows = ["F0.0 x1.0>2", "F0.1 F0.2 x1.1>3", "x1.0<0", "x1.1<1"]
-    assert classes(program(*rows)) == ((0,), (1,), (2,), (3,))
+    assert find_rank_classes(program(*rows)) == ((0,), (1,), (2,), (3,))
 
 
 def test_a_difference_far_away_is_seen_through_the_ranks_between():
     chains = [["F0.0 x1.0>1", "x1.0<0 x2.0>2", "x2.0<1"], ["F0.1 F0.1 x1.1>4", "x1.1<3 x2.1>5", "x2.1<4"]]
-    assert len(classes(program(*chains[0], *chains[1]))) == 6
+    assert len(find_rank_classes(program(*chains[0], *chains[1]))) == 6
 
 
 def test_one_class_whose_ranks_want_one_link_at_one_moment_is_simulated_rank_by_rank():
@@ -58,13 +63,13 @@ def test_one_class_whose_ranks_want_one_link_at_one_moment_is_simulated_rank_by_
         for z, a, b in [(3, 0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 0)]
     ]
     looped = program(*circle)
-    assert len(classes(looped)) == 1
-    trace = simulate(looped, Ticks(link_s=2))
-    assert trace == simulate_every_rank(looped, Ticks(link_s=2))
+    assert len(find_rank_classes(looped)) == 1
+    trace = simulate(looped, FakeCosts(link_s=2))
+    assert trace == simulate_every_rank(looped, FakeCosts(link_s=2))
     assert trace.step_s > 2
 
 
 def test_a_stream_is_simulated_with_one_body():
     stream = program("F0.0 | F0.+1 B0.+0 | B0.+0")
     assert isinstance(stream, Program)
-    assert [event.words for event in simulate(stream, Ticks()).events] == ["F0.0", "F0.1", "B0.0", "B0.1"]
+    assert [event.text for event in simulate(stream, FakeCosts()).events] == ["F0.0", "F0.1", "B0.0", "B0.1"]

@@ -5,12 +5,11 @@ import time
 
 import pytest
 
-from counterpoint.program.symmetry import classes
-from counterpoint.simulator.costs import model_costs, unit_costs
-from counterpoint.simulator.simulate import simulate
-from counterpoint.simulator.spent import spend
+from counterpoint.program.rank_classes import find_rank_classes
+from counterpoint.simulator.cost_model import analytic_costs, unit_costs
+from counterpoint.simulator.simulate import simulate, simulate_breakdown
 from counterpoint.world.cluster import Cluster, Device, Level, Link
-from tests.simulator.played import compiled, size_of_in
+from tests.simulator.programs import compile_text, size_fn_for
 
 SLOW = pytest.mark.slow
 PLANS = [
@@ -23,30 +22,30 @@ PLANS = [
 
 
 def played(plan, m, blocks):
-    made = compiled(plan, m=m, blocks=blocks)
+    made = compile_text(plan, m=m, blocks=blocks)
     return made, simulate(made.program, unit_costs())
 
 
 @pytest.mark.parametrize(("plan", "blocks", "m", "num_classes", "bubble", "calls"), PLANS)
 def test_a_thousand_ranks_take_some_thousand_calls_each(plan, blocks, m, num_classes, bubble, calls):
     """Counted, not timed: how many functions are called is the same on every machine, however busy. A call is 1 us."""
-    counting = cProfile.Profile(builtins=False)
+    counting = cProfile.LayerGraph(builtins=False)
     made, trace = counting.runcall(played, plan, m, blocks)
     assert sum(called.callcount for called in counting.getstats()) < calls * trace.num_ranks
     assert trace.num_ranks == 1024
     assert trace.bubble == pytest.approx(bubble, abs=1e-9)
-    assert len(classes(made.program)) == num_classes
+    assert len(find_rank_classes(made.program)) == num_classes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_a_thousand_ranks_on_hosts_with_shared_cards_are_played_in_less_than_ten_seconds_of_the_processor():
     """Of 96 blocks and 64 microbatches, sliced inside 128 hosts of 8, in stages and replicas between them."""
-    made = compiled("tensor(8) * pipeline(16) * data(8)", m=64, blocks=96, proves=False)
+    made = compile_text("tensor(8) * pipeline(16) * data(8)", m=64, blocks=96, verified=False)
     levels = (Level("host", 8, Link(5e-6, 1e10)), Level("network", 128, Link(5e-5, 1.25e9), is_shared=True))
-    cluster = Cluster(Device(1e7), levels=levels, crowding=(1.0,) * 4 + (0.9,) * 4)
-    costs = model_costs(made.model, cluster, size_of_in(made), samples_per_micro=2)
+    cluster = Cluster(Device(1e7), levels=levels, compute_contention=(1.0,) * 4 + (0.9,) * 4)
+    costs = analytic_costs(made.model, cluster, size_fn_for(made), samples_per_microbatch=2)
     began = time.process_time()
-    (spent,) = spend(made.turns[-1], [costs], cluster)
+    (spent,) = simulate_breakdown(made.step_variants[-1], [costs], cluster)
     assert time.process_time() - began < 10
     assert spent.step_s > 0

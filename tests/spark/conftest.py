@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launchers.spark import start_spark, why_no_spark
+from counterpoint.launchers.spark import missing_for_spark, start_spark
 
 ROOT = Path(__file__).parents[2]
 JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # what runs for a minute is not worth compiling well
@@ -14,7 +14,7 @@ QUICK = {"spark.driver.extraJavaOptions": JAVA, "spark.executor.extraJavaOptions
 
 @pytest.fixture(scope="session")
 def spark():
-    missing = why_no_spark()
+    missing = missing_for_spark()
     if missing:
         pytest.skip(missing)
     found = [str(ROOT), str(ROOT / "src")]

@@ -26,7 +26,7 @@ class Net(nn.Module):
         return self.last(self.tied(torch.tanh(self.again(hidden))))
 
 
-class Killing(Net):
+class KillsExecutor(Net):
     """Kills the executor that it runs on in the third forward of a worker, in mid-job, once for all."""
 
     def __init__(self, once):
@@ -37,11 +37,11 @@ class Killing(Net):
         self.calls += 1
         if self.calls == 3 and not Path(self.once).exists():
             Path(self.once).touch()
-            os.kill(executor(), signal.SIGKILL)
+            os.kill(executor_pid(), signal.SIGKILL)
         return super().forward(x)
 
 
-class Dying(Net):
+class ExitsWorker(Net):
     """Ends the worker that it runs on, every time."""
 
     def forward(self, x):
@@ -62,7 +62,7 @@ class Sum(nn.Module):
         return x.sum(1) + y
 
 
-def executor():
+def executor_pid():
     """The Java process above this Python worker and the daemon that has forked it."""
     daemon = Path(f"/proc/{os.getppid()}/status").read_text(encoding="utf-8")
     return next(int(line.split()[1]) for line in daemon.splitlines() if line.startswith("PPid"))

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from counterpoint import DataError, LaunchError
-from counterpoint.launchers.barrier import Order, run_task
-from counterpoint.spark.ranks import order_of, results_of, written
-from tests.spark import ranked
+from counterpoint.launchers.spark import SparkRankSpec, run_task
+from counterpoint.spark.ranks import make_rank_spec, parse_results, to_file_rows
+from tests.spark import rank_functions as ranked
 
 pytestmark = pytest.mark.process
 
 
-class Stage:
+class FakeBarrierStage:
     """What tasks of one stage say to each other."""
 
     def __init__(self, count):
@@ -29,7 +29,7 @@ class Stage:
         return found
 
 
-class Context:
+class FakeTaskContext:
     """What Spark tells one task."""
 
     def __init__(self, stage, rank):
@@ -45,21 +45,21 @@ class Context:
         return self.stage.gather(self.rank, message)
 
 
-def ran(order, count, prepare=lambda folder: None):
+def run_tasks(order, count, prepare=lambda folder: None):
     """What all tasks tell the driver."""
-    stage = Stage(count)
+    stage = FakeBarrierStage(count)
     with ThreadPoolExecutor(count) as pool:
-        contexts = [Context(stage, rank) for rank in range(count)]
+        contexts = [FakeTaskContext(stage, rank) for rank in range(count)]
         return list(pool.map(lambda context: run_task(context, order, prepare), contexts))
 
 
-def results(order, count):
-    return results_of([row for told in ran(order, count) for row in written(told)], count)
+def run_and_parse(order, count):
+    return parse_results([row for told in run_tasks(order, count) for row in to_file_rows(told)], count)
 
 
 def test_ranks_know_their_place_and_share_a_key_that_nobody_sees():
-    order = order_of(ranked.who, ["hi"], 2, 1)
-    found = results(order, 2)
+    order = make_rank_spec(ranked.describe_rank, ["hi"], 2, 1)
+    found = run_and_parse(order, 2)
     told = [(one["rank"], one["world"], one["word"], one["is_shown"]) for one in found]
     assert told == [(0, 2, "hi", False), (1, 2, "hi", False)]
     assert torch.equal(found[0]["key"], found[1]["key"])
@@ -70,29 +70,29 @@ def test_ranks_know_their_place_and_share_a_key_that_nobody_sees():
 
 def test_the_error_of_one_rank_ends_all_and_is_told_with_its_traceback():
     with pytest.raises(LaunchError, match="rank 1 failed: ValueError: the cat sat") as caught:
-        results(order_of(ranked.failing, [1], 2, 1), 2)
+        run_and_parse(make_rank_spec(ranked.raise_on_rank, [1], 2, 1), 2)
     assert "rank 0 stopped because of rank 1" in str(caught.value)
     assert 'raise ValueError("the cat sat on the keyboard")' in str(caught.value)
 
 
 def test_a_rank_that_is_killed_ends_all():
     with pytest.raises(LaunchError, match="rank 0 was killed by SIGKILL"):
-        results(order_of(ranked.killed, [0], 2, 1), 2)
+        run_and_parse(make_rank_spec(ranked.kill_rank, [0], 2, 1), 2)
 
 
 def test_samples_that_cannot_be_used_are_told_before_any_rank_starts():
     def prepare(folder):
         raise DataError("row 3 has nothing (null) in column label")
 
-    told = ran(Order(("never",), "", (), {}, "job", 2), 2, prepare)
+    told = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 2), 2, prepare)
     assert {one.report for one in told} == {"rank 0 could not start: row 3 has nothing (null) in column label"}
 
 
 def test_another_number_of_tasks_than_ranks_is_refused():
-    told = ran(Order(("never",), "", (), {}, "job", 3), 2)
+    told = run_tasks(SparkRankSpec(("never",), "", (), {}, "job", 3), 2)
     assert "Spark made 2 tasks of 3 partitions" in told[1].report
 
 
 def test_a_function_that_no_other_process_finds_is_refused():
     with pytest.raises(LaunchError, match="cannot be found by another process"):
-        order_of(lambda: None, [], 2, 1)
+        make_rank_spec(lambda: None, [], 2, 1)

@@ -9,11 +9,20 @@ import torch
 from torch import nn
 
 from counterpoint import LaunchError, PlanError
-from counterpoint.runtime.vote import Guard
-from counterpoint.spark.driver import Options
+from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.spark.training import train
-from tests.spark.models import Dying, Killing
-from tests.spark.subjects import BAR, Adam, cut, distance, mse, net, samples, solo
+from counterpoint.spark.training_loop import SparkOptions
+from tests.spark.models import ExitsWorker, KillsExecutor
+from tests.spark.training_helpers import (
+    TOLERANCE,
+    Adam,
+    make_net,
+    make_samples,
+    max_relative_difference,
+    mse,
+    split_partitions,
+    train_single_process,
+)
 
 pytestmark = [
     pytest.mark.lab,
@@ -21,23 +30,23 @@ pytestmark = [
     pytest.mark.alone,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-DATA = samples(23)
-TEN = Options(batch_size=7, epochs=3, max_steps=10)
+DATA = make_samples(23)
+TEN = SparkOptions(batch_size=7, epochs=3, max_steps=10)
 
 
-def rows(spark, *sizes):
+def to_rdd(spark, *sizes):
     """The data in partitions of these sizes, the rest in the last."""
-    parts = cut(DATA, *sizes)
+    parts = split_partitions(DATA, *sizes)
     return spark.sparkContext.parallelize(range(len(parts)), len(parts)).flatMap(lambda place: parts[place])
 
 
-def trained(spark, *sizes, model=None, options=TEN, **more):
-    model = model or net()
-    done = train(rows(spark, *sizes), model, loss=mse, optimizer=Adam, options=options, **more)
+def train_on_spark(spark, *sizes, model=None, options=TEN, **more):
+    model = model or make_net()
+    done = train(to_rdd(spark, *sizes), model, loss=mse, optimizer=Adam, options=options, **more)
     return model, done
 
 
-def jobs_of(spark, work):
+def count_jobs(spark, work):
     """How many jobs Spark's status tracker has seen of what was done."""
     context = spark.sparkContext
     context.setJobGroup(work.__name__, "counted")
@@ -51,17 +60,17 @@ def ten_steps(spark):
     found = []
 
     def ten_steps():
-        found.extend(trained(spark, 9, 0, options=replace(TEN, cut_every=4)))
+        found.extend(train_on_spark(spark, 9, 0, options=replace(TEN, snapshot_every=4)))
 
-    num_jobs = jobs_of(spark, ten_steps)
+    num_jobs = count_jobs(spark, ten_steps)
     return *found, num_jobs
 
 
 def test_three_partitions_one_of_them_empty_end_where_solo_ends(ten_steps):
     model, done, _ = ten_steps
-    expected, losses = solo(DATA, TEN)
-    assert distance(model, expected) < BAR
-    assert done.losses == pytest.approx(losses, rel=BAR)
+    expected, losses = train_single_process(DATA, TEN)
+    assert max_relative_difference(model, expected) < TOLERANCE
+    assert done.losses == pytest.approx(losses, rel=TOLERANCE)
 
 
 def test_a_step_is_two_jobs(ten_steps):
@@ -76,28 +85,28 @@ def test_a_step_sends_what_the_programs_formula_says(ten_steps):
 
 @pytest.mark.slow
 def test_an_executor_that_is_killed_in_mid_job_changes_no_number(spark, tmp_path):
-    options = replace(TEN, max_steps=6, cut_every=100)
-    model, _ = trained(spark, 9, 7, model=net(Killing, tmp_path / "killed"), options=options)
+    options = replace(TEN, max_steps=6, snapshot_every=100)
+    model, _ = train_on_spark(spark, 9, 7, model=make_net(KillsExecutor, tmp_path / "killed"), options=options)
     assert (tmp_path / "killed").exists()
-    assert distance(model, solo(DATA, options)[0]) < BAR
+    assert max_relative_difference(model, train_single_process(DATA, options)[0]) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(), (11,), (4, 5, 6)])
 def test_one_two_and_four_partitions_end_where_solo_ends(spark, sizes):
-    assert distance(trained(spark, *sizes)[0], solo(DATA, TEN)[0]) < BAR
+    assert max_relative_difference(train_on_spark(spark, *sizes)[0], train_single_process(DATA, TEN)[0]) < TOLERANCE
 
 
 @pytest.mark.slow
 def test_clipping_by_the_norm_is_a_third_job(spark):
-    options = replace(TEN, max_steps=2, guard=Guard(clip_norm=0.1))
+    options = replace(TEN, max_steps=2, step_guard=StepGuard(clip_norm=0.1))
     models = []
 
     def two_steps():
-        models.append(trained(spark, 12, options=options)[0])
+        models.append(train_on_spark(spark, 12, options=options)[0])
 
-    assert jobs_of(spark, two_steps) == 1 + 3 * 2
-    assert distance(models[0], solo(DATA, options, clip_norm=0.1)[0]) < BAR
+    assert count_jobs(spark, two_steps) == 1 + 3 * 2
+    assert max_relative_difference(models[0], train_single_process(DATA, options, clip_norm=0.1)[0]) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -114,16 +123,16 @@ def test_a_data_frame_is_trained_on_by_its_columns(spark):
 
 @pytest.mark.slow
 def test_a_model_that_holds_a_lock_cannot_be_shipped(spark):
-    model = net()
+    model = make_net()
     model.lock = threading.Lock()
     with pytest.raises(PlanError, match="Spark cannot ship the model, the loss or the optimizer"):
-        trained(spark, 12, model=model)
+        train_on_spark(spark, 12, model=model)
 
 
 @pytest.mark.slow
 def test_a_task_that_dies_again_and_again_is_told_with_the_step(spark):
     with pytest.raises(LaunchError, match="Spark gave up forward-backward of step 0: Job aborted"):
-        trained(spark, 12, model=net(Dying))
+        train_on_spark(spark, 12, model=make_net(ExitsWorker))
 
 
 def test_a_loss_that_holds_a_lock_cannot_be_shipped_and_leaves_nothing_behind(spark):
@@ -134,7 +143,7 @@ def test_a_loss_that_holds_a_lock_cannot_be_shipped_and_leaves_nothing_behind(sp
             return mse(outputs, targets)
 
     with pytest.raises(PlanError, match="Spark cannot ship the model, the loss or the optimizer"):
-        train(rows(spark, 12), net(), loss=loss, optimizer=Adam, options=TEN)
+        train(to_rdd(spark, 12), make_net(), loss=loss, optimizer=Adam, options=TEN)
     assert spark.sparkContext.parallelize([1, 2], 2).map(twice).collect() == [2, 4]
 
 

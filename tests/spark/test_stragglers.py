@@ -8,18 +8,17 @@ import torch
 from torch import nn
 
 from counterpoint import PlanError
-from counterpoint.spark.driver import Options
-from counterpoint.spark.stragglers import Drop, Limit, limit_of
-from counterpoint.spark.training import train_here
-from tests.spark.subjects import mse
+from counterpoint.spark.training import train_local
+from counterpoint.spark.training_loop import SparkOptions, StragglerPolicy, TimeLimit, straggler_limit_s
+from tests.spark.training_helpers import mse
 
 SLOW_S = 0.05
 DATA = [(torch.tensor([float(number)]), torch.tensor([1.0])) for number in range(24)]
-DROP = Drop(fraction=0.7, most=0.9, warmup=1, every=100)
-OPTIONS = Options(batch_size=24, epochs=4, micros=4, drop=DROP)
+POLICY = StragglerPolicy(drop_fraction=0.7, max_missing_fraction=0.9, warmup_steps=1, update_every=100)
+OPTIONS = SparkOptions(batch_size=24, epochs=4, num_microbatches=4, straggler_policy=POLICY)
 
 
-class Slow(nn.Linear):
+class SlowLinear(nn.Linear):
     """Takes its time over samples from 16 on, which lie in the last partition."""
 
     def forward(self, x):
@@ -29,38 +28,38 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
-def trained(options):
+def train_with_straggler(options):
     torch.manual_seed(1)
-    model = Slow(1, 1)
+    model = SlowLinear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
     parts = [DATA[:8], DATA[8:16], DATA[16:]]
-    return train_here(parts, model, loss=mse, optimizer=sgd, options=options).steps
+    return train_local(parts, model, loss=mse, optimizer=sgd, options=options).steps
 
 
 def test_what_the_slow_have_not_computed_is_left_out_after_the_warmup():
-    counts = [step.num_samples for step in trained(OPTIONS)]
+    counts = [step.num_samples for step in train_with_straggler(OPTIONS)]
     assert counts[0] == 24
     assert all(6 <= count < 24 for count in counts[1:])
 
 
 def test_a_step_that_lacks_too_many_samples_updates_nothing():
-    steps = trained(replace(OPTIONS, drop=replace(DROP, most=0.1)))
+    steps = train_with_straggler(replace(OPTIONS, straggler_policy=replace(POLICY, max_missing_fraction=0.1)))
     assert [step.is_skipped for step in steps] == [False, True, True, True]
 
 
 def test_the_limit_is_the_slowest_that_still_counts_and_a_little():
-    assert limit_of([3.0, 1.0, 2.0, 4.0], 0.25) == pytest.approx(3.03)
-    assert limit_of([3.0], 0.9) == pytest.approx(3.03)
+    assert straggler_limit_s([3.0, 1.0, 2.0, 4.0], 0.25) == pytest.approx(3.03)
+    assert straggler_limit_s([3.0], 0.9) == pytest.approx(3.03)
 
 
 def test_the_limit_is_set_after_the_warmup_and_then_every_few_steps():
-    limit, found = Limit(Drop(fraction=0.5, warmup=2, every=2)), []
+    limit, found = TimeLimit(StragglerPolicy(drop_fraction=0.5, warmup_steps=2, update_every=2)), []
     for step in range(6):
-        limit.add([float(step), float(step) + 1])
+        limit.record_step([float(step), float(step) + 1])
         found.append(limit.seconds)
     assert found == [None, *[pytest.approx(1.01)] * 2, *[pytest.approx(3.03)] * 2, pytest.approx(5.05)]
 
 
 def test_a_fraction_that_is_none_is_refused():
-    with pytest.raises(PlanError, match=r"fraction=1.5, most=0.5, warmup=20 make no sense"):
-        Drop(fraction=1.5)
+    with pytest.raises(PlanError, match=r"drop_fraction=1.5, max_missing_fraction=0.5, warmup_steps=20 make no sense"):
+        StragglerPolicy(drop_fraction=1.5)

@@ -3,15 +3,15 @@
 import pytest
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import Plan
-from counterpoint.strategies.buckets import Buckets, format_bytes, parse_bytes
+from counterpoint.plan.plan import Plan
+from counterpoint.strategies.buckets import BucketConfig, format_bytes, parse_bytes
 from counterpoint.strategies.data import Data
 
 MiB = 2**20
 
 
 def test_options_that_are_not_given_are_as_they_are_by_default():
-    assert Plan.parse("data(4, first_bucket=2MiB)").strategies == (Data(4, buckets=Buckets(25 * MiB, 2 * MiB)),)
+    assert Plan.parse("data(4, first_bucket=2MiB)").strategies == (Data(4, buckets=BucketConfig(25 * MiB, 2 * MiB)),)
 
 
 def test_a_plan_with_buckets_as_they_are_by_default_says_nothing_about_them():

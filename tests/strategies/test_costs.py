@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from tests.laws.compositions import compiled
+from tests.program.verify.random_plans import compile_text
 
 BLOCKS = 3
 UNIT = 256 * 256 * 4
@@ -13,8 +13,8 @@ SAMPLE = 256 * 4
 
 
 def sent(text, **given):
-    made = compiled(text, blocks=BLOCKS, **given)
-    return [int(bytes_) if bytes_ == int(bytes_) else bytes_ for bytes_ in made.forecast.sent_bytes()]
+    made = compile_text(text, blocks=BLOCKS, **given)
+    return [int(bytes_) if bytes_ == int(bytes_) else bytes_ for bytes_ in made.cost.sent_bytes()]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -76,11 +76,11 @@ def test_replicas_of_shared_states_sum_a_share_only():
 
 
 def test_forecasts_know_blocks_microbatches_and_peak_of_each_rank():
-    ranks = compiled("pipeline(3)", m=4, blocks=4).forecast.ranks
+    ranks = compile_text("pipeline(3)", m=4, blocks=4).cost.ranks
     assert [rank.blocks for rank in ranks] == [(0,), (1,), (2, 3)]
     assert [rank.in_flight for rank in ranks] == [3, 2, 1]
-    assert [rank.in_flight for rank in compiled("gpipe(3)", m=4, blocks=3).forecast.ranks] == [4, 4, 4]
-    assert [rank.num_micros for rank in compiled("pipeline(2, replicas=(2,1))", m=4).forecast.ranks] == [2, 2, 4]
+    assert [rank.in_flight for rank in compile_text("gpipe(3)", m=4, blocks=3).cost.ranks] == [4, 4, 4]
+    assert [rank.num_micros for rank in compile_text("pipeline(2, replicas=(2,1))", m=4).cost.ranks] == [2, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_forecasts_know_blocks_microbatches_and_peak_of_each_rank():
         ("tree(4)", [2, 1, 2, 1]),
         ("tree(7)", [3, 1, 2, 1, 3, 1, 1]),
         ("tree(4, shape=star)", [3, 1, 1, 1]),
-        ("tree(4, shape=chain, sends=early)", [1, 2, 2, 1]),
+        ("tree(4, shape=chain, send=during_backward)", [1, 2, 2, 1]),
         ("tree(2, shape=chain) * tree(2)", [2, 1, 2, 1]),
         ("tree(2, shape=star) * data(2)", [2, 1, 2, 1]),
         ("data(2) * tree(2)", [2, 2, 2, 2]),
-        ("data(2, update=shared) * data(2)", [Fraction(3, 2)] * 4),
+        ("data(2, update=sharded) * data(2)", [Fraction(3, 2)] * 4),
     ],
 )
 def test_trees_send_gradients_up_and_weights_down(text, times):
@@ -102,5 +102,5 @@ def test_trees_send_gradients_up_and_weights_down(text, times):
 
 
 def test_of_a_tree_only_the_first_copy_updates():
-    assert [rank.updated for rank in compiled("tree(3)").forecast.ranks] == [1, 0, 0]
-    assert [rank.updated for rank in compiled("tree(2) * data(2)").forecast.ranks] == [1, 0, 1, 0]
+    assert [rank.optimizer_fraction for rank in compile_text("tree(3)").cost.ranks] == [1, 0, 0]
+    assert [rank.optimizer_fraction for rank in compile_text("tree(2) * data(2)").cost.ranks] == [1, 0, 1, 0]

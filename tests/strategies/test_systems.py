@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import Plan
-from counterpoint.strategies.table import STRATEGIES
+from counterpoint.plan.plan import Plan
+from counterpoint.plan.registry import STRATEGIES
 
-SYSTEMS = {name: named for name, named in STRATEGIES.items() if not isinstance(named.parent, type)}
+SYSTEMS = {name: named for name, named in STRATEGIES.items() if not isinstance(named.doc_source, type)}
 ALL = "bucket=1024GiB, first_bucket=1024GiB, tune=off"
 EACH = "bucket=0, first_bucket=0, tune=off"
 
@@ -43,39 +43,42 @@ BECOMES = [
     ("chainermn(4, communicator=non_cuda_aware)", f"data(4, {ALL})"),
     ("chainermn(4, communicator=single_node)", f"data(4, {ALL})"),
     ("chainermn(4, communicator=hierarchical)", "tree(4, shape=star)"),
-    ("chainermn(4, communicator=two_dimensional)", "data(4, update=shared)"),
+    ("chainermn(4, communicator=two_dimensional)", "data(4, update=sharded)"),
     ("chainermn(4, double_buffering=on)", "data(4, staleness=1)"),
     ("firecaffe(8)", "tree(8)"),
-    ("s_caffe(8)", "tree(8, shape=chain, sends=early)"),
+    ("s_caffe(8)", "tree(8, shape=chain, send=during_backward)"),
     ("intel_caffe(4)", f"data(4, {EACH})"),
     ("numa_caffe(2)", "data(2)"),
-    ("gpipe(4)", "pipeline(4, order=gpipe)"),
-    ("gpipe(2, balance=(3,1), chunks=8, checkpoint=never)", "pipeline(2, order=gpipe, balance=(3,1))"),
-    ("gpipe(2, cuts=blocks.2)", "pipeline(2, order=gpipe, cuts=blocks.2)"),
-    ("gpipe(2, replicas=(2,1))", "pipeline(2, order=gpipe, replicas=(2,1))"),
-    ("gpipe(2, virtual=2)", "pipeline(2, order=gpipe, virtual=2)"),
-    ("placement(2, modules=embed:0+blocks.0:1+head:0)", "pipeline(2, order=gpipe, cuts=embed:0+blocks.0:1+head:0)"),
-    ("pipedream(4)", "pipeline(4, order=pipedream)"),
-    ("pipedream(2, replicas=(3,1))", "pipeline(2, order=pipedream, replicas=(3,1))"),
-    ("pipedream(2, vertical_sync=on)", "pipeline(2, order=pipedream, vertical_sync=on)"),
-    ("pipedream_2bw(4, cuts=a+b+c)", "pipeline(4, order=pipedream_2bw, cuts=a+b+c)"),
+    ("gpipe(4)", "pipeline(4, schedule=gpipe)"),
+    ("gpipe(2, balance=(3,1), chunks=8, checkpoint=never)", "pipeline(2, schedule=gpipe, balance=(3,1))"),
+    ("gpipe(2, split_points=blocks.2)", "pipeline(2, schedule=gpipe, split_points=blocks.2)"),
+    ("gpipe(2, replicas=(2,1))", "pipeline(2, schedule=gpipe, replicas=(2,1))"),
+    ("gpipe(2, chunks_per_stage=2)", "pipeline(2, schedule=gpipe, chunks_per_stage=2)"),
+    (
+        "placement(2, modules=embed:0+blocks.0:1+head:0)",
+        "pipeline(2, schedule=gpipe, split_points=embed:0+blocks.0:1+head:0)",
+    ),
+    ("pipedream(4)", "pipeline(4, schedule=pipedream)"),
+    ("pipedream(2, replicas=(3,1))", "pipeline(2, schedule=pipedream, replicas=(3,1))"),
+    ("pipedream(2, vertical_sync=on)", "pipeline(2, schedule=pipedream, vertical_sync=on)"),
+    ("pipedream_2bw(4, split_points=a+b+c)", "pipeline(4, schedule=pipedream_2bw, split_points=a+b+c)"),
     ("pipedream_flush(4, balance=(1,2,2,1))", "pipeline(4, balance=(1,2,2,1))"),
-    ("megatron_interleaved(4)", "pipeline(4, order=interleaved, virtual=2)"),
-    ("megatron_interleaved(2, virtual=3)", "pipeline(2, order=interleaved, virtual=3)"),
-    ("zero_bubble(4)", "pipeline(4, order=zero_bubble)"),
-    ("zero_bubble(4, virtual=2)", "pipeline(4, order=zero_bubble, virtual=2)"),
-    ("hypar_flow(8, num_partitions=4)", "pipeline(4, order=gpipe) * data(2)"),
-    ("hypar_flow(8, strategy=hybrid, num_replicas=4)", "pipeline(2, order=gpipe) * data(4)"),
-    ("hypar_flow(4, strategy=model, balance=(1,2,2,1))", "pipeline(4, order=gpipe, balance=(1,2,2,1))"),
+    ("megatron_interleaved(4)", "pipeline(4, schedule=interleaved, chunks_per_stage=2)"),
+    ("megatron_interleaved(2, chunks_per_stage=3)", "pipeline(2, schedule=interleaved, chunks_per_stage=3)"),
+    ("zero_bubble(4)", "pipeline(4, schedule=zero_bubble)"),
+    ("zero_bubble(4, chunks_per_stage=2)", "pipeline(4, schedule=zero_bubble, chunks_per_stage=2)"),
+    ("hypar_flow(8, num_partitions=4)", "pipeline(4, schedule=gpipe) * data(2)"),
+    ("hypar_flow(8, strategy=hybrid, num_replicas=4)", "pipeline(2, schedule=gpipe) * data(4)"),
+    ("hypar_flow(4, strategy=model, balance=(1,2,2,1))", "pipeline(4, schedule=gpipe, balance=(1,2,2,1))"),
     ("hypar_flow(4, strategy=data)", "data(4)"),
     ("mpi_caffe(4)", "tensor(4)"),
-    ("mpi_caffe(4, comm_group=2)", "tensor(2) * pipeline(2, order=gpipe)"),
-    ("mpi_caffe(4, comm_group=1)", "pipeline(4, order=gpipe)"),
-    ("mpi_caffe(4, comm_group=2, cuts=head)", "tensor(2) * pipeline(2, order=gpipe, cuts=head)"),
+    ("mpi_caffe(4, comm_group=2)", "tensor(2) * pipeline(2, schedule=gpipe)"),
+    ("mpi_caffe(4, comm_group=1)", "pipeline(4, schedule=gpipe)"),
+    ("mpi_caffe(4, comm_group=2, split_points=head)", "tensor(2) * pipeline(2, schedule=gpipe, split_points=head)"),
     ("pipeline(2) * firecaffe(2)", "pipeline(2) * tree(2)"),
     ("kvstore(4)", "tree(4, shape=star)"),
     ("kvstore(4, type=local_update_cpu, update_on_kvstore=off)", f"data(4, {EACH})"),
-    ("kvstore(4, type=device)", "data(4, update=shared)"),
+    ("kvstore(4, type=device)", "data(4, update=sharded)"),
     ("kvstore(4, type=nccl, update_on_kvstore=off)", f"data(4, {EACH})"),
     ("kvstore(4, type=device, gradient_compression=2bit)", f"data(4, compress=twobit:0.5, {EACH})"),
     ("kvstore(4, type=dist)", "server(4, servers=1, consistency=bsp)"),
@@ -90,17 +93,17 @@ BECOMES = [
     ("mxnet_mpi(4, groups=1, servers=0)", "data(4)"),
     ("mxnet_mpi(4, groups=2)", "data(2) * server(2, servers=1, consistency=bsp)"),
     ("mxnet_mpi(4, groups=4, mode=asgd)", "server(4, servers=1, consistency=asp)"),
-    ("mxnet_mpi(4, groups=2, mode=esgd, tau=8)", "data(2) * elastic(2, servers=1, part=0.45, every=8)"),
+    ("mxnet_mpi(4, groups=2, mode=esgd, tau=8)", "data(2) * easgd(2, servers=1, alpha=0.45, tau=8)"),
     ("downpour(4)", "server(4, servers=1, consistency=asp)"),
     ("downpour(4, n_push=2)", "server(4, servers=1, consistency=asp)"),
     ("downpour(4, servers=2, n_push=2, n_fetch=6)", "server(4, servers=2, consistency=asp, fetch_every=3)"),
     ("project_adam(4, servers=2)", "server(4, servers=2, consistency=asp)"),
     ("parameter_server_strategy(4)", "server(4, servers=1, consistency=asp)"),
     ("parameter_server_strategy(4, servers=2, mode=sync)", "server(4, servers=2, consistency=bsp)"),
-    ("easgd(4)", "elastic(4, servers=1, part=0.225, every=10)"),
-    ("easgd(3, tau=1)", "elastic(3, servers=1, part=0.3)"),
-    ("easgd(4, tau=64, alpha=0.05)", "elastic(4, servers=1, part=0.05, every=64)"),
-    ("easgd(4, rho=2.5, eta=0.1)", "elastic(4, servers=1, part=0.25, every=10)"),
+    ("easgd(4)", "easgd(4, servers=1, alpha=0.225, tau=10)"),
+    ("easgd(3, tau=1)", "easgd(3, servers=1, alpha=0.3, tau=1)"),
+    ("easgd(4, tau=64, alpha=0.05)", "easgd(4, servers=1, alpha=0.05, tau=64)"),
+    ("easgd(4, rho=2.5, eta=0.1)", "easgd(4, servers=1, alpha=0.25, tau=10)"),
 ]
 """What is written, and what it has become."""
 
@@ -129,7 +132,7 @@ def test_every_system_is_on_the_page():
     assert {here.split("(")[0] for here, _ in ROWS} == SYSTEMS.keys()
 
 
-INSIDE = "data(2, update=shared)"
+INSIDE = "data(2, update=sharded)"
 OPEN = "fusion_threshold=0, cycle_time=0"
 BY_HOST = [
     (f"horovod(4, hierarchical_allreduce=on, {OPEN})", f"{INSIDE} * data(2, {EACH})"),
@@ -141,7 +144,7 @@ BY_HOST = [
     ),
     ("chainermn(4, communicator=hierarchical)", f"tree(2, shape=star) * data(2, {ALL})"),
     ("chainermn(4, communicator=two_dimensional)", f"{INSIDE} * data(2, {ALL})"),
-    ("s_caffe(4)", "tree(2, shape=chain, sends=early) * tree(2, sends=early)"),
+    ("s_caffe(4)", "tree(2, shape=chain, send=during_backward) * tree(2, send=during_backward)"),
     ("mxnet_mpi(4)", "data(2) * server(2, servers=1, consistency=bsp)"),
 ]
 """What is written for two hosts of two ranks, and what it becomes there."""
@@ -156,12 +159,16 @@ def test_a_system_adds_up_inside_hosts_first_where_ranks_are_on_several(text, be
 @pytest.mark.parametrize(
     ("text", "hosts", "becomes"),
     [
-        ("s_caffe", (0, 0, 0, 0), "tree(4, shape=chain, sends=early)"),
-        ("s_caffe", (0, 1, 2, 3), "tree(4, sends=early)"),
-        ("s_caffe", (0, 0, 0, 1), "tree(4, sends=early)"),
-        ("pipeline(2) * s_caffe", (0, 0, 0, 0, 1, 1, 1, 1), "pipeline(2) * tree(2, shape=chain, sends=early) * tree("),
-        ("tensor(2) * s_caffe", (0, 0, 1, 1), "tensor(2) * tree(2, sends=early)"),
-        ("s_caffe(4, per_host=4)", (0, 0, 1, 1), "tree(4, shape=chain, sends=early)"),
+        ("s_caffe", (0, 0, 0, 0), "tree(4, shape=chain, send=during_backward)"),
+        ("s_caffe", (0, 1, 2, 3), "tree(4, send=during_backward)"),
+        ("s_caffe", (0, 0, 0, 1), "tree(4, send=during_backward)"),
+        (
+            "pipeline(2) * s_caffe",
+            (0, 0, 0, 0, 1, 1, 1, 1),
+            "pipeline(2) * tree(2, shape=chain, send=during_backward) * tree(",
+        ),
+        ("tensor(2) * s_caffe", (0, 0, 1, 1), "tensor(2) * tree(2, send=during_backward)"),
+        ("s_caffe(4, per_host=4)", (0, 0, 1, 1), "tree(4, shape=chain, send=during_backward)"),
     ],
 )
 def test_what_hosts_say_is_about_the_ranks_along_the_axis(text, hosts, becomes):
@@ -253,9 +260,12 @@ def refusal(text, **given):
             "alpha=0, rho=2, eta=0 of easgd: alpha is eta times rho; give alpha, or both of the others",
         ),
         ("easgd(4, alpha=1.5)", "alpha=1.5 of easgd draws a worker no way or past the center; give alpha between 0"),
-        ("easgd(4, tau=0)", "elastic(4, servers=1, every=0) never meets a center; give servers=1 and every=1, or more"),
+        ("easgd(4, tau=0)", "easgd(4, servers=1, tau=0) never meets a center; give servers=1 and tau=1, or more"),
         ("mpi_caffe(4, comm_group=3)", "give a comm_group that divides 4"),
-        ("mpi_caffe(4, cuts=head)", "cuts=head of mpi_caffe(4) is for several groups; give a comm_group, too"),
+        (
+            "mpi_caffe(4, split_points=head)",
+            "split_points=head of mpi_caffe(4) is for several groups; give a comm_group, too",
+        ),
     ],
 )
 def test_what_a_system_cannot_mean_says_what_to_write(text, said):
@@ -264,7 +274,7 @@ def test_what_a_system_cannot_mean_says_what_to_write(text, said):
 
 @pytest.mark.parametrize(
     ("name", "key", "why"),
-    [(name, key, why) for name, named in SYSTEMS.items() for key, why in named.instead.items()],
+    [(name, key, why) for name, named in SYSTEMS.items() for key, why in named.unsupported.items()],
 )
 def test_an_option_that_says_nothing_here_is_answered_with_the_reason(name, key, why):
     assert refusal(f"{name}(2, {key}=on)") == f"{name} takes no {key}=: {why}"
@@ -312,6 +322,6 @@ def test_chunks_and_another_number_of_microbatches_are_refused():
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_system_says_what_it_is_promises_and_costs_and_explains_each_option(name):
-    text = SYSTEMS[name].parent.__doc__ or ""
+    text = SYSTEMS[name].doc_source.__doc__ or ""
     assert all(f"{part}:" in text for part in ("Args", "Promise", "Cost", "Source"))
     assert [key for key in SYSTEMS[name].options if not re.search(rf"^ +{key}: ", text, re.MULTILINE)] == []

@@ -8,28 +8,28 @@ import torch.nn.functional as F
 from torch import nn
 
 import counterpoint as cp
-from counterpoint.training.tally import add_tallies
-from tests.training.fits import (
+from counterpoint.training.metrics import merge_metrics
+from tests.training.trainers import (
     STRATEGIES,
+    batch_norm_mlp,
+    build_seeded,
     dataset,
+    equal_bits,
     fit,
+    make_trainer,
     mlp,
-    noisy,
     params_of,
-    same_bits,
-    seeded,
     state_of,
-    trainer,
 )
 
 ALL = ["solo", *STRATEGIES, "data(4)", "pipeline(2) * data(2)", "zero(4, level=3)", "server(2, consistency=asp)",
-       "interleaved(2)", "zero_bubble(2, virtual=2)"]  # fmt: skip
+       "interleaved(2)", "zero_bubble(2, chunks_per_stage=2)"]  # fmt: skip
 
 
 def measure(outputs, targets):
     right = (outputs.argmax(-1) == targets).sum()
     loss = F.cross_entropy(outputs, targets, reduction="sum")
-    return {"accuracy": cp.Tally(float(right), len(targets)), "loss": cp.Tally(float(loss), len(targets))}
+    return {"accuracy": cp.MeanMetric(float(right), len(targets)), "loss": cp.MeanMetric(float(loss), len(targets))}
 
 
 def by_hand(model, data):
@@ -44,9 +44,9 @@ def by_hand(model, data):
 @pytest.mark.parametrize("strategy", ALL)
 def test_every_strategy_measures_what_the_model_alone_would(strategy, num_samples):
     held_out = dataset(num_samples)
-    with trainer(strategy, noisy()) as one:
-        history = one.fit(dataset(), batch_size=12, evaluation=held_out, measure=measure)
-        again = one.evaluate(held_out, measure=measure, batch_size=8)
+    with make_trainer(strategy, batch_norm_mlp()) as one:
+        history = one.fit(dataset(), batch_size=12, eval_dataset=held_out, metrics=measure)
+        again = one.evaluate(held_out, metrics=measure, batch_size=8)
         expected = by_hand(one.model, held_out)
     assert history.evaluations[-1].metrics == pytest.approx(expected, rel=1e-12)
     assert again == pytest.approx(expected, rel=1e-12)
@@ -54,72 +54,75 @@ def test_every_strategy_measures_what_the_model_alone_would(strategy, num_sample
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_measuring_in_between_leaves_no_trace_in_the_training(strategy):
-    often = {"evaluation": dataset(9), "evaluate_every": 1}
-    measured, history = fit(strategy, noisy(), epochs=2, fit_options=often)
-    alone, expected = fit(strategy, noisy(), epochs=2)
+    often = {"eval_dataset": dataset(9), "evaluate_every": 1}
+    measured, history = fit(strategy, batch_norm_mlp(), epochs=2, fit_options=often)
+    alone, expected = fit(strategy, batch_norm_mlp(), epochs=2)
     assert [event.step for event in history.evaluations] == list(range(1, 9))
     assert history.losses == expected.losses
-    assert same_bits(*({name: state[name] for name in params_of(noisy())} for state in (measured, alone)))
+    assert equal_bits(*({name: state[name] for name in params_of(batch_norm_mlp())} for state in (measured, alone)))
 
 
 def test_every_epoch_and_the_end_are_measured_once():
-    _, history = fit("data(2)", epochs=3, fit_options={"evaluation": dataset(9), "max_steps": 10})
+    _, history = fit("data(2)", epochs=3, fit_options={"eval_dataset": dataset(9), "max_steps": 10})
     assert [event.step for event in history.evaluations] == [4, 8, 10]
 
 
 def test_the_loss_is_measured_where_nothing_else_is_said():
     held_out = dataset(31)
-    with trainer("pipeline(2)") as one:
+    with make_trainer("pipeline(2)") as one:
         found = one.evaluate(held_out)
     assert found == pytest.approx({"loss": by_hand(mlp(), held_out)["loss"]}, rel=1e-12)
 
 
 def test_a_model_can_be_measured_before_it_is_trained_and_is_not_changed():
     for strategy in ["solo", *STRATEGIES]:
-        model = noisy()
-        with trainer(strategy, model) as one:
-            before = one.evaluate(dataset(9), measure=measure)
-            assert same_bits(state_of(model), state_of(noisy())), strategy
-        assert before == pytest.approx(by_hand(noisy(), dataset(9)), rel=1e-12)
+        model = batch_norm_mlp()
+        with make_trainer(strategy, model) as one:
+            before = one.evaluate(dataset(9), metrics=measure)
+            assert equal_bits(state_of(model), state_of(batch_norm_mlp())), strategy
+        assert before == pytest.approx(by_hand(batch_norm_mlp(), dataset(9)), rel=1e-12)
 
 
 def test_batches_with_other_metrics_are_refused():
     def moody(outputs, targets):
-        return {"few" if len(targets) < 3 else "many": cp.Tally(0.0, len(targets))}
+        return {"few" if len(targets) < 3 else "many": cp.MeanMetric(0.0, len(targets))}
 
-    with trainer("data(2)") as one, pytest.raises(cp.DataError, match=r"^one batch has the metrics \['many'\], anot"):
-        one.evaluate(dataset(10), measure=moody, batch_size=12)
+    with (
+        make_trainer("data(2)") as one,
+        pytest.raises(cp.DataError, match=r"^one batch has the metrics \['many'\], anot"),
+    ):
+        one.evaluate(dataset(10), metrics=moody, batch_size=12)
 
 
 def test_metrics_are_means_over_samples_not_over_batches():
-    added = add_tallies([{"a": cp.Tally(3.0, 4)}, {"a": cp.Tally(1.0, 1)}])
+    added = merge_metrics([{"a": cp.MeanMetric(3.0, 4)}, {"a": cp.MeanMetric(1.0, 1)}])
     assert added["a"].mean == 0.8
-    assert math.isnan(cp.Tally().mean)
+    assert math.isnan(cp.MeanMetric().mean)
 
 
 def test_statistics_of_replicas_are_one_before_they_are_measured():
     """Each replica has seen half the batches; all must answer with the mean of what they saw."""
     held_out = dataset(8)
-    with trainer("data(2)", noisy()) as one:
+    with make_trainer("data(2)", batch_norm_mlp()) as one:
         one.fit(dataset(), batch_size=12)
-        team = one.team
+        team = one.local_ranks
         one.evaluate(held_out)
         buffers = [rank.interpreter.store.buffers["1.running_mean"] for rank in team.ranks.values()]
         assert torch.equal(*buffers)
         assert torch.equal(buffers[0], one.model[1].running_mean)
-    assert not torch.equal(buffers[0], seeded(lambda: torch.nn.BatchNorm1d(8)).running_mean)
+    assert not torch.equal(buffers[0], build_seeded(lambda: torch.nn.BatchNorm1d(8)).running_mean)
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "server(2)"])
 def test_weights_that_were_changed_after_training_are_those_that_are_measured(strategy, tmp_path):
-    best, held_out = noisy(), dataset(24)
-    with trainer(strategy, noisy()) as one:
+    best, held_out = batch_norm_mlp(), dataset(24)
+    with make_trainer(strategy, batch_norm_mlp()) as one:
         one.fit(dataset(), batch_size=12)
         one.model.load_state_dict(best.state_dict())
-        assert one.evaluate(held_out, measure=measure) == pytest.approx(by_hand(best, held_out), rel=1e-12)
+        assert one.evaluate(held_out, metrics=measure) == pytest.approx(by_hand(best, held_out), rel=1e-12)
         one.save(tmp_path)
-    found, _ = fit("solo", noisy(), fit_options={"resume": tmp_path})
-    assert same_bits(found, state_of(best))
+    found, _ = fit("solo", batch_norm_mlp(), fit_options={"resume": tmp_path})
+    assert equal_bits(found, state_of(best))
 
 
 class Measuring(cp.Callback):
@@ -137,30 +140,30 @@ class Measuring(cp.Callback):
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
 def test_measuring_in_a_callback_measures_the_newest_weights_and_keeps_them(strategy):
     listener = Measuring()
-    with trainer(strategy, noisy(), callbacks=[listener]) as one:
+    with make_trainer(strategy, batch_norm_mlp(), callbacks=[listener]) as one:
         listener.trainer = one
         history = one.fit(dataset(), batch_size=12)
         assert one.evaluate(dataset(24)) == pytest.approx(listener.found[-1], rel=1e-12)
-    assert history.losses == fit(strategy, noisy())[1].losses
+    assert history.losses == fit(strategy, batch_norm_mlp())[1].losses
     assert len({found["loss"] for found in listener.found}) == len(history.losses)
 
 
 ENDLESS = ["pipedream(3)", "pipedream(2, replicas=(2,1))", "pipedream(3, vertical_sync=on)", "pipedream_2bw(3)"]
-DEEPER = ["gpipe(3)", "gpipe(3, virtual=2)", "interleaved(3)", "zero_bubble(3)", "zero_bubble(3, virtual=2)",
+DEEPER = ["gpipe(3)", "gpipe(3, chunks_per_stage=2)", "interleaved(3)", "zero_bubble(3)", "zero_bubble(3, chunks_per_stage=2)",
           "tensor(2) * zero_bubble(2) * zero(2, level=2)"]  # fmt: skip
 
 
 def deep():
     """Seven blocks with dropout, two of which may be sliced."""
-    return seeded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Dropout(0.3), *mlp()))
+    return build_seeded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Dropout(0.3), *mlp()))
 
 
 @pytest.mark.parametrize("strategy", [*DEEPER, *ENDLESS])
 def test_every_order_measures_what_the_model_alone_would_as_often_as_it_is_asked(strategy):
     """A stream flushes for it."""
-    held_out, how = dataset(31), {"evaluation": dataset(31), "evaluate_every": 2, "measure": measure}
+    held_out, how = dataset(31), {"eval_dataset": dataset(31), "evaluate_every": 2, "metrics": measure}
     plan = cp.Plan.parse(strategy).with_microbatches_for(12)
-    with trainer(plan, deep(), progress="off") as one:
+    with make_trainer(plan, deep(), progress="off") as one:
         history = one.fit(dataset(), batch_size=12, **how)
         expected = by_hand(one.model, held_out)
     assert [event.step for event in history.evaluations] == [2, 4]

@@ -6,7 +6,17 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import counterpoint as cp
-from tests.training.fits import ADAMW, STRATEGIES, distance, draw, mlp, params_of, rank_threads, same_bits, seeded
+from tests.training.trainers import (
+    ADAMW,
+    STRATEGIES,
+    build_seeded,
+    equal_bits,
+    list_rank_threads,
+    make_generator,
+    max_difference,
+    mlp,
+    params_of,
+)
 
 UNSLICED = [name for name in STRATEGIES if name != "tensor(2)"]
 
@@ -23,7 +33,7 @@ class Pair(nn.Module):
 
 
 def batches(lengths=(12, 12, 7, 3)):
-    random = draw(4)
+    random = make_generator(4)
     for length in lengths:
         x, extra = torch.randn(length, 6, generator=random), torch.randn(length, 4, generator=random)
         yield x.double(), extra.double(), torch.randint(0, 3, (length,), generator=random)
@@ -51,7 +61,7 @@ FORMS = {"a tuple": lambda x, extra: (x, extra), "a dict": lambda x, extra: {"ex
 @pytest.mark.parametrize("strategy", ["solo", *UNSLICED])
 def test_a_loop_of_ones_own_is_the_same_under_every_strategy(strategy, form):
     """Its batches are uneven and smaller than the number of microbatches, its scheduler sits on the optimizer."""
-    mine, theirs = seeded(Pair), seeded(Pair)
+    mine, theirs = build_seeded(Pair), build_seeded(Pair)
     expected = by_hand(theirs, form)
     step = cp.parallelize(mine, ADAMW, F.cross_entropy, strategy=strategy, num_microbatches=2)
     turning = optim.lr_scheduler.StepLR(step.optimizer, 1, 0.5)
@@ -61,8 +71,8 @@ def test_a_loop_of_ones_own_is_the_same_under_every_strategy(strategy, form):
             losses.append(step(form(x, extra), targets))
             turning.step()
     assert losses == pytest.approx(expected, rel=1e-12)
-    assert distance(params_of(mine), params_of(theirs)) <= 1e-12
-    assert rank_threads() == []
+    assert max_difference(params_of(mine), params_of(theirs)) <= 1e-12
+    assert list_rank_threads() == []
 
 
 class Named(nn.Module):
@@ -85,12 +95,12 @@ def both(outputs, targets):
 def test_outputs_and_targets_may_be_dicts(strategy):
     found = {}
     for name in (strategy, "solo"):
-        model = seeded(Named)
+        model = build_seeded(Named)
         with cp.parallelize(model, ADAMW, both, strategy=name) as step:
             for x, extra, targets in batches((12, 8)):
                 step(x, {"label": targets, "weight": extra[:, 0]})
         found[name] = params_of(model)
-    assert distance(found[strategy], found["solo"]) <= 1e-12
+    assert max_difference(found[strategy], found["solo"]) <= 1e-12
 
 
 def test_an_optimizer_of_the_users_is_the_one_whose_options_count():
@@ -100,10 +110,10 @@ def test_an_optimizer_of_the_users_is_the_one_whose_options_count():
         (x, _, targets), *_ = batches()
         step(x, targets)
         assert step.optimizer is optimizer
-        assert same_bits(params_of(step.give_back()), params_of(mlp()))
+        assert equal_bits(params_of(step.export_weights()), params_of(mlp()))
         optimizer.param_groups[0]["lr"] = 0.5
         step(x, targets)
-    assert not same_bits(params_of(model), params_of(mlp()))
+    assert not equal_bits(params_of(model), params_of(mlp()))
 
 
 def test_weights_can_be_looked_at_in_between():
@@ -113,9 +123,9 @@ def test_weights_can_be_looked_at_in_between():
         with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=name) as step:
             for x, _, targets in batches((12, 12)):
                 step(x, targets)
-                seen.setdefault(name, []).append(params_of(step.give_back()))
+                seen.setdefault(name, []).append(params_of(step.export_weights()))
     for mine, theirs in zip(*seen.values(), strict=True):
-        assert distance(mine, theirs) <= 1e-12
+        assert max_difference(mine, theirs) <= 1e-12
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_the_first_step():
@@ -126,21 +136,21 @@ def test_a_batch_that_does_not_divide_is_refused_before_the_first_step():
         cp.parallelize(model, ADAMW, F.cross_entropy, strategy="data(2)") as step,
     ):
         step(x, targets)
-    assert same_bits(params_of(model), params_of(mlp()))
-    assert rank_threads() == []
+    assert equal_bits(params_of(model), params_of(mlp()))
+    assert list_rank_threads() == []
 
 
 def test_an_error_in_the_loop_leaves_no_threads():
     with pytest.raises(ZeroDivisionError), cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)"):
         raise ZeroDivisionError
-    assert rank_threads() == []
+    assert list_rank_threads() == []
 
 
 def test_wrong_names_of_inputs_show_what_forward_takes():
     (x, extra, targets), *_ = batches((12,))
     with (
         pytest.raises(cp.PlanError, match=r"^Pair.forward\(x, extra\) cannot be called with 0 positional and 2 named"),
-        cp.parallelize(seeded(Pair), ADAMW, F.cross_entropy, strategy="data(2)") as step,
+        cp.parallelize(build_seeded(Pair), ADAMW, F.cross_entropy, strategy="data(2)") as step,
     ):
         step({"x": x, "other": extra}, targets)
 
@@ -162,9 +172,9 @@ def test_weights_that_are_changed_between_steps_are_taken_to_all_ranks(strategy)
     model, theirs = mlp(), mlp()
     with cp.parallelize(model, ADAMW, F.cross_entropy, strategy=strategy) as step:
         step(x, y)
-        step.give_back()
+        step.export_weights()
         model.load_state_dict(theirs.state_dict())
-        step.take()
+        step.import_weights()
         assert step(x, y) == pytest.approx(float(F.cross_entropy(theirs(x), y).detach()), rel=1e-12)
 
 

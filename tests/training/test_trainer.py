@@ -11,21 +11,21 @@ from torch.utils.data import TensorDataset
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler
 from counterpoint.program.text import format_instruction
-from tests.training.fits import (
+from tests.training.trainers import (
     ADAMW,
     STRATEGIES,
+    batch_norm_mlp,
+    build_seeded,
     dataset,
-    distance,
-    draw,
+    equal_bits,
     fit,
+    list_rank_threads,
+    make_generator,
+    make_trainer,
+    max_difference,
     mlp,
-    noisy,
     params_of,
-    rank_threads,
-    same_bits,
-    seeded,
     state_of,
-    trainer,
 )
 
 UNSLICED = [name for name in STRATEGIES if name != "tensor(2)"]
@@ -58,7 +58,7 @@ def test_the_gradient_is_the_mean_over_the_whole_batch(strategy, num_samples):
     model, data = mlp(), dataset(num_samples)
     losses, _ = by_hand(model, data, epochs=2)
     found, history = fit(strategy, data=data, epochs=2)
-    assert distance(found, params_of(model)) <= 1e-12
+    assert max_difference(found, params_of(model)) <= 1e-12
     assert history.losses == pytest.approx(losses, rel=1e-12)
     assert sum(step.num_samples for step in history.steps) == 2 * num_samples
 
@@ -68,7 +68,7 @@ def test_accumulated_microbatches_equal_one_large_batch(num_microbatches):
     model = mlp()
     by_hand(model, dataset())
     found, _ = fit(cp.Plan((), num_microbatches))
-    assert distance(found, params_of(model)) <= 1e-12
+    assert max_difference(found, params_of(model)) <= 1e-12
 
 
 @pytest.mark.parametrize("clip_norm", [0.05, 100.0])
@@ -78,7 +78,7 @@ def test_clipping_is_that_of_torch(strategy, clip_norm):
     _, norms = by_hand(model, dataset(), clip_norm=clip_norm)
     found, history = fit(strategy, clip_norm=clip_norm)
     assert [step.grad_norm for step in history.steps] == pytest.approx(norms, rel=1e-12)
-    assert distance(found, params_of(model)) <= 1e-12
+    assert max_difference(found, params_of(model)) <= 1e-12
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -88,8 +88,8 @@ def test_clipping_every_number_is_that_of_torch_and_comes_after_the_norm(strateg
     model, unclipped = mlp(), mlp()
     by_hand(model, dataset(), **given)
     by_hand(unclipped, dataset(), **{**given, "clip_value": None})
-    assert distance(fit(strategy, **given)[0], params_of(model)) <= 1e-12
-    assert distance(params_of(unclipped), params_of(model)) > 1e-3
+    assert max_difference(fit(strategy, **given)[0], params_of(model)) <= 1e-12
+    assert max_difference(params_of(unclipped), params_of(model)) > 1e-3
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
@@ -104,9 +104,9 @@ def test_groups_of_parameters_keep_their_own_options(strategy):
 
     mine, theirs = mlp(), mlp()
     cosine = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=8)
-    by_hand(theirs, dataset(), optimizer=grouped(theirs), schedule=cosine, epochs=2)
-    found, history = fit(strategy, mine, optimizer=grouped(mine), schedule=cosine, epochs=2)
-    assert distance(found, params_of(theirs)) <= 1e-12
+    by_hand(theirs, dataset(), optimizer=grouped(theirs), lr_scheduler=cosine, epochs=2)
+    found, history = fit(strategy, mine, optimizer=grouped(mine), lr_scheduler=cosine, epochs=2)
+    assert max_difference(found, params_of(theirs)) <= 1e-12
     assert history.steps[0].options["weight_decay"] == 0.5
 
 
@@ -121,7 +121,7 @@ def test_frozen_parameters_stay_and_the_others_train(strategy):
     model = frozen_in_the_middle()
     by_hand(model, dataset())
     found, _ = fit(strategy, frozen_in_the_middle())
-    assert distance(found, params_of(model)) <= 1e-12
+    assert max_difference(found, params_of(model)) <= 1e-12
     assert torch.equal(found["2.weight"], mlp()[2].weight)
     assert not torch.equal(found["0.weight"], mlp()[0].weight)
 
@@ -143,7 +143,7 @@ class Lars(optim.Optimizer):
 
 
 def without_biases():
-    return seeded(
+    return build_seeded(
         lambda: nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6, bias=False), nn.Tanh())))
     )
 
@@ -157,7 +157,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_sees_whole_tensors(strategy, o
     model = without_biases()
     by_hand(model, dataset(), optimizer=optimizer)
     found, _ = fit(strategy, without_biases(), optimizer=optimizer)
-    assert distance(found, params_of(model)) <= 1e-10  # Muon computes in bfloat16, which may round once otherwise
+    assert max_difference(found, params_of(model)) <= 1e-10  # Muon computes in bfloat16, which may round once otherwise
 
 
 class TwoPrecisions(nn.Module):
@@ -170,7 +170,7 @@ class TwoPrecisions(nn.Module):
 
 
 def two_precisions():
-    model = seeded(TwoPrecisions)
+    model = build_seeded(TwoPrecisions)
     model.first.float()
     return model
 
@@ -180,17 +180,17 @@ def test_parameters_may_be_of_several_dtypes(strategy):
     """The float32 half is equal up to its own rounding, and a parameter may have no dims."""
     mine, theirs = (fit(name, two_precisions())[0] for name in (strategy, "solo"))
     assert {name: value.dtype for name, value in mine.items()} == {n: v.dtype for n, v in theirs.items()}
-    assert distance(mine, theirs) <= 1e-5
+    assert max_difference(mine, theirs) <= 1e-5
     assert mine["scale"].shape == ()
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "pipeline(2) * data(2)"])
 def test_what_is_drawn_depends_on_the_seed_and_not_on_the_plan(strategy):
-    names = params_of(noisy())
-    (mine, history), (theirs, expected) = fit(strategy, noisy(), seed=5), fit("solo", noisy(), seed=5)
-    assert distance(mine, theirs, names) <= 1e-12
+    names = params_of(batch_norm_mlp())
+    (mine, history), (theirs, expected) = fit(strategy, batch_norm_mlp(), seed=5), fit("solo", batch_norm_mlp(), seed=5)
+    assert max_difference(mine, theirs, names) <= 1e-12
     assert history.losses == pytest.approx(expected.losses, rel=1e-12)
-    assert fit(strategy, noisy(), seed=6)[1].losses[0] != pytest.approx(expected.losses[0], rel=1e-6)
+    assert fit(strategy, batch_norm_mlp(), seed=6)[1].losses[0] != pytest.approx(expected.losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
@@ -198,38 +198,38 @@ def test_the_users_random_numbers_go_on_as_if_nothing_was_trained(strategy):
     torch.manual_seed(77)
     expected = torch.rand(3)
     torch.manual_seed(77)
-    fit(strategy, noisy(), fit_options={"evaluation": dataset(9)})
+    fit(strategy, batch_norm_mlp(), fit_options={"eval_dataset": dataset(9)})
     assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_two_calls_of_fit_train_as_one_longer_one(strategy):
-    with trainer(strategy) as one:
+    with make_trainer(strategy) as one:
         first = one.fit(dataset(), batch_size=12)
         second = one.fit(dataset(), batch_size=12)
         found = state_of(one.model)
     whole, history = fit(strategy, epochs=2)
     assert first.losses + second.losses == pytest.approx(history.losses, rel=1e-12)
-    assert distance(found, whole) <= 1e-12
+    assert max_difference(found, whole) <= 1e-12
 
 
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_a_trainer_that_was_closed_goes_on_with_the_optimizers_state(strategy):
     """The steps counted on, but the momentum was gone."""
-    with trainer(strategy) as one, trainer(strategy) as other:
+    with make_trainer(strategy) as one, make_trainer(strategy) as other:
         one.fit(dataset(), batch_size=12)
         one.close()
         one.fit(dataset(), batch_size=12)
         for _ in range(2):
             other.fit(dataset(), batch_size=12)
-        assert same_bits(state_of(one.model), state_of(other.model))
+        assert equal_bits(state_of(one.model), state_of(other.model))
 
 
 def test_the_modes_of_modules_are_as_the_user_set_them():
     for strategy in ["solo", "data(2)", "pipeline(2)"]:
-        model = noisy()
+        model = batch_norm_mlp()
         model[3].eval()
-        fit(strategy, model, fit_options={"evaluation": dataset(9)})
+        fit(strategy, model, fit_options={"eval_dataset": dataset(9)})
         assert [module.training for module in model] == [True, True, True, False, True, True, True], strategy
 
 
@@ -237,7 +237,7 @@ def test_a_bare_name_trains_alone_where_no_launcher_gave_ranks():
     with cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="zero3") as one:
         one.fit(dataset(), batch_size=12)
         assert str(one.plan) == "solo"
-        assert same_bits(state_of(one.model), fit(cp.Plan())[0])
+        assert equal_bits(state_of(one.model), fit(cp.Plan())[0])
 
 
 def test_a_pipeline_takes_as_many_microbatches_as_it_can_use():
@@ -250,7 +250,7 @@ def test_a_pipeline_takes_as_many_microbatches_as_it_can_use():
 
 def test_steps_tell_their_number_epoch_samples_and_rate():
     step = partial(optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    _, history = fit("data(2)", epochs=2, schedule=step)
+    _, history = fit("data(2)", epochs=2, lr_scheduler=step)
     told = [(step.step, step.epoch, step.num_samples, step.options["lr"]) for step in history.steps]
     assert told == [(at, at // 4, 10 if at % 4 == 3 else 12, 0.01 * 0.5 ** (at + 1)) for at in range(8)]
     assert all(step.seconds > 0 for step in history.steps)
@@ -263,12 +263,12 @@ def test_a_measured_step_says_what_every_rank_did():
         def on_trace(self, event):
             traces.append(event)
 
-    with trainer("pipeline(2)", callbacks=[Listener()]) as one:
+    with make_trainer("pipeline(2)", callbacks=[Listener()]) as one:
         one.fit(dataset(), batch_size=12)
         compiled = one.compiled
     assert len(traces) == 1
     told = [" ".join(event.words for event in traces[0].trace.events if event.rank == rank) for rank in (0, 1)]
-    assert told == [" ".join(map(format_instruction, row.body)) for row in compiled.program.rows]
+    assert told == [" ".join(map(format_instruction, row.body)) for row in compiled.program.rank_programs]
 
 
 def test_integers_and_several_inputs_reach_the_model():
@@ -280,14 +280,14 @@ def test_integers_and_several_inputs_reach_the_model():
         def forward(self, tokens, x):
             return self.head(self.table(tokens) + x)
 
-    tokens = torch.randint(0, 10, (46,), generator=draw())
+    tokens = torch.randint(0, 10, (46,), generator=make_generator())
     data = TensorDataset(tokens, *dataset().tensors)
-    model = seeded(Looked)
+    model = build_seeded(Looked)
     by_hand(model, data)
     for strategy in ["data(2)", "zero(2, level=3)", "pipeline(2)"]:
-        assert distance(fit(strategy, seeded(Looked), data)[0], params_of(model)) <= 1e-12, strategy
+        assert max_difference(fit(strategy, build_seeded(Looked), data)[0], params_of(model)) <= 1e-12, strategy
 
 
 def test_a_closed_trainer_leaves_no_threads():
     fit("zero(4, level=3)")
-    assert rank_threads() == []
+    assert list_rank_threads() == []

@@ -23,11 +23,13 @@ def test_without_levels_every_pair_has_the_same_link():
 
 
 def test_a_crowd_shares_what_as_many_as_are_listed_have():
-    crowded = Cluster(crowding=(1.0, 0.9))
-    assert [crowded.crowded(count) for count in (1, 2, 3, 4)] == pytest.approx([1.0, 0.9, 0.6, 0.45])
-    assert Cluster().crowded(8) == 1.0
+    crowded = Cluster(compute_contention=(1.0, 0.9))
+    assert [crowded.contended_compute_fraction(count) for count in (1, 2, 3, 4)] == pytest.approx([1.0, 0.9, 0.6, 0.45])
+    assert Cluster().contended_compute_fraction(8) == 1.0
 
 
 def test_one_that_computes_half_of_the_time_is_half_in_the_way():
-    crowded = Cluster(crowding=(1.0, 0.8, 0.5))
-    assert [crowded.crowded(count) for count in (0.5, 1.5, 2.5, 3.5)] == pytest.approx([1.0, 0.9, 0.65, 1.5 / 3.5])
+    crowded = Cluster(compute_contention=(1.0, 0.8, 0.5))
+    assert [crowded.contended_compute_fraction(count) for count in (0.5, 1.5, 2.5, 3.5)] == pytest.approx(
+        [1.0, 0.9, 0.65, 1.5 / 3.5]
+    )

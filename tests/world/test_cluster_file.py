@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import PlanError
-from counterpoint.world.cluster import Cluster, Device, Level, Link, Turns
-from counterpoint.world.cluster_file import load_cluster, read_cluster
-from counterpoint.world.cluster_text import write_cluster
+from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
+from counterpoint.world.cluster_file import format_cluster, load_cluster, parse_cluster
 from counterpoint.world.quantities import (
     BANDWIDTH,
     FLOPS,
@@ -32,7 +31,7 @@ levels:
     bandwidth: 1 Gbit/s
     shared: true
 speeds: [1.0, 0.5]
-crowding: [1.0, 0.6]
+compute_contention: [1.0, 0.6]
 """
 
 rates = st.floats(min_value=0, max_value=1e300, exclude_min=True) | st.just(float("inf"))
@@ -45,15 +44,15 @@ levels = st.lists(
 devices = st.builds(Device, rates, st.integers(1, 2**60), rates)
 crowds = st.lists(parts).map(tuple)
 slow = st.lists(st.tuples(st.just(0), st.just(0), parts), max_size=2).map(tuple)
-turns = st.none() | st.builds(Turns, st.integers(1, 10**6), crowds, st.floats(min_value=0, max_value=1e6))
-shared = {"crowding": crowds, "memory_crowding": crowds, "slow_links": slow, "turns": turns}
+turns = st.none() | st.builds(TimeSlicing, st.integers(1, 10**6), crowds, st.floats(min_value=0, max_value=1e6))
+shared = {"compute_contention": crowds, "memory_contention": crowds, "slow_links": slow, "time_slicing": turns}
 flat = st.builds(Cluster, devices, links, st.lists(parts).map(tuple), **shared)
 nested = st.builds(Cluster, devices, levels=levels.map(tuple), **shared)
 
 
 def mistakes(text):
     with pytest.raises(PlanError) as caught:
-        read_cluster(text, name="c.yaml")
+        parse_cluster(text, name="c.yaml")
     return str(caught.value).splitlines()
 
 
@@ -65,20 +64,20 @@ def changed(old, new):
 def test_a_file_is_read_as_it_says():
     inside, outside = Level("host", 2, Link(5e-6, 10e9)), Level("network", 4, Link(50e-6, 125e6), is_shared=True)
     device = Device(30e9, 16 * 2**30, 10e9)
-    assert read_cluster(HOSTS) == Cluster(device, Link(), (1.0, 0.5), (inside, outside), (1.0, 0.6))
+    assert parse_cluster(HOSTS) == Cluster(device, Link(), (1.0, 0.5), (inside, outside), (1.0, 0.6))
 
 
 @given(flat | nested)
 def test_every_cluster_is_read_as_it_was_written(cluster):
-    assert read_cluster(write_cluster(cluster)) == cluster
+    assert parse_cluster(format_cluster(cluster)) == cluster
 
 
 def test_a_written_cluster_reads_well():
-    lines = write_cluster(read_cluster(HOSTS)).splitlines()
+    lines = format_cluster(parse_cluster(HOSTS)).splitlines()
     assert lines[:4] == HOSTS.splitlines()[:4]
     assert lines[4:7] == ["levels:", "- name: host", "  count: 2"]
     assert lines[-5:] == [
-        "  latency: 50 us", "  bandwidth: 125 MB/s", "  shared: true", "speeds: [1.0, 0.5]", "crowding: [1.0, 0.6]",
+        "  latency: 50 us", "  bandwidth: 125 MB/s", "  shared: true", "speeds: [1.0, 0.5]", "compute_contention: [1.0, 0.6]",
     ]  # fmt: skip
 
 
@@ -123,13 +122,13 @@ def test_a_quantity_is_a_number_and_a_unit(text, kind, amount):
         ("name: network", "name:", "c.yaml:10: levels[1].name is empty; it must be a word, as in name: host"),
         ("[1.0, 0.5]", "[1.0, -1]", "c.yaml:15: speeds[1] is -1; it must be a number above 0"),
         ("[1.0, 0.5]", str([1.0] * 9), "c.yaml:15: speeds has 9 numbers, and the levels have 8 ranks"),
-        ("[1.0, 0.6]", "[1, 60]", "c.yaml:16: crowding has 60; no rank is faster in a crowd than alone"),
-        ("crowding:", "memory_crowding: [2]\ncrowding:", "c.yaml:16: memory_crowding has 2; no rank is faster in"),
-        ("speeds:", "turns: {parts: [1]}\nspeeds:", "c.yaml:15: turns has no cores; give it, as in cores: 2"),
-        ("speeds:", "turns: {cores: 0}\nspeeds:", "c.yaml:15: turns.cores is 0; it must be a whole number from 1 on"),
-        ("speeds:", "turns: {cores: 1, message: 5}\nspeeds:", "c.yaml:15: turns.message is 5; it has no unit"),
+        ("[1.0, 0.6]", "[1, 60]", "c.yaml:16: compute_contention has 60; no rank is faster in a crowd than alone"),
+        ("compute_contention:", "memory_contention: [2]\ncrowding:", "c.yaml:16: memory_contention has 2; no rank is faster in"),
+        ("speeds:", "time_slicing: {fractions: [1]}\nspeeds:", "c.yaml:15: time_slicing has no cores; give it, as in cores: 2"),
+        ("speeds:", "time_slicing: {cores: 0}\nspeeds:", "c.yaml:15: time_slicing.cores is 0; it must be a whole number from 1 on"),
+        ("speeds:", "time_slicing: {cores: 1, message: 5}\nspeeds:", "c.yaml:15: time_slicing.message is 5; it has no unit"),
         ("speeds: [", "link: {latency: 0 s, bandwidth: 1 B/s}\nspeeds: [", "c.yaml:15: link stands beside levels"),
-        ("speeds:", "crowding:", "c.yaml:16: the file has crowding twice; give it once"),
+        ("speeds:", "compute_contention:", "c.yaml:16: the file has compute_contention twice; give it once"),
         ("device:", "? [device]\n:", "c.yaml:1: the file has a key a list, which there is not; its keys are device"),
     ],
 )  # fmt: skip
@@ -140,15 +139,15 @@ def test_a_mistake_is_told_with_its_line_the_rule_and_the_remedy(old, new, said)
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("{level: 1, group: 3, part: 2}", "slow_links[0].part is 2; it must be more than 0 and at most 1"),
-        ("{level: 2, group: 0, part: 0.5}", "slow_links[0] is of level 2, and the outermost one is 1"),
-        ("{level: 1, group: 4, part: 0.5}", "slow_links[0] is group 4, and level 1 joins 4, from 0 on"),
-        ("{level: host, group: 4, part: 0.5}", "slow_links[0].level is host; it must be a whole number from 0 on"),
+        ("{level: 1, group: 3, fraction: 2}", "slow_links[0].part is 2; it must be more than 0 and at most 1"),
+        ("{level: 2, group: 0, fraction: 0.5}", "slow_links[0] is of level 2, and the outermost one is 1"),
+        ("{level: 1, group: 4, fraction: 0.5}", "slow_links[0] is group 4, and level 1 joins 4, from 0 on"),
+        ("{level: host, group: 4, fraction: 0.5}", "slow_links[0].level is host; it must be a whole number from 0 on"),
         ("{level: 1, group: 3}", "slow_links[0] has no part; give it, as in part: 0.5"),
     ],
 )
 def test_a_slow_link_is_one_that_there_is(entry, said):
-    assert read_cluster(f"{HOSTS}slow_links: [{{level: 0, group: 7, part: 0.5}}]").slow_links == ((0, 7, 0.5),)
+    assert parse_cluster(f"{HOSTS}slow_links: [{{level: 0, group: 7, fraction: 0.5}}]").slow_links == ((0, 7, 0.5),)
     assert any(line.startswith(f"c.yaml:17: {said}") for line in mistakes(f"{HOSTS}slow_links: [{entry}]"))
 
 
@@ -190,7 +189,7 @@ def test_a_file_that_is_not_there_is_named_with_the_command_that_writes_it(tmp_p
 
 
 def test_more_ranks_than_the_levels_have_are_refused_and_fewer_are_not():
-    cluster = read_cluster(HOSTS)
+    cluster = parse_cluster(HOSTS)
     cluster.require_ranks(3)
     with pytest.raises(PlanError, match=r"9 ranks do not fit into a cluster of 8 \(host=2, network=4\); take as many"):
         cluster.require_ranks(9)

@@ -2,8 +2,8 @@
 
 A save is ``begin`` (one rank), ``write_shard`` (every rank), ``commit`` (one rank); ``save`` does all three
 in one process.
-Where ranks do not wait for each other it is ``join``, ``add_part`` and ``commit_whole`` on every rank.
-A load is ``Checkpoint.open``; ``latest`` finds the newest intact one.
+Where ranks do not wait for each other it is ``join``, ``add_part`` and ``commit_if_complete`` on every rank.
+A load is ``CheckpointRequest.open``; ``latest`` finds the newest intact one.
 
 Names are imported when they are first used: ranks that train need a piece, but not what reads and checks manifests.
 """
@@ -14,69 +14,84 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from counterpoint.checkpoint.apart import add_part, commit_whole, is_pending, join, rescue, tidy
-    from counterpoint.checkpoint.draft import Draft, begin, commit, save
+    from counterpoint.checkpoint.draft import CheckpointDraft, begin, commit, save
     from counterpoint.checkpoint.folders import step_folders
     from counterpoint.checkpoint.manifest import ShardRecord, State
-    from counterpoint.checkpoint.opened import Checkpoint, Report, Skipped, fingerprint, latest, load, verify
-    from counterpoint.checkpoint.piece import Piece, whole
+    from counterpoint.checkpoint.per_rank_save import (
+        add_part,
+        cleanup_drafts,
+        commit_if_complete,
+        is_pending,
+        join_draft,
+        recover_drafts,
+    )
+    from counterpoint.checkpoint.reader import (
+        Checkpoint,
+        SkippedCheckpoint,
+        VerificationReport,
+        fingerprint,
+        latest,
+        load,
+        verify,
+    )
     from counterpoint.checkpoint.shard import write_shard
+    from counterpoint.checkpoint.tensor_slice import TensorSlice, whole_tensor
 
-_HOMES = {
-    "Checkpoint": "opened",
-    "Draft": "draft",
-    "Piece": "piece",
-    "Report": "opened",
+_MODULES = {
+    "Checkpoint": "reader",
+    "CheckpointDraft": "draft",
+    "TensorSlice": "tensor_slice",
+    "VerificationReport": "reader",
     "ShardRecord": "manifest",
-    "Skipped": "opened",
+    "SkippedCheckpoint": "reader",
     "State": "manifest",
-    "add_part": "apart",
+    "add_part": "per_rank_save",
     "begin": "draft",
     "commit": "draft",
-    "commit_whole": "apart",
-    "fingerprint": "opened",
-    "is_pending": "apart",
-    "join": "apart",
-    "latest": "opened",
-    "load": "opened",
-    "rescue": "apart",
+    "commit_if_complete": "per_rank_save",
+    "fingerprint": "reader",
+    "is_pending": "per_rank_save",
+    "join_draft": "per_rank_save",
+    "latest": "reader",
+    "load": "reader",
+    "recover_drafts": "per_rank_save",
     "save": "draft",
     "step_folders": "folders",
-    "tidy": "apart",
-    "verify": "opened",
-    "whole": "piece",
+    "cleanup_drafts": "per_rank_save",
+    "verify": "reader",
+    "whole_tensor": "tensor_slice",
     "write_shard": "shard",
 }
 
 __all__ = [
     "Checkpoint",
-    "Draft",
-    "Piece",
-    "Report",
+    "CheckpointDraft",
+    "TensorSlice",
+    "VerificationReport",
     "ShardRecord",
-    "Skipped",
+    "SkippedCheckpoint",
     "State",
     "add_part",
     "begin",
     "commit",
-    "commit_whole",
+    "commit_if_complete",
     "fingerprint",
     "is_pending",
-    "join",
+    "join_draft",
     "latest",
     "load",
-    "rescue",
+    "recover_drafts",
     "save",
     "step_folders",
-    "tidy",
+    "cleanup_drafts",
     "verify",
-    "whole",
+    "whole_tensor",
     "write_shard",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Import a name when it is first used."""
-    if name in _HOMES:
-        return getattr(import_module(f"counterpoint.checkpoint.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"counterpoint.checkpoint.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'counterpoint.checkpoint' has no attribute {name!r}")

@@ -16,36 +16,36 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from counterpoint.checkpoint.disk import DISK, Files, check_space, remove_tree, write_failure, write_file
-from counterpoint.checkpoint.folders import is_part, make_root, prune, step_name, sweep, try_lock
+from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps, check_space, remove_tree, write_failure, write_file
+from counterpoint.checkpoint.folders import is_part, make_root, prune, remove_dead_drafts, step_name, try_lock
 from counterpoint.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     ShardRecord,
     check_records,
+    find_json_flaw,
     format_manifest,
-    json_flaw,
     parse_manifest,
 )
-from counterpoint.checkpoint.piece import whole
-from counterpoint.checkpoint.shard import shard_flaws, size_flaw, write_shard
+from counterpoint.checkpoint.shard import find_shard_flaws, find_size_flaw, write_shard
+from counterpoint.checkpoint.tensor_slice import whole_tensor
 from counterpoint.errors import CheckpointError
 
 
-class Draft:
+class CheckpointDraft:
     """A save in progress: a folder that no reader looks at, locked so that no other run sweeps it away.
 
     Used as a context manager; leaving it without a commit removes the folder. It owns the lock,
     and is therefore no frozen value.
     """
 
-    def __init__(self, folder: Path, step: int, lock: int, files: Files) -> None:
+    def __init__(self, folder: Path, step: int, lock: int, files: FileOps) -> None:
         self.folder = folder
         self.step = step
         self._lock: int | None = lock
         self._files = files
 
-    def __enter__(self) -> Draft:
+    def __enter__(self) -> CheckpointDraft:
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class Draft:
             self._lock = None
 
 
-def begin(root: Path, step: int, *, needed_bytes: int = 0, files: Files = DISK) -> Draft:
+def begin(root: Path, step: int, *, needed_bytes: int = 0, files: FileOps = LOCAL_FILES) -> CheckpointDraft:
     """A new draft folder stands in ``root``, and what dead runs left there is gone. One rank calls this.
 
     Args:
@@ -88,26 +88,26 @@ def begin(root: Path, step: int, *, needed_bytes: int = 0, files: Files = DISK) 
         raise CheckpointError(f"{root} is a file, but checkpoints need a folder; choose another path")
     try:
         make_root(files, root)
-        sweep(files, root)
+        remove_dead_drafts(files, root)
         check_space(files, root, needed_bytes)
         while True:
             folder = root / f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
             files.make_folder(folder)
             lock = try_lock(folder, exclusive=False)
             if lock is not None:
-                return Draft(folder, step, lock, files)
+                return CheckpointDraft(folder, step, lock, files)
     except OSError as error:
         raise write_failure(files, root, needed_bytes, error) from error
 
 
 def commit(
-    draft: Draft,
+    draft: CheckpointDraft,
     records: Sequence[ShardRecord],
     *,
     state: Mapping[str, object],
     model: Mapping[str, str] | None = None,
     keep: int | None = None,
-    files: Files = DISK,
+    files: FileOps = LOCAL_FILES,
 ) -> Path:
     """The draft is the checkpoint of its step, whole and durable. One rank calls this, for all.
 
@@ -130,15 +130,15 @@ def commit(
         raise CheckpointError(
             f"keep={keep} would delete the checkpoint that is being saved; keep at least 1, or None for all"
         )
-    manifest = _manifest_of(draft.step, records, state, model)
+    manifest = _build_manifest(draft.step, records, state, model)
     try:
         _check_draft(draft.folder, manifest, files)
     except OSError as error:
         raise write_failure(files, draft.folder, len(format_manifest(manifest)), error) from error
-    return place(draft, manifest, keep=keep, files=files)
+    return publish(draft, manifest, keep=keep, files=files)
 
 
-def place(draft: Draft, manifest: Manifest, *, keep: int | None, files: Files) -> Path:
+def publish(draft: CheckpointDraft, manifest: CheckpointManifest, *, keep: int | None, files: FileOps) -> Path:
     """A draft that has its manifest is the checkpoint of its step; parts that ranks added apart are gone.
 
     Raises:
@@ -146,8 +146,8 @@ def place(draft: Draft, manifest: Manifest, *, keep: int | None, files: Files) -
     """
     root, target = draft.folder.parent, draft.folder.parent / step_name(draft.step)
     try:
-        _clear_parts(draft.folder, files)
-        if _settled_before(files, target, manifest):
+        _remove_parts(draft.folder, files)
+        if _is_already_saved(files, target, manifest):
             draft.discard()
             return target
         files.rename(draft.folder, target)
@@ -175,28 +175,28 @@ def save(
     """
     needed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     with begin(root, step, needed_bytes=needed_bytes) as draft:
-        record = write_shard(draft.folder, 0, [whole(name, tensor) for name, tensor in tensors.items()])
+        record = write_shard(draft.folder, 0, [whole_tensor(name, tensor) for name, tensor in tensors.items()])
         return commit(draft, [record], state=state, model=model, keep=keep)
 
 
-def _manifest_of(
+def _build_manifest(
     step: int, records: Sequence[ShardRecord], state: Mapping[str, object], model: Mapping[str, str] | None
-) -> Manifest:
-    flaw = json_flaw(dict(state))
+) -> CheckpointManifest:
+    flaw = find_json_flaw(dict(state))
     if flaw is not None:
         raise CheckpointError(
             f"{flaw}; a checkpoint's state is plain JSON: tensors go among the tensors, tuples become lists"
         )
     ordered = tuple(sorted(records, key=lambda record: record.rank))
     check_records(ordered)
-    saved = {piece.name: piece for record in ordered for piece in record.pieces}
+    saved = {piece.name: piece for record in ordered for piece in record.slices}
     for name, kind in (model or {}).items():
-        found = saved[name].kind if name in saved else "nothing"
+        found = saved[name].dtype_and_shape if name in saved else "nothing"
         if found != kind:
             raise CheckpointError(
                 f"the model has {name!r} as {kind}, but the ranks wrote {found}; a checkpoint holds all of a model"
             )
-    return Manifest(
+    return CheckpointManifest(
         format="counterpoint-checkpoint",
         version=1,
         step=step,
@@ -207,10 +207,10 @@ def _manifest_of(
     )
 
 
-def _check_draft(folder: Path, manifest: Manifest, files: Files) -> None:
+def _check_draft(folder: Path, manifest: CheckpointManifest, files: FileOps) -> None:
     """The draft holds a manifest, all shards in full size, and reads back as what was meant."""
     for record in manifest.files:
-        flaw = size_flaw(folder, record)
+        flaw = find_size_flaw(folder, record)
         if flaw is not None:
             raise CheckpointError(f"{flaw}; do all ranks write to the same folder, on a disk they share?")
     strays = {path.name for path in folder.iterdir() if not is_part(path)} - {record.file for record in manifest.files}
@@ -227,7 +227,7 @@ def _check_draft(folder: Path, manifest: Manifest, files: Files) -> None:
         )
 
 
-def _clear_parts(folder: Path, files: Files) -> None:
+def _remove_parts(folder: Path, files: FileOps) -> None:
     """What the manifest says by now is said nowhere else; only behind the sync is that so for ever."""
     parts = [path for path in sorted(folder.iterdir()) if is_part(path)]
     for path in parts:
@@ -236,13 +236,13 @@ def _clear_parts(folder: Path, files: Files) -> None:
         files.sync_folder(folder)
 
 
-def _settled_before(files: Files, target: Path, manifest: Manifest) -> bool:
+def _is_already_saved(files: FileOps, target: Path, manifest: CheckpointManifest) -> bool:
     """Return whether ``target`` already holds this very checkpoint; a damaged one is moved out of the way."""
     if not target.exists():
         return False
     try:
         there = parse_manifest(target / MANIFEST)
-        flaws = [flaw for record in there.files for flaw in shard_flaws(target, record, there.step, {})]
+        flaws = [flaw for record in there.files for flaw in find_shard_flaws(target, record, there.step, {})]
     except CheckpointError as error:
         flaws = [str(error)]
     if flaws:

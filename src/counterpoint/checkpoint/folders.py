@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from counterpoint.checkpoint.disk import Files, remove_tree
+from counterpoint.checkpoint.file_ops import FileOps, remove_tree
 from counterpoint.checkpoint.manifest import MANIFEST, parse_manifest
-from counterpoint.checkpoint.shard import size_flaw
+from counterpoint.checkpoint.shard import find_size_flaw
 from counterpoint.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
+_DRAFT = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
 _PART = re.compile(r"part-\d{5,9}\.json")
 
 
@@ -38,14 +38,14 @@ def step_folders(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def drafts_in(root: Path) -> list[Path]:
+def list_drafts(root: Path) -> list[Path]:
     """Return the folders of saves that were not committed, in progress or left by a dead run, oldest first."""
-    return sorted(path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name)) if root.is_dir() else []
+    return sorted(path for path in root.iterdir() if _DRAFT.fullmatch(path.name)) if root.is_dir() else []
 
 
-def step_of(draft: Path) -> int:
+def parse_step(draft: Path) -> int:
     """Return the step that a draft is of."""
-    match = _LEFTOVER.fullmatch(draft.name)
+    match = _DRAFT.fullmatch(draft.name)
     assert match is not None, "it is the name of a draft"
     return int(match[1])
 
@@ -60,16 +60,16 @@ def is_part(path: Path) -> bool:
     return _PART.fullmatch(path.name) is not None
 
 
-def quick_flaws(folder: Path) -> list[str]:
+def find_quick_flaws(folder: Path) -> list[str]:
     """Return what is wrong with a checkpoint as far as its manifest and the sizes of its files tell."""
     try:
         manifest = parse_manifest(folder / MANIFEST)
     except CheckpointError as error:
         return [str(error)]
-    return [flaw for record in manifest.files if (flaw := size_flaw(folder, record))]
+    return [flaw for record in manifest.files if (flaw := find_size_flaw(folder, record))]
 
 
-def make_root(files: Files, root: Path) -> None:
+def make_root(files: FileOps, root: Path) -> None:
     """The folder and those above it stand there and would survive a power cut."""
     if root.is_dir():
         return
@@ -79,20 +79,20 @@ def make_root(files: Files, root: Path) -> None:
     files.sync_folder(root.parent)
 
 
-def sweep(files: Files, root: Path) -> None:
+def remove_dead_drafts(files: FileOps, root: Path) -> None:
     """Drafts whose run is dead are gone; a draft that is still locked stays."""
-    for path in drafts_in(root):
+    for path in list_drafts(root):
         lock = try_lock(path, exclusive=True)
         if lock is not None:
             try:
-                with warning_about(path):
+                with warn_on_failure(path):
                     remove_tree(files, path)
             finally:
                 os.close(lock)
 
 
 @contextmanager
-def warning_about(folder: Path) -> Iterator[None]:
+def warn_on_failure(folder: Path) -> Iterator[None]:
     """A failure to delete is a warning: what was saved is safe, only space is lost."""
     try:
         yield
@@ -122,15 +122,15 @@ def try_lock(folder: Path, *, exclusive: bool) -> int | None:
     return None
 
 
-def prune(files: Files, root: Path, step: int, keep: int) -> None:
+def prune(files: FileOps, root: Path, step: int, keep: int) -> None:
     """Of the checkpoints up to ``step``, the ``keep`` newest intact ones stay; older ones are gone."""
     kept = 0
     for folder in reversed([path for path in step_folders(root) if int(path.name.removeprefix("step-")) <= step]):
         if kept >= keep:
             trash = root / f"{folder.name}.tmp-{secrets.token_hex(4)}"
-            with warning_about(folder):
+            with warn_on_failure(folder):
                 files.rename(folder, trash)  # never half a checkpoint under the name of a whole one
                 files.sync_folder(root)
                 remove_tree(files, trash)
-        elif not quick_flaws(folder):
+        elif not find_quick_flaws(folder):
             kept += 1

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-from counterpoint.checkpoint.piece import DTYPES, Offset, check_cover, check_extent, torch_dtype
+from counterpoint.checkpoint.tensor_slice import DTYPES, Offset, check_cover, check_extent, torch_dtype
 from counterpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -26,7 +26,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, slots=True)
-class PieceRecord:
+class SliceRecord:
     """Where one piece lies: in its global tensor, and in its file (bytes ``start`` to ``stop``)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -42,7 +42,7 @@ class PieceRecord:
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
     @property
-    def kind(self) -> str:
+    def dtype_and_shape(self) -> str:
         """The global tensor that it is part of, as fingerprints write it: ``float32[10, 64]``."""
         return f"{self.dtype}{list(self.global_shape)}"
 
@@ -57,7 +57,7 @@ class ShardRecord:
     rank: Count
     num_bytes: Count
     sha256: Sha256
-    pieces: tuple[PieceRecord, ...]
+    slices: tuple[SliceRecord, ...]
 
     def to_json(self) -> str:
         """Return the record as JSON text; ``ShardRecord.from_json`` is its opposite."""
@@ -65,7 +65,7 @@ class ShardRecord:
 
     @staticmethod
     def from_json(text: str) -> ShardRecord:
-        """Return the record that ``to_json`` wrote.
+        """Return the record that ``result_to_dict`` wrote.
 
         Raises:
             CheckpointError: the text is something else.
@@ -77,7 +77,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """All of a checkpoint but the tensors' bytes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -93,17 +93,17 @@ class Manifest:
 
 
 _SHARD = TypeAdapter(ShardRecord)
-_MANIFEST = TypeAdapter(Manifest)
+_MANIFEST = TypeAdapter(CheckpointManifest)
 
 
-def format_manifest(manifest: Manifest) -> bytes:
+def format_manifest(manifest: CheckpointManifest) -> bytes:
     """Return the manifest as JSON, its own checksum in the last key."""
     content = _MANIFEST.dump_python(manifest, mode="json")
     del content["sha256"]
     return json.dumps({**content, "sha256": _own_sha256(content)}, indent=1, allow_nan=False).encode()
 
 
-def parse_manifest(path: Path) -> Manifest:
+def parse_manifest(path: Path) -> CheckpointManifest:
     """Return the manifest at ``path``, proved whole: checksum, schema, and that the pieces fit together.
 
     Raises:
@@ -113,22 +113,22 @@ def parse_manifest(path: Path) -> Manifest:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{_short(path)} is damaged: not JSON ({error})") from error
+        raise CheckpointError(f"{_short_path(path)} is damaged: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{_short(path)} is damaged: it holds a {type(content).__name__}, not an object")
+        raise CheckpointError(f"{_short_path(path)} is damaged: it holds a {type(content).__name__}, not an object")
     _check_version(path, content)
     expected, found = content.pop("sha256", None), _own_sha256(content)
     if expected != found:
         raise CheckpointError(
-            f"{_short(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; nothing was loaded"
+            f"{_short_path(path)} is damaged: sha256 expected {str(expected)[:16]}…, found {found[:16]}…; nothing was loaded"
         )
     try:
         manifest = _MANIFEST.validate_json(text)
         check_records(manifest.files)
     except ValidationError as error:
-        raise CheckpointError(f"{_short(path)} breaks the schema: {_first_error(error)}") from error
+        raise CheckpointError(f"{_short_path(path)} breaks the schema: {_first_error(error)}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{_short(path)} contradicts itself: {error}") from error
+        raise CheckpointError(f"{_short_path(path)} contradicts itself: {error}") from error
     return manifest
 
 
@@ -138,7 +138,7 @@ def check_records(records: tuple[ShardRecord, ...]) -> None:
     Raises:
         CheckpointError: they do not.
     """
-    by_name: dict[str, list[PieceRecord]] = {}
+    by_name: dict[str, list[SliceRecord]] = {}
     ranks: set[int] = set()
     for record in records:
         if record.rank in ranks or record.file != shard_name(record.rank):
@@ -146,12 +146,12 @@ def check_records(records: tuple[ShardRecord, ...]) -> None:
                 f"rank {record.rank} gave more than one record, or the wrong file name {record.file!r}"
             )
         ranks.add(record.rank)
-        position = record.pieces[0].start if record.pieces else 0
-        for piece in record.pieces:
-            _check_piece_record(record, piece, position)
+        position = record.slices[0].start if record.slices else 0
+        for piece in record.slices:
+            _check_slice_record(record, piece, position)
             position = piece.stop
             by_name.setdefault(piece.name, []).append(piece)
-        if record.pieces and position != record.num_bytes:
+        if record.slices and position != record.num_bytes:
             raise CheckpointError(f"{record.file} ends at byte {record.num_bytes}, its last tensor at {position}")
     for name, pieces in by_name.items():
         dtypes = sorted({piece.dtype for piece in pieces})
@@ -160,7 +160,7 @@ def check_records(records: tuple[ShardRecord, ...]) -> None:
         check_cover(name, pieces)
 
 
-def _check_piece_record(record: ShardRecord, piece: PieceRecord, position: int) -> None:
+def _check_slice_record(record: ShardRecord, piece: SliceRecord, position: int) -> None:
     if piece.dtype not in DTYPES:
         raise CheckpointError(
             f"tensor {piece.name!r} has the unknown dtype {piece.dtype!r}; known are {', '.join(DTYPES)}"
@@ -179,7 +179,7 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
-def json_flaw(value: object, path: str = "state") -> str | None:
+def find_json_flaw(value: object, path: str = "state") -> str | None:
     """Return where and why ``value`` would not come back unchanged from JSON, or None."""
     match value:
         case None | bool() | int() | str():
@@ -190,9 +190,9 @@ def json_flaw(value: object, path: str = "state") -> str | None:
             wrong = next((key for key in value if not isinstance(key, str)), None)
             if wrong is not None:
                 return f"{path} has the key {wrong!r}, a {type(wrong).__name__}; keys are text"
-            return _first(json_flaw(item, f"{path}.{key}") for key, item in value.items())
+            return _first(find_json_flaw(item, f"{path}.{key}") for key, item in value.items())
         case list():
-            return _first(json_flaw(item, f"{path}[{index}]") for index, item in enumerate(value))
+            return _first(find_json_flaw(item, f"{path}[{index}]") for index, item in enumerate(value))
         case _:
             return f"{path} is a {type(value).__name__}, which JSON cannot give back unchanged"
 
@@ -210,23 +210,25 @@ def _read_text(path: Path) -> str:
         num_bytes = path.lstat().st_size
         if num_bytes > MANIFEST_MAX_BYTES:
             raise CheckpointError(
-                f"{_short(path)} has {num_bytes:,} bytes; a manifest has at most {MANIFEST_MAX_BYTES:,}"
+                f"{_short_path(path)} has {num_bytes:,} bytes; a manifest has at most {MANIFEST_MAX_BYTES:,}"
             )
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{_short(path)} is damaged: not UTF-8 at byte {error.start}") from error
+        raise CheckpointError(f"{_short_path(path)} is damaged: not UTF-8 at byte {error.start}") from error
     except OSError as error:
         raise CheckpointError(
-            f"{_short(path)} cannot be read: {error.strerror}; without it this is no checkpoint"
+            f"{_short_path(path)} cannot be read: {error.strerror}; without it this is no checkpoint"
         ) from error
 
 
 def _check_version(path: Path, content: Mapping[str, object]) -> None:
     if content.get("format") != "counterpoint-checkpoint":
-        raise CheckpointError(f"{_short(path)} is the manifest of something else (format {content.get('format')!r})")
+        raise CheckpointError(
+            f"{_short_path(path)} is the manifest of something else (format {content.get('format')!r})"
+        )
     if content.get("version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{_short(path)} has format version {content.get('version')!r}, "
+            f"{_short_path(path)} has format version {content.get('version')!r}, "
             f"this Counterpoint reads {FORMAT_VERSION}; "
             f"install the release that wrote it ({content.get('libraries')})"
         )
@@ -238,5 +240,5 @@ def _first_error(error: ValidationError) -> str:
     return f"{where or 'text'}: {first['msg'].lower()}"
 
 
-def _short(path: Path) -> str:
+def _short_path(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"

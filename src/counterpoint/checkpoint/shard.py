@@ -16,16 +16,16 @@ from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from counterpoint.checkpoint.disk import DISK, Files, check_space, write_failure
-from counterpoint.checkpoint.manifest import PieceRecord, ShardRecord, shard_name
-from counterpoint.checkpoint.piece import DTYPES, Piece, check_piece, dtype_name, torch_dtype
+from counterpoint.checkpoint.file_ops import LOCAL_FILES, FileOps, check_space, write_failure
+from counterpoint.checkpoint.manifest import ShardRecord, SliceRecord, shard_name
+from counterpoint.checkpoint.tensor_slice import DTYPES, TensorSlice, check_slice, dtype_name, torch_dtype
 from counterpoint.errors import CheckpointError
 
 CHUNK_BYTES = 4 * 2**20
 _FOLDER = re.compile(r"step-(\d{8,})\.tmp-[0-9a-f]+")
 
 
-def write_shard(folder: Path, rank: int, pieces: Sequence[Piece], *, files: Files = DISK) -> ShardRecord:
+def write_shard(folder: Path, rank: int, slices: Sequence[TensorSlice], *, files: FileOps = LOCAL_FILES) -> ShardRecord:
     """This rank's pieces are on disk in ``folder``, synced and read back; the record says where they lie.
 
     Args:
@@ -35,31 +35,31 @@ def write_shard(folder: Path, rank: int, pieces: Sequence[Piece], *, files: File
         files: the file operations; tests pass some that fail.
 
     Returns:
-        The record for ``commit``; send it with ``to_json``.
+        The record for ``commit``; send it with ``result_to_dict``.
 
     Raises:
         CheckpointError: a piece cannot be saved, or the disk is full or failed; nothing committed is touched.
     """
     folder = Path(folder)
-    step = _step_of(folder)
-    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
-    records, header = _lay_out(pieces, {"format": "pt", "step": str(step), "rank": str(rank)})
+    step = _parse_draft_step(folder)
+    slices = sorted(slices, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
+    records, header = _plan_layout(slices, {"format": "pt", "step": str(step), "rank": str(rank)})
     num_bytes = records[-1].stop if records else len(header)
     path = folder / shard_name(rank)
     try:
         check_space(files, folder, num_bytes)
-        sums = _write(files, path, header, pieces, records)
+        sums = _write_slices(files, path, header, slices, records)
         files.sync_folder(folder)
     except OSError as error:
         raise write_failure(files, folder, num_bytes, error) from error
     finished = tuple(replace(record, crc32=crc32) for record, crc32 in zip(records, sums.crc32s, strict=True))
     shard = ShardRecord(path.name, rank, num_bytes, sums.sha256, finished)
-    for flaw in shard_flaws(folder, shard, step, {}):
+    for flaw in find_shard_flaws(folder, shard, step, {}):
         raise CheckpointError(f"what was written could not be read back: {flaw}; look at the disk, then save again")
     return shard
 
 
-def shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha256: dict[str, str]) -> Iterator[str]:
+def find_shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha256: dict[str, str]) -> Iterator[str]:
     """Yield what is wrong with a shard after reading every byte of it; nothing when it is intact.
 
     Args:
@@ -69,17 +69,17 @@ def shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha256: di
         names_by_sha256: the files of the same checkpoint by checksum, to recognise swapped ones.
     """
     path, name = folder / shard.file, f"{folder.name}/{shard.file}"
-    wrong_size = size_flaw(folder, shard)
+    wrong_size = find_size_flaw(folder, shard)
     if wrong_size and not _is_regular(path):
         yield wrong_size
         return
-    sums = _sums(path, shard)
+    sums = _compute_checksums(path, shard)
     if sums.sha256 == shard.sha256 and not wrong_size:
-        if any(found != piece.crc32 for found, piece in zip(sums.crc32s, shard.pieces, strict=True)):
+        if any(found != piece.crc32 for found, piece in zip(sums.crc32s, shard.slices, strict=True)):
             yield f"{name} holds what was written, but the manifest has other crc32 sums for its tensors"
-        yield from _header_flaws(path, shard)
+        yield from _find_header_flaws(path, shard)
         return
-    twin, origin = names_by_sha256.get(sums.sha256), _origin(path)
+    twin, origin = names_by_sha256.get(sums.sha256), _read_origin(path)
     if origin not in {None, (str(step), str(shard.rank))} and twin is None:
         found_text = f"step {origin[0]}, rank {origin[1]}"
         yield f"{name} is the shard of {found_text}; that of step {step}, rank {shard.rank} belongs here"
@@ -88,10 +88,10 @@ def shard_flaws(folder: Path, shard: ShardRecord, step: int, names_by_sha256: di
     elif wrong_size:
         yield wrong_size
     else:
-        yield from _damage(name, shard, sums)
+        yield from _find_damage(name, shard, sums)
 
 
-def size_flaw(folder: Path, shard: ShardRecord) -> str | None:
+def find_size_flaw(folder: Path, shard: ShardRecord) -> str | None:
     """Return why the file cannot be the recorded one, judged without reading it, or None."""
     path, name = folder / shard.file, f"{folder.name}/{shard.file}"
     if not os.path.lexists(path):
@@ -105,7 +105,7 @@ def size_flaw(folder: Path, shard: ShardRecord) -> str | None:
     return f"{name} {verb}: {shard.num_bytes:,} bytes expected, {found:,} found"
 
 
-def read_piece(folder: Path, shard: ShardRecord, piece: PieceRecord) -> Tensor:
+def read_slice(folder: Path, shard: ShardRecord, piece: SliceRecord) -> Tensor:
     """Return the piece's values, their crc32 proved, in memory of their own.
 
     Raises:
@@ -130,31 +130,31 @@ def read_piece(folder: Path, shard: ShardRecord, piece: PieceRecord) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _Checksums:
     sha256: str
     crc32s: tuple[str, ...]
 
 
-def _lay_out(pieces: Sequence[Piece], metadata: dict[str, str]) -> tuple[list[PieceRecord], bytes]:
+def _plan_layout(slices: Sequence[TensorSlice], metadata: dict[str, str]) -> tuple[list[SliceRecord], bytes]:
     """Return where each piece goes (crc32 still unknown) and the bytes in front of the first."""
-    for piece in pieces:
-        check_piece(piece)
+    for piece in slices:
+        check_slice(piece)
     header: dict[str, object] = {"__metadata__": metadata}
     spans: list[tuple[int, int]] = []
     position = 0
-    for index, piece in enumerate(pieces):
+    for index, piece in enumerate(slices):
         stop = position + piece.tensor.numel() * piece.tensor.element_size()
         code, shape = DTYPES[dtype_name(piece.tensor.dtype)], list(piece.tensor.shape)
-        header[_key(index)] = {"dtype": code, "shape": shape, "data_offsets": [position, stop]}
+        header[_tensor_key(index)] = {"dtype": code, "shape": shape, "data_offsets": [position, stop]}
         spans.append((position, stop))
         position = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     front = len(text).to_bytes(8, "little") + text
     records = [
-        PieceRecord(
+        SliceRecord(
             name=piece.name,
-            key=_key(index),
+            key=_tensor_key(index),
             dtype=dtype_name(piece.tensor.dtype),
             global_shape=tuple(piece.global_shape),
             offset=piece.offset,
@@ -163,18 +163,20 @@ def _lay_out(pieces: Sequence[Piece], metadata: dict[str, str]) -> tuple[list[Pi
             stop=len(front) + stop,
             crc32="00000000",
         )
-        for index, (piece, (start, stop)) in enumerate(zip(pieces, spans, strict=True))
+        for index, (piece, (start, stop)) in enumerate(zip(slices, spans, strict=True))
     ]
     return records, front
 
 
-def _write(files: Files, path: Path, header: bytes, pieces: Sequence[Piece], records: Sequence[PieceRecord]) -> _Sums:
+def _write_slices(
+    files: FileOps, path: Path, header: bytes, slices: Sequence[TensorSlice], records: Sequence[SliceRecord]
+) -> _Checksums:
     digest, crc32s = hashlib.sha256(), []
     descriptor = files.create(path)
     try:
         files.write(descriptor, memoryview(header))
         digest.update(header)
-        for piece, record in zip(pieces, records, strict=True):
+        for piece, record in zip(slices, records, strict=True):
             crc32 = 0
             for chunk in _chunks(piece.tensor):
                 digest.update(chunk)
@@ -185,7 +187,7 @@ def _write(files: Files, path: Path, header: bytes, pieces: Sequence[Piece], rec
         files.sync(descriptor)
     finally:
         files.close(descriptor)
-    return _Sums(digest.hexdigest(), tuple(crc32s))
+    return _Checksums(digest.hexdigest(), tuple(crc32s))
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
@@ -198,12 +200,12 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield data[start : start + CHUNK_BYTES]
 
 
-def _sums(path: Path, shard: ShardRecord) -> _Sums:
+def _compute_checksums(path: Path, shard: ShardRecord) -> _Checksums:
     """Return the checksums of the file and of every recorded range in it, in one pass."""
     digest, crc32s = hashlib.sha256(), []
     with _open(path) as file:
-        front = shard.pieces[0].start if shard.pieces else shard.num_bytes
-        for length in (front, *(piece.stop - piece.start for piece in shard.pieces)):
+        front = shard.slices[0].start if shard.slices else shard.num_bytes
+        for length in (front, *(piece.stop - piece.start for piece in shard.slices)):
             crc32 = 0
             while length and (chunk := file.read(min(length, CHUNK_BYTES))):
                 digest.update(chunk)
@@ -212,13 +214,13 @@ def _sums(path: Path, shard: ShardRecord) -> _Sums:
             crc32s.append(f"{crc32:08x}")
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
-    return _Sums(digest.hexdigest(), tuple(crc32s[1:]))
+    return _Checksums(digest.hexdigest(), tuple(crc32s[1:]))
 
 
-def _damage(name: str, shard: ShardRecord, sums: _Sums) -> Iterator[str]:
+def _find_damage(name: str, shard: ShardRecord, sums: _Checksums) -> Iterator[str]:
     """Yield which tensors changed; where none did, the header in front of them has."""
     whole_file = f"sha256 of the file: expected {shard.sha256[:16]}…, found {sums.sha256[:16]}…"
-    damaged = [(piece, found) for piece, found in zip(shard.pieces, sums.crc32s, strict=True) if piece.crc32 != found]
+    damaged = [(piece, found) for piece, found in zip(shard.slices, sums.crc32s, strict=True) if piece.crc32 != found]
     if not damaged:
         yield f"{name} is damaged in its header; {whole_file}"
     for piece, found in damaged:
@@ -226,23 +228,23 @@ def _damage(name: str, shard: ShardRecord, sums: _Sums) -> Iterator[str]:
         yield f"{name} is damaged: tensor {piece.name!r}: {sums_text} ({whole_file})"
 
 
-def _header_flaws(path: Path, shard: ShardRecord) -> Iterator[str]:
+def _find_header_flaws(path: Path, shard: ShardRecord) -> Iterator[str]:
     """Yield where the file's own header, read by the safetensors library, contradicts the record."""
     name = f"{path.parent.name}/{path.name}"
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
-            if keys != {piece.key for piece in shard.pieces}:
+            if keys != {piece.key for piece in shard.slices}:
                 yield f"{name} lists other tensors in its header than the manifest"
                 return
-            for piece in shard.pieces:
+            for piece in shard.slices:
                 if tuple(file.get_slice(piece.key).get_shape()) != piece.shape:
                     yield f"{name} gives {piece.name!r} another shape in its header than the manifest"
     except (SafetensorError, OSError) as error:
         yield f"{name} is not a safetensors file: {error}"
 
 
-def _origin(path: Path) -> tuple[str, str] | None:
+def _read_origin(path: Path) -> tuple[str, str] | None:
     """Return the step and rank that the file's header names, or None where it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -260,7 +262,7 @@ def _is_regular(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _step_of(folder: Path) -> int:
+def _parse_draft_step(folder: Path) -> int:
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
         raise CheckpointError(
@@ -270,5 +272,5 @@ def _step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def _key(index: int) -> str:
+def _tensor_key(index: int) -> str:
     return f"tensor-{index:05d}"

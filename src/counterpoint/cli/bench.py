@@ -8,9 +8,17 @@ from typing import Annotated
 
 import typer
 
-from counterpoint.cli.faults import FAILED
-from counterpoint.cli.tables import Column, show_table
-from counterpoint.testing.claims import Claim, Options, find_benchmarks, find_claim, measure, read_claims, record
+from counterpoint.cli.error_handling import FAILED
+from counterpoint.cli.tables import TableColumn, print_table
+from counterpoint.testing.claims import (
+    BenchmarkOptions,
+    Claim,
+    build_record,
+    find_benchmarks,
+    find_claim,
+    read_claims,
+    run_benchmark,
+)
 
 
 def bench(
@@ -25,16 +33,18 @@ def bench(
     """Measure a claim side by side with its peers; ends with 1 where the stated bar is missed."""
     folder = find_benchmarks()
     if claim is None:
-        list_claims(read_claims(folder))
+        print_claims(read_claims(folder))
         return
     found = find_claim(folder, claim)
     typer.echo(f"claim   {found.claim}\nbar     {found.bar}\nsource  {found.source}\n")
-    result = measure(folder, claim, Options(processes, rounds, lambda line: typer.echo(f"measuring {line}", err=True)))
-    show_table([Column(name) for name in result.columns], result.rows)
+    result = run_benchmark(
+        folder, claim, BenchmarkOptions(processes, rounds, lambda line: typer.echo(f"measuring {line}", err=True))
+    )
+    print_table([TableColumn(name) for name in result.columns], result.rows)
     for key, text in result.notes.items():
         typer.echo(f"{key} {text}")
     if json_file is not None:
-        json_file.write_text(json.dumps(record(claim, found, result), indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(build_record(claim, found, result), indent=2) + "\n", encoding="utf-8")
         typer.echo(f"figures are in {json_file}")
     for line in result.missed:
         typer.echo(f"missed: {line}")
@@ -43,9 +53,9 @@ def bench(
     typer.echo("the claim holds")
 
 
-def list_claims(claims: dict[str, Claim]) -> None:
+def print_claims(claims: dict[str, Claim]) -> None:
     """Show every claim with its bar."""
-    show_table(
-        [Column("claim"), Column("what it says", wraps=True), Column("bar", wraps=True)],
+    print_table(
+        [TableColumn("claim"), TableColumn("what it says", wraps=True), TableColumn("bar", wraps=True)],
         [(name, claim.claim, claim.bar) for name, claim in claims.items()],
     )

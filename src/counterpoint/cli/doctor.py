@@ -15,10 +15,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from counterpoint.cli.faults import FAILED
-from counterpoint.launchers.machine import place_here, this_host
-from counterpoint.launchers.variables import ALLOCATOR, THREADS, allocator_variables, threads_wanted
-from counterpoint.world.placement import DEFAULT_BINDING, Binding
+from counterpoint.cli.error_handling import FAILED
+from counterpoint.launchers.machine import place_ranks, this_host
+from counterpoint.launchers.variables import (
+    ALLOCATOR_VARIABLES,
+    THREADS_VARIABLE,
+    allocator_variables,
+    requested_threads,
+)
+from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 
 Grade = Literal["good", "note", "hurts", "broken"]
 OLDEST_TORCH = (2, 11)
@@ -72,7 +77,7 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
         return
     import torch
 
-    from counterpoint.fabric.gloo import is_available
+    from counterpoint.fabric.c10d import is_available
     from counterpoint.fabric.shm.native import native
 
     version = torch.__version__
@@ -102,11 +107,11 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
 
 def check_cores(ranks: int) -> Iterator[Finding]:
     """Look at cores against ranks and threads."""
-    cores, placed = this_host().num_usable, place_here(ranks).places[0].threads
-    threads = threads_wanted() or placed
+    cores, placed = this_host().num_usable, place_ranks(ranks).ranks[0].threads
+    threads = requested_threads() or placed
     fact = f"{ranks} ranks x {threads} threads on {cores} cores"
     if ranks * threads > cores:
-        fix = "use fewer ranks" if ranks > cores else f"set {THREADS}={cores // ranks}, or unset it"
+        fix = "use fewer ranks" if ranks > cores else f"set {THREADS_VARIABLE}={cores // ranks}, or unset it"
         yield Finding("cores", "hurts", f"{fact}: they take turns", fix)
     else:
         yield Finding("cores", "good", fact)
@@ -117,7 +122,7 @@ def check_topology(ranks: int) -> Iterator[Finding]:
     yield Finding("topology", "good", str(this_host()))
     bindings: tuple[Binding, ...] = ("core", "numa")
     for bind in bindings:
-        places = place_here(ranks, bind=bind).places[:RANKS_SHOWN]
+        places = place_ranks(ranks, bind=bind).ranks[:RANKS_SHOWN]
         cpus = [f"rank {rank} on {','.join(map(str, found.cpus)) or 'any'}" for rank, found in enumerate(places)]
         rest = [f"{ranks - RANKS_SHOWN} more"] if ranks > RANKS_SHOWN else []
         yield Finding(
@@ -144,18 +149,18 @@ def check_memory(ranks: int) -> Iterator[Finding]:
 
 def check_allocator(_ranks: int) -> Iterator[Finding]:
     """Look at what training changes in this machine's allocator."""
-    from counterpoint.runtime.heap import KEEPING, heap
+    from counterpoint.runtime.malloc import RETAIN_FREED, process_heap
 
     found = allocator_variables()
-    if heap() is None:
+    if process_heap() is None:
         yield Finding("allocator", "good", "the C library is not glibc: training leaves its allocator as it is")
     elif found:
         yield Finding("allocator", "good", f"set up by {', '.join(found)}: training leaves it as it is")
     else:
-        values = ", ".join(f"{name}={value}" for name, value in KEEPING.items())
+        values = ", ".join(f"{name}={value}" for name, value in RETAIN_FREED.items())
         yield Finding(
             "allocator", "note", f"training has glibc keep the memory that steps free ({values}) until it ends",
-            f"to leave it as it is, pass keep_freed=False or set {ALLOCATOR[0]}",
+            f"to leave it as it is, pass retain_freed_memory=False or set {ALLOCATOR_VARIABLES[0]}",
         )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.description import Launch, Needs
 from counterpoint.launchers.environment import detect
-from counterpoint.launchers.targets import TARGETS, shown, target_of, write
+from counterpoint.launchers.targets.registry import TARGETS, find_target, format_artifacts, render_launch
+from counterpoint.launchers.targets.spec import LaunchSpec, ResourceRequest
 
-LAUNCH, NEEDS = Launch(""), Needs()
+LAUNCH, NEEDS = LaunchSpec(""), ResourceRequest()
 
 
 def launch(
@@ -35,7 +35,7 @@ def launch(
     image: Annotated[str, typer.Option(help="Of containers: this package and the script are in it.")] = "",
     python: Annotated[str, typer.Option(help="The hosts' interpreter; this one, or python in containers.")] = "",
     transport: Annotated[str | None, typer.Option(help="What joins the ranks: auto, shm, gloo, mpi.")] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
     key_file: Annotated[Path | None, typer.Option(help="The job's key: a file that every host has.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be started.")] = False,
 ) -> None:
@@ -44,35 +44,35 @@ def launch(
     The script is the same under all of them, and under python. --dry-run shows the batch script, the manifests or the
     command, as a file that can be handed over by hand. The job's key is in none of them.
     """
-    target = target_of(on)
+    target = find_target(on)
     if (inside := detect()) is not None and not dry_run:
         raise LaunchError(
             f"this is already rank {inside.rank} of {inside.world_size}; ranks do not start ranks: start the script "
             f"itself, {script}, with the launcher that started this rank"
         )
     names = tuple(name.strip() for name in host_names.split(",") if name.strip())
-    asked = Launch(
+    asked = LaunchSpec(
         script=str(script),
         arguments=tuple(arguments or ()),
         name=name,
-        hosts=max(1, len(names)) if hosts is None else hosts,
+        num_hosts=max(1, len(names)) if hosts is None else hosts,
         ranks_per_host=ranks,
         host_names=names,
         port=port,
         key_file=key_file,
         transport=transport,
-        deadline_s=deadline,
-        restarts=restarts,
+        timeout_s=timeout,
+        max_restarts=restarts,
         image=image,
         python=python or ("python" if target.is_remote else sys.executable),
-        needs=Needs(cpus, gpus, memory, minutes, grace),
+        resources=ResourceRequest(cpus, gpus, memory, minutes, grace),
     )
-    written = write(on, asked)
+    written = render_launch(on, asked)
     if dry_run:
-        typer.echo(shown(written), nl=False)
+        typer.echo(format_artifacts(written), nl=False)
         return
     if not target.is_remote and not script.exists():
         raise LaunchError(f"there is no script {script} in {Path.cwd()}; give the path of a Python file")
-    code = target.start(asked, written)
+    code = target.run(asked, written)
     if code != 0:
         raise typer.Exit(code)

@@ -1,4 +1,7 @@
-"""``counterpoint plan``: the plans that fit so many ranks, what is predicted and measured of them, which to take."""
+"""``counterpoint plan --graph``: the plans for layers that PipeDream's profiler has timed.
+
+``counterpoint plan``: the plans that fit so many ranks, what is predicted and measured of them, which to take.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,68 @@ from typing import Annotated
 
 import typer
 
-from counterpoint.cli.graph import show_graph
-from counterpoint.cli.verdict import Asked, show, to_json, write_report
+from counterpoint.cli.plan_output import (
+    PlanRequest,
+    format_plan_count,
+    format_remarks,
+    print_plans,
+    print_result,
+    ranking_to_dict,
+    result_to_dict,
+    write_report,
+)
 from counterpoint.errors import PlanError
-from counterpoint.model.spec import Block, ModelSpec, chain
-from counterpoint.model.timing import Timing
-from counterpoint.model.timing_file import file_beside, load_timing, write_timing
-from counterpoint.plan import PASSES, Plan
-from counterpoint.planner.choose import Choice, pick, rank_for
+from counterpoint.model.model_profile import ModelProfile, format_profile, load_profile, profile_path_for
+from counterpoint.model.spec import Block, ModelSpec, linear_chain
+from counterpoint.plan.plan import DEFAULT_PASSES, Plan
+from counterpoint.planner.choose import PlanChoice, rank_for_problem, select_plan
+from counterpoint.planner.deadline import NO_DEADLINE, Deadline
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.given import fitted_to
-from counterpoint.planner.limit import ENDLESS, Limit
-from counterpoint.planner.rank import Ranking, merged
-from counterpoint.planner.remedies import Question, settle_all
-from counterpoint.planner.search.moves import Space
-from counterpoint.planner.search.search import MOST_STARTS, Budget, search as search_plans
-from counterpoint.planner.staged import staged_plans
+from counterpoint.planner.memory_suggestions import PlanningProblem, resolve_partitions
+from counterpoint.planner.pipeline.candidates import find_pipeline_plans, rank_graph
+from counterpoint.planner.pipeline.layer_graph import parse_graph
+from counterpoint.planner.prepare import fit_profile
+from counterpoint.planner.ranking import PlanRanking, merge_rankings
+from counterpoint.planner.search.proposals import SearchSpace
+from counterpoint.planner.search.search import MAX_STARTS, SearchBudget, search_plans as search_plans
 from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import load_cluster
 
-PROPOSALS = 2000
+MINIBATCHES_PER_RANK = 4
+"""Of a profile, in a step for which nobody says how many."""
+
+
+def print_profile_plans(
+    path: Path, cluster: Cluster, ranks: int, batch_size: int | None, shown: tuple[int | None, bool]
+) -> None:
+    """The plans for a profile are on standard output, and the layers of each stage of the best pipeline.
+
+    Args:
+        path: of the profile.
+        place: where it would run.
+        ranks: how many there are.
+        batch_size: minibatches in a step.
+        shown: how many plans, and whether as JSON.
+
+    Raises:
+        PlanError: there is no such file, or it is no profile.
+    """
+    try:
+        profile = parse_graph(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}; give a graph.txt") from None
+    (top, as_json), size = shown, batch_size or MINIBATCHES_PER_RANK * ranks
+    found = rank_graph(profile, cluster, ranks, size)
+    if as_json:
+        typer.echo(json.dumps(ranking_to_dict(found.ranking, top), indent=2))
+        return
+    plans = format_plan_count(len(found.ranking.predictions))
+    typer.echo(f"{plans} for -n {ranks}, {size} minibatches of {path} in a step\n")
+    print_plans(found.ranking, top)
+    typer.echo("\n".join(["", *format_remarks(found.ranking, top), *found.describe()]))
+
+
+DEFAULT_PROPOSALS = 2000
 """A search without a budget of time makes so many, and finds the same wherever it is made."""
 
 
@@ -41,8 +86,8 @@ Width = Annotated[int, typer.Option(min=1, help="Without a job: a block is one l
 ClusterFile = Annotated[
     Path | None, typer.Option(help="YAML of the ranks and links, as `counterpoint probe` writes it.")
 ]
-Memory = Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")]
-TimingFile = Annotated[
+MemoryGib = Annotated[float | None, typer.Option(min=0, help="GiB that a rank can hold.")]
+ProfileFile = Annotated[
     Path | None, typer.Option(help="Seconds of the JOB's pieces, as `counterpoint profile --out` writes them.")
 ]
 GraphFile = Annotated[
@@ -77,8 +122,8 @@ def plan(
     blocks: Blocks = None,
     width: Width = 1024,
     cluster: ClusterFile = None,
-    memory: Memory = None,
-    timing: TimingFile = None,
+    memory: MemoryGib = None,
+    profile: ProfileFile = None,
     graph: GraphFile = None,
     plan: PlanFile = None,
     passes: Passes = None,
@@ -97,36 +142,42 @@ def plan(
     """
     require_one_model(job, blocks, graph, measure)
     if graph is not None:
-        show_graph(graph, place_of(cluster, ranks, memory), ranks, batch_size, (top, as_json))
+        print_profile_plans(graph, cluster_for(cluster, ranks, memory), ranks, batch_size, (top, as_json))
         return
-    budget_s = None if time_budget is None else seconds_of(time_budget)
-    model, size = traced(job, batch_size) if job is not None else (equal_blocks(blocks or 8, width), batch_size or 64)
-    limit = None if budget_s is None else Limit.within(budget_s)
-    read = None if plan is None else own_plan(plan, ranks, size)
-    question = Question(model, place_of(cluster, ranks, memory), size, timing_of(model, timing, read))
-    asked = tuple(name for name in passes if name != "none") if passes is not None else PASSES
-    plans = candidates(ranks, question, asked, read, part_of(limit, 4))
-    ranking = rank_for(plans, question, part_of(limit, 2))
+    budget_s = None if time_budget is None else parse_time_budget(time_budget)
+    model, size = (
+        trace_job_model(job, batch_size)
+        if job is not None
+        else (build_equal_blocks(blocks or 8, width), batch_size or 64)
+    )
+    limit = None if budget_s is None else Deadline.after(budget_s)
+    read = None if plan is None else load_plan(plan, ranks, size)
+    question = PlanningProblem(model, cluster_for(cluster, ranks, memory), size, resolve_profile(model, profile, read))
+    asked = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
+    plans = list_candidates(ranks, question, asked, read, fraction_of_deadline(limit, 4))
+    ranking = rank_for_problem(plans, question, fraction_of_deadline(limit, 2))
     if limit is not None:
-        starts = [found.plan for found in ranking.kept[:MOST_STARTS]]
-        budget = Budget(time_s=limit.left_s, seed=seed)
-        ranking = merged(ranking, searched(ranks, question, asked, budget, starts))
+        starts = [found.plan for found in ranking.eligible[:MAX_STARTS]]
+        budget = SearchBudget(time_s=limit.remaining_s, seed=seed)
+        ranking = merge_rankings(ranking, run_search(ranks, question, asked, budget, starts))
     elif search:
-        ranking = merged(ranking, searched(ranks, question, asked, Budget(steps=PROPOSALS, seed=seed)))
-    verdict = verdict_on(ranking, plans, question)
+        ranking = merge_rankings(
+            ranking, run_search(ranks, question, asked, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
+        )
+    verdict = choose_plan(ranking, plans, question)
     if isinstance(verdict, PlanError) and (out is not None or report is not None or measure is not None):
         raise verdict
-    if measure is not None and job is not None and isinstance(verdict, Choice):
-        from counterpoint.cli.trials import measured_here
+    if measure is not None and job is not None and isinstance(verdict, PlanChoice):
+        from counterpoint.cli.measure_plans import measure_on_this_host
 
-        verdict = measured_here(job, verdict, measure)
-    subject = Asked(job or f"{model.num_blocks} blocks", ranks, size, len(plans))
+        verdict = measure_on_this_host(job, verdict, measure)
+    subject = PlanRequest(job or f"{model.num_blocks} blocks", ranks, size, len(plans))
     if as_json:
-        typer.echo(json.dumps(to_json(ranking, verdict, top), indent=2))
+        typer.echo(json.dumps(result_to_dict(ranking, verdict, top), indent=2))
     else:
-        show(subject, ranking, verdict, top)
-    if isinstance(verdict, Choice):
-        keep(verdict, subject, out, report)
+        print_result(subject, ranking, verdict, top)
+    if isinstance(verdict, PlanChoice):
+        write_outputs(verdict, subject, out, report)
 
 
 def require_one_model(job: str | None, blocks: int | None, graph: Path | None, measure: int | None) -> None:
@@ -143,48 +194,48 @@ def require_one_model(job: str | None, blocks: int | None, graph: Path | None, m
         raise PlanError(f"--measure {measure} trains for some steps, and needs a model and data; give a job as well")
 
 
-def verdict_on(ranking: Ranking, plans: Sequence[Plan], question: Question) -> Choice | PlanError:
+def choose_plan(ranking: PlanRanking, plans: Sequence[Plan], question: PlanningProblem) -> PlanChoice | PlanError:
     """Return the plan to take, or why none can be carried out."""
     try:
-        return pick(ranking, plans, question)
+        return select_plan(ranking, plans, question)
     except PlanError as obstacle:
         return obstacle
 
 
-def searched(
+def run_search(
     num_ranks: int,
-    question: Question,
+    question: PlanningProblem,
     passes: tuple[str, ...],
-    budget: Budget,
+    budget: SearchBudget,
     starts: Sequence[Plan] | None = None,
-) -> Ranking:
+) -> PlanRanking:
     """Return what random walks have found, from the best of the list or from some plans on."""
-    space = Space.of(question.model, num_ranks, question.batch_size, passes)
-    return search_plans(space, question.cluster, budget=budget, starts=starts, timing=question.timing)
+    space = SearchSpace.for_model(question.model, num_ranks, question.batch_size, passes)
+    return search_plans(space, question.cluster, budget=budget, starts=starts, profile=question.profile)
 
 
-def part_of(limit: Limit | None, times: int) -> Limit:
+def fraction_of_deadline(limit: Deadline | None, times: int) -> Deadline:
     """Return when so many times less than what is left will be over."""
-    return ENDLESS if limit is None else Limit.within(limit.left_s / times)
+    return NO_DEADLINE if limit is None else Deadline.after(limit.remaining_s / times)
 
 
-def candidates(
-    num_ranks: int, question: Question, passes: tuple[str, ...], read: Plan | None, limit: Limit
+def list_candidates(
+    num_ranks: int, question: PlanningProblem, passes: tuple[str, ...], read: Plan | None, limit: Deadline
 ) -> tuple[Plan, ...]:
     """Return the plans that are ranked, the simplest first; one that was read from a file stands behind them."""
-    model, size, timing = question.model, question.batch_size, question.timing
+    model, size, timing = question.model, question.batch_size, question.profile
     found = (
         *enumerate_plans(num_ranks, model, batch_size=size),
-        *staged_plans(num_ranks, model.unsliced, question.cluster, size, timing=timing, limit=limit),
+        *find_pipeline_plans(num_ranks, model.without_tp, question.cluster, size, profile=timing, deadline=limit),
     )
-    if limit.is_over:
+    if limit.is_past:
         typer.echo("the time was over before all stages with replicas of their own were looked for", err=True)
-    return settle_all(
+    return resolve_partitions(
         (*(replace(one, passes=passes) for one in found), *([read] if read is not None else [])), question
     )
 
 
-def own_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
+def load_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
     """Return the plan of a file, which is for so many ranks and samples.
 
     Raises:
@@ -196,22 +247,22 @@ def own_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
     return plan
 
 
-def timing_of(model: ModelSpec, path: Path | None, read: Plan | None = None) -> Timing | None:
+def resolve_profile(model: ModelSpec, path: Path | None, read: Plan | None = None) -> ModelProfile | None:
     """Return the timing that a file holds, or else the one that a plan came with, if there is one; it is of this model.
 
     Raises:
         PlanError: it cannot be read, is no timing, or is of another model.
     """
     if path is None and read is not None:
-        fitted_to(read, model, None)
-        return read.timing
-    timing = None if path is None else load_timing(path)
+        fit_profile(read, model, None)
+        return read.profile
+    timing = None if path is None else load_profile(path)
     if timing is not None:
-        timing.fitted(model.unsliced)
+        timing.match_to(model.without_tp)
     return timing
 
 
-def seconds_of(time_budget: str) -> float:
+def parse_time_budget(time_budget: str) -> float:
     """Return the seconds of a budget of time.
 
     Raises:
@@ -222,19 +273,19 @@ def seconds_of(time_budget: str) -> float:
         1.5
     """
     try:
-        return Budget(time_s=float(time_budget.strip().removesuffix("s"))).time_s or 0.0
+        return SearchBudget(time_s=float(time_budget.strip().removesuffix("s"))).time_s or 0.0
     except ValueError:
         raise PlanError(f"--time-budget {time_budget} is no time; give seconds, as 10s") from None
 
 
-def keep(choice: Choice, subject: Asked, out: Path | None, report: Path | None) -> None:
+def write_outputs(choice: PlanChoice, request: PlanRequest, out: Path | None, report: Path | None) -> None:
     """The plan that is taken, with its timing, and the page about it are in their files, where these were asked for."""
-    timing = choice.question.timing
-    beside = None if out is None or timing is None else file_beside(out)
+    timing = choice.problem.profile
+    beside = None if out is None or timing is None else profile_path_for(out)
     texts: list[tuple[Path | None, Callable[[], str]]] = [
         (out, lambda: choice.plan.to_yaml("" if beside is None else beside.name)),
-        (beside, lambda: "" if timing is None else write_timing(timing)),
-        (report, lambda: write_report(subject, choice)),
+        (beside, lambda: "" if timing is None else format_profile(timing)),
+        (report, lambda: write_report(request, choice)),
     ]
     for path, text in texts:
         if path is not None:
@@ -245,7 +296,7 @@ def keep(choice: Choice, subject: Asked, out: Path | None, report: Path | None) 
             typer.echo(f"wrote {path}", err=True)
 
 
-def place_of(path: Path | None, num_ranks: int, memory_gib: float | None) -> Cluster:
+def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> Cluster:
     """Return the cluster of a file, or a core of a laptop for each rank, with devices of so much memory.
 
     Raises:
@@ -258,29 +309,29 @@ def place_of(path: Path | None, num_ranks: int, memory_gib: float | None) -> Clu
     return replace(cluster, device=replace(cluster.device, memory_bytes=int(memory_gib * 2**30)))
 
 
-def equal_blocks(num_blocks: int, width: int) -> ModelSpec:
+def build_equal_blocks(num_blocks: int, width: int) -> ModelSpec:
     """Return equal linear layers, each with the floating point operations that it takes."""
-    model = chain(num_blocks, width=width)
+    model = linear_chain(num_blocks, width=width)
     work = 2.0 * width * width
     return replace(
         model,
         blocks=tuple(
-            Block(tuple(replace(piece, cost=work) for piece in block.pieces), block.first_piece)
+            Block(tuple(replace(piece, cost=work) for piece in block.layers), block.first_layer)
             for block in model.blocks
         ),
     )
 
 
-def traced(job: str, batch_size: int | None) -> tuple[ModelSpec, int]:
+def trace_job_model(job: str, batch_size: int | None) -> tuple[ModelSpec, int]:
     """Return a job's model, traced on a few of its own samples, and the global batch."""
-    from counterpoint.jobs.table import find
-    from counterpoint.runtime.optimizers import Face
-    from counterpoint.training.choice import FEW_SAMPLES, trace_spec
-    from counterpoint.training.trainer import first_samples
+    from counterpoint.jobs.registry import find_job
+    from counterpoint.runtime.optimizer_spec import OptimizerSpec
+    from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES, trace_model_spec
+    from counterpoint.training.trainer import take_first_samples
 
-    found = find(job)
+    found = find_job(job)
     model = found.build_model(0)
     dataset, _ = found.build_data()
-    face = Face(found.optimizer, dict(model.named_parameters()))
-    inputs = first_samples(dataset, FEW_SAMPLES).inputs(0)
-    return trace_spec(model, face, inputs, None), batch_size or found.batch_size
+    face = OptimizerSpec(found.optimizer, dict(model.named_parameters()))
+    inputs = take_first_samples(dataset, MAX_TRACE_SAMPLES).inputs(0)
+    return trace_model_spec(model, face, inputs, None), batch_size or found.batch_size

@@ -9,17 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoint.cli.tables import Column, format_bytes, show_table
-from counterpoint.drawing.scale import format_seconds
+from counterpoint.cli.tables import TableColumn, format_bytes, print_table
 from counterpoint.errors import LaunchError, PlanError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.function import launch
-from counterpoint.launchers.machine import memory_here, this_host
+from counterpoint.launchers.machine import host_memory_bytes, this_host
+from counterpoint.viz.number_format import format_seconds
 from counterpoint.world.quantities import BANDWIDTH, FLOPS, format_quantity
 
-FEWEST_RANKS, MOST_RANKS = 2, 8
+MIN_RANKS, MAX_RANKS = 2, 8
 """Where nobody says how many: as many as there are cores, but no fewer and no more than these."""
-DEADLINE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 def probe(
@@ -47,40 +47,40 @@ def probe(
         )
     if out is not None and not out.parent.is_dir():
         raise PlanError(f"there is no folder {out.parent} to write {out.name} in; make it, or give another --out")
-    count = ranks or min(max(this_host().num_usable, FEWEST_RANKS), MOST_RANKS)
+    count = ranks or min(max(this_host().num_usable, MIN_RANKS), MAX_RANKS)
     if environment is not None or count == 1:
         values, rank = measure(), environment.rank if environment is not None else 0
     else:
-        values, rank = launch(measure, ranks=count, threads_per_rank=threads, deadline_s=DEADLINE_S)[0], 0
+        values, rank = launch(measure, ranks=count, threads_per_rank=threads, timeout_s=TIMEOUT_S)[0], 0
     if rank != 0:
         return
     if out is not None:
-        keep(values["cluster"], out)
+        write_cluster_file(values["cluster"], out)
     if as_json:
         typer.echo(json.dumps(values, indent=2))
     else:
-        show(values, out)
+        print_measurements(values, out)
 
 
 def measure() -> dict[str, Any]:
     """Return what the ranks of this job have measured, as JSON values; each of them calls it."""
     import torch
 
-    from counterpoint.profiler.probe import probe as probe_ranks
-    from counterpoint.profiler.watch import as_in_training
-    from counterpoint.training.world import open_world
+    from counterpoint.profiler.probe import probe_cluster as probe_ranks
+    from counterpoint.profiler.timer import training_conditions
+    from counterpoint.training.distributed_world import open_world
 
-    world = open_world(detect(), 1, DEADLINE_S)
-    memory, cores = memory_here(), this_host().num_usable
+    world = open_world(detect(), 1, TIMEOUT_S)
+    memory, cores = host_memory_bytes(), this_host().num_usable
     try:
-        with as_in_training(torch.get_num_threads()):
-            found = world.run(lambda fabric: probe_ranks(fabric, host_memory_bytes=memory, most_threads=cores))
+        with training_conditions(torch.get_num_threads()):
+            found = world.run(lambda fabric: probe_ranks(fabric, host_memory_bytes=memory, max_threads=cores))
     finally:
         world.close()
-    return found[0].to_values()
+    return found[0].to_json_dict()
 
 
-def keep(text: str, out: Path) -> None:
+def write_cluster_file(text: str, out: Path) -> None:
     """The text is in its file.
 
     Raises:
@@ -92,14 +92,14 @@ def keep(text: str, out: Path) -> None:
         raise PlanError(f"{out} cannot be written: {error.strerror}; give another --out") from None
 
 
-def show(values: dict[str, Any], out: Path | None) -> None:
+def print_measurements(values: dict[str, Any], out: Path | None) -> None:
     """The figures are on standard output as tables, then the cluster file or where it is."""
     products, links = values["products"], values["links"]
     sizes = sorted({one["size"] for one in products})
     found = {(one["threads"], one["size"]): one["flops_per_s"] for one in products}
     typer.echo("products of square matrices on rank 0 alone, by rows\n")
-    show_table(
-        [Column("threads", "right"), *(Column(f"{size:,}", "right") for size in sizes)],
+    print_table(
+        [TableColumn("threads", "right"), *(TableColumn(f"{size:,}", "right") for size in sizes)],
         [
             [str(count), *(format_quantity(found[count, size], FLOPS) for size in sizes)]
             for count in sorted({one["threads"] for one in products})
@@ -107,17 +107,20 @@ def show(values: dict[str, Any], out: Path | None) -> None:
     )
     if links:
         typer.echo("\nmessages from one rank to another, by pairs of ranks\n")
-        show_table([Column("size", "right"), *(Column(title(one), "right") for one in links)], list(trips_of(links)))
+        print_table(
+            [TableColumn("size", "right"), *(TableColumn(link_title(one), "right") for one in links)],
+            list(message_rows(links)),
+        )
     typer.echo(f"\n{values['cluster'] if out is None else f'cluster file: {out}'}", nl=out is not None)
 
 
-def title(link: dict[str, Any]) -> str:
+def link_title(link: dict[str, Any]) -> str:
     """Return the head of a link's column."""
     first, second = link["ranks"]
     return f"{link['level']} {first}-{second}"
 
 
-def trips_of(links: list[dict[str, Any]]) -> Iterator[list[str]]:
+def message_rows(links: list[dict[str, Any]]) -> Iterator[list[str]]:
     """Yield a row for each size of messages, and one for the two figures that stand for all."""
     sizes = sorted({size for one in links for size, _ in one["messages"]})
     for size in sizes:

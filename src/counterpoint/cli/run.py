@@ -10,7 +10,7 @@ import typer
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.local import run_command, script_command
-from counterpoint.world.placement import DEFAULT_BINDING, Binding
+from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 
 
 def run(
@@ -24,7 +24,7 @@ def run(
     transport: Annotated[
         str | None, typer.Option(help="What joins the ranks: auto, shm (memory), gloo (sockets).")
     ] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that ranks wait for each other to arrive.")] = None,
 ) -> None:
     """Start a script on several ranks, as torchrun would.
 
@@ -43,7 +43,7 @@ def run(
         port=port,
         threads_per_rank=threads,
         bind=bind,
-        deadline_s=deadline,
+        timeout_s=timeout,
         transport=transport,
     )
     if result.exit_code != 0:

@@ -12,18 +12,23 @@ from pathlib import Path
 import typer
 
 from counterpoint.cli.config import RunConfig
-from counterpoint.cli.faults import WANTS_TRACEBACK
-from counterpoint.cli.order import Order
+from counterpoint.cli.error_handling import SHOW_TRACEBACK
+from counterpoint.cli.rank_job import RankJob
 from counterpoint.errors import CheckpointError, CounterpointError, LaunchError
 from counterpoint.launchers.environment import detect
-from counterpoint.launchers.lines import Line, write_prefixed
-from counterpoint.launchers.local import run_command
-from counterpoint.plan import Plan
-from counterpoint.training.run_folder import require_free
-from counterpoint.training.views import Bar, View, can_redraw, make_view, relayed
+from counterpoint.launchers.local import OutputLine, run_command, write_prefixed
+from counterpoint.plan.plan import Plan
+from counterpoint.training.callbacks.run_folder import require_unused_folder
+from counterpoint.training.reporting.progress_renderers import (
+    BarRenderer,
+    ProgressRenderer,
+    can_redraw,
+    make_renderer,
+    parse_relayed,
+)
 
 
-def start(config: RunConfig, resume: Path | None, read: Plan | None = None) -> None:
+def start(config: RunConfig, resume: Path | None, loaded_plan: Plan | None = None) -> None:
     """The run has ended: in this process, or in one process for each rank.
 
     Args:
@@ -45,75 +50,77 @@ def start(config: RunConfig, resume: Path | None, read: Plan | None = None) -> N
     text = config.plan.strategy.strip()
     is_open = text.startswith("auto")
     plan = Plan.parse(text.replace("auto", "data", 1) if is_open else text, num_ranks=ranks or 1)
-    written, timing = (None, None) if read is None else (read.written, read.timing)
-    plan = replace(plan, written=written)
+    written, timing = (None, None) if loaded_plan is None else (loaded_plan.source, loaded_plan.profile)
+    plan = replace(plan, source=written)
     if ranks is not None:
         plan.require_ranks(ranks)
-    run_folder = Path(config.output.folder) if config.output.folder is not None else run_of(resume)
-    if run_folder is None or run_folder != run_of(resume):
+    run_folder = Path(config.output.folder) if config.output.folder is not None else find_run_folder(resume)
+    if run_folder is None or run_folder != find_run_folder(resume):
         run_folder = run_folder or new_folder(config.job)
-        require_free(run_folder)
+        require_unused_folder(run_folder)
     strategy = f"auto({plan.num_ranks})" if is_open else str(plan)
-    order = Order(config, strategy, run_folder, checkpoints_of(resume), config.output.progress, written, timing)
+    order = RankJob(config, strategy, run_folder, find_checkpoints(resume), config.output.progress, written, timing)
     if environment is None and plan.num_ranks > 1 and not config.launch.local:
         start_ranks(order, plan.num_ranks)
     else:
         start_here(order)
 
 
-def start_here(order: Order) -> None:
+def start_here(job: RankJob) -> None:
     """The run has ended in this process; an error that ended it knows where the report is."""
-    from counterpoint.cli.rank import carry_out
+    from counterpoint.cli.rank_main import run_job
 
     try:
-        carry_out(order)
+        run_job(job)
     except (CounterpointError, KeyboardInterrupt) as error:
-        for line in report_line(order):
+        for line in report_lines(job):
             error.add_note(line)
         raise
 
 
-def report_line(order: Order) -> list[str]:
+def report_lines(job: RankJob) -> list[str]:
     """Return where the report is, if there is one."""
-    report = order.folder / "report.html"
+    report = job.folder / "report.html"
     return [f"report: {report}"] if report.exists() else []
 
 
-def start_ranks(order: Order, num_ranks: int) -> None:
+def start_ranks(job: RankJob, num_ranks: int) -> None:
     """Every rank has run in a process of its own, and the first one was shown as if it were this process."""
-    launch, output = order.config.launch, order.config.output
+    launch, output = job.config.launch, job.config.output
     draws = output.progress == "rich" or (output.progress == "auto" and can_redraw(sys.stdout))
-    view: View = Bar(sys.stdout, time.monotonic) if draws else make_view("plain", sys.stdout, time.monotonic)
+    view: ProgressRenderer = (
+        BarRenderer(sys.stdout, time.monotonic) if draws else make_renderer("plain", sys.stdout, time.monotonic)
+    )
     if draws:
-        order = replace(order, progress="relay")
+        job = replace(job, progress="relay")
 
-    def show(line: Line) -> None:
+    def show(line: OutputLine) -> None:
         if line.rank != 0 or line.stream == "err":
             write_prefixed(line)
-        elif (record := relayed(line.text)) is not None:
+        elif (record := parse_relayed(line.text)) is not None:
             view.show(record)
         else:
-            view.note(line.text)
+            view.write_line(line.text)
 
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
         path = Path(name) / "order.json"
-        path.write_text(order.to_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "counterpoint.cli.rank", str(path)]
-        command += ["--traceback"] if WANTS_TRACEBACK.get() else []
+        path.write_text(job.to_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "counterpoint.cli.rank_main", str(path)]
+        command += ["--traceback"] if SHOW_TRACEBACK.get() else []
         try:
             result = run_command(
                 command,
                 num_ranks,
                 threads_per_rank=launch.threads,
                 bind=launch.bind,
-                deadline_s=launch.deadline_s,
+                timeout_s=launch.timeout_s,
                 transport=launch.transport,
                 on_line=show,
             )
         finally:
             view.close()
     if result.exit_code != 0:
-        typer.echo("\n".join([result.report, *report_line(order)]), err=True)
+        typer.echo("\n".join([result.report, *report_lines(job)]), err=True)
         raise typer.Exit(result.exit_code)
 
 
@@ -122,7 +129,7 @@ def new_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
 
 
-def run_of(resume: Path | None) -> Path | None:
+def find_run_folder(resume: Path | None) -> Path | None:
     """Return the folder of the run that goes on; None for a single checkpoint, from which another run starts."""
     if resume is None:
         return None
@@ -131,7 +138,7 @@ def run_of(resume: Path | None) -> Path | None:
     return resume if (resume / "checkpoints").is_dir() else None
 
 
-def checkpoints_of(resume: Path | None) -> Path | None:
+def find_checkpoints(resume: Path | None) -> Path | None:
     """Return where the state to go on from is.
 
     Raises:
@@ -142,7 +149,7 @@ def checkpoints_of(resume: Path | None) -> Path | None:
     return resume / "checkpoints" if resume is not None and (resume / "checkpoints").is_dir() else resume
 
 
-def config_of(resume: Path | None) -> Path | None:
+def find_config(resume: Path | None) -> Path | None:
     """Return the values of the run that goes on or was saved, if they were kept."""
     for folder in () if resume is None else (resume, resume.parent, resume.parent.parent):
         if (folder / "config.yaml").is_file():

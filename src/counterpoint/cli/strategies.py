@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from counterpoint.cli.show import default_blocks, ticks_of
-from counterpoint.cli.tables import Column, show_table
+from counterpoint.cli.show import default_blocks, tick_costs
+from counterpoint.cli.tables import TableColumn, print_table
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
-from counterpoint.drawing.grid import draw_grid, draw_rows
-from counterpoint.model.spec import chain
-from counterpoint.plan import Plan
+from counterpoint.model.spec import linear_chain
+from counterpoint.plan.plan import Plan
+from counterpoint.plan.registry import STRATEGIES, StrategyEntry, find_strategy
 from counterpoint.simulator.simulate import simulate
-from counterpoint.strategies.orders.table import NAMES
-from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.strategies.table import STRATEGIES, Named, find
+from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.pipeline.schedules.registry import SCHEDULE_NAMES
+from counterpoint.viz.ascii_timeline import abbreviate_program, draw_ascii_timeline
 
 SECTIONS = ("Promise", "Cost", "Source")
 _SECTION = re.compile(r"^(\w+):$")
@@ -32,39 +32,41 @@ def strategies(
 ) -> None:
     """List the strategies; with a NAME: what it promises, what it costs, where it was published, and an example."""
     if name is None:
-        columns = [Column("name"), Column("what it does", wraps=True), Column("options")]
-        show_table(columns, [(key, named.summary, ", ".join(named.options)) for key, named in STRATEGIES.items()])
-        typer.echo("\norders of a pipeline: " + ", ".join(NAMES))
+        columns = [TableColumn("name"), TableColumn("what it does", wraps=True), TableColumn("options")]
+        print_table(columns, [(key, named.summary, ", ".join(named.options)) for key, named in STRATEGIES.items()])
+        typer.echo("\norders of a pipeline: " + ", ".join(SCHEDULE_NAMES))
         typer.echo('strategies are joined by *, from the inside out: "pipeline(4) * data(2)" needs 8 ranks')
         return
-    typer.echo(describe(name, find(name)))
+    typer.echo(describe(name, find_strategy(name)))
 
 
-def describe(name: str, named: Named) -> str:
+def describe(name: str, named: StrategyEntry) -> str:
     """Return all there is to know of a strategy."""
-    text = sections(named.parent)
+    text = parse_sections(named.doc_source)
     parts = [f"{name}: {named.summary}", text[""]]
-    options = {key: line for key, line in arguments(text.get("Args", "")).items() if key in {"degree", *named.options}}
+    options = {
+        key: line for key, line in parse_arguments(text.get("Args", "")).items() if key in {"degree", *named.options}
+    }
     if options:
         parts.append("\n".join(["options", *(f"  {key}: {line}" for key, line in options.items())]))
-    if named.instead:
-        parts.append("\n".join(["not taken", *(f"  {key}: {why}" for key, why in named.instead.items())]))
+    if named.unsupported:
+        parts.append("\n".join(["not taken", *(f"  {key}: {why}" for key, why in named.unsupported.items())]))
     promise = text.get("Promise", "the same numbers as on one rank, to rounding")
-    parts += [f"{title.lower()}\n{indented(text.get(title, promise))}" for title in SECTIONS]
+    parts += [f"{title.lower()}\n{indent(text.get(title, promise))}" for title in SECTIONS]
     example = named.example or f"{name}(2)"
     plan = Plan.parse(example)
     stages = [one for one in plan.strategies if isinstance(one, Pipeline)]
-    plan = replace(plan, num_microbatches=stages[0].microbatches(4) if stages else 1)
-    compiled = compile(plan, chain(default_blocks(plan)))
+    plan = replace(plan, num_microbatches=stages[0].usable_microbatches(4) if stages else 1)
+    compiled = compile(plan, linear_chain(default_blocks(plan)))
     program = compiled.program
     same = f", which is {plan}" if str(plan) != example else ""
     parts.append(f"example: {example}{same}, a model of {compiled.model.num_blocks} blocks")
-    parts[-1] += f"\n{indented(draw_rows(program, width=100))}"
-    parts.append(indented(draw_grid(simulate(program, ticks_of(program)), tick_s=1.0, width=98)))
+    parts[-1] += f"\n{indent(abbreviate_program(program, width=100))}"
+    parts.append(indent(draw_ascii_timeline(simulate(program, tick_costs(program)), tick_s=1.0, width=98)))
     return "\n\n".join(parts)
 
 
-def sections(documented: Callable[..., Any]) -> dict[str, str]:
+def parse_sections(documented: Callable[..., Any]) -> dict[str, str]:
     """Return the parts of a docstring by their title; what stands before the first one under no title."""
     found: dict[str, list[str]] = {"": []}
     title = ""
@@ -78,7 +80,7 @@ def sections(documented: Callable[..., Any]) -> dict[str, str]:
     return {key: inspect.cleandoc("\n".join(["", *lines])).replace("``", "") for key, lines in found.items()}
 
 
-def arguments(text: str) -> dict[str, str]:
+def parse_arguments(text: str) -> dict[str, str]:
     """Return what a docstring says of each argument."""
     found: dict[str, str] = {}
     for line in text.splitlines():
@@ -90,6 +92,6 @@ def arguments(text: str) -> dict[str, str]:
     return found
 
 
-def indented(text: str) -> str:
+def indent(text: str) -> str:
     """Return a text two columns to the right."""
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())

@@ -9,11 +9,11 @@ from typing import Literal
 
 import typer
 
-from counterpoint.drawing.scale import format_bytes as format_bytes
+from counterpoint.viz.number_format import format_bytes as format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """One column.
 
     Args:
@@ -27,15 +27,15 @@ class Column:
     wraps: bool = False
 
 
-def show_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+def print_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -> None:
     """The table is on standard output: with rules and wrapped cells on a terminal, else one plain line per row."""
     if sys.stdout.isatty():
-        _show_rich(columns, rows)
+        _print_rich(columns, rows)
     else:
-        typer.echo(plain_table(columns, rows))
+        typer.echo(format_table(columns, rows))
 
 
-def plain_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
+def format_table(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -> str:
     """Return the table as lines with two spaces between columns.
 
     Example:
@@ -56,7 +56,7 @@ def plain_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str
     return "\n".join(line.rstrip() for line in drawn)
 
 
-def _show_rich(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+def _print_rich(columns: Sequence[TableColumn], rows: Iterable[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

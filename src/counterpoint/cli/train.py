@@ -7,18 +7,28 @@ from typing import Annotated
 
 import typer
 
-from counterpoint.cli.config import schema
-from counterpoint.cli.layers import Given, Layer, default_layer, file_layer, filled, merged, set_layer, shown, validated
-from counterpoint.cli.start import config_of, start
+from counterpoint.cli.config import (
+    ConfigLayer,
+    SourcedValue,
+    apply_job_defaults,
+    build_config,
+    default_layer,
+    file_layer,
+    format_sources,
+    json_schema,
+    merge_layers,
+    set_layer,
+)
+from counterpoint.cli.start import find_config, start
 from counterpoint.errors import PlanError
-from counterpoint.plan import Plan
+from counterpoint.plan.plan import Plan
 
 FLAGS = {
     "job": "NAME",
     "launch.ranks": "--ranks",
     "plan.strategy": "--strategy",
     "plan.num_microbatches": "--microbatches",
-    "plan.measure": "--measure",
+    "plan.num_measured_plans": "--measure",
     "training.epochs": "--epochs",
     "training.max_steps": "--steps",
     "training.batch_size": "--batch-size",
@@ -69,7 +79,7 @@ def train(
     Values come from the job, then FILE.yaml, then --set, then the other options; later ones win.
     """
     if config_schema:
-        typer.echo(schema())
+        typer.echo(json_schema())
         return
     given = (
         *(name, ranks, strategy, microbatches, measure, epochs, steps, batch_size, optimizer, lr, seed, clip_norm),
@@ -78,41 +88,43 @@ def train(
     if plan is not None and strategy is not None:
         raise PlanError(f"--plan {plan} has a strategy, and --strategy is {strategy}; give one of the two")
     read = Plan.from_file(plan) if plan is not None else None
-    flags = {path: Given(value, flag) for (path, flag), value in zip(FLAGS.items(), given, strict=True)}
-    layer = merged(
+    flags = {path: SourcedValue(value, flag) for (path, flag), value in zip(FLAGS.items(), given, strict=True)}
+    layer = merge_layers(
         [
             default_layer(),
-            file_layer(config) if config is not None else kept_layer(resume),
+            file_layer(config) if config is not None else saved_layer(resume),
             set_layer(assignments or []),
             plan_layer(read) if read is not None else {},
             {path: value for path, value in flags.items() if value.value is not None},
         ]
     )
     if show_config:
-        typer.echo(explained_config(layer))
+        typer.echo(format_config(layer))
     else:
-        start(validated(layer), resume, read)
+        start(build_config(layer), resume, read)
 
 
-def plan_layer(plan: Plan) -> Layer:
+def plan_layer(plan: Plan) -> ConfigLayer:
     """Return the values of a plan that was read from a file, each with its line."""
-    assert plan.written is not None, "read from a file"
+    assert plan.source is not None, "read from a file"
     values = {"strategy": str(plan), "num_microbatches": plan.num_microbatches, "passes": list(plan.passes)}
-    return {f"plan.{key}": Given(value, plan.written.place(key)) for key, value in values.items()}
+    return {f"plan.{key}": SourcedValue(value, plan.source.location(key)) for key, value in values.items()}
 
 
-def kept_layer(resume: Path | None) -> Layer:
+def saved_layer(resume: Path | None) -> ConfigLayer:
     """Return the values of the run that goes on, all but its folder: it may have been moved since."""
-    file = config_of(resume)
+    file = find_config(resume)
     layer = file_layer(file) if file is not None else {}
     return {path: given for path, given in layer.items() if path != "output.folder"}
 
 
-def explained_config(layer: Layer) -> str:
+def format_config(layer: ConfigLayer) -> str:
     """Return every value and who gave it, the job's own among them."""
-    from counterpoint.cli.rank import own_values
-    from counterpoint.jobs.table import find
+    from counterpoint.cli.rank_main import job_defaults
+    from counterpoint.jobs.registry import find_job
 
-    config = validated(layer)
-    complete = filled(layer, own_values(find(config.job), config.training.optimizer), f"job {config.job}")
-    return shown(complete, validated(complete))
+    config = build_config(layer)
+    complete = apply_job_defaults(
+        layer, job_defaults(find_job(config.job), config.training.optimizer), f"job {config.job}"
+    )
+    return format_sources(complete, build_config(complete))

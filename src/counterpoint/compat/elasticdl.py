@@ -19,18 +19,18 @@ from __future__ import annotations
 from typing import Literal, TypedDict, Unpack
 
 from counterpoint.data.fetch import MapDataset
+from counterpoint.elastic.ps_worker import WorkerConfig
+from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.errors import PlanError
-from counterpoint.optim.options import require_counts
-from counterpoint.server.job import Budget, Patience
-from counterpoint.server.working.loop import Habits
-from counterpoint.server.working.rhythm import Rhythm
-from counterpoint.training.elastic import Elastic
+from counterpoint.optim.validation import require_counts
+from counterpoint.ps.job_config import RetryPolicy, Timeouts
+from counterpoint.training.elastic_trainer import ElasticTrainer
 
 TASK_RETRIES = 3
 """ElasticDL's ``_MAX_TASK_RETRIES``; there the task is dropped then, here the job stops and says why."""
 
 
-class Others(TypedDict, total=False):
+class IgnoredOptions(TypedDict, total=False):
     """Options of ElasticDL that change nothing as they are there by default; most are refused otherwise.
 
     Args:
@@ -67,8 +67,8 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     task_fault_tolerance: bool = True,
     seed: int = 0,
     job_name: str = "elasticdl",
-    **others: Unpack[Others],
-) -> Elastic:
+    **others: Unpack[IgnoredOptions],
+) -> ElasticTrainer:
     """Return the job that ``elasticdl train`` would run with these options.
 
     Args:
@@ -93,38 +93,38 @@ def elasticdl(  # noqa: PLR0913 - the options of its command
     """
     require_counts(minibatch_size=minibatch_size, num_minibatches_per_task=num_minibatches_per_task)
     require_counts(num_epochs=num_epochs, num_ps_pods=num_ps_pods, grads_to_wait=grads_to_wait)
-    _require_plain(others)
+    _check_ignored_options(others)
     is_allreduce = _is_allreduce(others, grads_to_wait, use_async=use_async)
     parts = others.get("num_workers", 1) if is_allreduce else grads_to_wait
     require_counts(num_workers=parts)
-    return Elastic(
+    return ElasticTrainer(
         dataset=dataset,
         batch_size=minibatch_size if use_async else minibatch_size * parts,
         epochs=num_epochs,
         consistency="asp" if use_async else f"bsp({parts})",
         servers=0 if is_allreduce else num_ps_pods,
-        task_portions=num_minibatches_per_task if use_async else 1,
-        rhythm=_rhythm(get_model_steps, learning_rate, use_async=use_async),
-        habits=Habits(seed=seed, checkpoint_every=checkpoint_steps),
+        slices_per_task=num_minibatches_per_task if use_async else 1,
+        sync_policy=_sync_policy(get_model_steps, learning_rate, use_async=use_async),
+        worker_config=WorkerConfig(seed=seed, checkpoint_every_slices=checkpoint_steps),
         evaluate_every=evaluation_steps,
         name=job_name,
-        budget=Budget(failures=TASK_RETRIES if task_fault_tolerance else 0),
-        patience=Patience(lease_s=300.0),
+        budget=RetryPolicy(max_failures=TASK_RETRIES if task_fault_tolerance else 0),
+        patience=Timeouts(lease_s=300.0),
     )
 
 
-def _rhythm(get_model_steps: int, learning_rate: float, *, use_async: bool) -> Rhythm:
+def _sync_policy(get_model_steps: int, learning_rate: float, *, use_async: bool) -> SyncPolicy:
     require_counts(get_model_steps=get_model_steps)
     if get_model_steps > 1 and not use_async:
         raise PlanError(
             f"get_model_steps={get_model_steps} computes from weights of before, which synchronous training refuses; "
             "give use_async=True, or get_model_steps=1"
         )
-    return Rhythm(fetch_every=get_model_steps, local_lr=learning_rate if get_model_steps > 1 else 0.0)
+    return SyncPolicy(pull_every=get_model_steps, local_lr=learning_rate if get_model_steps > 1 else 0.0)
 
 
-def _require_plain(others: Others) -> None:
-    unknown = sorted(others.keys() - Others.__optional_keys__)
+def _check_ignored_options(others: IgnoredOptions) -> None:
+    unknown = sorted(others.keys() - IgnoredOptions.__optional_keys__)
     if unknown:
         raise TypeError(f"elasticdl() got an unexpected keyword argument {unknown[0]!r}")
     if others.get("lr_staleness_modulation"):
@@ -145,7 +145,7 @@ def _require_plain(others: Others) -> None:
         )
 
 
-def _is_allreduce(others: Others, grads_to_wait: int, *, use_async: bool) -> bool:
+def _is_allreduce(others: IgnoredOptions, grads_to_wait: int, *, use_async: bool) -> bool:
     """Tell whether gradients are added up among workers instead of on servers."""
     distribution_strategy = others.get("distribution_strategy", "ParameterServerStrategy")
     if distribution_strategy == "Local":

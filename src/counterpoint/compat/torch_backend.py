@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from counterpoint.fabric.gloo import Store
-    from counterpoint.fabric.torch_group.group import FabricGroup
+    from counterpoint.fabric.c10d import Store
+    from counterpoint.fabric.torch_backend.process_group import FabricProcessGroup
 
 NAME = "counterpoint"
 
@@ -34,8 +34,8 @@ def register() -> None:
     distributed.Backend.register_backend(NAME, create, devices=["cpu"])
 
 
-def create(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> FabricGroup:
+def create(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> FabricProcessGroup:
     """Return the group of this rank, for torch."""
-    from counterpoint.fabric.torch_group.group import create as create_group
+    from counterpoint.fabric.torch_backend.process_group import create_process_group as create_group
 
     return create_group(store, rank, num_ranks, timeout)

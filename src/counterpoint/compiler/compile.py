@@ -9,21 +9,21 @@ from functools import reduce
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
-from counterpoint.program.instruction import FORWARDS, OF_UNITS, Value
-from counterpoint.program.laws import Promise, check
-from counterpoint.program.ledger import Ledger
+from counterpoint.plan.plan import Plan
+from counterpoint.plan.source import plan_error_at
+from counterpoint.program.comm_volume import SizeFn, sent_bytes
+from counterpoint.program.edges import edge_endpoints
+from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, TensorRef
 from counterpoint.program.program import Program
-from counterpoint.program.strands import strand_of
-from counterpoint.program.traffic import Sizes, sent_bytes
-from counterpoint.program.turn import Turn, beginning, steady
-from counterpoint.strategies.solo import solo, solo_forecast
-from counterpoint.strategies.strategy import Forecast
-from counterpoint.strategies.written import blamed
+from counterpoint.program.step_variants import StepVariant, body_as_step, prologue_as_step
+from counterpoint.program.verify.symbolic import SymbolicResult
+from counterpoint.program.verify.verifier import Bounds, verify
+from counterpoint.strategies.single_device import single_device_cost, single_device_program
+from counterpoint.strategies.strategy import CostEstimate
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledPlan:
     """A program, proved if it may run, with the model it is for and what its strategies forecast.
 
     Args:
@@ -39,29 +39,29 @@ class Compiled:
     plan: Plan
     model: ModelSpec
     program: Program
-    forecast: Forecast
-    ledger: Ledger
-    turns: tuple[Turn, ...]
+    cost: CostEstimate
+    symbolic: SymbolicResult
+    step_variants: tuple[StepVariant, ...]
 
-    def turn_at(self, number: int, *, has_late: bool = True) -> Turn:
-        """Return the kind of a step; see :meth:`counterpoint.strategies.rhythm.Rhythm.turn_at`."""
-        name = self.plan.rhythm.turn_at(number, has_late=has_late)
-        return next(turn for turn in self.turns if turn.name == name)
+    def variant_at(self, step: int, *, has_delayed_grads: bool = True) -> StepVariant:
+        """Return the kind of a step; see :meth:`counterpoint.strategies.sync_schedule.SyncSchedule.kind_at`."""
+        name = self.plan.sync_schedule.kind_at(step, has_delayed_grad=has_delayed_grads)
+        return next(turn for turn in self.step_variants if turn.name == name)
 
     @property
     def is_synchronous(self) -> bool:
         """Whether it keeps solo's numbers."""
-        return self.forecast.staleness == 0 and len(self.turns) == 1
+        return self.cost.staleness == 0 and len(self.step_variants) == 1
 
     def sent_bytes(self) -> tuple[Fraction, ...]:
         """Return the bytes that each rank sends in a step, on average over all steps in the long run."""
-        parts = ([turn.share * bytes_ for bytes_ in turn.sent_bytes] for turn in self.turns)
+        parts = ([turn.frequency * bytes_ for bytes_ in turn.sent_bytes] for turn in self.step_variants)
         return tuple(sum(own, Fraction(0)) for own in zip(*parts, strict=True))
 
 
 def compile(  # noqa: A001 - read as cp.compile
-    plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1, proves: bool = True
-) -> Compiled:
+    plan: Plan, model: ModelSpec, *, samples_per_micro: int = 1, verified: bool = True
+) -> CompiledPlan:
     """Fold the plan's strategies over the solo program, run the passes, and prove the laws.
 
     Args:
@@ -74,121 +74,126 @@ def compile(  # noqa: A001 - read as cp.compile
         PlanError: the strategies cannot be combined like this, or not on this model.
         ProgramError: the result breaks a law.
     """
-    shares, asked = plan.rhythm.turns, _Asked(model, samples_per_micro, proves)
-    if plan.rhythm.late:
+    shares, asked = plan.sync_schedule.step_fractions, _CompileRequest(model, samples_per_micro, verified)
+    if plan.sync_schedule.staleness:
         made = _compile_one(plan, asked)
-        sent = made.forecast.sent_bytes()
-        begun = beginning(made.program)
+        sent = made.cost.sent_bytes()
+        begun = prologue_as_step(made.program)
         begun_bytes = count_bytes(begun, made.model, samples_per_micro)
-        first = Turn("first", begun, made.ledger, begun_bytes, shares["first"])
-        return replace(made, turns=(first, Turn("steady", steady(made.program), made.ledger, sent, shares["steady"])))
-    every = [(name, _compile_one(plan.at(name), asked)) for name in shares]
-    return replace(every[-1][1], plan=plan, turns=tuple(_turn(name, made, shares[name]) for name, made in every))
+        first = StepVariant("fill", begun, made.symbolic, begun_bytes, shares["fill"])
+        return replace(
+            made,
+            turns=(first, StepVariant("steady", body_as_step(made.program), made.symbolic, sent, shares["steady"])),
+        )
+    every = [(name, _compile_one(plan.variant(name), asked)) for name in shares]
+    return replace(
+        every[-1][1], plan=plan, turns=tuple(_build_step_variant(name, made, shares[name]) for name, made in every)
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _CompileRequest:
     """What is the same for all kinds of steps; see :func:`compile`."""
 
     model: ModelSpec
     samples_per_micro: int
-    proves: bool
+    verified: bool
 
 
-def _turn(name: str, made: Compiled, share: Fraction) -> Turn:
+def _build_step_variant(name: str, made: CompiledPlan, frequency: Fraction) -> StepVariant:
     """Return a kind of step: the program itself, or the body of a stream."""
-    sent = made.forecast.sent_bytes()
-    if not made.program.is_stream:
-        return Turn(name, made.program, made.ledger, sent, share)
-    return Turn(name, steady(made.program), made.ledger, sent, share, stream=made.program)
+    sent = made.cost.sent_bytes()
+    if not made.program.is_async_pipeline:
+        return StepVariant(name, made.program, made.symbolic, sent, frequency)
+    return StepVariant(name, body_as_step(made.program), made.symbolic, sent, frequency, async_pipeline=made.program)
 
 
-def _compile_one(plan: Plan, asked: _Asked) -> Compiled:
+def _compile_one(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     """Return the program of one kind of step, or a stream, proved if that is asked for."""
-    with blamed(plan.written, "strategy"):
-        return _fold(plan, asked)
+    with plan_error_at(plan.source, "strategy"):
+        return _apply_strategies(plan, request)
 
 
-def _fold(plan: Plan, asked: _Asked) -> Compiled:
-    samples = asked.samples_per_micro
-    refined = reduce(lambda spec, strategy: strategy.refine(spec), plan.strategies, asked.model)
-    program = solo(refined, plan.num_microbatches)
-    forecast = solo_forecast(refined, plan.num_microbatches, samples)
+def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
+    samples = request.samples_per_micro
+    refined = reduce(lambda spec, strategy: strategy.split_model(spec), plan.strategies, request.model)
+    program = single_device_program(refined, plan.num_microbatches)
+    forecast = single_device_cost(refined, plan.num_microbatches, samples)
     for strategy in plan.strategies:
         program = strategy.lower(program, refined)
-        forecast = strategy.forecast(forecast, refined)
+        forecast = strategy.estimate_cost(forecast, refined)
     if "overlap" in plan.passes:
         program = overlap(program)
     again = plan.recomputation
     if again is not None:
-        with blamed(plan.written, "passes"):
-            blocks = again.blocks(refined)
-        program, forecast = recompute(program, again, blocks), again.forecast(forecast, blocks)
-    ledger = Ledger()
-    if asked.proves:
-        ledger = check(program, promise_of(forecast), refined.units, count_bytes(program, refined, samples))
-    return Compiled(plan, refined, program, forecast, ledger, ())
+        with plan_error_at(plan.source, "passes"):
+            blocks = again.select_blocks(refined)
+        program, forecast = recompute(program, again, blocks), again.estimate_cost(forecast, blocks)
+    ledger = SymbolicResult()
+    if request.verified:
+        ledger = verify(program, bounds_from(forecast), refined.units, count_bytes(program, refined, samples))
+    return CompiledPlan(plan, refined, program, forecast, ledger, ())
 
 
-def promise_of(forecast: Forecast) -> Promise:
+def bounds_from(cost: CostEstimate) -> Bounds:
     """Return what a program must keep to be as forecast."""
-    ranks = forecast.ranks
-    return Promise(
-        staleness=forecast.staleness,
+    ranks = cost.ranks
+    return Bounds(
+        staleness=cost.staleness,
         in_flight=tuple(rank.in_flight for rank in ranks),
-        heads=tuple(rank.heads for rank in ranks),
-        sent_bytes=forecast.sent_bytes(),
+        chunk_starts=tuple(rank.chunk_starts for rank in ranks),
+        sent_bytes=cost.sent_bytes(),
         num_blocks=1 + max(block for rank in ranks for block in rank.blocks),
-        num_micros=forecast.num_micros,
-        sliced=forecast.sliced,
-        updated=tuple(rank.updated for rank in ranks),
-        gradients=tuple(rank.gradients for rank in ranks),
-        apart=forecast.apart,
-        versions=tuple(rank.versions for rank in ranks),
-        room=forecast.room,
-        tapes=forecast.tapes,
-        repeats=forecast.repeats,
-        strands=forecast.strands,
+        num_micros=cost.num_micros,
+        tp_blocks=cost.tp_blocks,
+        optimizer_fraction=tuple(rank.optimizer_fraction for rank in ranks),
+        grad_fraction=tuple(rank.grad_fraction for rank in ranks),
+        replicas_may_diverge=cost.replicas_may_diverge,
+        weight_versions=tuple(rank.weight_versions for rank in ranks),
+        recv_buffer_depth=cost.recv_buffer_depth,
+        max_saved_activations=cost.max_saved_activations,
+        recompute=cost.recompute,
+        edges=cost.edges,
     )
 
 
-def value_bytes(value: Value, model: ModelSpec, samples_per_micro: int, code: str = "") -> int:
+def value_bytes(value: TensorRef, model: ModelSpec, samples_per_micro: int, codec: str = "") -> int:
     """Return the bytes of a whole value on one rank, as it is or written in a code."""
-    if value.name in OF_UNITS:
-        return model.unit_bytes(value.blocks, code)
+    if value.name in UNIT_TENSORS:
+        return model.unit_bytes(value.blocks, codec)
     block = value.blocks[0]
-    split = model.blocks[block].split
+    split = model.blocks[block].tp
     if value.name == "y":
         return split.output_bytes * samples_per_micro if split is not None else 0
     if value.name == "dx":
         return split.input_bytes * samples_per_micro if split is not None else 0
-    strand = model.find_strand(strand_of(value))
+    strand = model.find_edge(edge_endpoints(value))
     if strand is None:  # of what only the model's output holds
-        return model.made_bytes(block) * samples_per_micro if value.name == "g" else 0
-    size = strand.num_bytes if value.name in FORWARDS else strand.gradient_bytes
+        return model.outgoing_bytes(block) * samples_per_micro if value.name == "g" else 0
+    size = strand.num_bytes if value.name in ACTIVATIONS else strand.grad_bytes
     return (size or 0) * samples_per_micro
 
 
-def held_in(model: ModelSpec, samples_per_micro: int) -> Sizes:
+def storage_size_fn(model: ModelSpec, samples_per_micro: int) -> SizeFn:
     """Return how large values are where they are kept: of what leaves a block, all that it makes for others."""
-    size_of = sizes_in(model, samples_per_micro)
+    size_of = message_size_fn(model, samples_per_micro)
 
-    def held(value: Value, code: str = "") -> int:
-        return model.made_bytes(value.blocks[0]) * samples_per_micro if value.name == "g" else size_of(value, code)
+    def held(value: TensorRef, code: str = "") -> int:
+        return model.outgoing_bytes(value.blocks[0]) * samples_per_micro if value.name == "g" else size_of(value, code)
 
     return held
 
 
 def count_bytes(program: Program, model: ModelSpec, samples_per_micro: int) -> tuple[Fraction, ...]:
     """Return the bytes that each rank's words send in one step."""
-    return sent_bytes(program, sizes_in(model, samples_per_micro))
+    return sent_bytes(program, message_size_fn(model, samples_per_micro))
 
 
-def sizes_in(model: ModelSpec, samples_per_micro: int) -> Sizes:
+def message_size_fn(model: ModelSpec, samples_per_micro: int) -> SizeFn:
     """Return how large values are, each worked out once: the microbatch changes no size."""
     sizes: dict[tuple[str, tuple[int, ...], str], int] = {}
 
-    def size_of(value: Value, code: str = "") -> int:
+    def size_of(value: TensorRef, code: str = "") -> int:
         key = (value.name, value.blocks, code)
         if key not in sizes:
             sizes[key] = value_bytes(value, model, samples_per_micro, code)

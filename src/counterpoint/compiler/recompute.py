@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from counterpoint.program.instruction import (
-    BACKWARDS,
+    ACTIVATION_GRADS,
     Backward,
     Collective,
     Forward,
@@ -16,17 +16,17 @@ from counterpoint.program.instruction import (
     Recompute,
     Recv,
     Send,
-    Value,
+    TensorRef,
 )
-from counterpoint.program.program import Program, Words
+from counterpoint.program.program import Instructions, Program
 from counterpoint.program.rewrite import map_row
 from counterpoint.strategies.recomputation import Recomputation
 
-_Turn = list[int]
+_BackwardChain = list[int]
 """The places of backwards of one microbatch, each of the block below the one before."""
 
 
-def recompute(program: Program, asked: Recomputation, blocks: Collection[int]) -> Program:
+def recompute(program: Program, policy: Recomputation, blocks: Collection[int]) -> Program:
     """Put the recomputation of each block before its backward.
 
     What is recomputed first stands before the receive of the gradient, so that it begins before the gradient arrives.
@@ -38,27 +38,27 @@ def recompute(program: Program, asked: Recomputation, blocks: Collection[int]) -
         asked: how much at once, and what is left out.
         blocks: which blocks.
     """
-    again = partial(_recompute_words, asked=asked, blocks=blocks)
-    return replace(program, rows=tuple(map_row(row, again) for row in program.rows))
+    again = partial(_insert_recomputation, policy=policy, blocks=blocks)
+    return replace(program, rows=tuple(map_row(row, again) for row in program.rank_programs))
 
 
-def _recompute_words(words: Words, asked: Recomputation, blocks: Collection[int]) -> list[Instruction]:
+def _insert_recomputation(words: Instructions, policy: Recomputation, blocks: Collection[int]) -> list[Instruction]:
     extra: defaultdict[int, list[Recompute]] = defaultdict(list)
-    for turn in _turns(words):
+    for turn in _backward_chains(words):
         chosen = [at for at in turn if _backward(words, at).block in blocks]
-        if asked.keeps_next and _follows_its_forward(words, turn[0]):
-            chosen = [] if asked.at_once else [at for at in chosen if at != turn[0]]
-        begin = _before_the_gradient(words, turn[0])
+        if policy.exempts_next_backward and _follows_its_forward(words, turn[0]):
+            chosen = [] if policy.whole_stage else [at for at in chosen if at != turn[0]]
+        begin = _grad_receive_index(words, turn[0])
         for at in reversed(chosen):
             word = _backward(words, at)
-            early = (asked.at_once or at == turn[0]) and not _is_gathered_for(words, at)
+            early = (policy.whole_stage or at == turn[0]) and not _is_gathered_for(words, at)
             extra[begin if early else at].append(Recompute(word.block, word.micro, word.version))
     return [new for at, word in enumerate(words) for new in (*extra[at], word)]
 
 
-def _turns(words: Words) -> Iterator[_Turn]:
+def _backward_chains(words: Instructions) -> Iterator[_BackwardChain]:
     """Yield the runs of backwards that make gradients of inputs: down a chunk's blocks, on one microbatch."""
-    turn: _Turn = []
+    turn: _BackwardChain = []
     for at, word in enumerate(words):
         if not isinstance(word, Forward | Backward):
             continue
@@ -66,19 +66,19 @@ def _turns(words: Words) -> Iterator[_Turn]:
         if turn and not goes_on:
             yield turn
             turn = []
-        if isinstance(word, Backward) and word.has_input:
+        if isinstance(word, Backward) and word.computes_input_grad:
             turn.append(at)
     if turn:
         yield turn
 
 
-def _backward(words: Words, at: int) -> Backward:
+def _backward(words: Instructions, at: int) -> Backward:
     word = words[at]
     assert isinstance(word, Backward), "a place of a backward"
     return word
 
 
-def _follows_its_forward(words: Words, at: int) -> bool:
+def _follows_its_forward(words: Instructions, at: int) -> bool:
     """Tell whether the last thing computed before a backward is its forward."""
     word = _backward(words, at)
     earlier = (words[place] for place in range(at - 1, -1, -1))
@@ -86,12 +86,15 @@ def _follows_its_forward(words: Words, at: int) -> bool:
     return isinstance(before, Forward) and (before.block, before.micro) == (word.block, word.micro)
 
 
-def _before_the_gradient(words: Words, at: int) -> int:
+def _grad_receive_index(words: Instructions, at: int) -> int:
     """Return the place of the first receive of a backward's gradients if only messages stand between, or of itself."""
     word, begin = _backward(words, at), at
     for place in range(at - 1, -1, -1):
         match words[place]:
-            case Recv(value) if value.name in BACKWARDS and (value.blocks[0], value.micro) == (word.block, word.micro):
+            case Recv(value) if value.name in ACTIVATION_GRADS and (value.blocks[0], value.micro) == (
+                word.block,
+                word.micro,
+            ):
                 begin = place
             case Send() | Recv():
                 continue
@@ -106,7 +109,7 @@ def _is_gathered_for(words: Sequence[Instruction], at: int) -> bool:
         match words[place]:
             case Forward() | Backward():
                 return False
-            case Collective("all_gather", Value("weight")):
+            case Collective("all_gather", TensorRef("weight")):
                 return True
             case _:
                 pass

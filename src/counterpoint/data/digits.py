@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from counterpoint.data.sampler import Indices
-from counterpoint.data.sources import Part
+from counterpoint.data.sources import DatasetSplit
 from counterpoint.errors import DataError
 
 HELD_OUT_ONE_IN = 5
-MEAN, DEVIATION = 4.884, 6.017
+MEAN, STD = 4.884, 6.017
 FILE = "datasets/data/digits.csv.gz"  # in scikit-learn; a line is 64 pixels and the digit
 
 
@@ -35,17 +35,17 @@ class Digits:
         DataError: there is no such part, ``dtype`` is not floating point, or scikit-learn is not installed.
     """
 
-    def __init__(self, part: Part = "train", dtype: torch.dtype = torch.float32) -> None:
-        if part not in ("train", "held-out"):
+    def __init__(self, split: DatasetSplit = "train", dtype: torch.dtype = torch.float32) -> None:
+        if split not in ("train", "held-out"):
             raise DataError(
-                f"there is no part {part!r} of the digits; the parts are train and held-out; give one of them"
+                f"there is no part {split!r} of the digits; the parts are train and held-out; give one of them"
             )
         if not dtype.is_floating_point:
             raise DataError(f"dtype is {dtype}; normalized images are fractions; give a floating point type")
         pixels, digits = _load()
         held_out = np.arange(len(digits)) % HELD_OUT_ONE_IN == HELD_OUT_ONE_IN - 1
-        chosen = held_out if part == "held-out" else ~held_out
-        images = torch.from_numpy((pixels[chosen] - MEAN) / DEVIATION)
+        chosen = held_out if split == "held-out" else ~held_out
+        images = torch.from_numpy((pixels[chosen] - MEAN) / STD)
         self._images = images.reshape(-1, 1, 8, 8).to(dtype)
         self._digits = torch.from_numpy(digits[chosen]).long()
 

@@ -35,7 +35,7 @@ class MapDataset(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
+class DatasetFingerprint:
     """Enough of a dataset to notice that a run is resumed with another one.
 
     Args:
@@ -54,7 +54,7 @@ class Fingerprint:
         return asdict(self)
 
 
-def fetch(dataset: MapDataset, indices: Iterable[int], *, before: Callable[[int], None] | None = None) -> Fields:
+def fetch(dataset: MapDataset, indices: Iterable[int], *, before_read: Callable[[int], None] | None = None) -> Fields:
     """Return the samples at ``indices``, stacked field by field.
 
     Tensors, numpy arrays and plain numbers are fields. Without any index the tensors are empty, but have the
@@ -73,24 +73,24 @@ def fetch(dataset: MapDataset, indices: Iterable[int], *, before: Callable[[int]
         rows = torch.from_numpy(np.asarray(numbers, dtype=np.int64))
         return _with_target(tuple(tensor[rows] for tensor in dataset.tensors), "the TensorDataset")
     wanted = indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices]
-    if before is not None and wanted and reads_many(dataset):
-        before(wanted[0])
+    if before_read is not None and wanted and supports_batch_fetch(dataset):
+        before_read(wanted[0])
     if hasattr(dataset, "fetch"):
         return _fetch_at_once(dataset, wanted)
     if not wanted:
-        return tuple(field[:0] for field in _stack(dataset, [0], before))
-    return _stack(dataset, wanted, before)
+        return tuple(field[:0] for field in _stack(dataset, [0], before_read))
+    return _stack(dataset, wanted, before_read)
 
 
-def reads_many(dataset: object) -> bool:
+def supports_batch_fetch(dataset: object) -> bool:
     """Tell whether a dataset reads many samples at once by a method of its own; a subset does what its whole does."""
     if type(dataset) is Subset:
         whole = dataset.dataset
-        return reads_many(whole) if type(whole) is Subset else hasattr(whole, "__getitems__")
+        return supports_batch_fetch(whole) if type(whole) is Subset else hasattr(whole, "__getitems__")
     return hasattr(dataset, "fetch") or hasattr(dataset, "__getitems__")
 
 
-def fingerprint(dataset: MapDataset) -> Fingerprint:
+def fingerprint(dataset: MapDataset) -> DatasetFingerprint:
     """Return what tells this dataset from another; torch's random numbers go on as if nothing was read.
 
     Raises:
@@ -105,7 +105,7 @@ def fingerprint(dataset: MapDataset) -> Fingerprint:
     with torch.random.fork_rng(devices=[]):
         first, second = (_hash(fetch(dataset, [0, num_samples - 1])) for _ in range(2))
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    return Fingerprint(num_samples, name, first if first == second else "random")
+    return DatasetFingerprint(num_samples, name, first if first == second else "random")
 
 
 def _hash(fields: Fields) -> str:
@@ -141,21 +141,21 @@ def _with_target(fields: Fields, source: str) -> Fields:
     return fields
 
 
-def _stack(dataset: MapDataset, indices: list[int], before: Callable[[int], None] | None) -> Fields:
-    items = _items(dataset, indices, before)
+def _stack(dataset: MapDataset, indices: list[int], before_read: Callable[[int], None] | None) -> Fields:
+    items = _items(dataset, indices, before_read)
     samples = [_sample(item, index) for item, index in zip(items, indices, strict=True)]
     for sample, index in zip(samples[1:], indices[1:], strict=True):
-        _check_alike(samples[0], indices[0], sample, index)
+        _check_same_shapes(samples[0], indices[0], sample, index)
     return tuple(torch.stack(field) for field in zip(*samples, strict=True))
 
 
-def _items(dataset: MapDataset, indices: list[int], before: Callable[[int], None] | None) -> Sequence[object]:
-    if hasattr(dataset, "__getitems__") and reads_many(dataset):
+def _items(dataset: MapDataset, indices: list[int], before_read: Callable[[int], None] | None) -> Sequence[object]:
+    if hasattr(dataset, "__getitems__") and supports_batch_fetch(dataset):
         return cast(Sequence[object], dataset.__getitems__(indices))
     items = []
     for index in indices:
-        if before is not None:
-            before(index)
+        if before_read is not None:
+            before_read(index)
         try:
             items.append(dataset[index])
         except Exception as error:
@@ -187,7 +187,7 @@ def _field(value: object, index: int, number: int) -> Tensor:
     )
 
 
-def _check_alike(first: Fields, first_index: int, sample: Fields, index: int) -> None:
+def _check_same_shapes(first: Fields, first_index: int, sample: Fields, index: int) -> None:
     ours, theirs = ([(tuple(field.shape), field.dtype) for field in fields] for fields in (sample, first))
     if ours != theirs:
         raise DataError(

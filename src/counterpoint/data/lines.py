@@ -1,19 +1,107 @@
-"""Lines of the standard library's sources: which package does a line come from?"""
+"""Lines of text become rows of a table by the hashes of their n-grams and tokens, many lines at once.
+
+Lines of the standard library's sources: which package does a line come from?
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from counterpoint.data.ngrams import Rows, hash_lines
 from counterpoint.data.sampler import Indices
-from counterpoint.data.sources import Part, Source, read_sources, select
+from counterpoint.data.sources import DatasetSplit, SourceFile, read_sources, select_split
 from counterpoint.errors import DataError
+
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
+Hashes: TypeAlias = npt.NDArray[np.uint32]
+FeatureRows: TypeAlias = npt.NDArray[np.int32]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+NGRAM_SIZES = (3, 4, 5)
+FNV_START = np.uint32(0x811C9DC5)
+FNV_PRIME = np.uint32(0x01000193)
+TOKEN_START = np.uint32(0x2F0B4C47)
+
+
+def hash_lines(lines: Sequence[bytes], *, line_len: int, num_features: int, num_rows: int) -> FeatureRows:
+    """Return the features of each line as rows of a table, the same on every machine and in every process.
+
+    A feature is a run of 3, 4 or 5 bytes, or a whole word (letters, digits and underscores). It becomes its
+    32-bit FNV-1a hash, then a row from 1 to ``num_rows - 1``; two features may share a row. Row 0 means that
+    nothing is there, and fills a line up.
+
+    Args:
+        lines: at most ``line_len`` bytes of each are read.
+        line_len: see above.
+        num_features: features kept of each line; the tokens come first, then the shorter n-grams.
+        num_rows: rows of the table, at least 2.
+
+    Returns:
+        int32 ``(line, num_features)``.
+
+    Source:
+        Fowler, Noll and Vo, the FNV non-cryptographic hash algorithm, IETF draft-eastlake-fnv.
+    """
+    text = _grid(lines, line_len)
+    found = [_tokens(text), *(_ngrams(text, size) for size in NGRAM_SIZES)]
+    hashes = np.concatenate([hashes for hashes, _ in found], axis=1)
+    present = np.concatenate([mask for _, mask in found], axis=1)
+    rows = (hashes % np.uint32(num_rows - 1) + np.uint32(1)).astype(np.int32)
+    rows[~present] = 0
+    return _pack(rows, present, num_features)
+
+
+def _grid(lines: Sequence[bytes], line_len: int) -> ByteArray:
+    """Return the lines as ``(line, line_len)`` bytes, filled up with 0."""
+    joined = b"".join(line[:line_len].ljust(line_len, b"\0") for line in lines)
+    return np.frombuffer(joined, dtype=np.uint8).reshape(len(lines), line_len)
+
+
+def _ngrams(text: ByteArray, size: int) -> tuple[Hashes, Mask]:
+    """Return the hash of the run of ``size`` bytes at each position, and where there is a whole one."""
+    width = max(text.shape[1] - size + 1, 0)
+    hashes = np.full((len(text), width), FNV_START, dtype=np.uint32)
+    for offset in range(size):
+        hashes = (hashes ^ text[:, offset : offset + width]) * FNV_PRIME
+    return hashes, text[:, size - 1 : size - 1 + width] != 0
+
+
+def _tokens(text: ByteArray) -> tuple[Hashes, Mask]:
+    """Return the hash of the token that ends at each position, and where one ends."""
+    letter = _is_word(text)
+    hashes = np.empty(text.shape, dtype=np.uint32)
+    running = np.full(len(text), TOKEN_START, dtype=np.uint32)
+    for column in range(text.shape[1]):
+        running = np.where(letter[:, column], (running ^ text[:, column]) * FNV_PRIME, TOKEN_START)
+        hashes[:, column] = running
+    ends = letter.copy()
+    ends[:, :-1] &= ~letter[:, 1:]
+    return hashes, ends
+
+
+def _is_word(text: ByteArray) -> Mask:
+    digit = (text >= ord("0")) & (text <= ord("9"))
+    lower = text | np.uint8(0x20)
+    word: Mask = digit | ((lower >= ord("a")) & (lower <= ord("z"))) | (text == ord("_")) | (text >= 0x80)
+    return word
+
+
+def _pack(rows: FeatureRows, present: Mask, num_features: int) -> FeatureRows:
+    """Return what is present moved to the front of each line, in its order, cut or filled up."""
+    packed = np.zeros((len(rows), num_features), dtype=np.int32)
+    line, column = np.nonzero(present)
+    place = (np.cumsum(present, axis=1) - 1)[line, column]
+    kept = place < num_features
+    packed[line[kept], place[kept]] = rows[line[kept], column[kept]]
+    return packed
+
 
 HELD_OUT_ONE_IN = 5
 NUM_ROWS = 2**20
@@ -24,7 +112,7 @@ SHORTEST_LINE = 8
 LINES_AT_ONCE = 8192
 
 
-class Lines:
+class SourceLines:
     """Source lines as hashed features, and the package each comes from.
 
     A sample is ``(features, label)``: the features int64 ``(96,)``, rows of a table of 2**20 from 1 on and
@@ -41,7 +129,7 @@ class Lines:
         DataError: no line is left, or ``limit`` is below 1.
     """
 
-    def __init__(self, sources: Sequence[Source], classes: Sequence[str], limit: int | None = None) -> None:
+    def __init__(self, sources: Sequence[SourceFile], classes: Sequence[str], limit: int | None = None) -> None:
         if limit is not None and limit < 1:
             raise DataError(f"limit is {limit}; a dataset has at least one line; give 1 or more")
         labels = {name: label for label, name in enumerate(classes)}
@@ -78,7 +166,7 @@ class Lines:
 
 def split_lines(
     limit: int | None = 60_000, held_out_limit: int | None = 10_000, root: Path | None = None
-) -> tuple[Lines, Lines]:
+) -> tuple[SourceLines, SourceLines]:
     """Return the training part and the held-out part, which have no file in common but the same classes.
 
     Args:
@@ -87,13 +175,13 @@ def split_lines(
         root: folder to read; the standard library if not given.
     """
     sources = read_sources(root)
-    parts: tuple[Part, Part] = ("train", "held-out")
-    train, held_out = (select(sources, part, HELD_OUT_ONE_IN) for part in parts)
-    classes = most_frequent(train, held_out)
-    return Lines(train, classes, limit), Lines(held_out, classes, held_out_limit)
+    parts: tuple[DatasetSplit, DatasetSplit] = ("train", "held-out")
+    train, held_out = (select_split(sources, part, HELD_OUT_ONE_IN) for part in parts)
+    classes = most_frequent_classes(train, held_out)
+    return SourceLines(train, classes, limit), SourceLines(held_out, classes, held_out_limit)
 
 
-def most_frequent(train: Sequence[Source], held_out: Sequence[Source]) -> tuple[str, ...]:
+def most_frequent_classes(train: Sequence[SourceFile], held_out: Sequence[SourceFile]) -> tuple[str, ...]:
     """Return the packages with most bytes to train on, in alphabetical order, at most 20 of them.
 
     A module of one file is on one side only, and so is nothing that can be both learnt and tested.
@@ -115,14 +203,14 @@ def most_frequent(train: Sequence[Source], held_out: Sequence[Source]) -> tuple[
     return tuple(sorted(ranked[:NUM_CLASSES]))
 
 
-def _lines(source: Source) -> Iterator[bytes]:
+def _lines(source: SourceFile) -> Iterator[bytes]:
     for line in source.content.splitlines():
         stripped = line.strip()
         if len(stripped) >= SHORTEST_LINE:
             yield stripped
 
 
-def _hash_all(lines: Sequence[bytes]) -> Rows:
+def _hash_all(lines: Sequence[bytes]) -> FeatureRows:
     """Return int32 ``(line, 96)``, made in pieces so that what is needed in between stays small."""
     pieces = [lines[start : start + LINES_AT_ONCE] for start in range(0, len(lines), LINES_AT_ONCE)]
     hashed = [hash_lines(piece, line_len=LINE_LEN, num_features=NUM_FEATURES, num_rows=NUM_ROWS) for piece in pieces]

@@ -18,9 +18,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from counterpoint.data.fetch import Fields
-from counterpoint.data.parcels import Fault, Ready, receive
-from counterpoint.data.reading import Reading, Spot
-from counterpoint.data.worker import STACK_SIGNAL, Ends, work
+from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader
+from counterpoint.data.worker import STACK_SIGNAL, WorkerError, WorkerPipes, WorkerReady, receive_result, run_worker
 from counterpoint.errors import DataError
 
 GRACE_S = 2.0  # from the last order to the kernel's end of a worker that still reads
@@ -31,7 +30,7 @@ STACK_BYTES = 65536
 
 
 @dataclass(slots=True)
-class Worker:
+class LoaderWorker:
     """One process and our ends of its pipes.
 
     Args:
@@ -47,18 +46,18 @@ class Worker:
 
     number: int
     process: BaseProcess
-    orders: Connection
-    answers: Connection
-    life: Connection
+    requests: Connection
+    results: Connection
+    keepalive: Connection
     stacks: Connection
-    owed: deque[Spot] = field(default_factory=deque)
+    pending: deque[MicrobatchIndex] = field(default_factory=deque)
     is_ready: bool = False
 
     def __str__(self) -> str:
         return f"loader worker {self.number} (pid {self.process.pid})"
 
 
-class Loader:
+class MicrobatchLoader:
     """Reads the microbatches of a run ahead; close it.
 
     Args:
@@ -73,124 +72,130 @@ class Loader:
     """
 
     def __init__(
-        self, reading: Reading, spots: Iterator[Spot], *, workers: int, prefetch: int, deadline_s: float
+        self,
+        reader: MicrobatchReader,
+        indices: Iterator[MicrobatchIndex],
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        deadline_s: float,
     ) -> None:
-        self.spots = spots
+        self.indices = indices
         self.deadline_s = deadline_s
-        self.workers: list[Worker] = []
-        self.turn = 0  # the worker whose answer comes next
-        self.asked_turn = 0  # the worker that is told next
-        self.read: dict[Spot, Fields] = {}
+        self.workers: list[LoaderWorker] = []
+        self.next_result_worker = 0  # the worker whose answer comes next
+        self.next_request_worker = 0  # the worker that is told next
+        self.buffered: dict[MicrobatchIndex, Fields] = {}
         try:
-            for number in range(workers):
-                self.workers.append(start(number, reading))
-            for _ in range(workers * prefetch):
-                self.order()
+            for number in range(num_workers):
+                self.workers.append(start_worker(number, reader))
+            for _ in range(num_workers * prefetch_factor):
+                self.request_next()
         except BaseException:
             self.close()
             raise
 
-    def fields(self, spot: Spot) -> Fields:
+    def get_fields(self, index: MicrobatchIndex) -> Fields:
         """Return the fields of a microbatch, which is asked for once.
 
         Raises:
             DataError: it could not be read, or its worker ended or is too slow; the message names it.
         """
-        while spot not in self.read:
-            found, fields = self.receive()
-            if any((other.epoch, other.batch) != (found.epoch, found.batch) for other in self.read):
-                self.read.clear()  # of a batch that is over: nobody asked for these
-            self.read[found] = fields
-        return self.read.pop(spot)
+        while index not in self.buffered:
+            found, fields = self.receive_next()
+            if any((other.epoch, other.batch) != (found.epoch, found.batch) for other in self.buffered):
+                self.buffered.clear()  # of a batch that is over: nobody asked for these
+            self.buffered[found] = fields
+        return self.buffered.pop(index)
 
-    def order(self) -> None:
+    def request_next(self) -> None:
         """One more place is being read, if one is left."""
-        spot = next(self.spots, None)
+        spot = next(self.indices, None)
         if spot is None:
             return
-        worker = self.workers[self.asked_turn]
-        self.asked_turn = (self.asked_turn + 1) % len(self.workers)
-        worker.owed.append(spot)
+        worker = self.workers[self.next_request_worker]
+        self.next_request_worker = (self.next_request_worker + 1) % len(self.workers)
+        worker.pending.append(spot)
         with suppress(OSError):  # a worker that has ended is told of when its answer is due
-            worker.orders.send(tuple(spot))
+            worker.requests.send(tuple(spot))
 
-    def receive(self) -> tuple[Spot, Fields]:
+    def receive_next(self) -> tuple[MicrobatchIndex, Fields]:
         """Return the next place and its fields, and have one more read."""
-        worker = self.workers[self.turn]
-        assert worker.owed, "no more is asked for than was ordered"
+        worker = self.workers[self.next_result_worker]
+        assert worker.pending, "no more is asked for than was ordered"
         if not worker.is_ready:
-            first = answer_of(worker, max(START_S, self.deadline_s))
-            assert isinstance(first, Ready), "what a worker says first"
+            first = wait_for_result(worker, max(START_S, self.deadline_s))
+            assert isinstance(first, WorkerReady), "what a worker says first"
             worker.is_ready = True
-        answer = answer_of(worker, self.deadline_s)
-        spot = worker.owed.popleft()
-        if isinstance(answer, Fault):
+        answer = wait_for_result(worker, self.deadline_s)
+        spot = worker.pending.popleft()
+        if isinstance(answer, WorkerError):
             raise DataError(f"{worker} failed {answer.note}: {answer.what}\n{answer.trace}")
-        assert not isinstance(answer, Ready), "said once"
-        self.turn = (self.turn + 1) % len(self.workers)
-        self.order()
+        assert not isinstance(answer, WorkerReady), "said once"
+        self.next_result_worker = (self.next_result_worker + 1) % len(self.workers)
+        self.request_next()
         return spot, answer
 
     def close(self) -> None:
         """No worker is left, whatever it was doing."""
         for worker in self.workers:
-            worker.orders.close()
+            worker.requests.close()
         for worker in self.workers:
-            if not worker.owed:  # what it still reads is for nobody: there is nothing to wait for
+            if not worker.pending:  # what it still reads is for nobody: there is nothing to wait for
                 worker.process.join(GRACE_S)
-            worker.life.close()
+            worker.keepalive.close()
             worker.process.join(GRACE_S)
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
             worker.process.close()
-            worker.answers.close()
+            worker.results.close()
             worker.stacks.close()
         self.workers.clear()
-        self.read.clear()
+        self.buffered.clear()
 
 
-def start(number: int, reading: Reading) -> Worker:
+def start_worker(number: int, reader: MicrobatchReader) -> LoaderWorker:
     """Return a worker that waits for its first place."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["counterpoint.data.worker"])  # torch is imported once, not by each
     (orders, tell), (life, hold), (see, stacks) = (context.Pipe(duplex=False) for _ in range(3))
     hear, answers = context.Pipe()  # a socket, because it carries descriptors
-    theirs = Ends(orders, answers, os.getpid(), life, stacks)
-    process = context.Process(target=work, args=(reading, theirs), name=f"loader worker {number}", daemon=True)
+    theirs = WorkerPipes(orders, answers, os.getpid(), life, stacks)
+    process = context.Process(target=run_worker, args=(reader, theirs), name=f"loader worker {number}", daemon=True)
     try:
         process.start()
     except Exception as error:
         raise DataError(
-            f"a {type(reading.dataset).__name__} cannot be sent to a loader's worker: {type(error).__name__}: {error}; "
+            f"a {type(reader.dataset).__name__} cannot be sent to a loader's worker: {type(error).__name__}: {error}; "
             "a dataset that other processes read has its class at the top of a file, and no open file, connection, "
             "lambda or generator in it: open those when the first sample is read, or take workers=0"
         ) from error
     finally:
         for end in (orders, answers, life, stacks):
             end.close()
-    return Worker(number, process, tell, hear, hold, see)
+    return LoaderWorker(number, process, tell, hear, hold, see)
 
 
-def answer_of(worker: Worker, deadline_s: float) -> Ready | Fault | Fields:
+def wait_for_result(worker: LoaderWorker, deadline_s: float) -> WorkerReady | WorkerError | Fields:
     """Return what a worker sends next.
 
     Raises:
         DataError: it has ended, or sends nothing until the deadline.
     """
-    if not wait([worker.answers, worker.process.sentinel], deadline_s):
-        raise stuck(worker, deadline_s)
+    if not wait([worker.results, worker.process.sentinel], deadline_s):
+        raise hang_error(worker, deadline_s)
     try:
-        return receive(worker.answers)
+        return receive_result(worker.results)
     except (EOFError, OSError):
-        raise ended(worker) from None
+        raise exit_error(worker) from None
 
 
-def ended(worker: Worker) -> DataError:
+def exit_error(worker: LoaderWorker) -> DataError:
     """Return what to say of a worker that is gone."""
     worker.process.join(GRACE_S)
     code = worker.process.exitcode
-    busy = f"with {worker.owed[0]} to read" if worker.owed else "between two microbatches"
+    busy = f"with {worker.pending[0]} to read" if worker.pending else "between two microbatches"
     if code is not None and code < 0:
         how = f"was killed by {signal.Signals(-code).name} {busy}"
         remedy = "if nobody sent it, the kernel ran out of memory: take fewer workers, or a smaller prefetch"
@@ -202,15 +207,15 @@ def ended(worker: Worker) -> DataError:
     return DataError(f"{worker} {how}; {remedy}")
 
 
-def stuck(worker: Worker, deadline_s: float) -> DataError:
+def hang_error(worker: LoaderWorker, deadline_s: float) -> DataError:
     """Return what to say of a worker that does not answer, with its stack if it can still tell it."""
     return DataError(
-        f"{worker} has not read {worker.owed[0]} within {deadline_s:g} s; a dataset that is this slow needs a longer "
-        f"deadline_s, one that waits for ever a limit of its own\n{stack_of(worker)}".rstrip()
+        f"{worker} has not read {worker.pending[0]} within {deadline_s:g} s; a dataset that is this slow needs a longer "
+        f"deadline_s, one that waits for ever a limit of its own\n{read_stack(worker)}".rstrip()
     )
 
 
-def stack_of(worker: Worker) -> str:
+def read_stack(worker: LoaderWorker) -> str:
     """Return what a worker is doing, as it says itself; empty where it does not."""
     if worker.process.pid is None or not worker.is_ready:
         return ""
@@ -224,7 +229,9 @@ def stack_of(worker: Worker) -> str:
     return text.decode(errors="replace")
 
 
-def spots_of(reading: Reading, first: tuple[int, int], num_batches: int, micros: Sequence[int]) -> Iterator[Spot]:
+def iter_microbatch_indices(
+    reader: MicrobatchReader, first: tuple[int, int], num_batches: int, micros: Sequence[int]
+) -> Iterator[MicrobatchIndex]:
     """Yield the places that a process reads in the rest of a run; microbatches without samples are none.
 
     Args:
@@ -235,6 +242,6 @@ def spots_of(reading: Reading, first: tuple[int, int], num_batches: int, micros:
     """
     epoch, batch = first
     for _ in range(num_batches):
-        spots = (Spot(epoch, batch, micro) for micro in micros)
-        yield from (spot for spot in spots if len(range(*reading.bounds(spot))))
-        epoch, batch = (epoch, batch + 1) if batch + 1 < reading.sampler.num_batches else (epoch + 1, 0)
+        spots = (MicrobatchIndex(epoch, batch, micro) for micro in micros)
+        yield from (spot for spot in spots if len(range(*reader.bounds(spot))))
+        epoch, batch = (epoch, batch + 1) if batch + 1 < reader.sampler.num_batches else (epoch + 1, 0)

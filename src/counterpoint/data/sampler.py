@@ -220,7 +220,7 @@ def permute(positions: Indices, *, num_samples: int, seed: int, epoch: int) -> I
     return words.astype(np.int64)
 
 
-def split(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
+def split_batch(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
     """Return where to cut a batch: contiguous pieces as equal as can be, the larger ones first.
 
     The sizes differ by at most one. A batch of fewer samples than microbatches gets empty pieces at the end.
@@ -236,7 +236,7 @@ def split(batch_len: int, num_microbatches: int) -> list[tuple[int, int]]:
         DataError: a batch of less than no samples, or no piece at all.
 
     Example:
-        >>> split(10, 4)
+        >>> split_batch(10, 4)
         [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
     if batch_len < 0 or num_microbatches < 1:
@@ -259,7 +259,7 @@ def sample_key(seed: int, epoch: int, sample: int) -> int:
     """
     key = 0
     for part in (seed, epoch, sample):
-        key = _mix_one(key ^ (part & WORD_MASK))
+        key = _mix_int(key ^ (part & WORD_MASK))
     return key
 
 
@@ -286,11 +286,11 @@ def mix(words: Words) -> Words:
 
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     """Return one 64-bit key per round; a different seed or epoch gives unrelated keys."""
-    start = _mix_one(_mix_one(seed & WORD_MASK) ^ (epoch & WORD_MASK))
-    return tuple(_mix_one(start + number * GOLDEN_GAMMA) for number in range(1, NUM_ROUNDS + 1))
+    start = _mix_int(_mix_int(seed & WORD_MASK) ^ (epoch & WORD_MASK))
+    return tuple(_mix_int(start + number * GOLDEN_GAMMA) for number in range(1, NUM_ROUNDS + 1))
 
 
-def _mix_one(word: int) -> int:
+def _mix_int(word: int) -> int:
     """Return the next word of splitmix64: `mix` in plain integers, which is faster for one."""
     word = (word + GOLDEN_GAMMA) & WORD_MASK
     word = ((word ^ (word >> 30)) * MIX_FIRST) & WORD_MASK

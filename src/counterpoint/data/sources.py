@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from counterpoint.errors import DataError
 
-Part: TypeAlias = Literal["train", "held-out"]
+DatasetSplit: TypeAlias = Literal["train", "held-out"]
 
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip"}
@@ -25,7 +25,7 @@ MACHINE_WRITTEN = "_sysconfigdata"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """One file.
 
     Args:
@@ -42,7 +42,7 @@ class Source:
         return self.path.split("/", 1)[0].removesuffix(".py")
 
 
-def read_sources(root: Path | None = None) -> tuple[Source, ...]:
+def read_sources(root: Path | None = None) -> tuple[SourceFile, ...]:
     """Return every readable source file below ``root`` in the order of the paths.
 
     Tests and installed packages are left out.
@@ -63,7 +63,7 @@ def read_sources(root: Path | None = None) -> tuple[Source, ...]:
     return sources
 
 
-def select(sources: tuple[Source, ...], part: Part, one_in: int) -> tuple[Source, ...]:
+def select_split(sources: tuple[SourceFile, ...], split: DatasetSplit, one_in: int) -> tuple[SourceFile, ...]:
     """Return the files of one part; together the parts are all files, and no file is in both.
 
     Args:
@@ -74,12 +74,12 @@ def select(sources: tuple[Source, ...], part: Part, one_in: int) -> tuple[Source
     Raises:
         DataError: there is no such part, or it has no file.
     """
-    if part not in ("train", "held-out"):
-        raise DataError(f"there is no part {part!r} of a dataset; the parts are train and held-out; give one of them")
-    chosen = tuple(source for source in sources if is_held_out(source.path, one_in) == (part == "held-out"))
+    if split not in ("train", "held-out"):
+        raise DataError(f"there is no part {split!r} of a dataset; the parts are train and held-out; give one of them")
+    chosen = tuple(source for source in sources if is_held_out(source.path, one_in) == (split == "held-out"))
     if not chosen:
         raise DataError(
-            f"none of the {len(sources)} files is in the part {part!r}; one file in {one_in} is held out, "
+            f"none of the {len(sources)} files is in the part {split!r}; one file in {one_in} is held out, "
             "chosen by the hash of its path; give a folder of more files"
         )
     return chosen
@@ -90,7 +90,7 @@ def is_held_out(path: str, one_in: int) -> bool:
     return zlib.crc32(path.encode()) % one_in == 0
 
 
-def _walk(root: Path) -> Iterator[Source]:
+def _walk(root: Path) -> Iterator[SourceFile]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
         for name in names:
@@ -98,9 +98,9 @@ def _walk(root: Path) -> Iterator[Source]:
                 yield from _read(root, Path(folder, name))
 
 
-def _read(root: Path, file: Path) -> Iterator[Source]:
+def _read(root: Path, file: Path) -> Iterator[SourceFile]:
     """Yield the file, or nothing where it cannot be read or named."""
     try:
-        yield Source(file.relative_to(root).as_posix(), file.read_bytes())
+        yield SourceFile(file.relative_to(root).as_posix(), file.read_bytes())
     except OSError:
         return

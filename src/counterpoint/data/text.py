@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.data.sampler import Indices
-from counterpoint.data.sources import Part, Source, read_sources, select
+from counterpoint.data.sources import DatasetSplit, SourceFile, read_sources, select_split
 from counterpoint.errors import DataError
 
 HELD_OUT_ONE_IN = 10
@@ -31,7 +31,7 @@ class Text:
         DataError: the text is shorter than one window, or a number is below 1.
     """
 
-    def __init__(self, sources: tuple[Source, ...], context: int = 128, limit: int | None = None) -> None:
+    def __init__(self, sources: tuple[SourceFile, ...], context: int = 128, limit: int | None = None) -> None:
         if context < 1 or (limit is not None and limit < 1):
             raise DataError(f"context is {context} and limit is {limit}; both are at least 1; give positive numbers")
         content = bytearray(b"".join(source.content for source in sources))
@@ -79,6 +79,6 @@ def split_text(context: int = 128, held_out_limit: int | None = None, root: Path
         root: folder to read; the standard library if not given.
     """
     sources = read_sources(root)
-    parts: tuple[Part, Part] = ("train", "held-out")
-    train, held_out = (select(sources, part, HELD_OUT_ONE_IN) for part in parts)
+    parts: tuple[DatasetSplit, DatasetSplit] = ("train", "held-out")
+    train, held_out = (select_split(sources, part, HELD_OUT_ONE_IN) for part in parts)
     return Text(train, context), Text(held_out, context, held_out_limit)

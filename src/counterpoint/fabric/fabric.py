@@ -12,7 +12,7 @@ from torch import Tensor
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
 Group: TypeAlias = tuple[int, ...]
-Verb: TypeAlias = Literal["sum", "mean", "max", "min"]
+Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 """How numbers of several ranks become one; a mean is a sum, scaled, and rounded once. NaN wins over every number."""
 
 
@@ -48,7 +48,7 @@ class Work(ABC):
         return True
 
 
-class Finished(Work):
+class CompletedWork(Work):
     """A collective of one rank, which is complete before it starts."""
 
     @property
@@ -77,13 +77,13 @@ class Fabric(ABC):
 
     rank: int
     num_ranks: int
-    deadline_s: float
+    timeout_s: float
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor, its numbers unspecified, that collectives of this fabric need not copy if they can."""
         return torch.empty(num_elements, dtype=dtype)
 
-    def spare(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
+    def try_empty(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
         """Return a tensor as :meth:`empty` does; None where it would spare no copy, or memory is short."""
         return None
 
@@ -92,7 +92,7 @@ class Fabric(ABC):
         """The host of every rank, as a number; ranks with the same one can have memory in common."""
         return range(self.num_ranks)
 
-    def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+    def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Return a flat tensor of zeros that is the same memory on all members; None where they can have none.
 
         All members call it together. What one writes another may read after both have met (:meth:`meet`). When no
@@ -107,7 +107,7 @@ class Fabric(ABC):
         return None
 
     @abstractmethod
-    def meet(self, label: str, group: Group) -> Work:
+    def barrier_async(self, label: str, group: Group) -> Work:
         """Start to tell the members that this rank has come to this point; complete when all have."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Fabric(ABC):
             PeerError: the next message has another label, the peer is gone, or the deadline has passed.
         """
 
-    def ask(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def irecv(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Return what receives the peer's next message, :meth:`recv`; messages are asked for in their order.
 
         Args:
@@ -142,12 +142,12 @@ class Fabric(ABC):
         """Return who of the peers sent the next message, its label and its tensors: what a server waits for."""
 
     @abstractmethod
-    def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
+    def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
         """Start to replace the tensor by its sum (or mean, largest, smallest) over the group, on every member."""
 
     @abstractmethod
     def reduce_scatter(
-        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
+        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:
         """Start to replace ``whole[bounds[i]:bounds[i + 1]]`` by its sum over the group, on member ``i``.
 
@@ -186,10 +186,10 @@ class Fabric(ABC):
 
     def barrier(self, group: Group) -> None:
         """All members have come to this point."""
-        self.meet("arrival", group).wait()
+        self.barrier_async("arrival", group).wait()
 
     @abstractmethod
-    def form(self, groups: Sequence[Group]) -> None:
+    def connect_groups(self, groups: Sequence[Group]) -> None:
         """The connections of the groups exist, so that the first collective of each need not wait for its members.
 
         Every rank gives the same groups; those it is not in are skipped. A group that was not formed is formed by its
@@ -197,7 +197,7 @@ class Fabric(ABC):
         """
 
     @abstractmethod
-    def stop(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """The other ranks learn that this rank cannot go on, and why; the fabric may only be closed afterwards."""
 
     @abstractmethod

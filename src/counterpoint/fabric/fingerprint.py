@@ -13,11 +13,11 @@ from torch import Tensor
 from counterpoint.errors import ProgramError
 from counterpoint.fabric.fabric import Group
 
-SUMMABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
+REDUCIBLE_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class CollectiveSignature:
     """One collective as every member must see it; a tensor only by its looks.
 
     Attributes:
@@ -45,10 +45,10 @@ class Operation:
         looks = f", {self.dtype} {self.shape}" if self.dtype else ""
         ranges = f", bounds {self.bounds}" if self.bounds else ""
         root = f", root {self.root}" if self.root >= 0 else ""
-        return f"{self.kind} of {self.label}{looks}{ranges}{root}, among {ranks(self.group)}"
+        return f"{self.kind} of {self.label}{looks}{ranges}{root}, among {format_ranks(self.group)}"
 
 
-def ranks(group: Sequence[int]) -> str:
+def format_ranks(group: Sequence[int]) -> str:
     """Name them: ``rank 1`` or ``ranks 0, 1``."""
     return f"rank{'s' if len(group) != 1 else ''} {', '.join(map(str, group))}"
 
@@ -60,7 +60,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @lru_cache(maxsize=4096)
-def fingerprint(operation: Operation) -> bytes:
+def fingerprint(operation: CollectiveSignature) -> bytes:
     """Return 16 bytes that are equal for equal operations, and for others only by a miracle."""
     return digest(
         operation.kind, operation.label, operation.group, operation.dtype, operation.shape, operation.bounds,
@@ -75,15 +75,15 @@ def digest(*facts: object) -> bytes:
 
 def message_fingerprint(label: str, tensors: Sequence[Tensor]) -> bytes:
     """Return the fingerprint of a message: its label and its tensors' looks."""
-    return _of_message(label, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors))
+    return _message_fingerprint(label, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors))
 
 
 @lru_cache(maxsize=4096)
-def _of_message(label: str, looks: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> bytes:
-    return digest("send", label, tuple((dtype_name(dtype), shape) for dtype, shape in looks))
+def _message_fingerprint(label: str, tensor_meta: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> bytes:
+    return digest("send", label, tuple((dtype_name(dtype), shape) for dtype, shape in tensor_meta))
 
 
-def disagreement(seen: Mapping[int, tuple[bytes, str]], turn: int) -> str | None:
+def describe_mismatch(seen: Mapping[int, tuple[bytes, str]], index: int) -> str | None:
     """Say which two members are about to do different things; None where all that are seen agree.
 
     Args:
@@ -94,7 +94,7 @@ def disagreement(seen: Mapping[int, tuple[bytes, str]], turn: int) -> str | None
     for other in others:
         if seen[other][0] != seen[first][0]:
             return (
-                f"ranks {first} and {other} disagree on collective {turn} of their group: "
+                f"ranks {first} and {other} disagree on collective {index} of their group: "
                 f"rank {first} starts {seen[first][1]}; rank {other} starts {seen[other][1]}; "
                 "all members must start the same collectives in the same order; nothing was added up or overwritten: "
                 f"compare what ranks {first} and {other} ran before it, and look for an if that goes by the rank"
@@ -102,12 +102,12 @@ def disagreement(seen: Mapping[int, tuple[bytes, str]], turn: int) -> str | None
     return None
 
 
-def of_tensor(kind: str, label: str, tensor: Tensor, group: Group, *, root: int = -1) -> Operation:
+def tensor_signature(kind: str, label: str, tensor: Tensor, group: Group, *, root: int = -1) -> CollectiveSignature:
     """Return the collective over a whole tensor."""
-    return Operation(kind, label, group, dtype_name(tensor.dtype), tuple(tensor.shape), (), root)
+    return CollectiveSignature(kind, label, group, dtype_name(tensor.dtype), tuple(tensor.shape), (), root)
 
 
-def of_ranges(kind: str, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Operation:
+def ranges_signature(kind: str, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> CollectiveSignature:
     """Return the collective over one range per member of a flat tensor.
 
     Raises:
@@ -117,14 +117,14 @@ def of_ranges(kind: str, label: str, whole: Tensor, bounds: Sequence[int], group
     covers = len(edges) == len(group) + 1 and (edges[0], edges[-1]) == (0, whole.numel())
     if whole.dim() != 1 or not whole.is_contiguous() or not covers or sorted(edges) != list(edges):
         raise ProgramError(
-            f"{kind} of {label}: bounds {edges} do not cut a tensor of shape {tuple(whole.shape)} for {ranks(group)}; "
+            f"{kind} of {label}: bounds {edges} do not cut a tensor of shape {tuple(whole.shape)} for {format_ranks(group)}; "
             "a flat contiguous tensor needs one range per member, rising from 0 to its length"
         )
-    return Operation(kind, label, group, dtype_name(whole.dtype), tuple(whole.shape), edges)
+    return CollectiveSignature(kind, label, group, dtype_name(whole.dtype), tuple(whole.shape), edges)
 
 
 @lru_cache(maxsize=4096)
-def check_group(operation: Operation, rank: int, num_ranks: int) -> None:
+def check_group(operation: CollectiveSignature, rank: int, num_ranks: int) -> None:
     """The operation's group is one that this rank may act in.
 
     Raises:
@@ -139,7 +139,7 @@ def check_group(operation: Operation, rank: int, num_ranks: int) -> None:
         )
     if operation.root != -1 and operation.root not in group:
         raise ProgramError(f"rank {rank} starts {operation}: the root must be a member")
-    if operation.reduces and operation.dtype not in {dtype_name(dtype) for dtype in SUMMABLE}:
+    if operation.reduces and operation.dtype not in {dtype_name(dtype) for dtype in REDUCIBLE_DTYPES}:
         raise ProgramError(
             f"rank {rank} starts {operation}: {operation.dtype} cannot be added up over ranks; convert it first"
         )
@@ -149,7 +149,9 @@ def check_group(operation: Operation, rank: int, num_ranks: int) -> None:
         )
 
 
-def of_exchange(label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group, rank: int) -> Operation:
+def exchange_signature(
+    label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group, rank: int
+) -> CollectiveSignature:
     """Return the exchange of ranges between all members.
 
     Raises:
@@ -160,10 +162,10 @@ def of_exchange(label: str, whole: Tensor, counts: Sequence[Sequence[int]], grou
     if not fits or whole.dim() != 1 or not whole.is_contiguous() or sum(counts[place]) != whole.numel():
         raise ProgramError(
             f"all_to_all of {label}: counts {counts} do not cut a tensor of shape {tuple(whole.shape)} of rank {rank} "
-            f"for {ranks(group)}; a flat contiguous tensor needs a square of counts whose own row adds up to its length"
+            f"for {format_ranks(group)}; a flat contiguous tensor needs a square of counts whose own row adds up to its length"
         )
     flat = tuple(count for row in counts for count in row)
-    return Operation("all_to_all", label, group, dtype_name(whole.dtype), (), flat)
+    return CollectiveSignature("all_to_all", label, group, dtype_name(whole.dtype), (), flat)
 
 
 def check_peer(peer: int, rank: int, num_ranks: int, label: str) -> None:
@@ -178,7 +180,7 @@ def check_peer(peer: int, rank: int, num_ranks: int, label: str) -> None:
         )
 
 
-def unexpected(rank: int, label: str, peer: int, found: str) -> str:
+def describe_unexpected_message(rank: int, label: str, peer: int, found: str) -> str:
     """Say that another message came than the one that was to come."""
     return (
         f"rank {rank} expects {label} from rank {peer}, but its next message is {found}; messages "

@@ -2,11 +2,14 @@
 
 A frame is ``prefix | label | one description per tensor | payload``. The prefix has a checksum of its own, so that no
 length is trusted before it has been verified; a second one covers all that follows. Nothing is ever unpickled.
+
+Messages are numbered, so that one that is lost, doubled or of another job is an error and not a tensor.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +20,7 @@ from isal.isal_zlib import crc32
 from torch import Tensor
 
 from counterpoint.errors import PeerError, ProtocolError
+from counterpoint.fabric.fingerprint import message_fingerprint
 
 MAGIC = b"CPNT"
 VERSION = 1
@@ -24,26 +28,26 @@ ALIGNMENT = 16
 MAX_DIMS = 16
 MAX_HEAD_BYTES = 1 << 24
 MAX_PAYLOAD_BYTES = 1 << 40
-COPIED_BYTES = 1 << 14
+COALESCE_BELOW_BYTES = 1 << 14
 """From here on a copy costs more than one write more."""
 
 # magic, version, kind, zero, job, generation, source, sequence, fingerprint,
 # label bytes, tensors, head bytes (label and descriptions, padded), payload bytes, checksum of what follows
-PREFIX = struct.Struct("<4sHBBQIIQ16sHHIQI")
+FIXED_HEADER = struct.Struct("<4sHBBQIIQ16sHHIQI")
 CHECKSUM = struct.Struct("<I")
-PREFIX_BYTES = PREFIX.size + CHECKSUM.size
-LOOKS = struct.Struct("<BB")
-SOURCE_AT = struct.calcsize("<4sHBBQI")
-STAMP_BYTES = struct.calcsize("<4sHBBQIIQ16s")
+HEADER_BYTES = FIXED_HEADER.size + CHECKSUM.size
+TENSOR_META = struct.Struct("<BB")
+SOURCE_OFFSET = struct.calcsize("<4sHBBQI")
+COMPARED_BYTES = struct.calcsize("<4sHBBQIIQ16s")
 
-CODES = {
+DTYPE_CODES = {
     torch.float64: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4,
     torch.int64: 5, torch.int32: 6, torch.uint8: 7, torch.bool: 8,
 }  # fmt: skip
-DTYPES = {code: dtype for dtype, code in CODES.items()}
+DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is about."""
 
     MESSAGE = 1
@@ -52,10 +56,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class FrameHeader:
     """Where a frame belongs: the job, the generation of its ranks, the sender and its count, and what it is about."""
 
-    kind: Kind
+    kind: FrameKind
     job: int
     generation: int
     source: int
@@ -67,16 +71,16 @@ class Stamp:
 class Frame:
     """A frame that has been read and verified; its tensors are views of the bytes it was read from."""
 
-    stamp: Stamp
+    header: FrameHeader
     label: str
     tensors: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class FixedHeader:
     """The verified fixed part of a frame."""
 
-    stamp: Stamp
+    header: FrameHeader
     label_bytes: int
     num_tensors: int
     head_bytes: int
@@ -86,184 +90,224 @@ class Prefix:
     @property
     def frame_bytes(self) -> int:
         """Length of the whole frame."""
-        return PREFIX_BYTES + self.head_bytes + self.payload_bytes
+        return HEADER_BYTES + self.head_bytes + self.payload_bytes
 
 
-def encode(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> Tensor:
+def encode(header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the frame as a flat uint8 tensor, with a copy of the tensors; a PeerError where one cannot travel."""
-    return torch.cat(pieces_of(stamp, label, tensors))
+    return torch.cat(encode_parts(header, label, tensors))
 
 
-def encode_into(room: memoryview, stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> None:
+def encode_into(buffer: memoryview, header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> None:
     """The first bytes of the room, which is long enough, are the frame; the rest is as it was."""
     at = 0
-    for part in _parts(stamp, label, tensors):
-        raw = part if isinstance(part, bytearray) else raw_bytes(part)
-        room[at : at + len(raw)] = raw
+    for part in _encode_parts(header, label, tensors):
+        raw = part if isinstance(part, bytearray) else as_memoryview(part)
+        buffer[at : at + len(raw)] = raw
         at += len(raw)
 
 
-def pieces_of(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def encode_parts(header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the frame as flat uint8 tensors, one after the other; a large tensor is not copied.
 
     Raises:
         PeerError: a tensor cannot travel.
     """
-    parts = _parts(stamp, label, tensors)
+    parts = _encode_parts(header, label, tensors)
     return [torch.frombuffer(part, dtype=torch.uint8) if isinstance(part, bytearray) else part for part in parts]
 
 
-def _parts(stamp: Stamp, label: str, tensors: Sequence[Tensor]) -> list[bytearray | Tensor]:
+def _encode_parts(header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> list[bytearray | Tensor]:
     """Return what :func:`pieces_of` does, the small ones as bytes."""
-    head = head_of(label, tensors)
+    head = encode_head(label, tensors)
     checksum, num_bytes = crc32(head), 0
-    small, parts = bytearray(PREFIX_BYTES) + head, list[bytearray | Tensor]()
+    small, parts = bytearray(HEADER_BYTES) + head, list[bytearray | Tensor]()
     first = small
     for tensor in tensors:
         payload = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        raw, padding = raw_bytes(payload), bytes(padded(len(payload)) - len(payload))
-        checksum, num_bytes = crc32(padding, crc32(raw, checksum)), num_bytes + padded(len(payload))
-        if len(payload) < COPIED_BYTES:
+        raw, padding = as_memoryview(payload), bytes(padded_size(len(payload)) - len(payload))
+        checksum, num_bytes = crc32(padding, crc32(raw, checksum)), num_bytes + padded_size(len(payload))
+        if len(payload) < COALESCE_BELOW_BYTES:
             small += raw
         else:
             parts += [small, payload]
             small = bytearray()
         small += padding
     parts.append(small)
-    PREFIX.pack_into(
-        first, 0, MAGIC, VERSION, stamp.kind, 0, stamp.job, stamp.generation, stamp.source, stamp.sequence,
-        stamp.fingerprint, len(label.encode()), len(tensors), len(head), num_bytes, checksum,
+    FIXED_HEADER.pack_into(
+        first, 0, MAGIC, VERSION, header.kind, 0, header.job, header.generation, header.source, header.sequence,
+        header.fingerprint, len(label.encode()), len(tensors), len(head), num_bytes, checksum,
     )  # fmt: skip
-    CHECKSUM.pack_into(first, PREFIX.size, crc32(memoryview(first)[: PREFIX.size]))
+    CHECKSUM.pack_into(first, FIXED_HEADER.size, crc32(memoryview(first)[: FIXED_HEADER.size]))
     return [part for part in parts if len(part)]
 
 
-def head_of(label: str, tensors: Sequence[Tensor]) -> bytes:
+def encode_head(label: str, tensors: Sequence[Tensor]) -> bytes:
     """Return the label and what the tensors look like, padded so that a payload can follow."""
-    head = label.encode() + b"".join(map(described, tensors))
-    return head + bytes(-(PREFIX_BYTES + len(head)) % ALIGNMENT)
+    head = label.encode() + b"".join(map(encode_tensor_meta, tensors))
+    return head + bytes(-(HEADER_BYTES + len(head)) % ALIGNMENT)
 
 
 def payload_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the length of the tensors' payload."""
-    return sum(padded(tensor.numel() * tensor.element_size()) for tensor in tensors)
+    return sum(padded_size(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
-def all_match(own: Tensor, rows: Tensor, sources: Sequence[int]) -> bool:
+def all_headers_match(own: Tensor, rows: Tensor, sources: Sequence[int]) -> bool:
     """Whether each row begins with the own frame's stamp, but of another source: a quick look, without decoding."""
-    mine, theirs = own.numpy().tobytes()[:PREFIX_BYTES], rows.numpy()
+    mine, theirs = own.numpy().tobytes()[:HEADER_BYTES], rows.numpy()
     return all(
-        (found := row[:PREFIX_BYTES].tobytes())[:SOURCE_AT] == mine[:SOURCE_AT]
-        and found[SOURCE_AT + 4 : STAMP_BYTES] == mine[SOURCE_AT + 4 : STAMP_BYTES]
-        and int.from_bytes(found[SOURCE_AT : SOURCE_AT + 4], "little") == source
+        (found := row[:HEADER_BYTES].tobytes())[:SOURCE_OFFSET] == mine[:SOURCE_OFFSET]
+        and found[SOURCE_OFFSET + 4 : COMPARED_BYTES] == mine[SOURCE_OFFSET + 4 : COMPARED_BYTES]
+        and int.from_bytes(found[SOURCE_OFFSET : SOURCE_OFFSET + 4], "little") == source
         for row, source in zip(theirs, sources, strict=True)
     )
 
 
-def raw_bytes(room: Tensor) -> memoryview:
+def as_memoryview(buffer: Tensor) -> memoryview:
     """Return the memory of a flat uint8 tensor."""
-    return memoryview(room.numpy())  # type: ignore[arg-type]  # an array is a buffer; numpy says so from Python 3.12 on
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]  # an array is a buffer; numpy says so from Python 3.12 on
 
 
-def padded(num_bytes: int) -> int:
+def padded_size(num_bytes: int) -> int:
     """Return the room that so many bytes take in a payload."""
     return num_bytes + -num_bytes % ALIGNMENT
 
 
-def described(tensor: Tensor) -> bytes:
+def encode_tensor_meta(tensor: Tensor) -> bytes:
     """Return dtype and shape as they travel.
 
     Raises:
         PeerError: they cannot.
     """
-    code = CODES.get(tensor.dtype)
+    code = DTYPE_CODES.get(tensor.dtype)
     if code is None or tensor.dim() > MAX_DIMS:
         raise PeerError(
             f"a tensor of {tensor.dtype} with {tensor.dim()} dims cannot be sent; "
-            f"{', '.join(str(dtype) for dtype in CODES)} with at most {MAX_DIMS} dims can: convert it first"
+            f"{', '.join(str(dtype) for dtype in DTYPE_CODES)} with at most {MAX_DIMS} dims can: convert it first"
         )
-    return LOOKS.pack(code, tensor.dim()) + struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
+    return TENSOR_META.pack(code, tensor.dim()) + struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
 
 
-def read_prefix(start: Tensor) -> Prefix:
+def read_header(start: Tensor) -> FixedHeader:
     """Return the fixed part of a frame, verified; a PeerError says what was found where these bytes begin none.
 
     Args:
-        start: at least the first ``PREFIX_BYTES`` of it.
+        start: at least the first ``HEADER_BYTES`` of it.
     """
-    raw = raw_bytes(start)
-    if len(raw) < PREFIX_BYTES:
-        raise damaged(f"{len(raw)} bytes are too few for a header of {PREFIX_BYTES}")
+    raw = as_memoryview(start)
+    if len(raw) < HEADER_BYTES:
+        raise damaged_frame_error(f"{len(raw)} bytes are too few for a header of {HEADER_BYTES}")
     (magic, version, kind, zero, job, generation, source, sequence, print_, label_bytes, num_tensors, head_bytes,
-     payload_bytes, checksum) = PREFIX.unpack_from(raw)  # fmt: skip
+     payload_bytes, checksum) = FIXED_HEADER.unpack_from(raw)  # fmt: skip
     if magic != MAGIC:
-        raise damaged(f"it starts with {magic!r} instead of {MAGIC!r}")
+        raise damaged_frame_error(f"it starts with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
-        raise damaged(f"it has version {version}, and this rank reads version {VERSION}")
-    (written,) = CHECKSUM.unpack_from(raw, PREFIX.size)
-    found = crc32(raw[: PREFIX.size])
+        raise damaged_frame_error(f"it has version {version}, and this rank reads version {VERSION}")
+    (written,) = CHECKSUM.unpack_from(raw, FIXED_HEADER.size)
+    found = crc32(raw[: FIXED_HEADER.size])
     if written != found:
-        raise damaged(f"the checksum of its header is {found:#010x} instead of {written:#010x}")
-    if kind not in set(Kind) or zero:
-        raise damaged(f"it is of kind {kind}.{zero}, which does not exist")
+        raise damaged_frame_error(f"the checksum of its header is {found:#010x} instead of {written:#010x}")
+    if kind not in set(FrameKind) or zero:
+        raise damaged_frame_error(f"it is of kind {kind}.{zero}, which does not exist")
     fits = label_bytes <= head_bytes <= MAX_HEAD_BYTES and payload_bytes <= MAX_PAYLOAD_BYTES
-    if not fits or (PREFIX_BYTES + head_bytes) % ALIGNMENT:
-        raise damaged(f"it announces {label_bytes} + {head_bytes} + {payload_bytes} bytes")
-    stamp = Stamp(Kind(kind), job, generation, source, sequence, print_)
-    return Prefix(stamp, label_bytes, num_tensors, head_bytes, payload_bytes, checksum)
+    if not fits or (HEADER_BYTES + head_bytes) % ALIGNMENT:
+        raise damaged_frame_error(f"it announces {label_bytes} + {head_bytes} + {payload_bytes} bytes")
+    stamp = FrameHeader(FrameKind(kind), job, generation, source, sequence, print_)
+    return FixedHeader(stamp, label_bytes, num_tensors, head_bytes, payload_bytes, checksum)
 
 
 def decode(frame: Tensor) -> Frame:
     """Return what the frame says, its tensors in its own memory; a PeerError where a byte is not as it was written."""
-    prefix = read_prefix(frame)
-    raw = raw_bytes(frame)
+    prefix = read_header(frame)
+    raw = as_memoryview(frame)
     if len(raw) != prefix.frame_bytes:
-        raise damaged(f"it has {len(raw)} bytes instead of the {prefix.frame_bytes} it announces")
-    found = crc32(raw[PREFIX_BYTES:])
+        raise damaged_frame_error(f"it has {len(raw)} bytes instead of the {prefix.frame_bytes} it announces")
+    found = crc32(raw[HEADER_BYTES:])
     if found != prefix.checksum:
-        raise damaged(f"the checksum of its content is {found:#010x} instead of {prefix.checksum:#010x}")
-    start = PREFIX_BYTES + prefix.head_bytes
-    head = raw[PREFIX_BYTES:start].tobytes()
+        raise damaged_frame_error(f"the checksum of its content is {found:#010x} instead of {prefix.checksum:#010x}")
+    start = HEADER_BYTES + prefix.head_bytes
+    head = raw[HEADER_BYTES:start].tobytes()
     try:
         label = head[: prefix.label_bytes].decode()
     except UnicodeDecodeError as error:
-        raise damaged(f"its label {head[: prefix.label_bytes]!r} is not UTF-8") from error
+        raise damaged_frame_error(f"its label {head[: prefix.label_bytes]!r} is not UTF-8") from error
     tensors: list[Tensor] = []
-    for dtype, shape in read_looks(head[prefix.label_bytes :], prefix.num_tensors):
+    for dtype, shape in decode_tensor_meta(head[prefix.label_bytes :], prefix.num_tensors):
         size = prod(shape) * dtype.itemsize
-        if start + padded(size) > len(raw):
-            raise damaged(f"tensor {len(tensors)}, {dtype} {shape}, ends behind its payload")
+        if start + padded_size(size) > len(raw):
+            raise damaged_frame_error(f"tensor {len(tensors)}, {dtype} {shape}, ends behind its payload")
         tensors.append(frame[start : start + size].view(dtype).view(shape))
-        start += padded(size)
+        start += padded_size(size)
     if start != len(raw):
-        raise damaged(f"its tensors take {len(raw) - start} bytes less than its payload")
-    return Frame(prefix.stamp, label, tuple(tensors))
+        raise damaged_frame_error(f"its tensors take {len(raw) - start} bytes less than its payload")
+    return Frame(prefix.header, label, tuple(tensors))
 
 
-def read_looks(head: bytes, num_tensors: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+def decode_tensor_meta(head: bytes, num_tensors: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of each tensor that the head describes."""
     looks: list[tuple[torch.dtype, tuple[int, ...]]] = []
     at = 0
     for index in range(num_tensors):
-        if at + LOOKS.size > len(head):
-            raise damaged(f"its head ends before tensor {index} of {num_tensors}")
-        code, num_dims = LOOKS.unpack_from(head, at)
-        at += LOOKS.size
-        if code not in DTYPES or num_dims > MAX_DIMS or at + 8 * num_dims > len(head):
-            raise damaged(f"tensor {index} is described by dtype {code} and {num_dims} dims")
+        if at + TENSOR_META.size > len(head):
+            raise damaged_frame_error(f"its head ends before tensor {index} of {num_tensors}")
+        code, num_dims = TENSOR_META.unpack_from(head, at)
+        at += TENSOR_META.size
+        if code not in DTYPES_BY_CODE or num_dims > MAX_DIMS or at + 8 * num_dims > len(head):
+            raise damaged_frame_error(f"tensor {index} is described by dtype {code} and {num_dims} dims")
         shape = struct.unpack_from(f"<{num_dims}Q", head, at)
         if 0 in shape and prod(filter(None, shape)) > MAX_PAYLOAD_BYTES:  # no payload is too short for it
-            raise damaged(f"tensor {index} is described by shape {shape}")
-        looks.append((DTYPES[code], shape))
+            raise damaged_frame_error(f"tensor {index} is described by shape {shape}")
+        looks.append((DTYPES_BY_CODE[code], shape))
         at += 8 * num_dims
     if len(head) - at >= ALIGNMENT or any(head[at:]):
-        raise damaged(f"its head has {len(head) - at} bytes too many")
+        raise damaged_frame_error(f"its head has {len(head) - at} bytes too many")
     return looks
 
 
-def damaged(found: str) -> ProtocolError:
+def damaged_frame_error(found: str) -> ProtocolError:
     """Return the error for bytes that are no frame of ours."""
     return ProtocolError(
         f"damaged frame: {found}; a frame is believed only when every byte is as it was sent: look for another program "
         "on this connection, for another version of counterpoint, or for a bad link"
     )
+
+
+class MessageSequencer:
+    """What one rank writes on its messages, and what it must find on those that come.
+
+    Args:
+        rank: the own rank.
+        job: the job's number.
+        generation: of its ranks.
+    """
+
+    def __init__(self, rank: int, job: int, generation: int) -> None:
+        self._rank = rank
+        self._job = job
+        self._generation = generation
+        self._num_sent: defaultdict[int, int] = defaultdict(int)
+        self._num_received: defaultdict[int, int] = defaultdict(int)
+
+    def next_header(self, peer: int, label: str, tensors: Sequence[Tensor]) -> FrameHeader:
+        """Return the stamp of the next message to the peer."""
+        number = self._num_sent[peer]
+        self._num_sent[peer] += 1
+        print_ = message_fingerprint(label, tensors)
+        return FrameHeader(FrameKind.MESSAGE, self._job, self._generation, self._rank, number, print_)
+
+    def verify(self, peer: int, frame: Frame) -> None:
+        """The frame is the peer's next message.
+
+        Raises:
+            PeerError: it is of another job, or one before it is lost.
+        """
+        print_, number = message_fingerprint(frame.label, frame.tensors), self._num_received[peer]
+        expected = FrameHeader(FrameKind.MESSAGE, self._job, self._generation, peer, number, print_)
+        if frame.header != expected:
+            raise PeerError(
+                f"rank {self._rank} received {frame.header} for {frame.label} where {expected} should have come from "
+                f"rank {peer}; messages come complete and in order, from ranks of one job: look for ranks of an "
+                "earlier run"
+            )
+        self._num_received[peer] += 1

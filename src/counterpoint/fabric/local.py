@@ -12,74 +12,74 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
-from counterpoint.fabric.baton import Baton
-from counterpoint.fabric.encounter import Encounter, Part
-from counterpoint.fabric.fabric import Fabric, Finished, Group, Json, Verb, Work
+from counterpoint.fabric.fabric import CompletedWork, Fabric, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
-    Operation,
+    CollectiveSignature,
     check_group,
     check_peer,
+    describe_unexpected_message,
     dtype_name,
-    of_exchange,
-    of_ranges,
-    of_tensor,
-    ranks,
-    unexpected,
+    exchange_signature,
+    format_ranks,
+    ranges_signature,
+    tensor_signature,
 )  # fmt: skip
-from counterpoint.fabric.frames import described
+from counterpoint.fabric.frames import encode_tensor_meta
+from counterpoint.fabric.local_collective import CollectiveInput, LocalCollective
+from counterpoint.fabric.rank_scheduler import RankScheduler
 
 T = TypeVar("T")
-NOTHING: Final = Finished()
+COMPLETED: Final = CompletedWork()
 
 
-class Square:
+class LocalState:
     """What the ranks of one world have in common: letters under way, and collectives that are not over."""
 
     def __init__(self) -> None:
-        self.letters: defaultdict[tuple[int, int], deque[tuple[str, tuple[Tensor, ...]]]] = defaultdict(deque)
-        self.encounters: dict[tuple[Group, int], Encounter] = {}
-        self.turns: defaultdict[tuple[int, Group], int] = defaultdict(int)
+        self.messages: defaultdict[tuple[int, int], deque[tuple[str, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self.collectives: dict[tuple[Group, int], LocalCollective] = {}
+        self.next_index: defaultdict[tuple[int, Group], int] = defaultdict(int)
         self.errors: dict[Group, str] = {}
 
-    def meet(self, rank: int, operation: Operation, part: Part) -> Encounter:
+    def join_collective(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> LocalCollective:
         """Return the encounter of the operation's group whose turn it is for this rank, which has now arrived."""
         group = operation.group
-        turn = self.turns[rank, group]
-        self.turns[rank, group] += 1
-        encounter = self.encounters.setdefault((group, turn), Encounter(group, turn))
-        encounter.arrive(rank, operation, part)
+        turn = self.next_index[rank, group]
+        self.next_index[rank, group] += 1
+        encounter = self.collectives.setdefault((group, turn), LocalCollective(group, turn))
+        encounter.join(rank, operation, tensors)
         if encounter.error is not None:
             self.errors.setdefault(group, encounter.error)
-        if encounter.complete:
-            del self.encounters[group, turn]
+        if encounter.all_joined:
+            del self.collectives[group, turn]
         return encounter
 
     def clear(self) -> None:
         """Nothing is under way."""
-        self.letters.clear()
-        self.encounters.clear()
-        self.turns.clear()
+        self.messages.clear()
+        self.collectives.clear()
+        self.next_index.clear()
         self.errors.clear()
 
 
 class LocalWork(Work):
     """A collective among ranks of this process."""
 
-    def __init__(self, fabric: LocalFabric, operation: Operation, encounter: Encounter) -> None:
+    def __init__(self, fabric: LocalFabric, operation: CollectiveSignature, collective: LocalCollective) -> None:
         self._fabric = fabric
         self._operation = operation
-        self._encounter = encounter
+        self._collective = collective
 
     @property
     def is_complete(self) -> bool:
         """Whether the last member has arrived."""
-        return self._encounter.over
+        return self._collective.is_done
 
     def wait(self) -> None:
         """Let the other ranks run until the last member has arrived."""
-        encounter = self._encounter
-        what = f"{self._operation.kind} of {self._operation.label} among {ranks(encounter.group)}"
-        self._fabric.await_encounter(encounter, lambda: f"{what} with {ranks(encounter.missing)}")
+        encounter = self._collective
+        what = f"{self._operation.kind} of {self._operation.label} among {format_ranks(encounter.group)}"
+        self._fabric.wait_collective(encounter, lambda: f"{what} with {format_ranks(encounter.missing)}")
 
 
 class LocalFabric(Fabric):
@@ -88,47 +88,49 @@ class LocalFabric(Fabric):
     Its waits have no use for the deadline: when no rank can go on, that is seen at once, and says who waits for whom.
     """
 
-    def __init__(self, rank: int, num_ranks: int, deadline_s: float, square: Square, baton: Baton | None) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, timeout_s: float, state: LocalState, scheduler: RankScheduler | None
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self.deadline_s = deadline_s
-        self._square = square
-        self._baton = baton
+        self.timeout_s = timeout_s
+        self._state = state
+        self._scheduler = scheduler
 
-    def wait_until(self, over: Callable[[], bool], what: Callable[[], str]) -> None:
+    def wait_until(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
         """It is over; until then, the other ranks have run."""
-        if self._baton is not None:
-            self._baton.wait(self.rank, over, what)
+        if self._scheduler is not None:
+            self._scheduler.wait(self.rank, is_done, describe)
 
-    def await_encounter(self, encounter: Encounter, what: Callable[[], str]) -> None:
+    def wait_collective(self, collective: LocalCollective, describe: Callable[[], str]) -> None:
         """It is over, and nothing has gone wrong in its group; members that disagreed before may never arrive.
 
         Raises:
             PeerError: the members disagree, or have before.
         """
-        group, errors = encounter.group, self._square.errors
-        self.wait_until(lambda: encounter.over or group in errors, what)
-        if encounter.error is not None or not encounter.over:
-            raise PeerError(encounter.error or errors[group])
+        group, errors = collective.group, self._state.errors
+        self.wait_until(lambda: collective.is_done or group in errors, describe)
+        if collective.error is not None or not collective.is_done:
+            raise PeerError(collective.error or errors[group])
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
         """Put copies of the tensors into the peer's box."""
         check_peer(peer, self.rank, self.num_ranks, label)
         self._check()
         for tensor in tensors:
-            described(tensor)
+            encode_tensor_meta(tensor)
         copies = tuple(tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors)
-        self._square.letters[self.rank, peer].append((label, copies))
+        self._state.messages[self.rank, peer].append((label, copies))
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
         """Let others run until the peer's next message is in the box."""
         check_peer(peer, self.rank, self.num_ranks, label)
-        letters = self._square.letters[peer, self.rank]
+        letters = self._state.messages[peer, self.rank]
         self.wait_until(lambda: bool(letters), lambda: f"{label} from rank {peer}")
         found, tensors = letters.popleft()
         if found != label:
-            story = unexpected(self.rank, label, peer, found)
-            self.stop(story)
+            story = describe_unexpected_message(self.rank, label, peer, found)
+            self.abort(story)
             raise PeerError(story)
         return tensors
 
@@ -136,26 +138,26 @@ class LocalFabric(Fabric):
         """Take from the first of the peers, in the order given, that has written."""
         for peer in peers:
             check_peer(peer, self.rank, self.num_ranks, "any message")
-        boxes = {peer: self._square.letters[peer, self.rank] for peer in peers}
-        self.wait_until(lambda: any(boxes.values()), lambda: f"any message from {ranks(peers)}")
+        boxes = {peer: self._state.messages[peer, self.rank] for peer in peers}
+        self.wait_until(lambda: any(boxes.values()), lambda: f"any message from {format_ranks(peers)}")
         peer = next(peer for peer in peers if boxes[peer])
         return (peer, *boxes[peer].popleft())
 
-    def all_reduce(self, label: str, tensor: Tensor, group: Group, verb: Verb = "sum") -> Work:
+    def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
         """Arrive; the last member adds up, in the order of the group."""
-        return self._start(of_tensor(f"all_reduce {verb}", label, tensor, group), tensor)
+        return self._start(tensor_signature(f"all_reduce {op}", label, tensor, group), tensor)
 
     def reduce_scatter(
-        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, verb: Verb = "sum"
+        self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:
         """Arrive; the last member adds up each range for its owner, in the order of the group."""
-        return self._start(of_ranges(f"reduce_scatter {verb}", label, whole, bounds, group), whole)
+        return self._start(ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group), whole)
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
     ) -> tuple[Tensor, Work]:
         """Arrive; the last member puts every range where it belongs."""
-        operation = of_exchange(label, whole, counts, group, self.rank)
+        operation = exchange_signature(label, whole, counts, group, self.rank)
         if len(group) == 1:
             return whole.clone(), self._start(operation, None)
         place = group.index(self.rank)
@@ -164,73 +166,73 @@ class LocalFabric(Fabric):
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
         """Arrive; the last member copies every range to all."""
-        return self._start(of_ranges("all_gather", label, whole, bounds, group), whole)
+        return self._start(ranges_signature("all_gather", label, whole, bounds, group), whole)
 
     def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
         """Arrive; the last member copies the root's value to all."""
-        return self._start(of_tensor("broadcast", label, tensor, group, root=root), tensor)
+        return self._start(tensor_signature("broadcast", label, tensor, group, root=root), tensor)
 
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
         """Arrive with a value, and wait for those of all members."""
-        operation = Operation("gather_values", label, group)
+        operation = CollectiveSignature("gather_values", label, group)
         check_group(operation, self.rank, self.num_ranks)
         written = json.dumps(value).encode()
         if len(group) == 1:
             return [json.loads(written)]
-        encounter = self._meet(operation, written)
+        encounter = self._join(operation, written)
         LocalWork(self, operation, encounter).wait()
-        return [json.loads(encounter.parts[member]) for member in group]  # type: ignore[arg-type]  # all are bytes
+        return [json.loads(encounter.inputs[member]) for member in group]  # type: ignore[arg-type]  # all are bytes
 
     @property
     def hosts(self) -> Sequence[int]:
         """All ranks are here."""
         return [0] * self.num_ranks
 
-    def shared(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
+    def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
         """Arrive; the first member brings the memory."""
-        operation = Operation("shared", label, group, dtype_name(dtype), (num_elements,))
+        operation = CollectiveSignature("shared", label, group, dtype_name(dtype), (num_elements,))
         check_group(operation, self.rank, self.num_ranks)
         mine = torch.zeros(num_elements, dtype=dtype) if self.rank == group[0] else None
         if len(group) == 1:
             return mine
-        encounter = self._meet(operation, mine)
+        encounter = self._join(operation, mine)
         LocalWork(self, operation, encounter).wait()
-        found = encounter.parts[group[0]]
+        found = encounter.inputs[group[0]]
         assert isinstance(found, Tensor), "what the first member brings"
         return found
 
-    def meet(self, label: str, group: Group) -> Work:
+    def barrier_async(self, label: str, group: Group) -> Work:
         """Arrive."""
-        return self._start(Operation("barrier", label, group), None)
+        return self._start(CollectiveSignature("barrier", label, group), None)
 
-    def form(self, groups: Sequence[Group]) -> None:
+    def connect_groups(self, groups: Sequence[Group]) -> None:
         """Nothing is to be done: all ranks share one memory."""
         for group in groups:
             if self.rank in group:
-                check_group(Operation("form", "group", group), self.rank, self.num_ranks)
+                check_group(CollectiveSignature("form", "group", group), self.rank, self.num_ranks)
 
-    def stop(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """The other ranks are stopped where they wait."""
-        if self._baton is not None:
-            self._baton.fail(self.rank, reason)
+        if self._scheduler is not None:
+            self._scheduler.fail(self.rank, reason)
 
     def close(self) -> None:
         """Nothing is to be done: the world owns the threads."""
         return
 
     def _check(self) -> None:
-        if self._baton is not None:
-            self._baton.check()
+        if self._scheduler is not None:
+            self._scheduler.raise_if_failed()
 
-    def _start(self, operation: Operation, part: Part) -> Work:
+    def _start(self, operation: CollectiveSignature, tensors: CollectiveInput) -> Work:
         check_group(operation, self.rank, self.num_ranks)
         if len(operation.group) == 1:
-            return NOTHING
-        return LocalWork(self, operation, self._meet(operation, part))
+            return COMPLETED
+        return LocalWork(self, operation, self._join(operation, tensors))
 
-    def _meet(self, operation: Operation, part: Part) -> Encounter:
+    def _join(self, operation: CollectiveSignature, tensors: CollectiveInput) -> LocalCollective:
         self._check()
-        return self._square.meet(self.rank, operation, part)
+        return self._state.join_collective(self.rank, operation, tensors)
 
 
 class LocalWorld:
@@ -244,18 +246,18 @@ class LocalWorld:
         [20, 20, 20]
     """
 
-    def __init__(self, num_ranks: int, deadline_s: float = 30.0) -> None:
-        self._square = Square()
-        self._baton = Baton(num_ranks, deadline_s) if num_ranks > 1 else None
-        if self._baton is not None:
-            weakref.finalize(self, self._baton.close)  # a world that nobody holds leaves no threads
+    def __init__(self, num_ranks: int, timeout_s: float = 30.0) -> None:
+        self._state = LocalState()
+        self._scheduler = RankScheduler(num_ranks, timeout_s) if num_ranks > 1 else None
+        if self._scheduler is not None:
+            weakref.finalize(self, self._scheduler.close)  # a world that nobody holds leaves no threads
         self.fabrics: tuple[Fabric, ...] = tuple(
-            LocalFabric(rank, num_ranks, deadline_s, self._square, self._baton) for rank in range(num_ranks)
+            LocalFabric(rank, num_ranks, timeout_s, self._state, self._scheduler) for rank in range(num_ranks)
         )
 
     def run(self, work: Callable[[Fabric], T]) -> list[T]:
         """Return what ``work`` returns on each rank; the first error is raised as it is, with a note of its rank."""
-        if self._baton is None:
+        if self._scheduler is None:
             return [work(self.fabrics[0])]
         results: dict[int, T] = {}
 
@@ -263,16 +265,16 @@ class LocalWorld:
             results[rank] = work(self.fabrics[rank])
 
         try:
-            self._baton.run(record)
+            self._scheduler.run(record)
         except BaseException:
-            self._square.clear()
+            self._state.clear()
             raise
         return [results[rank] for rank in range(len(self.fabrics))]
 
     def close(self) -> None:
         """The threads are gone; a second call does nothing."""
-        if self._baton is not None:
-            self._baton.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     def __enter__(self) -> LocalWorld:
         return self

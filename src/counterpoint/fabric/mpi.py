@@ -21,8 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from counterpoint.errors import LaunchError, PeerError
-from counterpoint.fabric.connections import Meeting, posted_reason
-from counterpoint.fabric.gloo import (
+from counterpoint.fabric.c10d import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -31,28 +30,34 @@ from counterpoint.fabric.gloo import (
     PrefixStore,
     ReduceOp,
 )  # fmt: skip
-from counterpoint.fabric.shm.memory import Site
-from counterpoint.fabric.torch_gloo import TorchFabric
+from counterpoint.fabric.gloo.connections import Rendezvous, read_abort_reason
+from counterpoint.fabric.gloo.transport import GlooFabric
+from counterpoint.fabric.shm.memory import RankContext
 
 NUM_TAGS = 1 << 15  # as many as every MPI has
 ADDRESS_BYTES = 256
 MIN_PAUSE_S, MAX_PAUSE_S = 1e-5, 1e-3  # between two looks whether something is complete
-LOOK_S = 0.25  # between two looks whether a rank has stopped
+ABORT_CHECK_S = 0.25  # between two looks whether a rank has stopped
 REMEDY = "install Open MPI and `pip install 'counterpoint[mpi]'`, and start the ranks with mpirun, or take another"
 
 
-class MpiFabric(TorchFabric):
-    """One rank among those of mpirun; :func:`~counterpoint.fabric.meeting.connect` makes it.
+class MpiFabric(GlooFabric):
+    """One rank among those of mpirun; :func:`~counterpoint.fabric.rendezvous.connect` makes it.
 
     Cost:
         as sockets; sums are MPI's own, and go on while a rank computes only as often as its deputy looks.
     """
 
-    def __init__(self, site: Site, job: int, generation: int) -> None:
+    def __init__(self, context: RankContext, job: int, generation: int) -> None:
         world = mpi_world()
-        require_same_rank(world, site.rank, site.num_ranks)
-        super().__init__(site.rank, site.num_ranks, site.deadline_s, Meeting(site.store, world.link, job, generation))
-        self.followers.append(world.advance)
+        check_same_rank(world, context.rank, context.num_ranks)
+        super().__init__(
+            context.rank,
+            context.num_ranks,
+            context.timeout_s,
+            Rendezvous(context.store, world.connect, job, generation),
+        )
+        self.progress_callbacks.append(world.advance)
 
 
 class MpiWorld:
@@ -65,24 +70,26 @@ class MpiWorld:
 
     def __init__(self, mpi: Any) -> None:  # noqa: ANN401 - mpi4py comes without types
         self.mpi = mpi
-        self.links: list[MpiLink] = []
+        self.connections: list[MpiConnection] = []
 
-    def link(self, store: PrefixStore, place: str, group: tuple[int, ...], rank: int, deadline_s: float) -> MpiLink:
+    def connect(
+        self, store: PrefixStore, place: str, group: tuple[int, ...], rank: int, timeout_s: float
+    ) -> MpiConnection:
         """Return a connection among the members, all of which have come."""
-        del rank, deadline_s
+        del rank, timeout_s
         world = self.mpi.COMM_WORLD
         comm = world.Create_group(world.group.Incl(list(group)), zlib.crc32(place.encode()) % NUM_TAGS)
-        link = MpiLink(self.mpi, comm, lambda: posted_reason(store) is not None)
-        self.links.append(link)
+        link = MpiConnection(self.mpi, comm, lambda: read_abort_reason(store) is not None)
+        self.connections.append(link)
         return link
 
     def advance(self) -> bool:
         """Let MPI go on; return whether something waits for that."""
-        return any(list(map(MpiLink.advance, self.links)))  # all of them, whatever the first has left
+        return any(list(map(MpiConnection.advance, self.connections)))  # all of them, whatever the first has left
 
-    def finish(self) -> None:
+    def finalize(self) -> None:
         """MPI has ended, unless something has gone wrong: then it would wait for those that are gone."""
-        if not any(link.is_cut or link.works for link in self.links):
+        if not any(link.is_aborted or link.works for link in self.connections):
             self.mpi.Finalize()
 
 
@@ -99,28 +106,28 @@ class MpiWork:
 
     def __init__(
         self,
-        link: MpiLink,
+        connection: MpiConnection,
         request: Any,  # noqa: ANN401
-        kept: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         after: Callable[[], object] | None,
         *,
         is_message: bool = False,
     ) -> None:
-        self._link, self._request, self._kept, self._after = link, request, kept, after
-        self._status = link.mpi.Status()
+        self._link, self._request, self._tensors, self._after = connection, request, tensors, after
+        self._status = connection.mpi.Status()
         self._lock = Lock()
         self._is_complete = False
         self.is_message = is_message
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        if self._link.is_cut:
+        if self._link.is_aborted:
             return True
         with self._lock:
             if not self._is_complete and self._request.Test(self._status):
                 if self._after is not None:
                     self._after()
-                self._kept, self._after, self._is_complete = (), None, True
+                self._tensors, self._after, self._is_complete = (), None, True
                 self._link.works.discard(self)
         return self._is_complete
 
@@ -131,14 +138,14 @@ class MpiWork:
             RuntimeError: it is not in time, a rank has stopped, or the connection was cut.
         """
         now_s = time.monotonic()
-        end, look_s, pause_s = now_s + timeout.total_seconds(), now_s + LOOK_S, MIN_PAUSE_S
+        end, look_s, pause_s = now_s + timeout.total_seconds(), now_s + ABORT_CHECK_S, MIN_PAUSE_S
         while not self.is_completed():
             now_s = time.monotonic()
             if now_s >= look_s:
-                self._link.require_all()
-                look_s = now_s + LOOK_S
+                self._link.check_not_aborted()
+                look_s = now_s + ABORT_CHECK_S
             if now_s >= end:
-                self._link.is_cut = self._link.is_cut or self.is_message
+                self._link.is_aborted = self._link.is_aborted or self.is_message
                 raise RuntimeError("it was not complete in time")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -151,7 +158,7 @@ class MpiWork:
         return int(self._status.Get_source())
 
 
-class MpiLink:
+class MpiConnection:
     """A connection; ranks here are places in the group.
 
     Args:
@@ -163,7 +170,7 @@ class MpiLink:
     def __init__(self, mpi: Any, comm: Any, has_stopped: Callable[[], bool]) -> None:  # noqa: ANN401
         self.mpi, self._comm, self._has_stopped = mpi, comm, has_stopped
         self.works: set[MpiWork] = set()
-        self.is_cut = False
+        self.is_aborted = False
         self.alltoall_base = self._exchange  # gloo has it as an attribute, too
         self._ops = ((ReduceOp.SUM, mpi.SUM), (ReduceOp.MAX, mpi.MAX), (ReduceOp.MIN, mpi.MIN))
 
@@ -178,27 +185,27 @@ class MpiLink:
     def advance(self) -> bool:
         """Let MPI go on; return whether something waits for that, receives aside, which wait for others."""
         left = [work for work in list(self.works) if not work.is_completed()]
-        return not self.is_cut and any(not work.is_message for work in left)
+        return not self.is_aborted and any(not work.is_message for work in left)
 
-    def require_all(self) -> None:
+    def check_not_aborted(self) -> None:
         """No member has stopped.
 
         Raises:
             RuntimeError: one has.
         """
         if self._has_stopped():
-            self.is_cut = True
+            self.is_aborted = True
             raise RuntimeError("a rank has stopped")
 
     def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int, /) -> MpiWork:
         """Start to send bytes."""
         request = self._comm.Isend([tensors[0].numpy(), self.mpi.BYTE], dst_rank, tag)
-        return self._started(request, tensors, message=True)
+        return self._track(request, tensors, message=True)
 
     def recv(self, tensors: Sequence[Tensor], src_rank: int, tag: int, /) -> MpiWork:
         """Start to receive bytes."""
         request = self._comm.Irecv([tensors[0].numpy(), self.mpi.BYTE], src_rank, tag)
-        return self._started(request, tensors, message=True)
+        return self._track(request, tensors, message=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> MpiWork:
         """Start to receive bytes from whoever sends first."""
@@ -208,7 +215,7 @@ class MpiLink:
         """Start to add up."""
         wanted: Any = opts.reduceOp  # torch's types take it for the class; it can be compared, but not hashed
         op = next(own for kind, own in self._ops if wanted == kind)
-        return self._started(self._comm.Iallreduce(self.mpi.IN_PLACE, tensors[0].numpy(), op), tensors)
+        return self._track(self._comm.Iallreduce(self.mpi.IN_PLACE, tensors[0].numpy(), op), tensors)
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions, /
@@ -222,11 +229,11 @@ class MpiLink:
             for row, found in zip(outputs[0], whole, strict=True):
                 row.copy_(found)
 
-        return self._started(self._comm.Iallgather(own.numpy(), whole.numpy()), [own, whole], spread)
+        return self._track(self._comm.Iallgather(own.numpy(), whole.numpy()), [own, whole], spread)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions, /) -> MpiWork:
         """Start to copy the root's bytes."""
-        return self._started(self._comm.Ibcast(tensors[0].numpy(), int(opts.rootRank)), tensors)
+        return self._track(self._comm.Ibcast(tensors[0].numpy(), int(opts.rootRank)), tensors)
 
     def _exchange(
         self, output: Tensor, given: Tensor, incoming: list[int], outgoing: list[int], opts: AllToAllOptions, /
@@ -237,17 +244,17 @@ class MpiLink:
         request = self._comm.Ialltoallv(
             [given.numpy(), (outgoing, sent), self.mpi.BYTE], [output.numpy(), (incoming, received), self.mpi.BYTE]
         )
-        return self._started(request, [output, given])
+        return self._track(request, [output, given])
 
-    def _started(
+    def _track(
         self,
         request: Any,  # noqa: ANN401
-        kept: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         after: Callable[[], object] | None = None,
         *,
         message: bool = False,
     ) -> MpiWork:
-        work = MpiWork(self, request, kept, after, is_message=message)
+        work = MpiWork(self, request, tensors, after, is_message=message)
         self.works.add(work)
         return work
 
@@ -272,11 +279,11 @@ def mpi_world() -> MpiWorld:
         raise LaunchError("this MPI serves one thread only, and ranks have several; take one with MPI_THREAD_MULTIPLE")
     world = MpiWorld(MPI)
     if is_ours:
-        atexit.register(world.finish)
+        atexit.register(world.finalize)
     return world
 
 
-def require_same_rank(world: MpiWorld, rank: int, num_ranks: int) -> None:
+def check_same_rank(world: MpiWorld, rank: int, num_ranks: int) -> None:
     """MPI knows this process by the rank that its launcher says.
 
     Raises:
@@ -290,7 +297,7 @@ def require_same_rank(world: MpiWorld, rank: int, num_ranks: int) -> None:
         )
 
 
-def mpi_address(rank: int, num_ranks: int, host: str, deadline_s: float) -> tuple[str, int, int | None]:
+def mpi_address(rank: int, num_ranks: int, host: str, timeout_s: float) -> tuple[str, int, int | None]:
     """Return where the ranks meet, as rank 0 tells all by MPI, and on rank 0 a socket that listens there.
 
     Args:
@@ -304,7 +311,7 @@ def mpi_address(rank: int, num_ranks: int, host: str, deadline_s: float) -> tupl
         PeerError: not all have come when the deadline passes.
     """
     world, listener = mpi_world(), None
-    require_same_rank(world, rank, num_ranks)
+    check_same_rank(world, rank, num_ranks)
     told = bytearray(ADDRESS_BYTES)
     if rank == 0:
         try:
@@ -316,10 +323,10 @@ def mpi_address(rank: int, num_ranks: int, host: str, deadline_s: float) -> tupl
             ) from error
         text = f"{listener.getsockname()[0]} {listener.getsockname()[1]}".encode()
         told[: len(text)] = text
-    request, end = world.mpi.COMM_WORLD.Ibcast(told, 0), time.monotonic() + deadline_s
+    request, end = world.mpi.COMM_WORLD.Ibcast(told, 0), time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > end:
-            raise PeerError(f"rank {rank} waited {deadline_s:.1f} s for {num_ranks} ranks of MPI; look at the others")
+            raise PeerError(f"rank {rank} waited {timeout_s:.1f} s for {num_ranks} ranks of MPI; look at the others")
         time.sleep(MAX_PAUSE_S)
     found, port = told.rstrip(b"\0").decode().split()
     return found, int(port), None if listener is None else listener.detach()

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from counterpoint.data.fetch import MapDataset
 from counterpoint.errors import PlanError
-from counterpoint.optim.schedule import Rule, large_batch_schedule
-from counterpoint.training.tally import Tally
+from counterpoint.optim.lr_schedules import ScalingRule, large_batch_schedule
+from counterpoint.training.metrics import MeanMetric
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Measure: TypeAlias = Callable[[Tensor, Tensor], dict[str, Tally]]
+MetricsFn: TypeAlias = Callable[[Tensor, Tensor], dict[str, MeanMetric]]
 BuildOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 BuildSchedule: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class MetricTarget:
     """The bar that a trained model has to reach on held-out data.
 
     Args:
@@ -34,16 +34,16 @@ class Target:
     """
 
     metric: str
-    bar: float
+    threshold: float
     better: Literal["higher", "lower"]
 
-    def reached(self, value: float) -> bool:
+    def is_reached(self, value: float) -> bool:
         """Return whether a value is good enough; what is not a number never is."""
-        return value >= self.bar if self.better == "higher" else value <= self.bar
+        return value >= self.threshold if self.better == "higher" else value <= self.threshold
 
 
 @dataclass(frozen=True, slots=True)
-class LargeBatch:
+class LargeBatchConfig:
     """How a job is trained with batches larger than its own: a fifth of the run warms up, the rest decays to 0.
 
     Args:
@@ -53,7 +53,7 @@ class LargeBatch:
     """
 
     optimizer: BuildOptimizer
-    rule: Rule
+    rule: ScalingRule
     power: float
 
     def schedule(self, *, batch_size: int, own_batch_size: int, num_samples: int, epochs: int) -> BuildSchedule:
@@ -72,8 +72,8 @@ class LargeBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A main job, run by ``counterpoint train NAME``.
+class TrainingJob:
+    """A main job, run by ``counterpoint train JOB_NAME``.
 
     Args:
         name: key in the table.
@@ -99,26 +99,26 @@ class Job:
     batch_size: int
     epochs: int
     max_steps: int | None = None
-    measure: Measure
-    target: Target
-    large: Mapping[str, LargeBatch] = field(default_factory=dict)
+    metrics: MetricsFn
+    target: MetricTarget
+    large_batch: Mapping[str, LargeBatchConfig] = field(default_factory=dict)
 
-    def for_large_batches(self, optimizer: str) -> LargeBatch:
+    def for_large_batches(self, optimizer: str) -> LargeBatchConfig:
         """Return how the job is trained with larger batches and this optimizer.
 
         Raises:
             PlanError: nobody has found out.
         """
-        if optimizer not in self.large:
-            known = f"for {' and '.join(self.large)}" if self.large else "for none"
+        if optimizer not in self.large_batch:
+            known = f"for {' and '.join(self.large_batch)}" if self.large_batch else "for none"
             raise PlanError(
                 f"{self.name} has no learning rate for {optimizer}, only {known} beside its own optimizer; leave the "
                 "optimizer out, or train the model in a script of your own"
             )
-        return self.large[optimizer]
+        return self.large_batch[optimizer]
 
 
-def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+def with_seed(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
     """Return a builder that takes a seed and leaves torch's own random numbers as they were."""
 
     def build_model(seed: int) -> nn.Module:
@@ -129,16 +129,16 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
     return build_model
 
 
-def measure_accuracy(outputs: Tensor, targets: Tensor) -> dict[str, Tally]:
+def measure_accuracy(outputs: Tensor, targets: Tensor) -> dict[str, MeanMetric]:
     """Return the accuracy of logits ``(sample, class)`` against int64 labels ``(sample,)``."""
     num_right = int((outputs.argmax(dim=-1) == targets).sum())
-    return {"accuracy": Tally(float(num_right), targets.numel())}
+    return {"accuracy": MeanMetric(float(num_right), targets.numel())}
 
 
-def measure_bits(outputs: Tensor, targets: Tensor) -> dict[str, Tally]:
+def measure_bits(outputs: Tensor, targets: Tensor) -> dict[str, MeanMetric]:
     """Return the bits per byte of logits ``(batch, seq, 256)`` against int64 bytes ``(batch, seq)``."""
     nats = F.cross_entropy(outputs.detach().flatten(0, -2), targets.flatten(), reduction="sum")
-    return {"bits_per_byte": Tally(float(nats) / math.log(2), targets.numel())}
+    return {"bits_per_byte": MeanMetric(float(nats) / math.log(2), targets.numel())}
 
 
 def sequence_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def sequence_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def batches(num_samples: int, batch_size: int) -> Iterator[range]:
+def batch_ranges(num_samples: int, batch_size: int) -> Iterator[range]:
     """Yield the indices of all samples in order, at most ``batch_size`` at once."""
     for start in range(0, num_samples, batch_size):
         yield range(start, min(start + batch_size, num_samples))

@@ -99,7 +99,7 @@ class GPTShape:
     dropout: float = 0.0
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     """Causal self-attention on ``(batch, seq, width)``.
 
     The number of heads is read off what the layers return, not kept, so that it still works when the columns
@@ -137,13 +137,13 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and feed-forward, each normalized before and added to what came in."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.width)
-        self.attention = Attention(shape.width, shape.head_dim)
+        self.attention = CausalSelfAttention(shape.width, shape.head_dim)
         self.drop1 = nn.Dropout(shape.dropout)
         self.norm2 = nn.LayerNorm(shape.width)
         self.mlp = FeedForward(shape.width)
@@ -167,12 +167,12 @@ class GPT(nn.Module):
         self.tok = nn.Embedding(shape.num_tokens, shape.width)
         self.pos = nn.Embedding(shape.context, shape.width)
         self.drop = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.num_tokens, bias=False)
         self.head.weight = self.tok.weight
         for name, parameter in self.named_parameters():
-            _init(name, parameter, shape)
+            _init_parameter(name, parameter, shape)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return ``(batch, seq, num_tokens)``."""
@@ -184,7 +184,7 @@ class GPT(nn.Module):
         return logits
 
 
-def _init(name: str, parameter: nn.Parameter, shape: GPTShape) -> None:
+def _init_parameter(name: str, parameter: nn.Parameter, shape: GPTShape) -> None:
     """Draw the matrices so that values keep their size from layer to layer; biases and norms are neutral."""
     if name.endswith("bias"):
         nn.init.zeros_(parameter)

@@ -5,16 +5,15 @@ MASTER_PORT and TORCHELASTIC_RUN_ID. Whoever sets them has started a rank; ``det
 """
 
 from counterpoint.launchers.environment import RankEnvironment, detect
-from counterpoint.launchers.function import can_reach, launch
-from counterpoint.launchers.lines import Line, write_prefixed
-from counterpoint.launchers.local import RunResult, run_command, script_command
-from counterpoint.launchers.worker import report_error
+from counterpoint.launchers.function import import_path, launch
+from counterpoint.launchers.local import OutputLine, RunResult, run_command, script_command, write_prefixed
+from counterpoint.launchers.rank_main import report_error
 
 __all__ = [
-    "Line",
+    "OutputLine",
     "RankEnvironment",
     "RunResult",
-    "can_reach",
+    "import_path",
     "detect",
     "launch",
     "report_error",

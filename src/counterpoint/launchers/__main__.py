@@ -2,7 +2,7 @@
 
 import sys
 
-from counterpoint.launchers.worker import worker_main
+from counterpoint.launchers.rank_main import run_script
 
 if __name__ == "__main__":
-    sys.exit(worker_main(sys.argv[1:]))
+    sys.exit(run_script(sys.argv[1:]))

@@ -1,23 +1,347 @@
-"""Which rank is this process? Read once, from what its launcher has set."""
+"""Slurm's short form of many hosts, and of how many tasks each of them has.
+
+How each launcher tells a process its rank: one table of variables, and readers for what is not simply a number.
+
+Which rank is this process? Read once, from what its launcher has set.
+
+Which job key a host has, said so that ranks can compare it and nobody can read it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import itertools
+import json
 import os
-from collections.abc import Mapping
+import re
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.dialects import DIALECTS, FOUR, TORCHRUN, Dialect, Told, whole
+from counterpoint.launchers.ports import LOOPBACK
+from counterpoint.rpc.job_key import read_key
+
+HOST_PART = re.compile(r"[^,\[\]]+(?:\[[^\[\]]*\][^,\[\]]*)*|(?:\[[^\[\]]*\][^,\[\]]*)+")
+TASK_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return the names that a list of hosts stands for.
+
+    Raises:
+        LaunchError: it is no list of hosts.
+
+    Example:
+        >>> unfolded("gpu[01-03,7],login")
+        ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
+    """
+    parts = HOST_PART.findall(text)
+    if not parts or ",".join(parts) != text:
+        raise LaunchError(f"{text!r} is no list of hosts; Slurm writes them as gpu[01-03,7],login")
+    return [name for part in parts for name in _expand_part(part, text)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks of each node.
+
+    Raises:
+        LaunchError: it is no list of numbers.
+
+    Example:
+        >>> tasks_of_nodes("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    found = [TASK_COUNT.fullmatch(part) for part in text.split(",")]
+    if not all(found):
+        raise LaunchError(f"{text!r} is no list of tasks per node; Slurm writes them as 2(x3),1")
+    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
+
+
+def _expand_part(part: str, text: str) -> Iterator[str]:
+    pieces = re.split(r"\[([^\]]*)\]", part)  # outside, inside, outside, ...
+    choices = [_expand_range(piece, text) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+    return map("".join, itertools.product(*choices))
+
+
+def _expand_range(inside: str, text: str) -> list[str]:
+    """Return the numbers of a bracket, as wide as they are written."""
+    found: list[str] = []
+    for piece in inside.split(","):
+        first, _, last = piece.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()) or int(last or first) < int(first):
+            raise LaunchError(f"[{inside}] in the list of hosts {text!r} is no range; Slurm writes them as [01-03,7]")
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return found
+
+
+DERIVED_PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any
+
+RUN_REMEDY = (
+    "start the script with `counterpoint run -n N` or torchrun, or unset these variables to train in one process"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DetectedRank:
+    """What a launcher says of one process.
+
+    Args:
+        rank: this process among all, from 0.
+        world_size: number of ranks.
+        local_rank: this process among those of its host.
+        local_world_size: number of ranks on this host.
+        host: where rank 0 keeps the meeting place; None where the launcher does not say.
+        port: of the meeting place; None where the launcher does not say.
+        job: name of the run; empty where the launcher does not say.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str | None = None
+    port: int | None = None
+    job: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherEnv:
+    """One launcher's variables.
+
+    Args:
+        name: the launcher, for errors.
+        signs: the variables of which any one means that this launcher was at work.
+        needed: all that a process must have to know its rank; the first four of a launcher that counts ranks are the
+            rank, the number of ranks, and both on this host.
+        read: what they say.
+        job: the variable with the name of the run, if there is one.
+        remedy: what to do where some are missing or wrong.
+    """
+
+    name: str
+    marker_variables: tuple[str, ...]
+    required_variables: tuple[str, ...]
+    parser: Callable[[LauncherEnv, Mapping[str, str]], DetectedRank]
+    job: str = ""
+    remedy: str = RUN_REMEDY
+
+    def is_present(self, variables: Mapping[str, str]) -> bool:
+        """Tell whether this launcher has left a sign."""
+        return any(variables.get(sign) for sign in self.marker_variables)
+
+    def parse(self, variables: Mapping[str, str]) -> DetectedRank:
+        """Return what the launcher says of this process.
+
+        Raises:
+            LaunchError: it has said only half of it, or what contradicts itself.
+        """
+        missing = [name for name in self.required_variables if not variables.get(name)]
+        if missing:
+            raise LaunchError(
+                f"{self.format_variables(variables)}, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set; "
+                f"a rank needs all of {', '.join(self.required_variables)}; {self.remedy}"
+            )
+        told = self.parser(self, variables)
+        rank, world, local_rank, local_world = (
+            self.required_variables[:4] if len(self.required_variables) > 3 else RANK_VARIABLES
+        )
+        rules = [
+            (told.rank < told.world_size, f"{rank} must be below {world}"),
+            (told.local_rank < told.local_world_size, f"{local_rank} must be below {local_world}"),
+            (told.local_world_size <= told.world_size, f"{local_world} cannot exceed {world}"),
+            (told.local_rank <= told.rank, f"{local_rank} cannot exceed {rank}"),
+            (told.port is None or 0 < told.port < 65536, "MASTER_PORT must be between 1 and 65535"),
+        ]
+        broken = [rule for holds, rule in rules if not holds]
+        if broken:
+            raise LaunchError(
+                f"{self.format_variables(variables)} contradict each other: {'; '.join(broken)}; {self.remedy}"
+            )
+        return told
+
+    def format_variables(self, variables: Mapping[str, str]) -> str:
+        """Return what is set of the variables, for errors."""
+        names = [
+            *self.required_variables,
+            *(sign for sign in self.marker_variables if sign not in self.required_variables),
+        ]
+        return ", ".join(f"{name}={variables[name]}" for name in names if variables.get(name))
+
+
+def parse_counted(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
+    """Return what a launcher says that counts ranks, and leaves it to them where they meet."""
+    rank, world_size, local_rank, local_world_size = (
+        parse_int(variables, name, launcher) for name in launcher.required_variables[:4]
+    )
+    job = variables.get(launcher.job, "")
+    host = LOOPBACK if local_world_size == world_size else None
+    return DetectedRank(rank, world_size, local_rank, local_world_size, host, derived_port(job), job)
+
+
+def parse_torchrun(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
+    """Return what torchrun says, or whoever sets its variables."""
+    rank, world_size, local_rank, local_world_size = (parse_int(variables, name, launcher) for name in RANK_VARIABLES)
+    host, port = variables["MASTER_ADDR"], parse_int(variables, "MASTER_PORT", launcher)
+    job = variables.get(launcher.job) or f"{host}:{port}"
+    return DetectedRank(rank, world_size, local_rank, local_world_size, host, port, job)
+
+
+def parse_srun(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
+    """Return what srun says: the first node of its step has rank 0.
+
+    Raises:
+        LaunchError: this node is not one of the step's.
+    """
+    rank, world_size, local_rank, node = (
+        parse_int(variables, name, launcher)
+        for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+    )
+    nodes = expand_hostlist(variables["SLURM_STEP_NODELIST"])
+    tasks = tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
+    name = variables.get("SLURMD_NODENAME") or (nodes[node] if node < len(nodes) else f"node {node}")
+    if name not in nodes or len(tasks) != len(nodes) or node >= len(nodes):
+        raise LaunchError(
+            f"this is {name}, SLURM_NODEID={node}, but SLURM_STEP_NODELIST={variables['SLURM_STEP_NODELIST']} has "
+            f"{len(nodes)} nodes and SLURM_STEP_TASKS_PER_NODE={variables['SLURM_STEP_TASKS_PER_NODE']} speaks of "
+            f"{len(tasks)}; a rank is on a node of its step: {launcher.remedy}"
+        )
+    job = f"slurm-{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}"
+    host = LOOPBACK if tasks[node] == world_size else nodes[0]
+    return DetectedRank(rank, world_size, local_rank, tasks[node], host, derived_port(job), job)
+
+
+def parse_sagemaker(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
+    """Return what SageMaker says, which starts one process on each host.
+
+    Raises:
+        LaunchError: the list is none, or this host is not in it.
+    """
+    text, current = variables["SM_HOSTS"], variables["SM_CURRENT_HOST"]
+    try:
+        hosts = json.loads(text)
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+        raise LaunchError(
+            f'SM_HOSTS={text!r} is no list of host names, such as ["algo-1", "algo-2"]; {launcher.remedy}'
+        )
+    ordered = sorted(hosts, key=lambda host: (len(host), host))  # algo-2 before algo-10
+    if current not in ordered:
+        raise LaunchError(
+            f"SM_CURRENT_HOST={current} is not one of SM_HOSTS={text}; the rank of a host is its place in that list: "
+            f"{launcher.remedy}"
+        )
+    job = variables.get(launcher.job) or "sagemaker"
+    return DetectedRank(ordered.index(current), len(ordered), 0, 1, ordered[0], derived_port(job), job)
+
+
+def parse_kubeflow(launcher: LauncherEnv, variables: Mapping[str, str]) -> DetectedRank:
+    """Return what a TrainJob says to a pod that has one rank; where it has more, torchrun starts them.
+
+    Raises:
+        LaunchError: it has more.
+    """
+    rank, world_size, port = (
+        parse_int(variables, n, launcher) for n in ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_PORT")
+    )
+    if variables["PET_NPROC_PER_NODE"] != "1":
+        raise LaunchError(
+            f"PET_NPROC_PER_NODE={variables['PET_NPROC_PER_NODE']}, and this is the only process of its pod; "
+            f"{launcher.remedy}"
+        )
+    job = variables.get(launcher.job) or "trainjob"
+    return DetectedRank(rank, world_size, 0, 1, variables["PET_MASTER_ADDR"], port, job)
+
+
+def derived_port(job: str) -> int:
+    """Return the port where the ranks of a run meet whose launcher names none: the same on all of them.
+
+    Example:
+        >>> derived_port("slurm-12.0") in DERIVED_PORTS
+        True
+    """
+    return DERIVED_PORTS[zlib.crc32(job.encode()) % len(DERIVED_PORTS)]
+
+
+def parse_int(variables: Mapping[str, str], name: str, launcher: LauncherEnv) -> int:
+    """Return a variable's number.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    text = variables[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise LaunchError(f"{name}={variables[name]!r} is not a number from 0; {launcher.remedy}")
+    return int(text)
+
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI_REMEDY = "start the script with mpirun, which sets them, and pass all of them on where a container stands between"
+MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+OPEN_MPI_VARIABLES = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+SRUN_VARIABLES = tuple(
+    f"SLURM_{name}"
+    for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "STEP_TASKS_PER_NODE", "NODEID", "STEP_NODELIST", "JOB_ID")
+)
+KUBEFLOW_VARIABLES = tuple(
+    f"PET_{name}" for name in ("NODE_RANK", "NNODES", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
+)
+
+TORCHRUN = LauncherEnv(
+    "torchrun",
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
+    (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"),
+    parse_torchrun,
+    "TORCHELASTIC_RUN_ID",
+)
+
+#: Looked at in this order; a launcher that runs inside another (torchrun inside srun) stands before it.
+LAUNCHERS = (
+    TORCHRUN,
+    LauncherEnv(
+        "Open MPI's mpirun", OPEN_MPI_VARIABLES[:2], OPEN_MPI_VARIABLES, parse_counted, "PMIX_NAMESPACE", MPI_REMEDY
+    ),
+    LauncherEnv("MPICH's mpiexec", MPICH_VARIABLES[2:], MPICH_VARIABLES, parse_counted, "PMI_KVS", MPI_REMEDY),
+    LauncherEnv(
+        "srun",
+        ("SLURM_STEP_ID",),
+        SRUN_VARIABLES,
+        parse_srun,
+        remedy="start the script with srun, which sets them, and pass all SLURM_ variables on where a container stands "
+        "between",
+    ),
+    LauncherEnv(
+        "SageMaker",
+        ("SM_HOSTS", "SM_CURRENT_HOST"),
+        ("SM_HOSTS", "SM_CURRENT_HOST"),
+        parse_sagemaker,
+        "TRAINING_JOB_NAME",
+        "SageMaker's training toolkit sets both: use an image that has it",
+    ),
+    LauncherEnv(
+        "Kubeflow Trainer",
+        ("PET_NODE_RANK",),
+        KUBEFLOW_VARIABLES,
+        parse_kubeflow,
+        "PET_RDZV_ID",
+        "take torchrun as the command of a pod with several ranks; it reads these variables",
+    ),
+)
+
 
 STORE_FD = "COUNTERPOINT_STORE_FD"
-DEADLINE_S = "COUNTERPOINT_DEADLINE_S"
+TIMEOUT_S = "COUNTERPOINT_TIMEOUT_S"
 TRANSPORT = "COUNTERPOINT_TRANSPORT"
 ERROR_FILE = "COUNTERPOINT_ERROR_FILE"
 KEY_FILE = "COUNTERPOINT_KEY_FILE"
-MASTER = ("MASTER_ADDR", "MASTER_PORT")
+MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 #: Signs that an agent, and not a user or an outer launcher, has set torchrun's variables.
-AGENTS = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", ERROR_FILE)
+AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", ERROR_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +371,7 @@ class RankEnvironment:
     master_addr: str
     master_port: int
     job: str
-    deadline_s: float | None = None
+    timeout_s: float | None = None
     store_fd: int | None = None
     agent_keeps_store: bool = False
     transport: str | None = None
@@ -65,67 +389,67 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
         LaunchError: a launcher has said only half of what a rank must know, or two contradict each other.
     """
     variables = os.environ if environ is None else environ
-    for dialect in DIALECTS:
-        if dialect.is_at_work(variables):
-            told = dialect.heard(variables)
+    for dialect in LAUNCHERS:
+        if dialect.is_present(variables):
+            told = dialect.parse(variables)
             if dialect is TORCHRUN:
-                _require_agreement(told, variables)
+                _check_outer_launcher(told, variables)
             elif told.world_size == 1:  # a shell in an allocation, or a cluster of one host
                 continue
-            return _environment(told, dialect, variables)
+            return _rank_environment(told, dialect, variables)
     return None
 
 
-def rank_variables(found: RankEnvironment) -> dict[str, str]:
+def rank_variables(environment: RankEnvironment) -> dict[str, str]:
     """Return the variables that make ``detect`` find this; they are torchrun's, and a few of our own."""
     own = {
-        STORE_FD: found.store_fd, DEADLINE_S: found.deadline_s, TRANSPORT: found.transport, KEY_FILE: found.key_file
+        STORE_FD: environment.store_fd, TIMEOUT_S: environment.timeout_s, TRANSPORT: environment.transport, KEY_FILE: environment.key_file
     }  # fmt: skip
     return {
-        "RANK": str(found.rank),
-        "WORLD_SIZE": str(found.world_size),
-        "LOCAL_RANK": str(found.local_rank),
-        "LOCAL_WORLD_SIZE": str(found.local_world_size),
+        "RANK": str(environment.rank),
+        "WORLD_SIZE": str(environment.world_size),
+        "LOCAL_RANK": str(environment.local_rank),
+        "LOCAL_WORLD_SIZE": str(environment.local_world_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": found.master_addr,
-        "MASTER_PORT": str(found.master_port),
-        "TORCHELASTIC_RUN_ID": found.job,
+        "MASTER_ADDR": environment.master_addr,
+        "MASTER_PORT": str(environment.master_port),
+        "TORCHELASTIC_RUN_ID": environment.job,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         **{name: str(value) for name, value in own.items() if value is not None},
     }
 
 
-def _environment(told: Told, dialect: Dialect, variables: Mapping[str, str]) -> RankEnvironment:
+def _rank_environment(detected: DetectedRank, launcher: LauncherEnv, variables: Mapping[str, str]) -> RankEnvironment:
     """Return what the launcher and our own variables say together.
 
     Raises:
         LaunchError: nobody says where the ranks meet, or a variable of ours is wrong.
     """
-    store_fd, deadline_s = variables.get(STORE_FD), variables.get(DEADLINE_S)
-    host, port = variables.get(MASTER[0]) or told.host, told.port
-    if variables.get(MASTER[1]):
-        port = whole(variables, MASTER[1], dialect)
+    store_fd, deadline_s = variables.get(STORE_FD), variables.get(TIMEOUT_S)
+    host, port = variables.get(MASTER_VARIABLES[0]) or detected.host, detected.port
+    if variables.get(MASTER_VARIABLES[1]):
+        port = parse_int(variables, MASTER_VARIABLES[1], launcher)
     transport = variables.get(TRANSPORT) or None
     if transport == "mpi":
         host, port = host or "", port or 0  # rank 0 tells them
     if host is None or port is None:
         raise LaunchError(
-            f"{dialect.name} has started {told.world_size} ranks on several hosts, but MASTER_ADDR is not set, and "
+            f"{launcher.name} has started {detected.world_size} ranks on several hosts, but MASTER_ADDR is not set, and "
             "nothing else says on which of them rank 0 is; give its name to all, as `mpirun -x MASTER_ADDR=HOST` does, "
             "or let MPI join them: COUNTERPOINT_TRANSPORT=mpi"
         )
     return RankEnvironment(
-        rank=told.rank,
-        world_size=told.world_size,
-        local_rank=told.local_rank,
-        local_world_size=told.local_world_size,
+        rank=detected.rank,
+        world_size=detected.world_size,
+        local_rank=detected.local_rank,
+        local_world_size=detected.local_world_size,
         master_addr=host,
         master_port=port,
-        job=told.job or f"{host}:{port}",
-        deadline_s=_seconds(deadline_s) if deadline_s else None,
-        store_fd=whole(variables, STORE_FD, dialect) if store_fd else None,
+        job=detected.job or f"{host}:{port}",
+        timeout_s=_seconds(deadline_s) if deadline_s else None,
+        store_fd=parse_int(variables, STORE_FD, launcher) if store_fd else None,
         agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         transport=transport,
         is_placed=variables.get(ERROR_FILE) is not None,
@@ -133,24 +457,26 @@ def _environment(told: Told, dialect: Dialect, variables: Mapping[str, str]) -> 
     )
 
 
-def _require_agreement(told: Told, variables: Mapping[str, str]) -> None:
+def _check_outer_launcher(detected: DetectedRank, variables: Mapping[str, str]) -> None:
     """What somebody has set by hand is what an outer launcher says, or fits into it.
 
     Raises:
         LaunchError: it is not, so that the ranks would wait for each other without end.
     """
-    if any(variables.get(agent) for agent in AGENTS):
+    if any(variables.get(agent) for agent in AGENT_VARIABLES):
         return
-    for dialect in DIALECTS[1:]:
-        outer = dialect.heard(variables) if dialect.is_at_work(variables) else None
+    for dialect in LAUNCHERS[1:]:
+        outer = dialect.parse(variables) if dialect.is_present(variables) else None
         if outer is None or outer.world_size == 1:
             continue
-        sizes = {outer.world_size, outer.world_size * told.local_world_size}
-        if told.world_size not in sizes or (told.world_size == outer.world_size and told.rank != outer.rank):
+        sizes = {outer.world_size, outer.world_size * detected.local_world_size}
+        if detected.world_size not in sizes or (
+            detected.world_size == outer.world_size and detected.rank != outer.rank
+        ):
             raise LaunchError(
-                f"two launchers contradict each other: {TORCHRUN.listed(variables)} say rank {told.rank} of "
-                f"{told.world_size}, {dialect.name} says rank {outer.rank} of {outer.world_size} "
-                f"({dialect.listed(variables)}); a process has one rank: unset {', '.join(FOUR)} if {dialect.name} "
+                f"two launchers contradict each other: {TORCHRUN.format_variables(variables)} say rank {detected.rank} of "
+                f"{detected.world_size}, {dialect.name} says rank {outer.rank} of {outer.world_size} "
+                f"({dialect.format_variables(variables)}); a process has one rank: unset {', '.join(RANK_VARIABLES)} if {dialect.name} "
                 "starts the ranks, or let torchrun start those of each host"
             )
 
@@ -161,5 +487,34 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise LaunchError(f"{DEADLINE_S}={text!r} is not a number of seconds above 0; {TORCHRUN.remedy}")
+        raise LaunchError(f"{TIMEOUT_S}={text!r} is not a number of seconds above 0; {TORCHRUN.remedy}")
     return seconds
+
+
+NO_KEY = "none"
+FINGERPRINT_DIGITS = 12
+
+
+def key_fingerprint(key_file: str | None) -> str:
+    """Return what is the same on hosts with the same key: a mark of it, or that this host has none, or why.
+
+    Args:
+        key_file: where the launcher says that every host has it; None for a job without a key.
+    """
+    if key_file is None:
+        return NO_KEY
+    try:
+        key = read_key(Path(key_file))
+    except LaunchError as error:
+        return f"missing on {socket.gethostname()} ({error})"
+    return hmac.new(key.secret, b"counterpoint: which key is this", hashlib.sha256).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def check_key(key_file: str | None) -> None:
+    """This host has the job's key, if the job has one.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    if key_file is not None:
+        read_key(Path(key_file))

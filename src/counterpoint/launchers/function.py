@@ -1,19 +1,90 @@
-"""Run a function on several ranks from a script or a notebook, and collect what each returned."""
+"""Arguments and results of a launched function, as JSON with tensors beside it; nothing is pickled.
+
+Run a function on several ranks from a script or a notebook, and collect what each returned.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from counterpoint.errors import LaunchError
 from counterpoint.launchers.environment import detect
-from counterpoint.launchers.lines import OnLine, write_prefixed
-from counterpoint.launchers.local import run_command
-from counterpoint.launchers.values import read_value, write_value
-from counterpoint.world.placement import DEFAULT_BINDING, Binding
+from counterpoint.launchers.local import OnLine, run_command, write_prefixed
+from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write_value(folder: Path, name: str, value: object) -> None:
+    """The value is in ``folder`` under ``name``; ``read_value`` gives back an equal one.
+
+    What is neither JSON nor a tensor is a LaunchError that says which part it is.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _to_tree(value, name, tensors)
+    if tensors:
+        from safetensors.torch import save_file
+
+        save_file(tensors, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
+
+
+def read_value(folder: Path, name: str) -> Any:  # noqa: ANN401 - whatever the user's function takes or gives
+    """Return what ``write_value`` wrote."""
+    tree = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    path = folder / f"{name}.safetensors"
+    tensors: dict[str, Tensor] = {}
+    if path.exists():
+        from safetensors.torch import load_file
+
+        tensors = load_file(path)
+    return _from_tree(tree, tensors.__getitem__)
+
+
+def _to_tree(value: object, where: str, tensors: dict[str, Tensor]) -> object:
+    """Return JSON in which every container and tensor says what it is: ``["tuple", …]``, ``["tensor", key]``."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            items = [_to_tree(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
+            return ["tuple" if isinstance(value, tuple) else "list", *items]
+        case dict() if all(isinstance(key, str) for key in value):
+            return {key: _to_tree(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
+        case _ if _is_tensor(value):
+            key = f"tensor-{len(tensors)}"
+            tensors[key] = value.detach().cpu().contiguous().clone()  # type: ignore[attr-defined]
+            return ["tensor", key]
+        case _:
+            raise LaunchError(
+                f"{where} is a {type(value).__name__}, which cannot travel between processes; "
+                f"arguments and results are JSON values (None, numbers, text, lists, tuples, dicts with text keys) "
+                f"and tensors; "
+                f"pass what it is made from, and build it inside the function"
+            )
+
+
+def _from_tree(tree: object, tensor: Callable[[str], Tensor]) -> object:
+    if isinstance(tree, dict):
+        return {key: _from_tree(item, tensor) for key, item in tree.items()}
+    if not isinstance(tree, list):
+        return tree
+    kind, *items = tree
+    if kind == "tensor":
+        return tensor(items[0])
+    found = [_from_tree(item, tensor) for item in items]
+    return tuple(found) if kind == "tuple" else found
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # no tensor exists before it is imported
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def launch(  # noqa: PLR0913 - the options of a run, most by keyword
@@ -23,13 +94,13 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
     args: Sequence[object] = (),
     threads_per_rank: int | None = None,
     bind: Binding = DEFAULT_BINDING,
-    deadline_s: float | None = None,
+    timeout_s: float | None = None,
     on_line: OnLine = write_prefixed,
 ) -> list[Any]:
     """``fn(*args)`` has run on ``ranks`` processes of this host; the list holds what each returned, by rank.
 
     Args:
-        fn: a function that another process can import; see ``can_reach``.
+        fn: a function that another process can import; see ``import_path``.
         ranks: how many processes.
         args: JSON values and tensors, the same for every rank.
         threads_per_rank: as ``run_command``.
@@ -47,7 +118,7 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
             f"launch was called inside rank {inside.rank} of {inside.world_size}; ranks do not launch ranks: "
             f"put the call under `if __name__ == '__main__':`, or leave it to the launcher that started this rank"
         )
-    target = can_reach(fn)
+    target = import_path(fn)
     if target is None:
         raise LaunchError(
             f"{getattr(fn, '__qualname__', fn)!r} cannot be found by another process: "
@@ -58,21 +129,21 @@ def launch(  # noqa: PLR0913 - the options of a run, most by keyword
         folder = Path(name)
         write_value(folder, "args", list(args))
         write_value(folder, "call", {"target": target, "path": list(sys.path)})
-        command = [sys.executable, "-m", "counterpoint.launchers.callee", str(folder)]
+        command = [sys.executable, "-m", "counterpoint.launchers.function_main", str(folder)]
         result = run_command(
-            command, ranks, threads_per_rank=threads_per_rank, bind=bind, deadline_s=deadline_s, on_line=on_line
+            command, ranks, threads_per_rank=threads_per_rank, bind=bind, timeout_s=timeout_s, on_line=on_line
         )
-        if result.exit_code == 130 and result.culprit is None:
+        if result.exit_code == 130 and result.failed_rank is None:
             raise KeyboardInterrupt
         if result.exit_code != 0:
             raise LaunchError(result.report)
         return [read_value(folder, f"result-{rank}") for rank in range(ranks)]
 
 
-def can_reach(fn: Callable[..., object]) -> str | None:
+def import_path(fn: Callable[..., object]) -> str | None:
     """Return how another process finds the function, ``module:name`` or ``path.py:name``, or None if it cannot."""
     module, name = sys.modules.get(getattr(fn, "__module__", "")), getattr(fn, "__qualname__", "")
-    if module is None or _member(module, name) is not fn:
+    if module is None or _lookup(module, name) is not fn:
         return None
     spec = getattr(module, "__spec__", None)
     if spec is not None:
@@ -84,7 +155,7 @@ def can_reach(fn: Callable[..., object]) -> str | None:
     return f"{path}:{name}" if path.is_file() and Path(code.co_filename).resolve() == path else None
 
 
-def _member(module: object, qualified_name: str) -> object:
+def _lookup(module: object, qualified_name: str) -> object:
     """Return what stands under a dotted name; None for names such as ``<lambda>`` that stand nowhere."""
     found = module
     for part in qualified_name.split("."):

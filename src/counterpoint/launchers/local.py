@@ -1,9 +1,13 @@
-"""Ranks as processes of this host, watched until the last one has ended."""
+"""What ranks write, as whole lines that say who wrote them.
+
+Ranks as processes of this host, watched until the last one has ended.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import shutil
 import signal
 import subprocess
@@ -11,29 +15,130 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.ending import ErrorRecord, Outcome, exit_code, find_culprit, tell, wait_for_others_s
-from counterpoint.launchers.environment import DEADLINE_S, ERROR_FILE, STORE_FD, RankEnvironment, rank_variables
-from counterpoint.launchers.lines import LineReader, OnLine, write_prefixed
-from counterpoint.launchers.machine import place_here
+from counterpoint.launchers.environment import ERROR_FILE, STORE_FD, TIMEOUT_S, RankEnvironment, rank_variables
+from counterpoint.launchers.exit_report import (
+    ErrorRecord,
+    RankExit,
+    exit_code,
+    find_root_cause,
+    format_report,
+    wait_for_others_s,
+)
+from counterpoint.launchers.machine import place_ranks
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
-from counterpoint.launchers.variables import THREADS, threads_wanted
-from counterpoint.world.placement import DEFAULT_BINDING, Binding, Place
+from counterpoint.launchers.variables import THREADS_VARIABLE, requested_threads
+from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding, RankPlacement
+
+READ_BYTES = 65536
+LINE_MAX_BYTES = 65536
+
+OutputStream = Literal["out", "err"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLine:
+    """One line of a rank's output, without its end."""
+
+    rank: int
+    stream: OutputStream
+    text: str
+
+
+OnLine = Callable[[OutputLine], None]
+
+
+def write_prefixed(line: OutputLine) -> None:
+    """The line stands on our own output or error stream, behind ``[rank N]``."""
+    stream = sys.stdout if line.stream == "out" else sys.stderr
+    encoding = stream.encoding or "utf-8"
+    text = line.text.encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(f"[rank {line.rank}] {text}\n")
+    stream.flush()
+
+
+class OutputReader:
+    """Reads the pipes of all ranks without waiting for any one; owns the descriptors and closes them.
+
+    Not a frozen value: it holds the part of a line that has arrived.
+    """
+
+    def __init__(self, on_line: OnLine) -> None:
+        self._on_line = on_line
+        self._selector = selectors.DefaultSelector()
+        self._parts: dict[int, tuple[int, OutputStream, bytearray]] = {}
+
+    def add(self, descriptor: int, rank: int, stream: OutputStream) -> None:
+        """From now on ``pump`` passes on what is written to this pipe."""
+        os.set_blocking(descriptor, False)
+        self._selector.register(descriptor, selectors.EVENT_READ)
+        self._parts[descriptor] = (rank, stream, bytearray())
+
+    def poll(self, wait_s: float) -> bool:
+        """Pass on the lines that arrive within ``wait_s``; return whether anything did."""
+        ready = self._selector.select(wait_s)
+        for key, _ in ready:
+            self._read(key.fd)
+        return bool(ready)
+
+    def finish(self, rank: int) -> None:
+        """What the ended rank has left in its pipes is passed on, and they are closed, whoever else holds them."""
+        for descriptor in [fd for fd, (owner, _, _) in self._parts.items() if owner == rank]:
+            while descriptor in self._parts and self._read(descriptor):
+                pass
+            self._close_pipe(descriptor)
+
+    def close(self) -> None:
+        """Everything is closed; what was not passed on yet is lost."""
+        for descriptor in list(self._parts):
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+        self._parts.clear()
+        self._selector.close()
+
+    def _read(self, descriptor: int) -> bool:
+        """Pass on what is there; return whether there may be more."""
+        try:
+            data = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close_pipe(descriptor)
+            return False
+        rank, stream, part = self._parts[descriptor]
+        *whole, rest = (bytes(part) + data).split(b"\n")
+        if len(rest) > LINE_MAX_BYTES:
+            whole, rest = [*whole, rest], b""
+        part[:] = rest
+        for text in whole:
+            self._on_line(OutputLine(rank, stream, text.decode(errors="replace").rstrip("\r")))
+        return True
+
+    def _close_pipe(self, descriptor: int) -> None:
+        if descriptor not in self._parts:
+            return
+        rank, stream, part = self._parts.pop(descriptor)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        if part:
+            self._on_line(OutputLine(rank, stream, part.decode(errors="replace")))
+
 
 GRACE_S = 2.0  # from SIGTERM to SIGKILL
 POLL_S = 0.02
-LEASH = Path(__file__).with_name("leash.py")
+EXEC_WRAPPER = Path(__file__).with_name("exec_wrapper.py")
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 #: What a rank's environment has where the user has set nothing else. torch's own remarks on lost connections would come
 #: before the report, which says who was lost first.
-DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+DEFAULT_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +154,8 @@ class RunResult:
 
     exit_code: int
     report: str
-    culprit: int | None
-    outcomes: tuple[Outcome, ...]
+    failed_rank: int | None
+    exits: tuple[RankExit, ...]
 
 
 def script_command(script: Path, arguments: Sequence[str] = ()) -> list[str]:
@@ -71,7 +176,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     threads_per_rank: int | None = None,
     bind: Binding = DEFAULT_BINDING,
     port: int | None = None,
-    deadline_s: float | None = None,
+    timeout_s: float | None = None,
     transport: str | None = None,
     on_line: OnLine = write_prefixed,
 ) -> RunResult:
@@ -85,7 +190,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         ranks: how many.
         threads_per_rank: OMP_NUM_THREADS of each; by default what the user has set, else cores // ranks. Where ranks
             outnumber the cores it is 1, and standard error says so.
-        bind: on which cores each may compute; see :func:`counterpoint.world.placement.place`.
+        bind: on which cores each may compute; see :func:`counterpoint.world.cpu_affinity.place_ranks`.
         port: where the ranks meet, on the loopback; None takes a free one.
         deadline_s: passed on to the ranks: how long they wait for each other to arrive.
         transport: passed on to the ranks: what joins them.
@@ -97,30 +202,30 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
     Raises:
         LaunchError: no rank was started: a bad number, no such command, or the port is taken.
     """
-    _require_command(argv, ranks)
-    placement = place_here(ranks, threads_per_rank, bind)
+    _check_command(argv, ranks)
+    placement = place_ranks(ranks, threads_per_rank, bind)
     if placement.note:
         sys.stderr.write(f"counterpoint: {placement.note}\n")
     with ExitStack() as stack:
-        received = stack.enter_context(caught_signals())
+        received = stack.enter_context(collect_signals())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
-        lines = LineReader(on_line)
+        lines = OutputReader(on_line)
         stack.callback(lines.close)
-        watch = _Watch(lines, received)
+        watch = _RankSupervisor(lines, received)
         stack.callback(watch.kill_all)
         with reserve_port(port) as meeting:
             job, meets_at = f"counterpoint-{secrets.token_hex(6)}", meeting.getsockname()[1]
             for rank in range(ranks):
                 store_fd = meeting.fileno() if rank == 0 else None
                 found = RankEnvironment(
-                    rank, ranks, rank, ranks, LOOPBACK, meets_at, job, deadline_s, store_fd, transport=transport
+                    rank, ranks, rank, ranks, LOOPBACK, meets_at, job, timeout_s, store_fd, transport=transport
                 )
-                where = placement.places[rank]
-                watch.start(argv, found, _variables(found, folder, where.threads), where)
+                where = placement.ranks[rank]
+                watch.start(argv, found, _rank_environ(found, folder, where.threads), where)
         return watch.run()
 
 
-def _require_command(argv: Sequence[str], ranks: int) -> None:
+def _check_command(argv: Sequence[str], ranks: int) -> None:
     if ranks < 1:
         raise LaunchError(f"{ranks} ranks cannot run; give at least 1")
     if not argv or shutil.which(argv[0]) is None:
@@ -128,7 +233,7 @@ def _require_command(argv: Sequence[str], ranks: int) -> None:
 
 
 @dataclass(slots=True)
-class _Child:
+class _RankProcess:
     rank: int
     popen: subprocess.Popen[bytes]
     error_file: Path
@@ -137,20 +242,22 @@ class _Child:
 
 
 @dataclass(slots=True)
-class _Watch:
+class _RankSupervisor:
     """The living ranks and what has become of the others; changes with every look at them."""
 
-    lines: LineReader
+    lines: OutputReader
     received: list[int]
-    living: list[_Child] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    running: list[_RankProcess] = field(default_factory=list)
+    exits: list[RankExit] = field(default_factory=list)
     stop_s: float | None = None
     kill_s: float | None = None
 
-    def start(self, argv: Sequence[str], found: RankEnvironment, variables: dict[str, str], place: Place) -> None:
+    def start(
+        self, argv: Sequence[str], environment: RankEnvironment, variables: dict[str, str], place: RankPlacement
+    ) -> None:
         """One more rank is running in its place, in a session of its own and tied to the life of this process."""
         cpus = ",".join(map(str, place.cpus))
-        tied = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cpus, *argv]
+        tied = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), cpus, *argv]
         popen = subprocess.Popen(
             tied,
             env=variables,
@@ -158,44 +265,46 @@ class _Watch:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=() if found.store_fd is None else (found.store_fd,),
+            pass_fds=() if environment.store_fd is None else (environment.store_fd,),
         )
-        self.living.append(_Child(found.rank, popen, Path(variables[ERROR_FILE]), time.monotonic()))
+        self.running.append(_RankProcess(environment.rank, popen, Path(variables[ERROR_FILE]), time.monotonic()))
         assert popen.stdout is not None
         assert popen.stderr is not None
-        self.lines.add(os.dup(popen.stdout.fileno()), found.rank, "out")
-        self.lines.add(os.dup(popen.stderr.fileno()), found.rank, "err")
+        self.lines.add(os.dup(popen.stdout.fileno()), environment.rank, "out")
+        self.lines.add(os.dup(popen.stderr.fileno()), environment.rank, "err")
         popen.stdout.close()
         popen.stderr.close()
 
     def run(self) -> RunResult:
         """Every rank has ended; the result says how."""
-        while self.living:
-            self.lines.pump(POLL_S)
+        while self.running:
+            self.lines.poll(POLL_S)
             self._reap()
-            self._decide(time.monotonic())
-        outcomes = tuple(sorted(self.outcomes, key=lambda outcome: outcome.rank))
+            self._update_deadlines(time.monotonic())
+        outcomes = tuple(sorted(self.exits, key=lambda outcome: outcome.rank))
         if self.received:
             name = signal.Signals(self.received[0]).name
             text = f"stopped by {name}; all {len(outcomes)} ranks have ended"
             return RunResult(128 + self.received[0], text, None, outcomes)
-        culprit = find_culprit(outcomes)
-        return RunResult(exit_code(outcomes), tell(outcomes), None if culprit is None else culprit.rank, outcomes)
+        culprit = find_root_cause(outcomes)
+        return RunResult(
+            exit_code(outcomes), format_report(outcomes), None if culprit is None else culprit.rank, outcomes
+        )
 
     def kill_all(self) -> None:
         """No rank is left, whatever happened before."""
         self._signal(signal.SIGKILL)
-        for child in self.living:
+        for child in self.running:
             child.popen.wait()
-        self.living.clear()
+        self.running.clear()
 
-    def _decide(self, now_s: float) -> None:
+    def _update_deadlines(self, now_s: float) -> None:
         """Stop the ranks in time: at once for a signal, soon for a sure failure, later for a mere consequence."""
         if self.received and self.stop_s is None:
             self.stop_s = now_s
-        if find_culprit(self.outcomes) is not None:
-            said = [record for child in self.living if (record := ErrorRecord.read(child.error_file)) is not None]
-            limit_s = now_s + wait_for_others_s(self.outcomes, said)
+        if find_root_cause(self.exits) is not None:
+            said = [record for child in self.running if (record := ErrorRecord.read(child.error_file)) is not None]
+            limit_s = now_s + wait_for_others_s(self.exits, said)
             self.stop_s = limit_s if self.stop_s is None else min(self.stop_s, limit_s)
         if self.kill_s is None and self.stop_s is not None and self.stop_s <= now_s:
             self._signal(signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM)
@@ -204,14 +313,14 @@ class _Watch:
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        for child in self.living:
+        for child in self.running:
             child.stopped_s = child.stopped_s or time.monotonic()
             with suppress(ProcessLookupError):
                 os.killpg(child.popen.pid, number)
 
     def _reap(self) -> None:
         """Ranks that have ended are outcomes now, and whatever they had started is gone too."""
-        for child in list(self.living):
+        for child in list(self.running):
             options = (
                 os.WEXITED | os.WNOHANG | os.WNOWAIT
             )  # as long as it is not waited for, its group is surely its own
@@ -221,9 +330,9 @@ class _Watch:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.popen.pid, signal.SIGKILL)
             self.lines.finish(child.rank)
-            self.living.remove(child)
-            self.outcomes.append(
-                Outcome(
+            self.running.remove(child)
+            self.exits.append(
+                RankExit(
                     child.rank,
                     child.popen.pid,
                     child.popen.wait(),
@@ -235,18 +344,18 @@ class _Watch:
             )
 
 
-def _variables(found: RankEnvironment, folder: Path, threads: int) -> dict[str, str]:
+def _rank_environ(environment: RankEnvironment, folder: Path, threads: int) -> dict[str, str]:
     """Return a rank's whole environment: ours, the contract, one thread budget, lines that arrive at once."""
-    variables = {**DEFAULTS, **os.environ}
-    if THREADS not in os.environ or threads_wanted() != threads:
-        variables[THREADS] = str(threads)
-    for stale in ("TORCHELASTIC_USE_AGENT_STORE", STORE_FD, DEADLINE_S):
+    variables = {**DEFAULT_VARIABLES, **os.environ}
+    if THREADS_VARIABLE not in os.environ or requested_threads() != threads:
+        variables[THREADS_VARIABLE] = str(threads)
+    for stale in ("TORCHELASTIC_USE_AGENT_STORE", STORE_FD, TIMEOUT_S):
         variables.pop(stale, None)
-    return {**variables, **rank_variables(found), ERROR_FILE: str(folder / f"rank-{found.rank}.json")}
+    return {**variables, **rank_variables(environment), ERROR_FILE: str(folder / f"rank-{environment.rank}.json")}
 
 
 @contextmanager
-def caught_signals() -> Iterator[list[int]]:
+def collect_signals() -> Iterator[list[int]]:
     """Signals that would end this process are collected instead; only the main thread can do that."""
     received: list[int] = []
 

@@ -7,8 +7,8 @@ import platform
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from counterpoint.launchers.variables import threads_wanted
-from counterpoint.world.placement import DEFAULT_BINDING, Binding, Placement, place
+from counterpoint.launchers.variables import requested_threads
+from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding, HostPlacement, place_ranks
 from counterpoint.world.topology import Core, Topology
 
 CPUS = Path("sys/devices/system/cpu")
@@ -23,32 +23,32 @@ def this_host() -> Topology:
     return read_topology(Path("/"), os.sched_getaffinity(0))
 
 
-def place_here(ranks: int, threads: int | None = None, bind: Binding = DEFAULT_BINDING) -> Placement:
+def place_ranks(ranks: int, threads: int | None = None, bind: Binding = DEFAULT_BINDING) -> HostPlacement:
     """Return where ranks of this host compute: the one answer that launchers apply and the doctor shows.
 
     Args:
         ranks: how many.
         threads: of each; what the user has set for all programs when left out, else what divides the cores.
-        bind: see :func:`counterpoint.world.placement.place`.
+        bind: see :func:`counterpoint.world.cpu_affinity.place_ranks`.
     """
-    return place(this_host(), ranks, threads=threads_wanted() if threads is None else threads, bind=bind)
+    return place_ranks(this_host(), ranks, threads=requested_threads() if threads is None else threads, bind=bind)
 
 
-def memory_here() -> int:
+def host_memory_bytes() -> int:
     """Return the bytes that processes of this host may use together: all it has, or what their control group allows."""
-    return read_memory(Path("/")) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return read_memory_bytes(Path("/")) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def read_memory(root: Path) -> int:
+def read_memory_bytes(root: Path) -> int:
     """Return the bytes that the kernel's files below ``root`` allow; 0 where they say nothing.
 
     Args:
         root: where ``sys`` and ``proc`` are, ``/`` or a folder with copies.
     """
-    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    lines = (line.split() for line in _read_text(root / "proc/meminfo").splitlines())
     found = [1024 * int(words[1]) for words in lines if words[0] == "MemTotal:"]
-    for folder in _groups(root, "memory"):
-        limits = (_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))
+    for folder in _cgroups(root, "memory"):
+        limits = (_read_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes"))
         found += [int(limit) for limit in limits if limit.isdigit()]
     return min(found, default=0)
 
@@ -67,28 +67,28 @@ def read_topology(root: Path, allowed: Collection[int] | None = None) -> Topolog
     near = {
         cpu: int(folder.name.removeprefix("node"))
         for folder in sorted((root / NODES).glob("node[0-9]*"))
-        for cpu in cpus_of(_text(folder / "cpulist"))
+        for cpu in parse_cpu_list(_read_text(folder / "cpulist"))
     }
     cores: dict[tuple[int, ...], Core] = {}
     for cpu in usable:
         folder = root / CPUS / f"cpu{cpu}" / "topology"
-        siblings = cpus_of(_text(folder / "core_cpus_list") or _text(folder / "thread_siblings_list"))
+        siblings = parse_cpu_list(_read_text(folder / "core_cpus_list") or _read_text(folder / "thread_siblings_list"))
         cpus = tuple(sibling for sibling in siblings if sibling in usable) or (cpu,)
-        package = _text(folder / "physical_package_id")
+        package = _read_text(folder / "physical_package_id")
         cores.setdefault(cpus, Core(cpus, near.get(cpu, 0), int(package) if package.isdigit() else 0))
     return Topology(tuple(cores.values()) or (Core((0,)),), min(_quotas(root), default=None))
 
 
 def processor_name(root: Path = Path("/")) -> str:
     """Return what the kernel calls this host's processors; the name of their kind where it does not say."""
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name" and value.strip():
             return value.strip()
     return platform.machine() or "unknown"
 
 
-def cpus_of(text: str) -> list[int]:
+def parse_cpu_list(text: str) -> list[int]:
     """Return the numbers of a list as the kernel writes it.
 
     Example:
@@ -100,31 +100,31 @@ def cpus_of(text: str) -> list[int]:
 
 
 def _allowed(root: Path) -> list[int]:
-    for line in _text(root / "proc/self/status").splitlines():
+    for line in _read_text(root / "proc/self/status").splitlines():
         name, _, value = line.partition(":")
         if name == "Cpus_allowed_list":
-            return cpus_of(value.strip())
-    return cpus_of(_text(root / CPUS / "online"))
+            return parse_cpu_list(value.strip())
+    return parse_cpu_list(_read_text(root / CPUS / "online"))
 
 
 def _quotas(root: Path) -> Iterator[float]:
     """Yield the limits of this process's control group and of those around it."""
-    for folder in _groups(root, "cpu"):
-        yield from _quota(_text(folder / "cpu.max"))
-        yield from _quota(f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}")
+    for folder in _cgroups(root, "cpu"):
+        yield from _quota(_read_text(folder / "cpu.max"))
+        yield from _quota(f"{_read_text(folder / 'cpu.cfs_quota_us')} {_read_text(folder / 'cpu.cfs_period_us')}")
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control group and of those around it, in both versions of the interface."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _around(root / GROUPS, path)
+            yield from _ancestors(root / GROUPS, path)
         elif controller in controllers.split(","):
-            yield from (found for name in {controller, controllers} for found in _around(root / GROUPS / name, path))
+            yield from (found for name in {controller, controllers} for found in _ancestors(root / GROUPS / name, path))
 
 
-def _around(top: Path, path: str) -> Iterator[Path]:
+def _ancestors(top: Path, path: str) -> Iterator[Path]:
     """Yield a group's folder and all above it; a container may see only the upper end of the path, as its own."""
     names = [name for name in path.split("/") if name not in {"", ".."}]
     yield from (top.joinpath(*names[:depth]) for depth in range(len(names), -1, -1))
@@ -136,7 +136,7 @@ def _quota(text: str) -> Iterator[float]:
         yield int(quota) / int(period)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

@@ -36,7 +36,7 @@ def reserve_port(port: int | None, host: str = LOOPBACK) -> socket.socket:
         reserved.bind((host, port or 0))
     except OSError as error:
         reserved.close()
-        raise LaunchError(_refusal(port, error)) from error
+        raise LaunchError(_bind_error(port, error)) from error
     return reserved
 
 
@@ -46,21 +46,21 @@ def _check_free(port: int) -> None:
         try:
             strict.bind((LOOPBACK, port))
         except OSError:
-            states = {state for state, _ in _connections(port)}
+            states = {state for state, _ in _sockets_on_port(port)}
             if _LISTENING in states or _TIME_WAIT not in states:
                 raise
 
 
-def _refusal(port: int | None, error: OSError) -> str:
+def _bind_error(port: int | None, error: OSError) -> str:
     remedy = "omit --port to get a free one, or end that process"
     if error.errno != errno.EADDRINUSE or port is None:
         return f"cannot bind port {port} on {LOOPBACK}: {error.strerror}; {remedy}"
-    return f"port {port} is taken by {holder(port) or 'another process'}; one port serves one run; {remedy}"
+    return f"port {port} is taken by {port_owner(port) or 'another process'}; one port serves one run; {remedy}"
 
 
-def holder(port: int) -> str | None:
+def port_owner(port: int) -> str | None:
     """Return ``pid 812 (python other.py)`` for the process that listens on the port, as far as /proc tells."""
-    inodes = {f"socket:[{inode}]" for state, inode in _connections(port) if state == _LISTENING}
+    inodes = {f"socket:[{inode}]" for state, inode in _sockets_on_port(port) if state == _LISTENING}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if any(str(link.readlink()) in inodes for link in (process / "fd").iterdir()):
@@ -76,7 +76,7 @@ def _command(process: Path) -> str:
     return " ".join([Path(words[0]).name, *words[1:2]])[:80].strip()
 
 
-def _connections(port: int) -> Iterator[tuple[str, str]]:
+def _sockets_on_port(port: int) -> Iterator[tuple[str, str]]:
     """Yield state and inode of every TCP socket whose local port it is."""
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         if table.exists():

@@ -1,31 +1,48 @@
-"""Variables that a user may have set for every program, read in one place."""
+"""Where this user's programs keep what can be made again.
+
+Variables that a user may have set for every program, read in one place.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from counterpoint.errors import LaunchError
 
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for what can be made again: ``counterpoint`` in XDG_CACHE_HOME, or in ``.cache`` at home.
+
+    Example:
+        >>> str(cache_folder({"XDG_CACHE_HOME": "/tmp/cache"}))
+        '/tmp/cache/counterpoint'
+    """
+    variables = os.environ if environ is None else environ
+    place = variables.get("XDG_CACHE_HOME", "")
+    return (Path(place) if place.startswith("/") else Path.home() / ".cache") / "counterpoint"
+
+
 MEBIBYTE = 1 << 20
 
-THREADS = "OMP_NUM_THREADS"
-ALLOCATOR = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
-TUNABLES = "GLIBC_TUNABLES"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+ALLOCATOR_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+TUNABLES_VARIABLE = "GLIBC_TUNABLES"
 
 
-def threads_wanted(environ: Mapping[str, str] | None = None) -> int | None:
+def requested_threads(environ: Mapping[str, str] | None = None) -> int | None:
     """Return the threads per process that the user has asked for with OMP_NUM_THREADS; None if they have not."""
-    text = (os.environ if environ is None else environ).get(THREADS, "")
+    text = (os.environ if environ is None else environ).get(THREADS_VARIABLE, "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the variables by which the user has set up glibc's allocator; none where they have not."""
     variables = os.environ if environ is None else environ
-    named = [name for name in ALLOCATOR if variables.get(name)]
-    return named + [name for name in (TUNABLES,) if "glibc.malloc." in variables.get(name, "")]
+    named = [name for name in ALLOCATOR_VARIABLES if variables.get(name)]
+    return named + [name for name in (TUNABLES_VARIABLE,) if "glibc.malloc." in variables.get(name, "")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from counterpoint.model.values import INPUT, Made, blocks_of_pieces, strands_of
-from counterpoint.program.codes import find_code
-from counterpoint.program.strands import Strand
+from counterpoint.model.dataflow import INPUT, ValueSpec, blocks_of_layers, build_edges
+from counterpoint.program.compression import find_codec
+from counterpoint.program.edges import Edge
 from counterpoint.program.units import Unit as Unit
 
 
@@ -36,7 +36,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TensorParallelSpec:
     """A piece that may run as slices of one named dim, its partial outputs added up afterwards.
 
     Args:
@@ -48,14 +48,14 @@ class Split:
     """
 
     dim: str
-    slices: tuple[tuple[str, int], ...]
-    size: int
+    sharded_dims: tuple[tuple[str, int], ...]
+    dim_size: int
     output_bytes: int
     input_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LayerSpec:
     """The finest part of a model.
 
     Args:
@@ -72,9 +72,9 @@ class Piece:
     params: tuple[str, ...]
     cost: float = 1.0
     output_bytes: int = 0
-    split: Split | None = None
-    starts: tuple[str, ...] = ()
-    may_begin: bool = False
+    tp: TensorParallelSpec | None = None
+    modules_started: tuple[str, ...] = ()
+    can_start_stage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +87,35 @@ class Block:
         num_slices: how many ranks share it; more than 1 only for a single piece with a split.
     """
 
-    pieces: tuple[Piece, ...]
-    first_piece: int
-    num_slices: int = 1
+    layers: tuple[LayerSpec, ...]
+    first_layer: int
+    tp_degree: int = 1
 
     @property
     def name(self) -> str:
         """The names of the first and the last piece."""
-        first, last = self.pieces[0].name, self.pieces[-1].name
+        first, last = self.layers[0].name, self.layers[-1].name
         return first if first == last else f"{first}..{last}"
 
     @property
     def params(self) -> tuple[str, ...]:
         """Names of all parameters it reads, each once."""
-        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.params))
+        return tuple(dict.fromkeys(name for piece in self.layers for name in piece.params))
 
     @property
     def cost(self) -> float:
         """Forward work of one sample on one rank."""
-        return sum(piece.cost for piece in self.pieces) / self.num_slices
+        return sum(piece.cost for piece in self.layers) / self.tp_degree
 
     @property
     def output_bytes(self) -> int:
         """Bytes per sample of what its last piece makes, which in a chain is all that leaves it."""
-        return self.pieces[-1].output_bytes
+        return self.layers[-1].output_bytes
 
     @property
-    def split(self) -> Split | None:
+    def tp(self) -> TensorParallelSpec | None:
         """How the block is sliced; None when every rank runs all of it."""
-        return self.pieces[0].split if self.num_slices > 1 else None
+        return self.layers[0].tp if self.tp_degree > 1 else None
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class ModelSpec:
 
     blocks: tuple[Block, ...]
     params: tuple[Param, ...]
-    values: tuple[Made, ...] = ()
-    heads: tuple[int, ...] = ()
-    chained: ModelSpec | None = None
+    values: tuple[ValueSpec, ...] = ()
+    chunk_starts: tuple[int, ...] = ()
+    variant_without_tp: ModelSpec | None = None
 
     @property
-    def unsliced(self) -> ModelSpec:
+    def without_tp(self) -> ModelSpec:
         """The model as plans get it that slice no layer."""
-        return self if self.chained is None else self.chained
+        return self if self.variant_without_tp is None else self.variant_without_tp
 
     @property
     def num_blocks(self) -> int:
@@ -152,9 +152,9 @@ class ModelSpec:
         return len(self.blocks)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def layers(self) -> tuple[LayerSpec, ...]:
         """All pieces of all blocks, in order."""
-        return tuple(piece for block in self.blocks for piece in block.pieces)
+        return tuple(piece for block in self.blocks for piece in block.layers)
 
     @cached_property
     def units(self) -> dict[Unit, tuple[str, ...]]:
@@ -170,73 +170,73 @@ class ModelSpec:
         return {unit: tuple(units[unit]) for unit in sorted(units, key=lambda unit: (len(unit) > 1, unit))}
 
     @property
-    def block_of(self) -> list[int]:
+    def block_of_layer(self) -> list[int]:
         """For each piece its block."""
-        return blocks_of_pieces([len(block.pieces) for block in self.blocks])
+        return blocks_of_layers([len(block.layers) for block in self.blocks])
 
     @cached_property
-    def strands(self) -> tuple[Strand, ...]:
+    def edges(self) -> tuple[Edge, ...]:
         """What blocks make for others, by maker and readers."""
         if self.values:
-            return strands_of(self.values, self.block_of)
+            return build_edges(self.values, self.block_of_layer)
         sizes = [block.output_bytes for block in self.blocks[:-1]]
-        return tuple(Strand(block, (block + 1,), size, size) for block, size in enumerate(sizes))
+        return tuple(Edge(block, (block + 1,), size, size) for block, size in enumerate(sizes))
 
-    def find_strand(self, blocks: tuple[int, ...]) -> Strand | None:
+    def find_edge(self, endpoints: tuple[int, ...]) -> Edge | None:
         """Return the strand with this maker and these readers, if there is one."""
-        return next((strand for strand in self.strands if strand.blocks == blocks), None)
+        return next((strand for strand in self.edges if strand.endpoints == endpoints), None)
 
-    def made_bytes(self, block: int) -> int:
+    def outgoing_bytes(self, block: int) -> int:
         """Return how many bytes per sample a block makes for others; of the last one, the output's."""
         if block == self.num_blocks - 1 or not self.values:
             return self.blocks[block].output_bytes
-        return sum(strand.num_bytes for strand in self.strands if strand.maker == block)
+        return sum(strand.num_bytes for strand in self.edges if strand.producer == block)
 
     @property
-    def fed_blocks(self) -> frozenset[int]:
+    def input_blocks(self) -> frozenset[int]:
         """The blocks that read the model's inputs."""
-        block_of = self.block_of
-        pieces = {piece for value in self.values if value.maker == INPUT for piece in value.readers}
+        block_of = self.block_of_layer
+        pieces = {piece for value in self.values if value.producer == INPUT for piece in value.consumers}
         return frozenset(block_of[piece] for piece in pieces) if self.values else frozenset({0})
 
     def shard_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter on one rank, after slicing."""
         shape = list(next(param.shape for param in self.params if param.name == name))
         for block in self.blocks:
-            if block.split is not None:
-                for sliced, dim in block.split.slices:
+            if block.tp is not None:
+                for sliced, dim in block.tp.sharded_dims:
                     if sliced == name:
-                        shape[dim] //= block.num_slices
+                        shape[dim] //= block.tp_degree
         return tuple(shape)
 
-    def unit_bytes(self, unit: Unit, code: str = "") -> int:
+    def unit_bytes(self, unit: Unit, codec: str = "") -> int:
         """Return how many parameter bytes one rank holds for a unit, after slicing; or its gradient's in a code."""
         size = {param.name: param.item_bytes for param in self.params}
-        if code:
-            found = find_code(code)
-            return sum(found.num_bytes(self.shard_shape(name), size[name]) for name in self.units[unit])
+        if codec:
+            found = find_codec(codec)
+            return sum(found.encoded_bytes(self.shard_shape(name), size[name]) for name in self.units[unit])
         return sum(math.prod(self.shard_shape(name)) * size[name] for name in self.units[unit])
 
-    def refine(self, dims: tuple[str, ...], num_slices: int) -> ModelSpec:
+    def split_out_tp_blocks(self, dims: tuple[str, ...], tp_degree: int) -> ModelSpec:
         """Return the model with every piece that splits along one of ``dims`` as a block of its own."""
         blocks: list[Block] = []
         for block in self.blocks:
-            run: list[Piece] = []
-            start = block.first_piece
-            for index, piece in enumerate(block.pieces, block.first_piece):
-                if block.num_slices == 1 and piece.split is not None and piece.split.dim in dims:
+            run: list[LayerSpec] = []
+            start = block.first_layer
+            for index, piece in enumerate(block.layers, block.first_layer):
+                if block.tp_degree == 1 and piece.tp is not None and piece.tp.dim in dims:
                     if run:
                         blocks.append(Block(tuple(run), start))
-                    blocks.append(Block((piece,), index, num_slices))
+                    blocks.append(Block((piece,), index, tp_degree))
                     run, start = [], index + 1
                 else:
                     run.append(piece)
             if run:
-                blocks.append(Block(tuple(run), start, block.num_slices))
+                blocks.append(Block(tuple(run), start, block.tp_degree))
         return replace(self, blocks=tuple(blocks))
 
 
-def chain(num_blocks: int, *, width: int = 256, tied: bool = False) -> ModelSpec:
+def linear_chain(num_blocks: int, *, width: int = 256, tied: bool = False) -> ModelSpec:
     """Return a model of equal blocks, each one linear layer with a dim ``hidden`` that may be sliced.
 
     Args:
@@ -251,7 +251,7 @@ def chain(num_blocks: int, *, width: int = 256, tied: bool = False) -> ModelSpec
     blocks = []
     for index, name in enumerate(names):
         may_split = not (tied and index in {0, num_blocks - 1})
-        split = Split("hidden", ((name, 0),), width, 4 * width, 4 * width) if may_split else None
-        piece = Piece(f"block{index}", (name,), cost=1.0, output_bytes=4 * width, split=split)
+        split = TensorParallelSpec("hidden", ((name, 0),), width, 4 * width, 4 * width) if may_split else None
+        piece = LayerSpec(f"block{index}", (name,), cost=1.0, output_bytes=4 * width, tp=split)
         blocks.append(Block((piece,), index))
     return ModelSpec(tuple(blocks), params)

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from counterpoint.errors import PlanError
-from counterpoint.optim.options import require_at_least, require_decay
-from counterpoint.optim.trust import (
-    Exclude,
-    Layerwise,
-    Part,
-    norms,
-    where_both,
+from counterpoint.optim.layerwise import (
+    ExcludeRule,
+    LayerwiseOptimizer,
+    ParamBatch,
+    compute_norms,
+    safe_ratio,
 )
+from counterpoint.optim.validation import require_at_least, require_decay
 
 
-class LAMB(Layerwise):
+class LAMB(LayerwiseOptimizer):
     """Adam in which the update of each parameter has the norm of the parameter, times the learning rate.
 
     With Adam's means ``m`` and ``v``, corrected for their start, and ``phi`` the norm within the clamp::
@@ -69,7 +69,7 @@ class LAMB(Layerwise):
         weight_decay: float = 0.01,
         bias_correction: bool = True,
         clamp: tuple[float, float] | None = None,
-        exclude: Exclude = "vectors",
+        exclude: ExcludeRule = "vectors",
     ) -> None:
         require_at_least(0, lr=lr, weight_decay=weight_decay, eps=eps)
         require_decay(beta1=betas[0], beta2=betas[1])
@@ -88,30 +88,30 @@ class LAMB(Layerwise):
         }
         super().__init__(params, defaults)
 
-    def update(self, part: Part, group: dict[str, Any]) -> None:
+    def update_batch(self, batch: ParamBatch, group: dict[str, Any]) -> None:
         """Take one step on parameters that are updated alike."""
-        updates = self._moments(part, group)
-        if part.is_excluded:
-            torch._foreach_add_(part.weights, updates, alpha=-group["lr"])
+        updates = self._adam_update(batch, group)
+        if batch.is_excluded:
+            torch._foreach_add_(batch.weights, updates, alpha=-group["lr"])
             return
         if group["weight_decay"]:
-            torch._foreach_add_(updates, part.weights, alpha=group["weight_decay"])
-        weight, update = norms(part.weights), norms(updates)
+            torch._foreach_add_(updates, batch.weights, alpha=group["weight_decay"])
+        weight, update = compute_norms(batch.weights), compute_norms(updates)
         phi = weight if group["clamp"] is None else weight.clamp(*group["clamp"])
-        rates = group["lr"] * where_both(weight, update, phi / update)
-        torch._foreach_addcmul_(part.weights, updates, list(rates.unbind()), value=-1)
+        rates = group["lr"] * safe_ratio(weight, update, phi / update)
+        torch._foreach_addcmul_(batch.weights, updates, list(rates.unbind()), value=-1)
 
-    def _moments(self, part: Part, group: dict[str, Any]) -> list[Tensor]:
+    def _adam_update(self, batch: ParamBatch, group: dict[str, Any]) -> list[Tensor]:
         """Bring the means up to date; return Adam's update without a learning rate, as new tensors."""
         beta1, beta2 = group["betas"]
-        means = part.states("exp_avg", self.state)
-        squares = part.states("exp_avg_sq", self.state)
-        for weight in part.weights:
+        means = batch.state_tensors("exp_avg", self.state)
+        squares = batch.state_tensors("exp_avg_sq", self.state)
+        for weight in batch.weights:
             self.state[weight]["step"] = self.state[weight].get("step", 0) + 1
-        torch._foreach_lerp_(means, part.gradients, 1 - beta1)
+        torch._foreach_lerp_(means, batch.gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, part.gradients, part.gradients, value=1 - beta2)
-        steps = [self.state[weight]["step"] for weight in part.weights] if group["bias_correction"] else []
+        torch._foreach_addcmul_(squares, batch.gradients, batch.gradients, value=1 - beta2)
+        steps = [self.state[weight]["step"] for weight in batch.weights] if group["bias_correction"] else []
         roots = torch._foreach_sqrt(squares)
         if steps:  # m / c1 / (sqrt(v / c2) + eps) in one pass less
             torch._foreach_mul_(roots, [(1 - beta1**step) / math.sqrt(1 - beta2**step) for step in steps])

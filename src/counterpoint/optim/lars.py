@@ -8,23 +8,23 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from counterpoint.optim.options import require_at_least, require_decay
-from counterpoint.optim.trust import (
-    Exclude,
-    Layerwise,
-    Part,
-    norms,
-    where_both,
-    wide,
+from counterpoint.optim.layerwise import (
+    ExcludeRule,
+    LayerwiseOptimizer,
+    ParamBatch,
+    compute_norms,
+    norm_dtype,
+    safe_ratio,
 )
+from counterpoint.optim.validation import require_at_least, require_decay
 
 
-class LARS(Layerwise):
+class LARS(LayerwiseOptimizer):
     """SGD with momentum in which each parameter has a rate of its own, in proportion to its norm.
 
     For weights ``w``, gradient ``g``, momentum ``m`` and weight decay ``b`` of one parameter, norms over all of it::
 
-        rate = lr * trust * |w| / (|g| + b * |w| + eps)
+        rate = lr * trust_coefficient * |w| / (|g| + b * |w| + eps)
         v    = m * v + rate * (g + b * w)
         w    = w - v
 
@@ -36,7 +36,7 @@ class LARS(Layerwise):
         lr: the global learning rate.
         momentum: share of the last update that goes on.
         weight_decay: L2 penalty, part of the gradient and of its norm.
-        trust: how long an update may be in relation to the weights.
+        trust_coefficient: how long an update may be in relation to the weights.
         eps: keeps the rate finite.
         nesterov: whether to step from where the momentum leads.
         exclude: ``vectors``, all parameters of at most one dim, as biases and the gains of norms are; ``nothing``; or
@@ -47,7 +47,7 @@ class LARS(Layerwise):
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
-        >>> optimizer = LARS([weight], lr=1.0, trust=0.1, eps=0.0, weight_decay=0.0)
+        >>> optimizer = LARS([weight], lr=1.0, trust_coefficient=0.1, eps=0.0, weight_decay=0.0)
         >>> weight.grad = torch.tensor([[0.0, 100.0]])
         >>> optimizer.step()
         >>> weight.tolist()  # moved by a tenth of its norm, however large the gradient
@@ -67,30 +67,30 @@ class LARS(Layerwise):
         *,
         momentum: float = 0.9,
         weight_decay: float = 5e-4,
-        trust: float = 1e-3,
+        trust_coefficient: float = 1e-3,
         eps: float = 1e-8,
         nesterov: bool = False,
-        exclude: Exclude = "vectors",
+        exclude: ExcludeRule = "vectors",
     ) -> None:
-        require_at_least(0, lr=lr, weight_decay=weight_decay, trust=trust, eps=eps)
+        require_at_least(0, lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
         require_decay(momentum=momentum)
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
-            "trust": trust,
+            "trust_coefficient": trust_coefficient,
             "eps": eps,
             "nesterov": nesterov,
             "exclude": exclude,
         }
         super().__init__(params, defaults)
 
-    def update(self, part: Part, group: dict[str, Any]) -> None:
+    def update_batch(self, batch: ParamBatch, group: dict[str, Any]) -> None:
         """Take one step on parameters that are updated alike."""
-        weights, gradients = part.weights, part.gradients
-        momentum = part.states("momentum_buffer", self.state)
-        decay = 0.0 if part.is_excluded else group["weight_decay"]
-        rates = list(self._rates(part, group).unbind())
+        weights, gradients = batch.weights, batch.gradients
+        momentum = batch.state_tensors("momentum_buffer", self.state)
+        decay = 0.0 if batch.is_excluded else group["weight_decay"]
+        rates = list(self._rates(batch, group).unbind())
         torch._foreach_mul_(momentum, group["momentum"])
         torch._foreach_addcmul_(momentum, gradients, rates)
         if decay:
@@ -103,12 +103,12 @@ class LARS(Layerwise):
         torch._foreach_addcmul_(weights, gradients, rates, value=-1)
         torch._foreach_add_(weights, momentum, alpha=-group["momentum"])
 
-    def _rates(self, part: Part, group: dict[str, Any]) -> Tensor:
+    def _rates(self, batch: ParamBatch, group: dict[str, Any]) -> Tensor:
         """Return the learning rate of each parameter."""
-        if part.is_excluded:
+        if batch.is_excluded:
             return torch.full(
-                (len(part.weights),), group["lr"], dtype=wide(part.weights), device=part.weights[0].device
+                (len(batch.weights),), group["lr"], dtype=norm_dtype(batch.weights), device=batch.weights[0].device
             )
-        weight, gradient = norms(part.weights), norms(part.gradients)
-        ratio = group["trust"] * weight / (gradient + group["weight_decay"] * weight + group["eps"])
-        return where_both(weight, gradient, ratio).mul(group["lr"])
+        weight, gradient = compute_norms(batch.weights), compute_norms(batch.gradients)
+        ratio = group["trust_coefficient"] * weight / (gradient + group["weight_decay"] * weight + group["eps"])
+        return safe_ratio(weight, gradient, ratio).mul(group["lr"])

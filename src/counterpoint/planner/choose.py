@@ -6,40 +6,39 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from counterpoint.errors import PlanError
+from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
-from counterpoint.model.timing import Timing
-from counterpoint.plan import Plan
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.deadline import NO_DEADLINE, Deadline
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.limit import ENDLESS, Limit
-from counterpoint.planner.orders import rank_with_orders
-from counterpoint.planner.rank import Prediction, Ranking, Refusal, replay_for
-from counterpoint.planner.remedies import Question, explain_excess, settle_all
-from counterpoint.planner.rows.replay import Replay
-from counterpoint.planner.staged import EXACT_ORDERS, staged_plans
+from counterpoint.planner.incremental_simulator import IncrementalSimulator
+from counterpoint.planner.memory_suggestions import PlanningProblem, explain_no_fit, resolve_partitions
+from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
+from counterpoint.planner.ranking import PlanRanking, Prediction, RejectedPlan, build_simulator, rank_with_schedules
 from counterpoint.program.trace import Trace
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.elastic import Elastic
-from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.strategies.server import Server
+from counterpoint.strategies.easgd import ElasticAveraging
+from counterpoint.strategies.parameter_server import Server
+from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.world.cluster import Cluster
 
-NEARLY_AS_FAST = 1.02
+MEASURED_TOLERANCE = 1.02
 """A simpler plan may have taken so many times as long as the one that was measured to be fastest."""
-PERHAPS_AS_FAST = 1.1
+PREDICTED_TOLERANCE = 1.1
 """A simpler plan may be predicted to take so many times as long as the fastest: predictions err by as much."""
-EVER_AS_FAST = 1.05
+NOISY_TOLERANCE = 1.05
 """One that was as fast as the fastest now and then may have taken so many times as long: trials err by as much."""
-NOW_AND_THEN = 0.2
+MIN_WIN_FRACTION = 0.2
 """A plan was as fast as another now and then that was in such a part of its turns."""
-DATA_AS_FAST = 1.08
+DATA_PARALLEL_TOLERANCE = 1.08
 """Plain data parallelism may have taken so many times as long: plans differ by as much from one run to the next."""
-WORTH_A_TRIAL = 2.0
+TRIAL_CUTOFF = 2.0
 """A kind of plan may be predicted to take so many times as long as the fastest plan and is tried before a second one of
 another kind."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PlanTrial:
     """What a plan took on real ranks.
 
     Args:
@@ -55,11 +54,11 @@ class Trial:
     plan: Plan
     step_s: float
     trace: Trace | None = None
-    turns: tuple[float, ...] = ()
+    round_times_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlanChoice:
     """The plan that is taken, with all that it was weighed against.
 
     Args:
@@ -72,22 +71,22 @@ class Choice:
     """
 
     plan: Plan
-    question: Question
-    ranking: Ranking
-    simplest: tuple[Plan, ...]
-    trials: tuple[Trial, ...] = ()
-    untried: tuple[Refusal, ...] = ()
+    problem: PlanningProblem
+    ranking: PlanRanking
+    by_simplicity: tuple[Plan, ...]
+    trials: tuple[PlanTrial, ...] = ()
+    failed_trials: tuple[RejectedPlan, ...] = ()
 
-    def predicted(self, plan: Plan) -> Prediction | None:
+    def find_prediction(self, plan: Plan) -> Prediction | None:
         """Return what was predicted of a plan, if it could be carried out."""
         return next((found for found in self.ranking.predictions if found.plan == plan), None)
 
-    def tried(self, plan: Plan) -> Trial | None:
+    def find_trial(self, plan: Plan) -> PlanTrial | None:
         """Return what was measured of a plan, if it was."""
         return next((found for found in self.trials if found.plan == plan), None)
 
 
-def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) -> Plan:
+def choose_plan(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) -> Plan:
     """Return the best synchronous plan for so many ranks; the same wherever it is asked for.
 
     Example:
@@ -98,12 +97,12 @@ def choose(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: int) 
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    staged = staged_plans(num_ranks, model.unsliced, cluster, batch_size, EXACT_ORDERS)
-    return choose_from((*enumerate_plans(num_ranks, model), *staged), model, cluster, batch_size=batch_size)
+    staged = find_pipeline_plans(num_ranks, model.without_tp, cluster, batch_size, SYNCHRONOUS_SCHEDULES)
+    return choose_plan_from((*enumerate_plans(num_ranks, model), *staged), model, cluster, batch_size=batch_size)
 
 
-def choose_from(
-    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, timing: Timing | None = None
+def choose_plan_from(
+    plans: Iterable[Plan], model: ModelSpec, cluster: Cluster, *, batch_size: int, profile: ModelProfile | None = None
 ) -> Plan:
     """Return the first of the plans that is at most a tenth slower than the fastest that keeps the numbers and fits.
 
@@ -121,11 +120,13 @@ def choose_from(
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    return weigh(plans, Question(model, cluster, batch_size, timing)).plan
+    return rank_and_choose(plans, PlanningProblem(model, cluster, batch_size, profile)).plan
 
 
-def weigh(plans: Iterable[Plan], question: Question, within: float | None = PERHAPS_AS_FAST) -> Choice:
-    """Return what :func:`choose_from` takes, with what it was weighed against.
+def rank_and_choose(
+    plans: Iterable[Plan], problem: PlanningProblem, tolerance: float | None = PREDICTED_TOLERANCE
+) -> PlanChoice:
+    """Return what :func:`choose_plan_from` takes, with what it was weighed against.
 
     Args:
         plans: what to choose from, the simplest first.
@@ -135,23 +136,23 @@ def weigh(plans: Iterable[Plan], question: Question, within: float | None = PERH
     Raises:
         PlanError: there is none; the message says what stands in the way.
     """
-    candidates = settle_all((plan for plan in plans if not is_late(plan)), question)
-    return pick(rank_for(candidates, question, within=within), candidates, question)
+    candidates = resolve_partitions((plan for plan in plans if not is_asynchronous(plan)), problem)
+    return select_plan(rank_for_problem(candidates, problem, tolerance=tolerance), candidates, problem)
 
 
-def rank_for(
-    plans: Iterable[Plan], question: Question, limit: Limit = ENDLESS, *, within: float | None = None
-) -> Ranking:
-    """Return the plans for a question by what is predicted of them; see :func:`rank_with_orders`."""
-    return rank_with_orders(plans, replay_of(question), limit, within)
+def rank_for_problem(
+    plans: Iterable[Plan], problem: PlanningProblem, deadline: Deadline = NO_DEADLINE, *, tolerance: float | None = None
+) -> PlanRanking:
+    """Return the plans for a question by what is predicted of them; see :func:`rank_with_schedules`."""
+    return rank_with_schedules(plans, simulator_for_problem(problem), deadline, tolerance)
 
 
-def replay_of(question: Question) -> Replay:
+def simulator_for_problem(problem: PlanningProblem) -> IncrementalSimulator:
     """Return what the plans for a question are predicted with."""
-    return replay_for(question.model, question.cluster, question.batch_size, question.timing)
+    return build_simulator(problem.model, problem.cluster, problem.batch_size, problem.profile)
 
 
-def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choice:
+def select_plan(ranking: PlanRanking, by_simplicity: Sequence[Plan], problem: PlanningProblem) -> PlanChoice:
     """Return the choice among plans that were ranked.
 
     Args:
@@ -162,14 +163,14 @@ def pick(ranking: Ranking, simplest: Sequence[Plan], question: Question) -> Choi
     Raises:
         PlanError: none keeps the numbers and fits; the message says what stands in the way.
     """
-    kept = ranking.kept
+    kept = ranking.eligible
     if not kept:
-        raise PlanError(_obstacle(ranking, simplest, question))
-    near = [found.plan for found in kept if found.step_s <= PERHAPS_AS_FAST * kept[0].step_s]
-    return Choice(_simplest(near, simplest), question, ranking, tuple(simplest))
+        raise PlanError(_explain_no_plan(ranking, by_simplicity, problem))
+    near = [found.plan for found in kept if found.step_s <= PREDICTED_TOLERANCE * kept[0].step_s]
+    return PlanChoice(_find_simplest(near, by_simplicity), problem, ranking, tuple(by_simplicity))
 
 
-def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
+def candidates_to_measure(choice: PlanChoice, num_plans: int) -> tuple[Plan, ...]:
     """Return the plans to measure: plain data parallelism, the choice, the best of each kind, and the fastest others.
 
     Predictions of plans of one kind err alike; so of each kind (pipelines of one order, slices, pipelines of replicas)
@@ -181,19 +182,21 @@ def worth_measuring(choice: Choice, count: int) -> tuple[Plan, ...]:
         choice: by what was predicted.
         count: how many beside data parallelism.
     """
-    kept = choice.ranking.kept
-    best = list(dict.fromkeys([choice.plan, *_best_of_kinds(kept), *(found.plan for found in kept)]))
-    plain = [found.plan for found in kept if is_plain(found.plan)]
-    wanted = list(dict.fromkeys([*plain, *[plan for plan in best if plan not in plain][:count]]))
+    kept = choice.ranking.eligible
+    best = list(dict.fromkeys([choice.plan, *_best_per_kind(kept), *(found.plan for found in kept)]))
+    plain = [found.plan for found in kept if is_pure_data_parallel(found.plan)]
+    wanted = list(dict.fromkeys([*plain, *[plan for plan in best if plan not in plain][:num_plans]]))
     memory = {found.plan: found.memory_bytes for found in kept}
-    room = choice.question.cluster.device.memory_bytes
+    room = choice.problem.cluster.device.memory_bytes
     while len(wanted) > 1 and sum(memory[plan] for plan in wanted) > room:
         wanted.pop()
-    order = {plan: at for at, plan in enumerate(choice.simplest)}
+    order = {plan: at for at, plan in enumerate(choice.by_simplicity)}
     return tuple(sorted(wanted, key=lambda plan: order.get(plan, len(order))))
 
 
-def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] = ()) -> Choice:
+def decide_by_trials(
+    choice: PlanChoice, trials: Sequence[PlanTrial], failed_trials: Sequence[RejectedPlan] = ()
+) -> PlanChoice:
     """Return the choice by what was measured: the simplest of the plans that are not surely slower than the fastest.
 
     A plan is as fast that takes at most 2 % longer; or at most 5 %, if in one of five turns it was as fast as the
@@ -207,72 +210,75 @@ def decide(choice: Choice, trials: Sequence[Trial], untried: Sequence[Refusal] =
         untried: what could not be.
     """
     if not trials:
-        return replace(choice, untried=tuple(untried))
+        return replace(choice, untried=tuple(failed_trials))
     best = min(trials, key=lambda trial: trial.step_s)
-    steps = _that_get_faster(trials, choice.simplest)
-    near = [found.plan for found in steps if _is_as_fast(found, best)]
-    return replace(choice, plan=near[0], trials=tuple(trials), untried=tuple(untried))
+    steps = _drop_dominated(trials, choice.by_simplicity)
+    near = [found.plan for found in steps if _is_within_tolerance(found, best)]
+    return replace(choice, plan=near[0], trials=tuple(trials), untried=tuple(failed_trials))
 
 
-def _that_get_faster(trials: Sequence[Trial], simplest: Sequence[Plan]) -> list[Trial]:
+def _drop_dominated(trials: Sequence[PlanTrial], by_simplicity: Sequence[Plan]) -> list[PlanTrial]:
     """Return the trials, the simplest plan first, without those that were no faster than a simpler one."""
-    found: list[Trial] = []
-    for trial in sorted(trials, key=lambda trial: _place(trial.plan, simplest)):
+    found: list[PlanTrial] = []
+    for trial in sorted(trials, key=lambda trial: _simplicity(trial.plan, by_simplicity)):
         if not found or trial.step_s < found[-1].step_s:
             found.append(trial)
     return found
 
 
-def _is_as_fast(trial: Trial, best: Trial) -> bool:
-    if trial.step_s <= (DATA_AS_FAST if is_plain(trial.plan) else NEARLY_AS_FAST) * best.step_s:
+def _is_within_tolerance(trial: PlanTrial, best: PlanTrial) -> bool:
+    if (
+        trial.step_s
+        <= (DATA_PARALLEL_TOLERANCE if is_pure_data_parallel(trial.plan) else MEASURED_TOLERANCE) * best.step_s
+    ):
         return True
-    as_fast = [own <= other for own, other in zip(trial.turns, best.turns, strict=False)]
-    return sum(as_fast) >= max(1, NOW_AND_THEN * len(as_fast)) and trial.step_s <= EVER_AS_FAST * best.step_s
+    as_fast = [own <= other for own, other in zip(trial.round_times_s, best.round_times_s, strict=False)]
+    return sum(as_fast) >= max(1, MIN_WIN_FRACTION * len(as_fast)) and trial.step_s <= NOISY_TOLERANCE * best.step_s
 
 
-def _simplest(plans: Sequence[Plan], simplest: Sequence[Plan]) -> Plan:
-    return min(plans, key=lambda plan: _place(plan, simplest))
+def _find_simplest(plans: Sequence[Plan], by_simplicity: Sequence[Plan]) -> Plan:
+    return min(plans, key=lambda plan: _simplicity(plan, by_simplicity))
 
 
-def _place(plan: Plan, simplest: Sequence[Plan]) -> int:
+def _simplicity(plan: Plan, by_simplicity: Sequence[Plan]) -> int:
     """Return how many plans are simpler; one that is not on the list comes last."""
-    return simplest.index(plan) if plan in simplest else len(simplest)
+    return by_simplicity.index(plan) if plan in by_simplicity else len(by_simplicity)
 
 
-def _best_of_kinds(kept: Sequence[Prediction]) -> list[Plan]:
+def _best_per_kind(eligible: Sequence[Prediction]) -> list[Plan]:
     """Return the plan of each kind that is predicted to be the fastest, where that is not too slow to be tried."""
     found: dict[tuple[str, ...], Plan] = {}
-    for one in sorted(kept, key=lambda one: one.step_s):
-        if one.step_s <= WORTH_A_TRIAL * kept[0].step_s:
+    for one in sorted(eligible, key=lambda one: one.step_s):
+        if one.step_s <= TRIAL_CUTOFF * eligible[0].step_s:
             found.setdefault(_kind(one.plan), one.plan)
     return list(found.values())
 
 
 def _kind(plan: Plan) -> tuple[str, ...]:
     """Return which strategies a plan is made of, and in which orders its pipelines compute."""
-    return tuple(one.order if isinstance(one, Pipeline) else type(one).__name__ for one in plan.strategies)
+    return tuple(one.schedule if isinstance(one, Pipeline) else type(one).__name__ for one in plan.strategies)
 
 
-def is_plain(plan: Plan) -> bool:
+def is_pure_data_parallel(plan: Plan) -> bool:
     """Tell whether a plan is data parallelism and nothing else."""
     return len(plan.strategies) == 1 and plan.strategies[0] == Data(plan.num_ranks)
 
 
-def is_late(plan: Plan) -> bool:
+def is_asynchronous(plan: Plan) -> bool:
     """Tell whether gradients meet newer weights than they were computed with, so that it need not be ranked."""
     return any(
-        (isinstance(strategy, Pipeline) and strategy.is_stream)
+        (isinstance(strategy, Pipeline) and strategy.is_async)
         or (isinstance(strategy, Server) and not strategy.is_synchronous)
-        or isinstance(strategy, Elastic)
+        or isinstance(strategy, ElasticAveraging)
         for strategy in plan.strategies
     )
 
 
-def _obstacle(ranking: Ranking, plans: Sequence[Plan], question: Question) -> str:
+def _explain_no_plan(ranking: PlanRanking, plans: Sequence[Plan], problem: PlanningProblem) -> str:
     exact = [found for found in ranking.predictions if found.is_synchronous]
     if exact:
-        return explain_excess(exact, plans, question)
-    if ranking.refusals:
-        refused = ranking.refusals[0]
+        return explain_no_fit(exact, plans, problem)
+    if ranking.rejected:
+        refused = ranking.rejected[0]
         return f"no plan can be carried out; {refused.plan}, for one: {refused.reason}"
     return "there is no synchronous plan among those to choose from; give one, for instance data"

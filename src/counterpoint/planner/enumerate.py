@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
+from counterpoint.plan.plan import Plan
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.strategies.server import Server
+from counterpoint.strategies.parameter_server import Server
+from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 
-MOST_STRATEGIES = 3
-ORDERS = ("one_f_one_b", "gpipe")
-"""The orders that are always tried; others are where they may win, see :mod:`counterpoint.planner.orders`."""
-STREAMS = ("pipedream", "pipedream_2bw")
+MAX_STRATEGIES = 3
+SCHEDULES = ("one_f_one_b", "gpipe")
+"""The orders that are always tried; others are where they may win, see :mod:`counterpoint.planner.ranking`."""
+ASYNC_SCHEDULES = ("pipedream", "pipedream_2bw")
 MICROBATCHES_PER_STAGE = (1, 2, 4)
-SERVERS = (1, 2, 4)
+SERVER_COUNTS = (1, 2, 4)
 SIMPLEST_FIRST: tuple[type[Strategy], ...] = (Data, Zero, Pipeline, Tensor, Server)
 
 
@@ -30,7 +30,7 @@ def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None 
     replicas, or workers of a server, which may be groups of replicas. A server that waits is sliced from outside.
     Pipelines are tried with one_f_one_b and gpipe, and with 1, 2 and 4 microbatches per stage; those that never flush
     with as many replicas of each stage as fill the ranks. Stages with replicas in other numbers are found by
-    :func:`counterpoint.planner.staged.staged_plans`. Of compositions that differ only in the numbers of the ranks, or
+    :func:`counterpoint.planner.pipeline.candidates.find_pipeline_plans`. Of compositions that differ only in the numbers of the ranks, or
     in that one of them sends more, one is returned. Whether a model can be sliced is found out when a plan is compiled.
 
     Args:
@@ -45,11 +45,11 @@ def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None 
     """
     plans = dict.fromkeys(
         Plan(strategies, count)
-        for strategies in _compositions(num_ranks, model.unsliced.num_blocks)
-        if len(strategies) <= MOST_STRATEGIES
+        for strategies in _compositions(num_ranks, model.without_tp.num_blocks)
+        if len(strategies) <= MAX_STRATEGIES
         for count in _microbatches(strategies)
     )
-    fitting = (plan for plan in plans if batch_size is None or batch_size % plan.num_micros == 0)
+    fitting = (plan for plan in plans if batch_size is None or batch_size % plan.global_num_microbatches == 0)
     return tuple(sorted(fitting, key=_complexity))
 
 
@@ -59,42 +59,42 @@ def _complexity(plan: Plan) -> tuple[int, tuple[int, ...]]:
 
 def _compositions(num_ranks: int, num_blocks: int) -> Iterator[tuple[Strategy, ...]]:
     for slices, stages in product(_divisors(num_ranks), range(1, min(num_ranks, num_blocks) + 1)):
-        for inner in _inner(slices, stages):
-            for outer in _copies(num_ranks, Plan(inner).num_ranks):
+        for inner in _model_parallel(slices, stages):
+            for outer in _replica_strategies(num_ranks, Plan(inner).num_ranks):
                 yield (*inner, *outer)
             if slices == 1:
-                yield from ((*inner, *server) for server in _served(num_ranks, Plan(inner).num_ranks))
-        yield from ((*_sliced(slices), stream) for stream in _streams(slices, stages, num_ranks))
+                yield from ((*inner, *server) for server in _server_strategies(num_ranks, Plan(inner).num_ranks))
+        yield from ((*_tensor_parallel(slices), stream) for stream in _async_pipelines(slices, stages, num_ranks))
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _sliced(slices: int) -> tuple[Strategy, ...]:
+def _tensor_parallel(slices: int) -> tuple[Strategy, ...]:
     return (Tensor(slices),) if slices > 1 else ()
 
 
-def _inner(slices: int, stages: int) -> Iterator[tuple[Strategy, ...]]:
+def _model_parallel(slices: int, stages: int) -> Iterator[tuple[Strategy, ...]]:
     """Yield how one copy of the model may be spread: sliced, staged, both or neither."""
-    sliced = _sliced(slices)
+    sliced = _tensor_parallel(slices)
     if stages == 1:
         yield sliced
         return
-    for order in ORDERS:
+    for order in SCHEDULES:
         yield (*sliced, Pipeline(stages, order))
 
 
-def _streams(slices: int, stages: int, num_ranks: int) -> Iterator[Pipeline]:
+def _async_pipelines(slices: int, stages: int, num_ranks: int) -> Iterator[Pipeline]:
     """Yield pipelines that never flush, which have all replicas inside; next to slices they have none."""
     copies, rest = divmod(num_ranks, slices * stages)
     if stages == 1 or rest or (slices > 1 and copies > 1):
         return
-    for order in STREAMS:
+    for order in ASYNC_SCHEDULES:
         yield Pipeline(stages, order, (copies,) * stages if copies > 1 else ())
 
 
-def _copies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:
+def _replica_strategies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:
     """Yield how copies of ``inner`` ranks may fill the ranks there are."""
     copies, rest = divmod(num_ranks, inner)
     if rest or not copies:
@@ -103,18 +103,18 @@ def _copies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:
         yield ()
         return
     yield (Data(copies),)
-    yield from ((zero,) for zero in _zeros(copies))
+    yield from ((zero,) for zero in _zero_levels(copies))
     for shards in _divisors(copies)[1:-1]:
-        yield from ((zero, Data(copies // shards)) for zero in _zeros(shards))
+        yield from ((zero, Data(copies // shards)) for zero in _zero_levels(shards))
 
 
-def _zeros(degree: int) -> tuple[Zero, ...]:
+def _zero_levels(degree: int) -> tuple[Zero, ...]:
     return Zero(degree, level=1), Zero(degree, level=2), Zero(degree, level=3)
 
 
-def _served(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:
+def _server_strategies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:
     """Yield how groups of ``inner`` ranks, their replicas and servers may fill the ranks there are."""
-    for slices, servers in product(_divisors(num_ranks), SERVERS):
+    for slices, servers in product(_divisors(num_ranks), SERVER_COUNTS):
         workers, rest = divmod(num_ranks // slices - servers, inner)
         if rest or workers < max(2, servers):
             continue
@@ -132,5 +132,5 @@ def _microbatches(strategies: Sequence[Strategy]) -> list[int]:
     for strategy in strategies:
         if isinstance(strategy, Pipeline):
             wanted = (times * strategy.degree for times in MICROBATCHES_PER_STAGE)
-            return sorted({strategy.microbatches(count) for count in wanted})
+            return sorted({strategy.usable_microbatches(count) for count in wanted})
     return [1]

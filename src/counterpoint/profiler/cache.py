@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from counterpoint.errors import PlanError
-from counterpoint.model.timing import Timing
-from counterpoint.model.timing_file import read_timing, write_timing
+from counterpoint.model.model_profile import ModelProfile, format_profile, parse_profile
 
 
-def remembered(
-    folder: Path, facts: Mapping[str, object], measure: Callable[[], Timing], *, is_wanted_anew: bool = False
-) -> Timing:
+def load_or_measure(
+    folder: Path, attributes: Mapping[str, object], measure: Callable[[], ModelProfile], *, must_measure: bool = False
+) -> ModelProfile:
     """Return the timing that lies in a folder, or measure it and put it there.
 
     Args:
@@ -33,24 +32,26 @@ def remembered(
     Raises:
         PlanError: the folder cannot be written to.
     """
-    path = place_of(folder, facts)
-    if not is_wanted_anew and path.is_file():
+    path = cache_path(folder, attributes)
+    if not must_measure and path.is_file():
         try:
-            return read_timing(path.read_text(encoding="utf-8"))
+            return parse_profile(path.read_text(encoding="utf-8"))
         except (PlanError, OSError, UnicodeDecodeError):
             path.unlink(missing_ok=True)
     timing = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".tmp")
-        draft.write_text(write_timing(timing), encoding="utf-8")
+        draft.write_text(format_profile(timing), encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         raise PlanError(f"the timing cannot be kept in {path.parent}: {error.strerror}; give another folder") from None
     return timing
 
 
-def place_of(folder: Path, facts: Mapping[str, object]) -> Path:
+def cache_path(folder: Path, attributes: Mapping[str, object]) -> Path:
     """Return the file of a timing; other facts have another file."""
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return folder / "timings" / f"{facts.get('model', 'model')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    text = json.dumps(attributes, sort_keys=True, default=str)
+    return (
+        folder / "timings" / f"{attributes.get('model', 'model')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    )

@@ -16,20 +16,28 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from counterpoint.cutting.cost import Kernel, Meter
-from counterpoint.cutting.seeds import silent
-from counterpoint.model.timing import NOTHING, Machine, PieceTime, Point, Timing, known_pieces, known_weights
-from counterpoint.profiler.subject import Subject, storages
-from counterpoint.runtime.build import call_form
-from counterpoint.simulator.costs import ADAM_PASSES
-from counterpoint.simulator.moves import ADD_PASSES
+from counterpoint.model.model_profile import (
+    NO_TIME,
+    BatchSizeProfile,
+    LayerProfile,
+    ModelProfile,
+    ProfiledOn,
+    layer_keys,
+    param_sizes,
+)
+from counterpoint.partitioning.flop_counter import FlopCounter, OpCost
+from counterpoint.partitioning.seed_hooks import no_seed
+from counterpoint.profiler.profile_target import ProfileTarget, storage_sizes
+from counterpoint.runtime.rank_builder import as_call_args
+from counterpoint.simulator.cost_model import ADAM_PASSES
+from counterpoint.simulator.memory_traffic import ADD_PASSES
 from counterpoint.world.cluster import Device
 
-MATRIX = 2
+MATRIX_DIMS = 2
 """Dims of a parameter whose gradient is a product."""
 
 
-def count(subject: Subject, name: str, device: Device, *, samples: Sequence[int]) -> Timing:
+def estimate_model(target: ProfileTarget, name: str, device: Device, *, samples: Sequence[int]) -> ModelProfile:
     """Return how long the pieces of a model would take at the roof of a device; nothing is computed.
 
     Args:
@@ -38,18 +46,18 @@ def count(subject: Subject, name: str, device: Device, *, samples: Sequence[int]
         device: its arithmetic and its memory.
         samples: sizes of microbatches.
     """
-    return Timing(
-        model=type(subject.model).__name__,
-        pieces=known_pieces(subject.spec),
-        weights=known_weights(subject.spec),
-        machine=Machine(name, 1, subject.face.kind.__name__, is_measured=False),
-        points=tuple(_point(subject, device, size) for size in sorted(set(samples))),
+    return ModelProfile(
+        model=type(target.model).__name__,
+        layers=layer_keys(target.spec),
+        params=param_sizes(target.spec),
+        profiled_on=ProfiledOn(name, 1, target.optimizer_spec.optimizer_class.__name__, is_measured=False),
+        batch_sizes=tuple(_estimate_batch_size(target, device, size) for size in sorted(set(samples))),
         update_s_per_byte=ADAM_PASSES / device.memory_bytes_per_s,
         add_s_per_byte=ADD_PASSES / device.memory_bytes_per_s,
     )
 
 
-def seconds_at_roof(kernels: Sequence[Kernel], device: Device) -> float:
+def roofline_s(kernels: Sequence[OpCost], device: Device) -> float:
     """Return how long kernels take one after the other.
 
     Example:
@@ -59,7 +67,7 @@ def seconds_at_roof(kernels: Sequence[Kernel], device: Device) -> float:
     return sum(max(one.flops / device.cost_per_s, one.moved_bytes / device.memory_bytes_per_s) for one in kernels)
 
 
-class Shadow:
+class FakeTensorModel:
     """A model without values, run piece by piece.
 
     Args:
@@ -68,20 +76,20 @@ class Shadow:
         samples: in its microbatch.
     """
 
-    def __init__(self, subject: Subject, device: Device, samples: int) -> None:
-        self.subject, self.device, self.samples = subject, device, samples
-        feed = subject.feed(samples, 1)
-        self.inputs = subject.cut.flatten_inputs(call_form(feed.inputs(0)))
-        pieces = range(len(subject.spec.pieces))
-        self.segments = [subject.cut.segment(at, at + 1, training=True) for at in pieces]
+    def __init__(self, target: ProfileTarget, device: Device, samples: int) -> None:
+        self.subject, self.device, self.samples = target, device, samples
+        feed = target.batches(samples, 1)
+        self.inputs = target.partitioned.flatten_inputs(as_call_args(feed.inputs(0)))
+        pieces = range(len(target.spec.layers))
+        self.segments = [target.partitioned.segment(at, at + 1, training=True) for at in pieces]
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.params = {name: self.mode.from_tensor(param) for name, param in subject.model.named_parameters()}
-        self.buffers = {name: self.mode.from_tensor(buffer) for name, buffer in subject.model.named_buffers()}
+        self.params = {name: self.mode.from_tensor(param) for name, param in target.model.named_parameters()}
+        self.buffers = {name: self.mode.from_tensor(buffer) for name, buffer in target.model.named_buffers()}
         self.values: dict[int, Tensor] = {at: self.mode.from_tensor(value) for at, value in enumerate(self.inputs)}
         self.targets = tree_map_only(Tensor, self.mode.from_tensor, feed.targets(0))
-        self.seen = storages([self.params, self.buffers, self.values, self.targets])
+        self.known_storages = storage_sizes([self.params, self.buffers, self.values, self.targets])
 
-    def piece(self, at: int) -> PieceTime:
+    def run_layer(self, at: int) -> LayerProfile:
         """Run a piece forward and backward; those before it have been run."""
         segment, fresh = self.segments[at], dict[int, int]()
         leaves = [
@@ -89,57 +97,57 @@ class Shadow:
         ]
 
         def note(tensor: Tensor) -> Tensor:
-            fresh.update(storages(tensor))
+            fresh.update(storage_sizes(tensor))
             return tensor
 
-        with self.mode, torch.autograd.graph.saved_tensors_hooks(note, _same), Meter() as forward:
-            outputs = segment(leaves, self.params, self.buffers, silent)
+        with self.mode, torch.autograd.graph.saved_tensors_hooks(note, _identity), FlopCounter() as forward:
+            outputs = segment(leaves, self.params, self.buffers, no_seed)
             if not segment.outputs:
-                outputs = (self.subject.loss(self.subject.cut.unflatten_output(outputs), self.targets),)
+                outputs = (self.subject.loss(self.subject.partitioned.unflatten_output(outputs), self.targets),)
         self.values.update(zip(segment.outputs, outputs, strict=bool(segment.outputs)))
-        fresh.update(storages(outputs if segment.outputs else ()))
-        kept = sum(size for address, size in fresh.items() if address not in self.seen)
-        self.seen.update(fresh)
-        made = self.samples * self.subject.spec.pieces[at].output_bytes
-        forward_s = seconds_at_roof(forward.kernels, self.device)
-        backward = self.backward(outputs, leaves, segment.params)
-        return PieceTime(forward_s, *backward, float(made), float(kept), self.added_s(segment.params))
+        fresh.update(storage_sizes(outputs if segment.outputs else ()))
+        kept = sum(size for address, size in fresh.items() if address not in self.known_storages)
+        self.known_storages.update(fresh)
+        made = self.samples * self.subject.spec.layers[at].output_bytes
+        forward_s = roofline_s(forward.op_costs, self.device)
+        backward = self.backward_times(outputs, leaves, segment.params)
+        return LayerProfile(forward_s, *backward, float(made), float(kept), self.grad_accumulate_s(segment.params))
 
-    def added_s(self, names: Sequence[str]) -> float:
+    def grad_accumulate_s(self, names: Sequence[str]) -> float:
         """Return the seconds of adding gradients to earlier ones; products add those of matrices."""
         own = [self.params[name] for name in names if self.params[name].requires_grad]
-        num_bytes = sum(param.nbytes for param in own if param.dim() != MATRIX)
+        num_bytes = sum(param.nbytes for param in own if param.dim() != MATRIX_DIMS)
         return ADD_PASSES * num_bytes / self.device.memory_bytes_per_s
 
-    def backward(
+    def backward_times(
         self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], names: Sequence[str]
     ) -> tuple[float, float, float]:
         """Return the seconds of a backward, of its part for inputs, and of the rest."""
         roots = [output for output in outputs if output.requires_grad]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         weights = [self.params[name] for name in names if self.params[name].requires_grad]
-        whole_s, input_s = (self.differentiate(roots, wanted) for wanted in ([*inputs, *weights], inputs))
+        whole_s, input_s = (self.grad_time_s(roots, wanted) for wanted in ([*inputs, *weights], inputs))
         return whole_s, input_s, max(whole_s - input_s, 0.0)
 
-    def differentiate(self, roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    def grad_time_s(self, roots: Sequence[Tensor], query: Sequence[Tensor]) -> float:
         """Return the seconds of making gradients."""
-        if not roots or not wanted:
+        if not roots or not query:
             return 0.0
         with self.mode:
             above = [torch.ones_like(root) for root in roots]
-            with Meter() as meter:
-                torch.autograd.grad(roots, wanted, above, retain_graph=True, allow_unused=True)
-        return seconds_at_roof(meter.kernels, self.device)
+            with FlopCounter() as meter:
+                torch.autograd.grad(roots, query, above, retain_graph=True, allow_unused=True)
+        return roofline_s(meter.op_costs, self.device)
 
 
-def _point(subject: Subject, device: Device, samples: int) -> Point:
-    shadow = Shadow(subject, device, samples)
-    pieces = tuple(shadow.piece(at) for at in range(len(subject.spec.pieces)))
-    total = NOTHING
+def _estimate_batch_size(target: ProfileTarget, device: Device, samples: int) -> BatchSizeProfile:
+    shadow = FakeTensorModel(target, device, samples)
+    pieces = tuple(shadow.run_layer(at) for at in range(len(target.spec.layers)))
+    total = NO_TIME
     for piece in pieces:
-        total = total.plus(piece)
-    return Point(samples, pieces, total)
+        total = total.add(piece)
+    return BatchSizeProfile(samples, pieces, total)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

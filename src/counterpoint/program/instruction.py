@@ -15,7 +15,7 @@ Group: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TensorRef:
     """What a message, a collective or a release is about.
 
     ==========  =============================================  =============
@@ -43,11 +43,11 @@ class Value:
     micro: int | None = None
 
 
-FORWARDS: frozenset[str] = frozenset({"x", "s"})
+ACTIVATIONS: frozenset[str] = frozenset({"x", "s"})
 """The names of values that blocks make for others."""
-BACKWARDS: frozenset[str] = frozenset({"g", "ds"})
+ACTIVATION_GRADS: frozenset[str] = frozenset({"g", "ds"})
 """The names of their gradients."""
-OF_UNITS: frozenset[str] = frozenset({"grad", "delayed_grad", "weight"})
+UNIT_TENSORS: frozenset[str] = frozenset({"grad", "delayed_grad", "weight"})
 """The names of values that belong to a unit and not to a microbatch."""
 
 
@@ -104,12 +104,12 @@ class Backward:
     part: Literal["", "input", "weight"] = ""
 
     @property
-    def has_input(self) -> bool:
+    def computes_input_grad(self) -> bool:
         """Whether the gradient of what enters the block is made."""
         return self.part != "weight"
 
     @property
-    def has_weight(self) -> bool:
+    def computes_weight_grad(self) -> bool:
         """Whether the gradients of the block's weights are complete after it."""
         return self.part != "input"
 
@@ -128,7 +128,7 @@ class Commit:
     """
 
     group: Group
-    own: Group = ()
+    loss_group: Group = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class SwapGradBuffers:
     """Exchange the gradient of a unit with the one set aside a step ago, if there is one. Text: ``swap_grad_buffers(grad3)``.
 
     What was ``grad3`` is ``delayed_grad3`` from then on, and may be summed while the next gradient is being computed.
@@ -155,25 +155,25 @@ class Send:
     What a code does not send stays here, and is added to the next gradient that goes the same way.
     """
 
-    value: Value
+    tensor: TensorRef
     peer: int
-    code: str = ""
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
     """Wait for a value from a peer; a received gradient is added to the own one. Text: ``x3.0<0``, ``grad3:int8<0``."""
 
-    value: Value
+    tensor: TensorRef
     peer: int
-    code: str = ""
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """Combine a value over a group. Text: ``all_reduce(grad3)@0,1``, split in two ``all_reduce_start(grad3)@0,1`` and ``all_reduce_wait(grad3)@0,1``.
 
-    A sum of gradients may travel in a code (:mod:`counterpoint.program.codes`), ``all_reduce:int8(grad3)@0,1``; its result is
+    A sum of gradients may travel in a code (:mod:`counterpoint.program.compression`), ``all_reduce:int8(grad3)@0,1``; its result is
     then the sum of what the members' gradients have become in it.
 
     =========  ==============  ====================================================
@@ -194,16 +194,16 @@ class Collective:
         code: how a gradient is written on the way; ``""`` for as it is.
     """
 
-    verb: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_reduce_mean"]
-    value: Value
+    op: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_reduce_mean"]
+    tensor: TensorRef
     group: Group
     phase: Literal["", "start", "wait"] = ""
-    code: str = ""
+    codec: str = ""
 
     @property
-    def name(self) -> str:
+    def op_name(self) -> str:
         """The verb with its code, as in the text."""
-        return f"{self.verb}:{self.code}" if self.code else self.verb
+        return f"{self.op}:{self.codec}" if self.codec else self.op
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,27 +220,27 @@ class Push:
         verb: ``push`` is answered, and a pull waits for that; ``tell`` is not.
     """
 
-    value: Value
+    tensor: TensorRef
     peer: int
-    code: str = ""
-    verb: Literal["push", "push_no_reply"] = "push"
+    codec: str = ""
+    op: Literal["push", "push_no_reply"] = "push"
 
     @property
-    def name(self) -> str:
+    def op_name(self) -> str:
         """The verb with its code, as in the text."""
-        return f"{self.verb}:{self.code}" if self.code else self.verb
+        return f"{self.op}:{self.codec}" if self.codec else self.op
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Wait for the server's parameters, which have seen the last push of this rank. Text: ``pull(weight3)<2``."""
 
-    value: Value
+    tensor: TensorRef
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
+class ApplyPushes:
     """Take as many pushes of every unit as there are workers, in the order they come, and answer each.
 
     Text: ``apply_and_reply(0,1,0+4)@0,1``. Every push becomes one update of its own. ``apply_and_reply:2(0)@0,1`` answers a worker only
@@ -266,49 +266,61 @@ class Serve:
     units: tuple[tuple[int, ...], ...]
     workers: Group
     staleness: int | None = None
-    verb: Literal["apply_and_reply", "apply", "elastic_average"] = "apply_and_reply"
-    part: str = ""
+    op: Literal["apply_and_reply", "apply", "elastic_average"] = "apply_and_reply"
+    alpha: str = ""
 
     @property
-    def name(self) -> str:
+    def op_name(self) -> str:
         """The verb with its number, as in the text."""
-        number = self.part if self.staleness is None else str(self.staleness)
-        return f"{self.verb}:{number}" if number else self.verb
+        number = self.alpha if self.staleness is None else str(self.staleness)
+        return f"{self.op}:{number}" if number else self.op
 
     @property
-    def answers(self) -> bool:
+    def replies(self) -> bool:
         """Whether a push is answered with weights."""
-        return self.verb != "apply"
+        return self.op != "apply"
 
     @property
-    def updates(self) -> bool:
+    def applies_gradients(self) -> bool:
         """Whether a push is a gradient that the optimizer applies."""
-        return self.verb != "elastic_average"
+        return self.op != "elastic_average"
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Free:
     """Forget a value that was gathered or is no longer needed. Text: ``free(weight3)``."""
 
-    value: Value
+    tensor: TensorRef
 
 
 Compute: TypeAlias = Forward | Recompute | Backward
 Instruction: TypeAlias = (
-    Forward | Recompute | Backward | Commit | Update | Swap | Send | Recv | Collective | Push | Pull | Serve | Release
+    Forward
+    | Recompute
+    | Backward
+    | Commit
+    | Update
+    | SwapGradBuffers
+    | Send
+    | Recv
+    | Collective
+    | Push
+    | Pull
+    | ApplyPushes
+    | Free
 )
 
 
-def grad(unit: tuple[int, ...]) -> Value:
+def grad(unit: tuple[int, ...]) -> TensorRef:
     """Return the gradient of a unit."""
-    return Value("grad", unit)
+    return TensorRef("grad", unit)
 
 
-def late(unit: tuple[int, ...]) -> Value:
+def delayed_grad(unit: tuple[int, ...]) -> TensorRef:
     """Return the gradient of a unit that was set aside a step ago."""
-    return Value("delayed_grad", unit)
+    return TensorRef("delayed_grad", unit)
 
 
-def weight(unit: tuple[int, ...]) -> Value:
+def weight(unit: tuple[int, ...]) -> TensorRef:
     """Return the parameters of a unit."""
-    return Value("weight", unit)
+    return TensorRef("weight", unit)

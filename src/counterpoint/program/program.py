@@ -11,19 +11,19 @@ from counterpoint.program.instruction import (
     Collective,
     Compute,
     Forward,
+    Free,
     Instruction,
     Recompute,
     Recv,
-    Release,
     Send,
-    Value,
+    TensorRef,
 )
 
-Words: TypeAlias = tuple[Instruction, ...]
+Instructions: TypeAlias = tuple[Instruction, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankProgram:
     """What one rank does.
 
     Args:
@@ -34,11 +34,11 @@ class Row:
         num_slices: of how many.
     """
 
-    body: Words
-    prologue: Words = ()
-    epilogue: Words = ()
-    slice_index: int = 0
-    num_slices: int = 1
+    body: Instructions
+    prologue: Instructions = ()
+    epilogue: Instructions = ()
+    tp_rank: int = 0
+    tp_degree: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,62 +54,65 @@ class Program:
             see how long a step takes, and nothing that can run. 0 where all rows are written down.
     """
 
-    rows: tuple[Row, ...]
-    folded: int = 0
+    rank_programs: tuple[RankProgram, ...]
+    num_identical_copies: int = 0
 
     @property
     def num_ranks(self) -> int:
         """How many ranks the program needs."""
-        return len(self.rows) * max(1, self.folded)
+        return len(self.rank_programs) * max(1, self.num_identical_copies)
 
     @property
-    def is_stream(self) -> bool:
+    def is_async_pipeline(self) -> bool:
         """Whether anything stands before or after the body."""
-        return any(row.prologue or row.epilogue for row in self.rows)
+        return any(row.prologue or row.epilogue for row in self.rank_programs)
 
     @property
     def micros(self) -> tuple[int, ...]:
         """The microbatches that one repetition of the body starts, in order: those that enter block 0."""
         started = (
-            word.micro for row in self.rows for word in row.body if isinstance(word, Forward) and word.block == 0
+            word.micro
+            for row in self.rank_programs
+            for word in row.body
+            if isinstance(word, Forward) and word.block == 0
         )
         return tuple(sorted(set(started)))
 
-    def unroll(self, times: int) -> tuple[Words, ...]:
+    def unroll(self, times: int) -> tuple[Instructions, ...]:
         """Return one flat tuple of instructions per rank: the prologue, the body ``times`` times, the epilogue."""
-        if times == 1 and not self.is_stream:
-            return tuple(row.body for row in self.rows)
+        if times == 1 and not self.is_async_pipeline:
+            return tuple(row.body for row in self.rank_programs)
         stride = len(self.micros)
         return tuple(
             row.prologue
-            + tuple(moved(word, k * stride) for k in range(times) for word in row.body)
-            + tuple(moved(word, times * stride) for word in row.epilogue)
-            for row in self.rows
+            + tuple(shift_microbatch(word, k * stride) for k in range(times) for word in row.body)
+            + tuple(shift_microbatch(word, times * stride) for word in row.epilogue)
+            for row in self.rank_programs
         )
 
-    def words(self) -> Iterator[tuple[int, Instruction]]:
+    def instructions(self) -> Iterator[tuple[int, Instruction]]:
         """Yield every rank and instruction as written, without repeating the body."""
-        for rank, row in enumerate(self.rows):
+        for rank, row in enumerate(self.rank_programs):
             for word in row.prologue + row.body + row.epilogue:
                 yield rank, word
 
 
-def moved(word: Instruction, by: int) -> Instruction:
+def shift_microbatch(word: Instruction, by: int) -> Instruction:
     """Return the instruction for the microbatch that comes ``by`` later."""
     if by == 0:
         return word
     match word:
         case Forward() | Recompute() | Backward():
             return replace(word, micro=word.micro + by)
-        case Send(value) | Recv(value) | Release(value) | Collective(_, value):
+        case Send(value) | Recv(value) | Free(value) | Collective(_, value):
             if value.micro is None:
                 return word
-            return replace(word, value=Value(value.name, value.blocks, value.micro + by))
+            return replace(word, value=TensorRef(value.name, value.blocks, value.micro + by))
         case _:
             return word
 
 
-def versions_held(words: Words) -> int:
+def weight_versions_needed(words: Instructions) -> int:
     """Return how many versions of its weights a rank has to hold: the newest, and as many as it reads back.
 
     Example:

@@ -13,12 +13,12 @@ from counterpoint.errors import DataError
 Lane: TypeAlias = Literal["compute", "link", "wait"]
 """Where the time went: the rank's processor, its outgoing link, or waiting for another rank."""
 LANES: tuple[Lane, ...] = ("compute", "link", "wait")
-Curve: TypeAlias = tuple[tuple[float, int], ...]
+MemoryTimeline: TypeAlias = tuple[tuple[float, int], ...]
 """From which second on how many bytes are held."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """One instruction, or several that ran as one call.
 
     Args:
@@ -32,7 +32,7 @@ class Event:
 
     rank: int
     index: int
-    words: str
+    text: str
     start_s: float
     stop_s: float
     lane: Lane
@@ -55,14 +55,14 @@ class Trace:
         beat_s: where steps overlap, seconds from the end of one to the end of the next; None where they do not.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     num_ranks: int
     source: Literal["simulated", "measured"]
-    memory: tuple[Curve, ...] = ()
-    beat_s: float | None = None
+    memory: tuple[MemoryTimeline, ...] = ()
+    steady_step_s: float | None = None
 
     @staticmethod
-    def of(events: Iterable[Event], num_ranks: int, source: Literal["simulated", "measured"]) -> Trace:
+    def from_events(events: Iterable[TraceEvent], num_ranks: int, source: Literal["simulated", "measured"]) -> Trace:
         """Return a trace with its events in order."""
         ordered = sorted(events, key=lambda event: (event.rank, event.start_s, event.stop_s, event.index))
         return Trace(tuple(ordered), num_ranks, source)
@@ -70,7 +70,7 @@ class Trace:
     @cached_property
     def step_s(self) -> float:
         """Seconds of a step: where steps overlap, what one adds to a run, else from its beginning to its end."""
-        return self.span_s if self.beat_s is None else self.beat_s
+        return self.span_s if self.steady_step_s is None else self.steady_step_s
 
     @cached_property
     def span_s(self) -> float:
@@ -92,21 +92,21 @@ class Trace:
     def to_json(self) -> str:
         """Write the trace as JSON."""
         found = {"source": self.source, "num_ranks": self.num_ranks, "events": [asdict(event) for event in self.events]}
-        known = {"memory": self.memory or None, "beat_s": self.beat_s}
+        known = {"memory": self.memory or None, "steady_step_s": self.steady_step_s}
         return json.dumps(found | {name: value for name, value in known.items() if value is not None})
 
     @staticmethod
     def from_json(text: str) -> Trace:
-        """Read what :meth:`to_json` wrote.
+        """Read what :meth:`result_to_dict` wrote.
 
         Raises:
             DataError: the text is something else.
         """
         try:
             loaded: Any = json.loads(text)
-            events = tuple(Event(**event) for event in loaded["events"])
+            events = tuple(TraceEvent(**event) for event in loaded["events"])
             memory = tuple(tuple((float(at), int(size)) for at, size in curve) for curve in loaded.get("memory", ()))
-            beat_s = float(loaded["beat_s"]) if "beat_s" in loaded else None
+            beat_s = float(loaded["steady_step_s"]) if "steady_step_s" in loaded else None
             return Trace(events, int(loaded["num_ranks"]), loaded["source"], memory, beat_s)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"this is not a trace: {error}; give a file that Trace.to_json wrote") from error

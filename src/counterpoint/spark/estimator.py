@@ -17,14 +17,14 @@ from safetensors.torch import load as read_tensors, save as write_tensors
 from torch import nn
 
 from counterpoint.errors import CheckpointError, PlanError
-from counterpoint.spark.driver import Options
-from counterpoint.spark.fitting import fit, put_values, values_of, with_rate
-from counterpoint.spark.modules import Written, read_tree, write_tree
-from counterpoint.spark.predicting import Predictor
+from counterpoint.spark.barrier_fit import fit_as_rank, load_named_tensors, named_tensors, with_learning_rate
+from counterpoint.spark.module_codec import SerializedModule, deserialize_module, serialize_module
+from counterpoint.spark.predictor import Predictor
 from counterpoint.spark.ranks import run_ranks
-from counterpoint.spark.recipe import Loss, without_numbers
-from counterpoint.spark.samples import require_columns
+from counterpoint.spark.samples import check_columns
 from counterpoint.spark.training import train
+from counterpoint.spark.training_loop import SparkOptions
+from counterpoint.spark.training_spec import Loss, meta_copy
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -34,7 +34,7 @@ BIGDL = "bigdl"
 SCHEMA = "prediction double, raw array<double>"
 
 
-class _Columns(Params):  # type: ignore[misc] # PySpark is not looked into
+class _ColumnParams(Params):  # type: ignore[misc] # PySpark is not looked into
     """Which columns are read and written."""
 
     featuresCols = Param(Params._dummy(), "featuresCols", "columns of the inputs", TypeConverters.toListString)  # noqa: N815, SLF001
@@ -42,7 +42,7 @@ class _Columns(Params):  # type: ignore[misc] # PySpark is not looked into
     predictionCol = Param(Params._dummy(), "predictionCol", "the class, or the number", TypeConverters.toString)  # noqa: N815, SLF001
     rawPredictionCol = Param(Params._dummy(), "rawPredictionCol", "the outputs", TypeConverters.toString)  # noqa: N815, SLF001
 
-    def _begin(self) -> None:
+    def _set_defaults(self) -> None:
         self._setDefault(
             featuresCols=["features"], labelCol="label", predictionCol="prediction", rawPredictionCol="rawPrediction"
         )
@@ -52,11 +52,11 @@ class _Columns(Params):  # type: ignore[misc] # PySpark is not looked into
         self._set(**given)
         return self
 
-    def _own(self, name: str) -> Any:  # noqa: ANN401 - whatever the param is of
+    def _param_value(self, name: str) -> Any:  # noqa: ANN401 - whatever the param is of
         return self.getOrDefault(self.getParam(name))
 
 
-class TorchEstimator(_Columns, Estimator):  # type: ignore[misc]
+class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
     """Trains a model on the rows of a DataFrame, under any strategy; ``fit`` gives a :class:`TorchModel`.
 
     Args:
@@ -75,7 +75,7 @@ class TorchEstimator(_Columns, Estimator):  # type: ignore[misc]
         labelCol: column of the target.
         predictionCol: of the model: the class of the greatest output, or the number where there is one.
         rawPredictionCol: of the model: all outputs of a sample.
-        options: further fields of :class:`counterpoint.spark.driver.Options` under ``"bigdl"``, of a ``Trainer`` under
+        options: further fields of :class:`counterpoint.spark.training_loop.SparkOptions` under ``"bigdl"``, of a ``SimulatedWorker`` under
             other plans.
 
     Raises:
@@ -114,7 +114,7 @@ class TorchEstimator(_Columns, Estimator):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._begin()
+        self._set_defaults()
         if isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError("an estimator trains copies of its model; give a factory such as partial(Adam, lr=0.01)")
         self.model, self.loss, self.optimizer, self.options = model, loss, optimizer, dict(options or {})
@@ -126,41 +126,41 @@ class TorchEstimator(_Columns, Estimator):  # type: ignore[misc]
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         model = copy.deepcopy(self.model)
-        optimizer = with_rate(self.optimizer, self._own("learningRate") or None)
-        columns = [*self._own("featuresCols"), self._own("labelCol")]
-        run = self._supersteps if self._own("strategy") == BIGDL else self._in_ranks
+        optimizer = with_learning_rate(self.optimizer, self._param_value("learningRate") or None)
+        columns = [*self._param_value("featuresCols"), self._param_value("labelCol")]
+        run = self._fit_in_jobs if self._param_value("strategy") == BIGDL else self._fit_in_ranks
         plan, losses = run(dataset, model, optimizer, columns)
         return self._copyValues(TorchModel(model, plan, losses))  # type: ignore[no-any-return]
 
-    def _supersteps(
+    def _fit_in_jobs(
         self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
     ) -> tuple[str, list[float]]:
-        options = Options(**self._length(), seed=self._own("seed"), **self.options)
+        options = SparkOptions(**self._fit_options(), seed=self._param_value("seed"), **self.options)
         done = train(dataset, model, loss=self.loss, optimizer=optimizer, options=options, columns=columns)
         return done.plan, done.losses
 
-    def _in_ranks(
+    def _fit_in_ranks(
         self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
     ) -> tuple[str, list[float]]:
-        written = write_tree((model, self.loss, optimizer), "the model, the loss or the optimizer")
-        trainer = {"strategy": self._own("strategy"), "seed": self._own("seed"), **self.options}
-        args = [written.tree, dict(written.tensors), {"trainer": trainer, "fit": self._length()}]
+        written = serialize_module((model, self.loss, optimizer), "the model, the loss or the optimizer")
+        trainer = {"strategy": self._param_value("strategy"), "seed": self._param_value("seed"), **self.options}
+        args = [written.tree, dict(written.tensors), {"trainer": trainer, "fit": self._fit_options()}]
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        count = self._own("ranks") or None
-        (first, *_) = run_ranks(dataset, fit, ranks=count, args=args, columns=columns, dtype=dtype)
-        put_values(model, first["values"])
+        count = self._param_value("ranks") or None
+        (first, *_) = run_ranks(dataset, fit_as_rank, ranks=count, args=args, columns=columns, dtype=dtype)
+        load_named_tensors(model, first["values"])
         return first["plan"], first["losses"]
 
-    def _length(self) -> dict[str, Any]:
-        steps = self._own("maxSteps")
+    def _fit_options(self) -> dict[str, Any]:
+        steps = self._param_value("maxSteps")
         return {
-            "batch_size": self._own("batchSize"),
-            "epochs": self._own("epochs"),
+            "batch_size": self._param_value("batchSize"),
+            "epochs": self._param_value("epochs"),
             "max_steps": None if steps < 0 else steps,
         }
 
 
-class TorchModel(_Columns, Model, MLWritable, MLReadable):  # type: ignore[misc]
+class TorchModel(_ColumnParams, Model, MLWritable, MLReadable):  # type: ignore[misc]
     """A trained model as a transformer of DataFrames.
 
     ``transform`` adds two columns: ``predictionCol`` has the class of the greatest output, or the output itself where
@@ -176,7 +176,7 @@ class TorchModel(_Columns, Model, MLWritable, MLReadable):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module | None = None, plan: str = "", losses: Sequence[float] = ()) -> None:
         super().__init__()
-        self._begin()
+        self._set_defaults()
         self.model, self.plan, self.losses = model, plan, list(losses)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -184,37 +184,37 @@ class TorchModel(_Columns, Model, MLWritable, MLReadable):  # type: ignore[misc]
         from pyspark.sql.functions import col
 
         assert self.model is not None, "only a reader makes one without"
-        names = self._own("featuresCols")
+        names = self._param_value("featuresCols")
         kinds = {field.name: field.dataType.simpleString() for field in dataset.schema.fields}
-        require_columns(kinds, [*names, names[0]])
+        check_columns(kinds, [*names, names[0]])
         inputs = [vector_to_array(col(name)) if kinds[name] == "vector" else col(name) for name in names]
         made = f"counterpoint_{secrets.token_hex(4)}"
         added = [
-            col(f"{made}.{part}").alias(self._own(name))
+            col(f"{made}.{part}").alias(self._param_value(name))
             for part, name in (("prediction", "predictionCol"), ("raw", "rawPredictionCol"))
-            if self._own(name)
+            if self._param_value(name)
         ]
-        rows = dataset.withColumn(made, predicting(dataset, self.model, names)(*inputs))
+        rows = dataset.withColumn(made, make_predict_udf(dataset, self.model, names)(*inputs))
         return rows.select(*(col(name) for name in dataset.columns), *added)
 
     def write(self) -> MLWriter:
         """Return what writes it to a path."""
-        return _ModelWriter(self)
+        return _TorchModelWriter(self)
 
     @classmethod
     def read(cls) -> MLReader:
         """Return what reads one from a path."""
-        return _ModelReader()
+        return _TorchModelReader()
 
 
-def predicting(dataset: DataFrame, model: nn.Module, names: Sequence[str]) -> Callable[..., Any]:
+def make_predict_udf(dataset: DataFrame, model: nn.Module, names: Sequence[str]) -> Callable[..., Any]:
     """Return a function of Spark's from input columns to a prediction and the outputs."""
     import pandas as pd
     from pyspark.sql.functions import pandas_udf
 
     dtype = next((param.dtype for param in model.parameters()), torch.float32)
-    still = dataset.sparkSession.sparkContext.broadcast(write_tensors(dict(values_of(copy.deepcopy(model)))))
-    predictor = Predictor(secrets.token_hex(8), without_numbers(model), still, tuple(names), dtype)
+    still = dataset.sparkSession.sparkContext.broadcast(write_tensors(dict(named_tensors(copy.deepcopy(model)))))
+    predictor = Predictor(secrets.token_hex(8), meta_copy(model), still, tuple(names), dtype)
 
     def predict(batches):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 - below, as objects that Spark looks at
         return predictor(batches if len(names) > 1 else ((one,) for one in batches))
@@ -224,7 +224,7 @@ def predicting(dataset: DataFrame, model: nn.Module, names: Sequence[str]) -> Ca
     return pandas_udf(predict, SCHEMA)  # type: ignore[no-any-return]
 
 
-class _ModelWriter(MLWriter):  # type: ignore[misc]
+class _TorchModelWriter(MLWriter):  # type: ignore[misc]
     """Writes a model: Spark's metadata, and a table of two files."""
 
     def __init__(self, instance: TorchModel) -> None:
@@ -234,7 +234,7 @@ class _ModelWriter(MLWriter):  # type: ignore[misc]
     def saveImpl(self, path: str) -> None:  # noqa: N802 - Spark's name
         """The model is under the path."""
         one = self.instance
-        written = write_tree(one.model, "the model")
+        written = serialize_module(one.model, "the model")
         DefaultParamsWriter.saveMetadata(one, path, self.sparkSession)
         told = json.dumps({"tree": written.tree, "plan": one.plan, "losses": one.losses}).encode()
         rows = [
@@ -245,7 +245,7 @@ class _ModelWriter(MLWriter):  # type: ignore[misc]
         frame.coalesce(1).write.parquet(f"{path}/files")
 
 
-class _ModelReader(MLReader):  # type: ignore[misc]
+class _TorchModelReader(MLReader):  # type: ignore[misc]
     """Reads what the writer has written."""
 
     def load(self, path: str) -> TorchModel:
@@ -260,7 +260,7 @@ class _ModelReader(MLReader):  # type: ignore[misc]
             raise CheckpointError(f"{path} has a {metadata['class']}, and no TorchModel; read it with its own class")
         files = {row[0]: bytes(row[1]) for row in self.sparkSession.read.parquet(f"{path}/files").collect()}
         told = json.loads(files["model.json"])
-        model = read_tree(Written(told["tree"], read_tensors(files["values.safetensors"])))
+        model = deserialize_module(SerializedModule(told["tree"], read_tensors(files["values.safetensors"])))
         found = TorchModel(model, told["plan"], told["losses"])
         found._resetUid(metadata["uid"])  # noqa: SLF001 - as Spark's own readers do
         DefaultParamsReader.getAndSetParams(found, metadata)

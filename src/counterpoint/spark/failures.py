@@ -9,7 +9,7 @@ from counterpoint.errors import LaunchError, PlanError
 
 NO_MODULE = "No module named 'counterpoint'"
 ABORTED = "Job aborted"
-BARRIER = {
+BARRIER_REMEDIES = {
     "SPARK-24820": "coalesce(), union() or limit() stands before them, which a barrier stage does not allow; call "
     "repartition(n) on the data, or write them down first",
     "SPARK-24942": "it allocates executors dynamically, and ranks have to run all at once; set "
@@ -19,7 +19,7 @@ BARRIER = {
 
 
 @contextmanager
-def translated(label: str) -> Iterator[None]:
+def translate_spark_errors(label: str) -> Iterator[None]:
     """Say what Spark's failures inside are about.
 
     Args:
@@ -34,14 +34,14 @@ def translated(label: str) -> Iterator[None]:
     try:
         yield
     except Py4JError as error:
-        raise LaunchError(told(str(error), label)) from error
+        raise LaunchError(format_failure(str(error), label)) from error
     except Exception as error:
         if type(error).__name__ != "PicklingError":  # of Spark's own serializer
             raise
-        raise PlanError(unshippable(str(error))) from error
+        raise PlanError(serialization_error(str(error))) from error
 
 
-def unshippable(text: str) -> str:
+def serialization_error(text: str) -> str:
     """Return what is said of a training whose closure cannot be shipped.
 
     Args:
@@ -53,7 +53,7 @@ def unshippable(text: str) -> str:
     )
 
 
-def told(text: str, label: str) -> str:
+def format_failure(text: str, label: str) -> str:
     r"""Return what is said of a job that Spark gave up.
 
     Args:
@@ -61,7 +61,7 @@ def told(text: str, label: str) -> str:
         label: what the job was for.
 
     Example:
-        >>> told(
+        >>> format_failure(
         ...     ": SparkException: Job aborted due to stage failure: Task 1 failed 4 times\nDriver stacktrace:",
         ...     "step 7",
         ... )
@@ -72,7 +72,7 @@ def told(text: str, label: str) -> str:
             f"Spark gave up {label}, because its executors have no counterpoint; install it there, with the same "
             "version of torch, or ship an environment with spark.archives"
         )
-    for number, remedy in BARRIER.items():
+    for number, remedy in BARRIER_REMEDIES.items():
         if number in text:
             return f"Spark refuses {label}: {remedy}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -15,26 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from counterpoint.errors import LaunchError
-from counterpoint.launchers.barrier import Order, Told, run_task
-from counterpoint.launchers.function import can_reach
-from counterpoint.launchers.values import read_value, write_value
-from counterpoint.spark.columns import Column, FromArrow, FromRows
-from counterpoint.spark.failures import translated
-from counterpoint.spark.samples import require_columns
-from counterpoint.spark.settings import warn_of_open
+from counterpoint.launchers.function import import_path, read_value, write_value
+from counterpoint.launchers.spark import SparkRankResult, SparkRankSpec, run_task
+from counterpoint.spark.failures import translate_spark_errors
+from counterpoint.spark.sample_readers import ArrowReader, RowReader, SampleColumn
+from counterpoint.spark.samples import check_columns
+from counterpoint.spark.settings import warn_insecure_settings
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyspark import RDD, SparkContext
     from pyspark.sql import DataFrame, SparkSession
 
-Laying: TypeAlias = Callable[[Iterable[Any], Path], None]
+SampleReader: TypeAlias = Callable[[Iterable[Any], Path], None]
 SCHEMA = "rank int, name string, content binary"
-REGISTERED_S = 20.0  # so long after Spark has started its executors may still be on their way
+EXECUTOR_STARTUP_S = 20.0  # so long after Spark has started its executors may still be on their way
 
 
 def run_ranks(
-    on: SparkSession | DataFrame | RDD[Any],
+    source: SparkSession | DataFrame | RDD[Any],
     function: Callable[..., Any],
     *,
     ranks: int | None = None,
@@ -45,12 +44,12 @@ def run_ranks(
     """Run a function as ranks in the tasks of one barrier stage, and return what each returned, by rank.
 
     A rank is a process of its own, started and watched by its task, which knows its place as under any launcher: a
-    ``Trainer`` in it, or a plan of ``parallelize``, runs over all of them. Where Spark loses an executor, or a task,
+    ``SimulatedWorker`` in it, or a plan of ``parallelize``, runs over all of them. Where Spark loses an executor, or a task,
     it starts the whole stage again, and the function begins anew.
 
     Args:
         on: a session, for ranks without data; or a DataFrame or an RDD, whose partitions the ranks have one each.
-            The function's first argument is then a :class:`counterpoint.spark.shard.Shard`.
+            The function's first argument is then a :class:`counterpoint.spark.shard.SampleShard`.
         function: one that another process can import: defined at the top of a file that the executors have.
         ranks: how many; by default as many as the data have partitions, or 1. Where they have others, they are dealt
             out anew.
@@ -65,33 +64,33 @@ def run_ranks(
     """
     from pyspark.sql import DataFrame, SparkSession
 
-    rows: Any = on.rdd if isinstance(on, DataFrame) else on
-    context: Any = on.sparkContext if isinstance(on, SparkSession) else rows.context
+    rows: Any = source.rdd if isinstance(source, DataFrame) else source
+    context: Any = source.sparkContext if isinstance(source, SparkSession) else rows.context
     settings = dict(context.getConf().getAll())
-    warn_of_open(context.master, settings)
-    count = ranks or (1 if isinstance(on, SparkSession) else rows.getNumPartitions())
-    require_slots(context, count)
-    order = order_of(function, args, count, int(settings.get("spark.task.cpus", "1")))
-    with translated(f"the {count} ranks of {order.target}"):
-        if isinstance(on, SparkSession):
-            found = context.parallelize(range(count), count).barrier().mapPartitions(Task(order, None)).collect()
+    warn_insecure_settings(context.master, settings)
+    count = ranks or (1 if isinstance(source, SparkSession) else rows.getNumPartitions())
+    check_slots(context, count)
+    order = make_rank_spec(function, args, count, int(settings.get("spark.task.cpus", "1")))
+    with translate_spark_errors(f"the {count} ranks of {order.target}"):
+        if isinstance(source, SparkSession):
+            found = context.parallelize(range(count), count).barrier().mapPartitions(RankTask(order, None)).collect()
         else:
-            data: Any = on if rows.getNumPartitions() == count else on.repartition(count)
-            if isinstance(on, DataFrame):
-                frame, laying = arrow_columns(data, columns, dtype)
-                found = frame.mapInArrow(ArrowTask(Task(order, laying)), SCHEMA, barrier=True).collect()
+            data: Any = source if rows.getNumPartitions() == count else source.repartition(count)
+            if isinstance(source, DataFrame):
+                frame, laying = select_columns(data, columns, dtype)
+                found = frame.mapInArrow(ArrowRankTask(RankTask(order, laying)), SCHEMA, barrier=True).collect()
             else:
-                found = data.barrier().mapPartitions(Task(order, FromRows(dtype))).collect()
-    return results_of(found, count)
+                found = data.barrier().mapPartitions(RankTask(order, RowReader(dtype))).collect()
+    return parse_results(found, count)
 
 
-def order_of(function: Callable[..., Any], args: Sequence[object], count: int, cpus: int) -> Order:
+def make_rank_spec(function: Callable[..., Any], args: Sequence[object], count: int, cpus: int) -> SparkRankSpec:
     """Return what the tasks are told, with a key that nobody has had.
 
     Raises:
         LaunchError: the function or an argument cannot travel.
     """
-    target = can_reach(function)
+    target = import_path(function)
     if target is None:
         raise LaunchError(
             f"{getattr(function, '__qualname__', function)!r} cannot be found by another process: it is a lambda, a "
@@ -102,8 +101,8 @@ def order_of(function: Callable[..., Any], args: Sequence[object], count: int, c
         folder = Path(name)
         write_value(folder, "args", list(args))
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    return Order(
-        command=("python", "-m", "counterpoint.spark.callee"),
+    return SparkRankSpec(
+        command=("python", "-m", "counterpoint.spark.task_main"),
         target=target,
         path=tuple(os.path.abspath(place) for place in sys.path),  # noqa: PTH100 - an empty one is this folder
         files=files,
@@ -114,7 +113,7 @@ def order_of(function: Callable[..., Any], args: Sequence[object], count: int, c
     )
 
 
-def require_slots(context: SparkContext, ranks: int) -> None:
+def check_slots(context: SparkContext, ranks: int) -> None:
     """Check that Spark has room for all ranks at once.
 
     Raises:
@@ -125,7 +124,7 @@ def require_slots(context: SparkContext, ranks: int) -> None:
     clock = jvm.java.lang.System.currentTimeMillis
     profile = scala.resourceProfileManager().defaultResourceProfile()
     slots = int(scala.maxNumConcurrentTasks(profile))
-    while slots < ranks and clock() - int(scala.startTime()) < 1000 * REGISTERED_S:
+    while slots < ranks and clock() - int(scala.startTime()) < 1000 * EXECUTOR_STARTUP_S:
         time.sleep(0.25)
         slots = int(scala.maxNumConcurrentTasks(profile))
     if slots < ranks:
@@ -136,7 +135,7 @@ def require_slots(context: SparkContext, ranks: int) -> None:
         )
 
 
-def arrow_columns(frame: DataFrame, columns: Sequence[str], dtype: str) -> tuple[DataFrame, FromArrow]:
+def select_columns(frame: DataFrame, columns: Sequence[str], dtype: str) -> tuple[DataFrame, ArrowReader]:
     """Return a DataFrame of these columns alone, Spark's vectors as lists, and what lays them down.
 
     Raises:
@@ -152,15 +151,15 @@ def arrow_columns(frame: DataFrame, columns: Sequence[str], dtype: str) -> tuple
             "install 'counterpoint[spark]'"
         )
     kinds = {field.name: field.dataType.simpleString() for field in frame.schema.fields}
-    require_columns(kinds, columns)
+    check_columns(kinds, columns)
     chosen = [vector_to_array(frame[name]).alias(name) if kinds[name] == "vector" else frame[name] for name in columns]
     types = ["array<double>" if kinds[name] == "vector" else kinds[name] for name in columns]
-    found = tuple(Column.parse(name, kind, dtype) for name, kind in zip(columns, types, strict=True))
-    return frame.select(*chosen), FromArrow(found)
+    found = tuple(SampleColumn.parse(name, kind, dtype) for name, kind in zip(columns, types, strict=True))
+    return frame.select(*chosen), ArrowReader(found)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RankTask:
     """What a task of the stage does.
 
     Args:
@@ -168,30 +167,30 @@ class Task:
         laying: puts the rows of the partition into the rank's folder; None for ranks without data.
     """
 
-    order: Order
-    laying: Laying | None
+    spec: SparkRankSpec
+    reader: SampleReader | None
 
     def __call__(self, rows: Iterable[Any]) -> Iterator[tuple[int, str, bytes]]:
         """Yield what the driver is told, as files."""
         from pyspark import BarrierTaskContext, SparkFiles
 
         def prepare(folder: Path) -> None:
-            if self.laying is not None:
-                self.laying(rows, folder)
+            if self.reader is not None:
+                self.reader(rows, folder)
 
-        told = run_task(BarrierTaskContext.get(), self.order, prepare, SparkFiles.getRootDirectory())
-        yield from written(told)
+        told = run_task(BarrierTaskContext.get(), self.spec, prepare, SparkFiles.getRootDirectory())
+        yield from to_file_rows(told)
 
 
 @dataclass(frozen=True, slots=True)
-class ArrowTask:
+class ArrowRankTask:
     """The same, from batches to batches.
 
     Args:
         task: from batches to files.
     """
 
-    task: Task
+    task: RankTask
 
     def __call__(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
         """Yield one batch of what the driver is told."""
@@ -204,13 +203,13 @@ class ArrowTask:
         yield pyarrow.RecordBatch.from_arrays(arrays, ["rank", "name", "content"])
 
 
-def written(told: Told) -> list[tuple[int, str, bytes]]:
+def to_file_rows(result: SparkRankResult) -> list[tuple[int, str, bytes]]:
     """Return what is told as files."""
-    plain = {key: value for key, value in asdict(told).items() if key != "files"}
-    return [(told.rank, "told", json.dumps(plain).encode()), *((told.rank, *pair) for pair in told.files.items())]
+    plain = {key: value for key, value in asdict(result).items() if key != "files"}
+    return [(result.rank, "told", json.dumps(plain).encode()), *((result.rank, *pair) for pair in result.files.items())]
 
 
-def results_of(rows: Iterable[Sequence[Any]], count: int) -> list[Any]:
+def parse_results(rows: Iterable[Sequence[Any]], count: int) -> list[Any]:
     """Return what each rank returned.
 
     Raises:
@@ -219,16 +218,16 @@ def results_of(rows: Iterable[Sequence[Any]], count: int) -> list[Any]:
     found: dict[int, dict[str, bytes]] = {}
     for rank, name, content in rows:
         found.setdefault(rank, {})[name] = bytes(content)
-    told = [Told(**json.loads(found[rank]["told"])) for rank in sorted(found)]
+    told = [SparkRankResult(**json.loads(found[rank]["told"])) for rank in sorted(found)]
     failed = next((one for one in told if one.report), None)
     if failed is not None:
-        ending = told[failed.culprit].traceback if failed.culprit >= 0 else ""
-        more = f"\nthe traceback of rank {failed.culprit} ends:\n{ending}" if ending else ""
+        ending = told[failed.failed_rank].traceback if failed.failed_rank >= 0 else ""
+        more = f"\nthe traceback of rank {failed.failed_rank} ends:\n{ending}" if ending else ""
         raise LaunchError(failed.report + more)
-    return [_result(found[rank], rank) for rank in range(count)]
+    return [_read_result(found[rank], rank) for rank in range(count)]
 
 
-def _result(files: Mapping[str, bytes], rank: int) -> Any:  # noqa: ANN401 - whatever the function returned
+def _read_result(files: Mapping[str, bytes], rank: int) -> Any:  # noqa: ANN401 - whatever the function returned
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
         folder = Path(name)
         for file, content in files.items():

@@ -15,19 +15,24 @@ from safetensors.torch import load as read_tensors, save as write_tensors
 
 from counterpoint.data.fetch import Fields, fetch
 from counterpoint.errors import DataError, LaunchError
-from counterpoint.spark.exchange import as_is
-from counterpoint.spark.failures import translated
-from counterpoint.spark.parcels import Kind, Parcel, format_parcel, parse_parcel
+from counterpoint.spark.failures import translate_spark_errors
+from counterpoint.spark.shuffle import (
+    ShuffleMessage,
+    ShuffleMessageKind,
+    format_message,
+    identity_partitioner,
+    parse_message,
+)
 
 if TYPE_CHECKING:
     from pyspark import RDD
     from pyspark.sql import DataFrame
 
-Packed: TypeAlias = "RDD[tuple[int, bytes]]"
+PackedSamples: TypeAlias = "RDD[tuple[int, bytes]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PartitionInfo:
     """What the driver learns of a partition before training begins.
 
     Args:
@@ -47,7 +52,7 @@ class Look:
     failure: str = ""
 
 
-def packed(rows: RDD[Any], dtype: torch.dtype) -> Packed:
+def pack_partitions(rows: RDD[Any], dtype: torch.dtype) -> PackedSamples:
     """Return an RDD of the samples' parcels, by place, with a partition behind the last; Spark keeps it.
 
     Args:
@@ -57,38 +62,38 @@ def packed(rows: RDD[Any], dtype: torch.dtype) -> Packed:
     from pyspark import StorageLevel
 
     count = rows.getNumPartitions()
-    found = rows.mapPartitionsWithIndex(Packing(str(dtype).removeprefix("torch.")))
-    return found.partitionBy(count + 1, as_is).persist(StorageLevel.MEMORY_AND_DISK)
+    found = rows.mapPartitionsWithIndex(PartitionPacker(str(dtype).removeprefix("torch.")))
+    return found.partitionBy(count + 1, identity_partitioner).persist(StorageLevel.MEMORY_AND_DISK)
 
 
-def looks(samples: Packed, num_places: int) -> list[Look]:
+def inspect_partitions(samples: PackedSamples, num_partitions: int) -> list[PartitionInfo]:
     """Return what is in each partition; this is one job, after which Spark has them all.
 
     Raises:
         DataError: rows cannot be used, or partitions have different fields, or there is no sample at all.
         LaunchError: the workers have other versions of Python or torch.
     """
-    with translated("to read the samples"):
-        texts = samples.mapPartitionsWithIndex(look).collect()
-    found = read_looks(texts)
-    require_alike(found, num_places)
+    with translate_spark_errors("to read the samples"):
+        texts = samples.mapPartitionsWithIndex(inspect_partition).collect()
+    found = parse_partition_infos(texts)
+    check_partitions_match(found, num_partitions)
     return found
 
 
-def require_alike(found: Sequence[Look], num_places: int) -> None:
+def check_partitions_match(infos: Sequence[PartitionInfo], num_partitions: int) -> None:
     """Check that the partitions go together, and with this process.
 
     Raises:
         DataError: their rows do not.
         LaunchError: their versions do not.
     """
-    for place, one in enumerate(found):
+    for place, one in enumerate(infos):
         if one.failure:
             raise DataError(f"partition {place}: {one.failure}")
     mine = {"python": platform.python_version(), "torch": str(torch.__version__)}
     others = {
         f"partition {place}: Python {one.python}, torch {one.torch}"
-        for place, one in enumerate(found)
+        for place, one in enumerate(infos)
         if {"python": one.python, "torch": one.torch} != mine
     }
     if others:
@@ -100,11 +105,11 @@ def require_alike(found: Sequence[Look], num_places: int) -> None:
             "the same versions everywhere, or set spark.pyspark.python"
         )
     kinds: dict[tuple[str, ...], int] = {}
-    for place, one in enumerate(found):
+    for place, one in enumerate(infos):
         if one.count:
             kinds.setdefault(one.fields, place)
     if not kinds:
-        raise DataError(f"there is no sample in {num_places} partitions; check the path or the filter of the data")
+        raise DataError(f"there is no sample in {num_partitions} partitions; check the path or the filter of the data")
     if len(kinds) > 1:
         (first, at), (second, other), *_ = kinds.items()
         raise DataError(
@@ -114,7 +119,7 @@ def require_alike(found: Sequence[Look], num_places: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PartitionPacker:
     """Make one parcel of the rows of a partition.
 
     Args:
@@ -123,42 +128,45 @@ class Packing:
 
     dtype: str
 
-    def __call__(self, place: int, rows: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
+    def __call__(self, partition: int, rows: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         """Yield the parcel, or a note that says what is wrong with the rows."""
         try:
-            payload, kind = write_samples(list(rows), getattr(torch, self.dtype)), Kind.SAMPLES
+            payload, kind = encode_samples(list(rows), getattr(torch, self.dtype)), ShuffleMessageKind.SAMPLES
         except DataError as error:
-            payload, kind = str(error).encode(), Kind.NOTE
-        yield place, format_parcel(Parcel(kind, place, 0, payload))
+            payload, kind = str(error).encode(), ShuffleMessageKind.REPORT
+        yield partition, format_message(ShuffleMessage(kind, partition, 0, payload))
 
 
-def look(place: int, parcels: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
+def inspect_partition(partition: int, messages: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
     """Yield what the driver is told of a partition."""
-    for _, text in parcels:
-        parcel = parse_parcel(text)
+    for _, text in messages:
+        parcel = parse_message(text)
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-        if parcel.kind is Kind.NOTE:
-            found = Look(0, "", (), failure=parcel.payload.decode(), **versions)
+        if parcel.kind is ShuffleMessageKind.REPORT:
+            found = PartitionInfo(0, "", (), failure=parcel.payload.decode(), **versions)
         else:
-            fields = fields_of(parcel.payload)
+            fields = decode_samples(parcel.payload)
             kinds = tuple(f"{str(field.dtype).removeprefix('torch.')}{list(field.shape[1:])}" for field in fields)
-            found = Look(len(fields[0]) if fields else 0, digest_of(parcel.payload), kinds, **versions)
-        yield place, json.dumps(asdict(found))
+            found = PartitionInfo(len(fields[0]) if fields else 0, sample_digest(parcel.payload), kinds, **versions)
+        yield partition, json.dumps(asdict(found))
 
 
-def write_samples(rows: Sequence[Any], dtype: torch.dtype) -> bytes:
+def encode_samples(rows: Sequence[Any], dtype: torch.dtype) -> bytes:
     """Return samples as bytes.
 
     Raises:
         DataError: a row is no sample, has nothing in a field, or another shape than the first.
 
     Example:
-        >>> [field.tolist() for field in fields_of(write_samples([([1.0, 2.0], 0), ([3.0, 4.0], 1)], torch.float32))]
+        >>> [
+        ...     field.tolist()
+        ...     for field in decode_samples(encode_samples([([1.0, 2.0], 0), ([3.0, 4.0], 1)], torch.float32))
+        ... ]
         [[[1.0, 2.0], [3.0, 4.0]], [0, 1]]
     """
     if not rows:
         return write_tensors({})
-    samples = [tuple(_field(value, at, row) for at, value in enumerate(_row(found, row))) for row, found in
+    samples = [tuple(_to_numeric(value, at, row) for at, value in enumerate(_check_row(found, row))) for row, found in
                enumerate(rows)]  # fmt: skip
     fields = fetch(samples, range(len(samples)))
     return write_tensors(
@@ -169,32 +177,32 @@ def write_samples(rows: Sequence[Any], dtype: torch.dtype) -> bytes:
     )
 
 
-def fields_of(text: bytes) -> Fields:
-    """Return the fields that ``write_samples`` wrote; none where there was no row."""
+def decode_samples(text: bytes) -> Fields:
+    """Return the fields that ``encode_samples`` wrote; none where there was no row."""
     return tuple(value for _, value in sorted(read_tensors(text).items()))
 
 
-def digest_of(text: bytes) -> str:
+def sample_digest(text: bytes) -> str:
     """Return a checksum of samples."""
     return f"{isal_zlib.crc32(text):08x}"
 
 
-def read_samples(parcels: Sequence[Parcel], digest: str, place: int) -> Fields:
+def find_samples(messages: Sequence[ShuffleMessage], digest: str, partition: int) -> Fields:
     """Return the samples of a place.
 
     Raises:
         DataError: they are not those that were there when training began.
     """
-    parcel = next((one for one in parcels if one.kind is Kind.SAMPLES), None)
-    if parcel is None or digest_of(parcel.payload) != digest:
+    parcel = next((one for one in messages if one.kind is ShuffleMessageKind.SAMPLES), None)
+    if parcel is None or sample_digest(parcel.payload) != digest:
         raise DataError(
-            f"partition {place} has other samples than when training began: Spark computed it again, and it came out "
+            f"partition {partition} has other samples than when training began: Spark computed it again, and it came out "
             "differently; give data that is the same each time: read it from files, order it, or checkpoint it"
         )
-    return fields_of(parcel.payload)
+    return decode_samples(parcel.payload)
 
 
-def _row(row: Any, at: int) -> Sequence[Any]:  # noqa: ANN401 - whatever is in an RDD
+def _check_row(row: Any, at: int) -> Sequence[Any]:  # noqa: ANN401 - whatever is in an RDD
     if not isinstance(row, tuple | list) or len(row) < 2:
         raise DataError(
             f"row {at} is a {type(row).__name__}; a sample is a tuple (inputs..., target), the target last: map the "
@@ -203,7 +211,7 @@ def _row(row: Any, at: int) -> Sequence[Any]:  # noqa: ANN401 - whatever is in a
     return row
 
 
-def _field(value: Any, at: int, row: int) -> Any:  # noqa: ANN401 - likewise
+def _to_numeric(value: Any, at: int, row: int) -> Any:  # noqa: ANN401 - likewise
     """Return a value as a tensor, an array or a number."""
     if value is None:
         raise DataError(f"row {row} has nothing (null) in field {at}; drop such rows with df.dropna(), or fill them in")
@@ -224,7 +232,7 @@ LISTS = frozenset(f"array<{number}>" for number in NUMBERS) | {"vector"}
 LISTS_OF_LISTS = frozenset(f"array<array<{number}>>" for number in NUMBERS)
 
 
-def rows_of(frame: DataFrame, columns: Sequence[str]) -> RDD[Any]:
+def to_sample_rdd(frame: DataFrame, columns: Sequence[str]) -> RDD[Any]:
     """Return the rows of a DataFrame as samples.
 
     Args:
@@ -234,11 +242,11 @@ def rows_of(frame: DataFrame, columns: Sequence[str]) -> RDD[Any]:
     Raises:
         DataError: there is no such column, or it has no numbers.
     """
-    require_columns({field.name: field.dataType.simpleString() for field in frame.schema.fields}, columns)
+    check_columns({field.name: field.dataType.simpleString() for field in frame.schema.fields}, columns)
     return frame.select(*columns).rdd.map(tuple)
 
 
-def require_columns(types: Mapping[str, str], columns: Sequence[str]) -> None:
+def check_columns(types: Mapping[str, str], columns: Sequence[str]) -> None:
     """Check that samples can be made of columns.
 
     Args:
@@ -249,7 +257,7 @@ def require_columns(types: Mapping[str, str], columns: Sequence[str]) -> None:
         DataError: they cannot.
 
     Example:
-        >>> require_columns({"features": "array<double>", "label": "string"}, ("features", "label"))
+        >>> check_columns({"features": "array<double>", "label": "string"}, ("features", "label"))
         Traceback (most recent call last):
         counterpoint.errors.DataError: column label is string, but samples are made of numbers, arrays of numbers and \
 vectors; convert it, for instance with pyspark.ml.feature.StringIndexer
@@ -267,21 +275,25 @@ vectors; convert it, for instance with pyspark.ml.feature.StringIndexer
             )
 
 
-def packed_here(partitions: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Parcel]:
+def pack_local(partitions: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[ShuffleMessage]:
     """Return the samples' parcels of partitions in this process."""
-    pack = Packing(str(dtype).removeprefix("torch."))
-    return [parse_parcel(text) for place, rows in enumerate(partitions) for _, text in pack(place, rows)]
+    pack = PartitionPacker(str(dtype).removeprefix("torch."))
+    return [parse_message(text) for place, rows in enumerate(partitions) for _, text in pack(place, rows)]
 
 
-def looks_here(parcels: Sequence[Parcel]) -> list[Look]:
+def inspect_local(messages: Sequence[ShuffleMessage]) -> list[PartitionInfo]:
     """Return what is in each partition in this process; errors as of ``looks``."""
-    texts = [found for place, one in enumerate(parcels) for found in look(place, [(place, format_parcel(one))])]
-    found = read_looks(texts)
-    require_alike(found, len(parcels))
+    texts = [
+        found
+        for place, one in enumerate(messages)
+        for found in inspect_partition(place, [(place, format_message(one))])
+    ]
+    found = parse_partition_infos(texts)
+    check_partitions_match(found, len(messages))
     return found
 
 
-def read_looks(texts: Iterable[tuple[int, str]]) -> list[Look]:
+def parse_partition_infos(texts: Iterable[tuple[int, str]]) -> list[PartitionInfo]:
     """Return what has been told, in the order of the places."""
     told = [json.loads(text) for _, text in sorted(texts)]
-    return [Look(**{**plain, "fields": tuple(plain["fields"])}) for plain in told]
+    return [PartitionInfo(**{**plain, "fields": tuple(plain["fields"])}) for plain in told]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from counterpoint.errors import PlanError
 
-CLOSED = {
+SECURITY_SETTINGS = {
     "spark.authenticate": "anybody who reaches its ports can run code",
     "spark.network.crypto.enabled": "what executors send each other can be read on the way",
     "spark.io.encryption.enabled": "what executors write to their disks can be read there",
@@ -18,40 +18,40 @@ CLOSED = {
 MIB = 1 << 20
 INTERPRETER_BYTES = 300 * MIB
 """What Python with torch takes before there is a model."""
-LEAST_OVERHEAD_BYTES = 384 * MIB
-COPIES = 4
+MIN_OVERHEAD_BYTES = 384 * MIB
+WEIGHT_COPIES = 4
 """Of the weights: those that have come, the replica, its gradients, and these as one vector."""
 
 
-def is_on_one_machine(master: str) -> bool:
+def is_local_master(master: str) -> bool:
     """Tell whether Spark runs nowhere but here.
 
     Example:
-        >>> [is_on_one_machine(master) for master in ("local[2]", "local-cluster[2,1,1024]", "spark://host:7077")]
+        >>> [is_local_master(master) for master in ("local[2]", "local-cluster[2,1,1024]", "spark://host:7077")]
         [True, True, False]
     """
     return master == "local" or master.startswith(("local[", "local-cluster["))
 
 
-def open_settings(master: str, settings: Mapping[str, str]) -> list[str]:
+def insecure_settings(master: str, settings: Mapping[str, str]) -> list[str]:
     """Return what stands open, a line for each setting; nothing on one machine, where Spark listens to nobody else.
 
     Example:
-        >>> open_settings("yarn", {"spark.authenticate": "true", "spark.network.crypto.enabled": "true"})
+        >>> insecure_settings("yarn", {"spark.authenticate": "true", "spark.network.crypto.enabled": "true"})
         ['spark.io.encryption.enabled is off: what executors write to their disks can be read there']
     """
-    if is_on_one_machine(master):
+    if is_local_master(master):
         return []
     return [
         f"{name} is off: {risk}"
-        for name, risk in CLOSED.items()
+        for name, risk in SECURITY_SETTINGS.items()
         if settings.get(name, "false").strip().lower() != "true"
     ]
 
 
-def warn_of_open(master: str, settings: Mapping[str, str]) -> None:
+def warn_insecure_settings(master: str, settings: Mapping[str, str]) -> None:
     """Warn once for each training of what stands open."""
-    found = open_settings(master, settings)
+    found = insecure_settings(master, settings)
     if found:
         warnings.warn(
             f"Spark at {master} is not protected: {'; '.join(found)}; set them to true where Spark is started, with "
@@ -61,14 +61,14 @@ def warn_of_open(master: str, settings: Mapping[str, str]) -> None:
         )
 
 
-def bytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the bytes that Spark means by a size; MiB without a unit.
 
     Raises:
         PlanError: it is no size.
 
     Example:
-        >>> bytes_of("2g"), bytes_of("512"), bytes_of("1024k")
+        >>> parse_size("2g"), parse_size("512"), parse_size("1024k")
         (2147483648, 536870912, 1048576)
     """
     found = re.fullmatch(r"\s*(\d+)\s*([kmgt]?)b?\s*", text.lower())
@@ -77,22 +77,22 @@ def bytes_of(text: str) -> int:
     return int(found[1]) << {"k": 10, "": 20, "m": 20, "g": 30, "t": 40}[found[2]]
 
 
-def room(master: str, settings: Mapping[str, str]) -> tuple[str, int] | None:
+def worker_memory_limit(master: str, settings: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the setting that bounds the memory of a Python worker, and its bytes; None where nothing does."""
     if "spark.executor.pyspark.memory" in settings:
         cores = int(settings.get("spark.executor.cores", "1")) // int(settings.get("spark.task.cpus", "1"))
-        return "spark.executor.pyspark.memory", bytes_of(settings["spark.executor.pyspark.memory"]) // max(1, cores)
+        return "spark.executor.pyspark.memory", parse_size(settings["spark.executor.pyspark.memory"]) // max(1, cores)
     if not master.startswith(("yarn", "k8s")):
         return None
     name = "spark.executor.memoryOverhead"
     if name in settings:
-        return name, bytes_of(settings[name])
+        return name, parse_size(settings[name])
     factor = float(settings.get("spark.executor.memoryOverheadFactor", "0.1"))
-    share = int(bytes_of(settings.get("spark.executor.memory", "1g")) * factor)
-    return name, max(LEAST_OVERHEAD_BYTES, share)
+    share = int(parse_size(settings.get("spark.executor.memory", "1g")) * factor)
+    return name, max(MIN_OVERHEAD_BYTES, share)
 
 
-def require_room(weight_bytes: int, master: str, settings: Mapping[str, str]) -> None:
+def check_worker_memory(weight_bytes: int, master: str, settings: Mapping[str, str]) -> None:
     """Check that a worker has room for a replica.
 
     Args:
@@ -104,17 +104,17 @@ def require_room(weight_bytes: int, master: str, settings: Mapping[str, str]) ->
         PlanError: it has not.
 
     Example:
-        >>> require_room(2**30, "yarn", {"spark.executor.memoryOverhead": "1g"})
+        >>> check_worker_memory(2**30, "yarn", {"spark.executor.memoryOverhead": "1g"})
         Traceback (most recent call last):
         counterpoint.errors.PlanError: a Python worker needs at least 4,609,540,096 bytes for 1,073,741,824 bytes of \
 weights (4 times these, and Python with torch), but spark.executor.memoryOverhead leaves it 1,073,741,824; set \
 spark.executor.memoryOverhead=4396m or more
     """
-    bound = room(master, settings)
-    needed = COPIES * weight_bytes + INTERPRETER_BYTES
+    bound = worker_memory_limit(master, settings)
+    needed = WEIGHT_COPIES * weight_bytes + INTERPRETER_BYTES
     if bound is not None and bound[1] < needed:
         name, found = bound
         raise PlanError(
-            f"a Python worker needs at least {needed:,} bytes for {weight_bytes:,} bytes of weights ({COPIES} times "
+            f"a Python worker needs at least {needed:,} bytes for {weight_bytes:,} bytes of weights ({WEIGHT_COPIES} times "
             f"these, and Python with torch), but {name} leaves it {found:,}; set {name}={-(-needed // MIB)}m or more"
         )

@@ -1,4 +1,10 @@
-"""Training on Spark as BigDL does it: data stay where they are, and an iteration is two jobs."""
+"""How two Spark jobs carry out a program: which words are computed where, and which collective is which shuffle.
+
+``F B share(grad)`` is the first job: tasks compute, and its shuffle shares gradients out. ``commit`` is the driver,
+between the jobs. ``U join(weight)`` is the second: tasks update their slices, and its shuffle hands out the weights.
+
+Training on Spark as BigDL does it: data stay where they are, and an iteration is two jobs.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +18,111 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
 
+from counterpoint.compiler.compile import CompiledPlan, compile as compile_plan
 from counterpoint.data.sampler import Sampler
 from counterpoint.errors import LaunchError, PlanError
-from counterpoint.runtime.optimizers import Factory
-from counterpoint.spark.driver import Done, Options, Run
-from counterpoint.spark.exchange import Exchange, OnSpark
-from counterpoint.spark.program import compiled_for, micros_of
-from counterpoint.spark.recipe import Known, Loss, Recipe, Still, require_no_statistics, still_values, without_numbers
-from counterpoint.spark.samples import Look, looks, packed, rows_of
-from counterpoint.spark.saving import Subject, first_slices, load_slices, put_back, save_slices
-from counterpoint.spark.settings import require_room, warn_of_open
-from counterpoint.spark.slices import layout_of, rule_of
-from counterpoint.spark.works import Share
-from counterpoint.training.checks import make_face, require_folder
-from counterpoint.training.saving import Progress
+from counterpoint.model.spec import Block, LayerSpec, ModelSpec
+from counterpoint.partitioning.partitioned_model import list_params
+from counterpoint.plan.plan import Plan
+from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Update
+from counterpoint.program.program import RankProgram
+from counterpoint.program.text import format_instruction
+from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
+from counterpoint.spark.checkpoint import SparkTrainingTarget, initial_slices, load_into_model, load_slices, save_slices
+from counterpoint.spark.samples import PartitionInfo, inspect_partitions, pack_partitions, to_sample_rdd
+from counterpoint.spark.settings import check_worker_memory, warn_insecure_settings
+from counterpoint.spark.shuffle import Shuffle, SparkShuffle
+from counterpoint.spark.tasks import BatchAssignment
+from counterpoint.spark.training_loop import SparkOptions, SparkStep, SparkTrainingLoop
+from counterpoint.spark.training_spec import (
+    BroadcastBytes,
+    LocalBytes,
+    Loss,
+    TrainingSpec,
+    check_no_running_stats,
+    meta_copy,
+    serialize_constants,
+)
+from counterpoint.spark.weight_slices import make_layout, make_slice_optimizer
+from counterpoint.strategies.systems.bigdl import bigdl
+from counterpoint.training.checkpointing.save_restore import TrainProgress
+from counterpoint.training.model_partition import drop_frozen_params
+from counterpoint.training.validation import require_directory_path, wrap_optimizer
+
+
+def compile_training(
+    model: nn.Module, optimizer_spec: OptimizerSpec, num_partitions: int, num_microbatches: int
+) -> CompiledPlan:
+    """Return the program of a training on Spark: ZeRO of level 1 over partitions, proved.
+
+    Args:
+        model: called as a whole.
+        face: its optimizer.
+        num_places: partitions.
+        micros: into how many microbatches a partition cuts its share of a batch.
+    """
+    params = list_params(model)
+    whole = LayerSpec("model", tuple(param.name for param in params))
+    spec = drop_frozen_params(ModelSpec((Block((whole,), 0),), params), optimizer_spec)
+    return compile_plan(Plan(bigdl(num_partitions), num_microbatches=num_microbatches), spec)
+
+
+def partition_microbatches(compiled: CompiledPlan) -> tuple[tuple[int, ...], ...]:
+    """Return the microbatches of each row of a program that two jobs can carry out.
+
+    Raises:
+        PlanError: they cannot: a row goes another way than compute, share, commit, update, join.
+
+    Example:
+        >>> from counterpoint.model.spec import chain
+        >>> partition_microbatches(compile_plan(Plan(bigdl(2), num_microbatches=2), chain(1)))
+        ((0, 1), (2, 3))
+    """
+    num_places = compiled.program.num_ranks
+    return tuple(_rank_microbatches(row, num_places) for row in compiled.program.rank_programs)
+
+
+def _rank_microbatches(rank_program: RankProgram, num_partitions: int) -> tuple[int, ...]:
+    everyone, before = tuple(range(num_partitions)), 0
+    if rank_program.prologue or rank_program.epilogue:
+        raise PlanError("a plan without a flush has no steps that end, but a step on Spark is two jobs; take zero(n)")
+    for word in rank_program.body:
+        stage = step_stage(word, everyone)
+        if stage < before:
+            raise PlanError(
+                f"{format_instruction(word)} cannot be carried out by two Spark jobs, which compute, share gradients "
+                "out, agree, update and join weights, in this order and among all partitions; take zero(n, level=1)"
+            )
+        before = stage
+    return tuple(word.micro for word in rank_program.body if isinstance(word, Forward))
+
+
+def step_stage(instruction: Instruction, all_ranks: tuple[int, ...]) -> int:
+    """Return how far a step is when a word comes; -1 for one that has no place in it."""
+    match instruction:
+        case Forward(block=0, version=0) | Backward(block=0, version=0, part=""):
+            return 0
+        case Collective(op="reduce_scatter", tensor=value, group=group) if value.name == "grad" and group == all_ranks:
+            return 1
+        case Commit(group=group) if group == all_ranks:
+            return 2
+        case Update():
+            return 3
+        case Collective(op="all_gather", tensor=value, group=group) if value.name == "weight" and group == all_ranks:
+            return 4
+        case _:
+            return -1
+
 
 if TYPE_CHECKING:
     from pyspark import RDD, Broadcast, SparkContext
     from pyspark.sql import DataFrame
 
-OnStep = Callable[[Done], None]
+OnStep = Callable[[SparkStep], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class SparkTrainResult:
     """What a training did.
 
     Args:
@@ -45,7 +132,7 @@ class Trained:
     """
 
     plan: str
-    steps: tuple[Done, ...]
+    steps: tuple[SparkStep, ...]
     step_bytes: int
 
     @property
@@ -54,7 +141,7 @@ class Trained:
         return [done.loss for done in self.steps]
 
 
-class Training:
+class SparkTraining:
     """A model, its loss and its optimizer, ready for an exchange of so many places.
 
     Args:
@@ -72,55 +159,59 @@ class Training:
         self,
         model: nn.Module,
         loss: Loss,
-        optimizer: optim.Optimizer | Factory,
-        options: Options,
-        num_places: int,
+        optimizer: optim.Optimizer | TorchOptimizerFactory,
+        options: SparkOptions,
+        num_partitions: int,
     ) -> None:
-        require_no_statistics(model)
-        require_here(model)
-        require_folder(options.save_to)
-        if options.save_every is not None and options.save_to is None:
-            raise PlanError(f"save_every={options.save_every} says when, but not where; give save_to=FOLDER as well")
-        self.model, self.loss, self.options, self.num_places = model, loss, options, num_places
-        face = make_face(optimizer, model)
-        self.rule = rule_of(face)
-        self.layout = layout_of(model, face.group_of, num_places)
-        self.compiled = compiled_for(model, face, num_places, options.micros)
-        self.micros = micros_of(self.compiled)
-        self.still = still_values(model, face.group_of)
+        check_no_running_stats(model)
+        check_on_cpu(model)
+        require_directory_path(options.checkpoint_dir)
+        if options.save_every is not None and options.checkpoint_dir is None:
+            raise PlanError(
+                f"save_every={options.save_every} says when, but not where; give checkpoint_dir=FOLDER as well"
+            )
+        self.model, self.loss, self.options, self.num_partitions = model, loss, options, num_partitions
+        face = wrap_optimizer(optimizer, model)
+        self.slice_optimizer = make_slice_optimizer(face)
+        self.layout = make_layout(model, face.group_index, num_partitions)
+        self.compiled = compile_training(model, face, num_partitions, options.num_microbatches)
+        self.microbatches = partition_microbatches(self.compiled)
+        self.constants = serialize_constants(model, face.group_index)
         plan = str(self.compiled.plan)
-        self.subject = Subject(model, face, self.layout, plan, options.batch_size, options.seed)
+        self.target = SparkTrainingTarget(model, face, self.layout, plan, options.batch_size, options.seed)
 
     @property
     def step_bytes(self) -> int:
         """What all places send each other in a step, by the program's formula, or half of it with a code of 16 bits."""
         total = sum(self.compiled.sent_bytes())
         return (
-            int(total * (2 if self.options.code == "bf16" else self.layout.dtype.itemsize))
+            int(total * (2 if self.options.codec == "bf16" else self.layout.dtype.itemsize))
             // self.layout.dtype.itemsize
         )
 
-    def recipe(self, still: Still) -> Recipe:
+    def make_spec(self, constants: BroadcastBytes) -> TrainingSpec:
         """Return what tasks have to know."""
-        model = without_numbers(self.model)
-        code, seed = self.options.code, self.options.seed
-        return Recipe(secrets.token_hex(8), model, still, self.loss, self.rule, self.layout, code, seed)
+        model = meta_copy(self.model)
+        code, seed = self.options.codec, self.options.seed
+        return TrainingSpec(
+            secrets.token_hex(8), model, constants, self.loss, self.slice_optimizer, self.layout, code, seed
+        )
 
-    def share(self, found: Sequence[Look]) -> Share:
+    def assign_batches(self, infos: Sequence[PartitionInfo]) -> BatchAssignment:
         """Return which samples are where."""
-        starts = tuple(accumulate((one.count for one in found), initial=0))
+        starts = tuple(accumulate((one.count for one in infos), initial=0))
         sampler = Sampler(starts[-1], self.options.batch_size, self.options.seed)
-        return Share(sampler, starts, tuple(one.digest for one in found))
+        return BatchAssignment(sampler, starts, tuple(one.digest for one in infos))
 
     def run(
         self,
-        exchange: Exchange,
-        recipe: Recipe,
-        found: Sequence[Look],
+        shuffle: Shuffle,
+        spec: TrainingSpec,
+        infos: Sequence[PartitionInfo],
         *,
         resume: Path | None = None,
         on_step: OnStep | None = None,
-    ) -> Trained:
+    ) -> SparkTrainResult:
         """Train; afterwards the model has the weights that came out.
 
         Args:
@@ -135,30 +226,32 @@ class Training:
             DataError: a loss is not finite, a parameter is unused, or a sample is wrong.
             LaunchError: Spark gave up a job.
         """
-        slices, progress = first_slices(self.subject, self.num_places), Progress()
+        slices, progress = initial_slices(self.target, self.num_partitions), TrainProgress()
         if resume is not None:
-            slices, progress = load_slices(self.subject, resume, self.num_places)
-        run = Run(exchange, recipe, self.share(found), self.micros, self.options)
-        steps: list[Done] = []
-        for done in self._steps(run, slices, progress):
+            slices, progress = load_slices(self.target, resume, self.num_partitions)
+        run = SparkTrainingLoop(shuffle, spec, self.assign_batches(infos), self.microbatches, self.options)
+        steps: list[SparkStep] = []
+        for done in self._run_with_retries(run, slices, progress):
             if done.slices:
-                put_back(self.subject, done.slices)
+                load_into_model(self.target, done.slices)
                 self._save(run, done)
             again = next((at for at, one in enumerate(steps) if one.progress.step == done.progress.step), len(steps))
             steps[again:] = [replace(done, slices=())]  # what Spark gave up afterwards is taken once more
             if on_step is not None:
                 on_step(done)
-        return Trained(str(self.compiled.plan), tuple(steps), self.step_bytes)
+        return SparkTrainResult(str(self.compiled.plan), tuple(steps), self.step_bytes)
 
-    def _steps(self, run: Run, slices: Sequence[bytes], progress: Progress) -> Iterator[Done]:
+    def _run_with_retries(
+        self, run: SparkTrainingLoop, slices: Sequence[bytes], progress: TrainProgress
+    ) -> Iterator[SparkStep]:
         """Yield every step; where Spark gives up a job, again from the last slices at the driver, if that may be.
 
         Raises:
             LaunchError: Spark gave up a job once more than the options allow.
         """
-        for left in range(self.options.retries, -1, -1):
+        for left in range(self.options.max_retries, -1, -1):
             try:
-                for done in run.steps(slices, progress):
+                for done in run.run(slices, progress):
                     if done.slices:
                         slices, progress = done.slices, done.progress
                     yield done
@@ -169,16 +262,16 @@ class Training:
             else:
                 return
 
-    def _save(self, run: Run, done: Done) -> None:
+    def _save(self, run: SparkTrainingLoop, done: SparkStep) -> None:
         options = self.options
-        if options.save_to is None:
+        if options.checkpoint_dir is None:
             return
         step = done.progress.step
         if step == run.num_steps or (options.save_every is not None and step % options.save_every == 0):
-            save_slices(self.subject, done.slices, done.progress, options.save_to, options.keep)
+            save_slices(self.target, done.slices, done.progress, options.checkpoint_dir, options.keep_last)
 
 
-def require_here(model: nn.Module) -> None:
+def check_on_cpu(model: nn.Module) -> None:
     """Check that a model's numbers are on the CPU.
 
     Raises:
@@ -189,10 +282,10 @@ def require_here(model: nn.Module) -> None:
             raise PlanError(f"{name} is on {tensor.device}, but tasks of Spark's compute on the CPU; move it there")
 
 
-def forget(still: Broadcast[Any], context: SparkContext) -> None:
+def destroy_broadcast(broadcast: Broadcast[Any], context: SparkContext) -> None:
     """End a broadcast, also in the list of those to ship: a closure that could not be shipped leaves it to the next."""
     context._pickled_broadcast_vars.clear()  # noqa: SLF001 - nothing public empties it
-    still.destroy()
+    broadcast.destroy()
 
 
 def train(  # noqa: PLR0913 - what a training may be given, most by keyword
@@ -200,12 +293,12 @@ def train(  # noqa: PLR0913 - what a training may be given, most by keyword
     model: nn.Module,
     *,
     loss: Loss,
-    optimizer: optim.Optimizer | Factory,
-    options: Options,
+    optimizer: optim.Optimizer | TorchOptimizerFactory,
+    options: SparkOptions,
     columns: Sequence[str] = ("features", "label"),
     resume: str | Path | None = None,
     on_step: OnStep | None = None,
-) -> Trained:
+) -> SparkTrainResult:
     """Train on an RDD or a DataFrame, in two Spark jobs a step; afterwards the model has the trained weights.
 
     Partitions are replicas: each computes those samples of a global batch that it has, updates a slice of the weights,
@@ -240,32 +333,32 @@ def train(  # noqa: PLR0913 - what a training may be given, most by keyword
     """
     from pyspark.sql import DataFrame
 
-    rows = rows_of(data, columns) if isinstance(data, DataFrame) else data
+    rows = to_sample_rdd(data, columns) if isinstance(data, DataFrame) else data
     context, settings = rows.context, dict(rows.context.getConf().getAll())
-    warn_of_open(context.master, settings)
-    training = Training(model, loss, optimizer, options, rows.getNumPartitions())
-    require_room(training.layout.num_elements * training.layout.dtype.itemsize, context.master, settings)
-    samples = packed(rows, training.layout.dtype)
-    still = context.broadcast(training.still)
+    warn_insecure_settings(context.master, settings)
+    training = SparkTraining(model, loss, optimizer, options, rows.getNumPartitions())
+    check_worker_memory(training.layout.num_elements * training.layout.dtype.itemsize, context.master, settings)
+    samples = pack_partitions(rows, training.layout.dtype)
+    still = context.broadcast(training.constants)
     try:
-        found = looks(samples, training.num_places)
-        exchange = OnSpark(context, samples, training.num_places)
+        found = inspect_partitions(samples, training.num_partitions)
+        exchange = SparkShuffle(context, samples, training.num_partitions)
         path = Path(resume) if resume is not None else None
-        return training.run(exchange, training.recipe(still), found, resume=path, on_step=on_step)
+        return training.run(exchange, training.make_spec(still), found, resume=path, on_step=on_step)
     finally:
         samples.unpersist()
-        forget(still, context)
+        destroy_broadcast(still, context)
 
 
-def train_here(
+def train_local(
     partitions: Sequence[Sequence[Any]],
     model: nn.Module,
     *,
     loss: Loss,
-    optimizer: optim.Optimizer | Factory,
-    options: Options,
+    optimizer: optim.Optimizer | TorchOptimizerFactory,
+    options: SparkOptions,
     resume: Path | None = None,
-) -> Trained:
+) -> SparkTrainResult:
     """Train as on Spark with partitions in this process, one after the other: for tests, and to try things out.
 
     Args:
@@ -280,16 +373,16 @@ def train_here(
         >>> import torch
         >>> model, data = nn.Linear(1, 1), [(torch.ones(1), torch.ones(1))] * 3
         >>> options = Options(batch_size=2, max_steps=2)
-        >>> done = train_here(
+        >>> done = train_local(
         ...     [data, data[:1]], model, loss=nn.functional.mse_loss, optimizer=optim.SGD, options=options
         ... )
         >>> [step.num_samples for step in done.steps], done.plan
         ([2, 2], 'zero(2, level=1)')
     """
-    from counterpoint.spark.exchange import Here
-    from counterpoint.spark.samples import looks_here, packed_here
+    from counterpoint.spark.samples import inspect_local, pack_local
+    from counterpoint.spark.shuffle import LocalShuffle
 
-    training = Training(model, loss, optimizer, options, len(partitions))
-    parcels = packed_here(partitions, training.layout.dtype)
-    recipe = training.recipe(Known(training.still))
-    return training.run(Here(parcels), recipe, looks_here(parcels), resume=resume)
+    training = SparkTraining(model, loss, optimizer, options, len(partitions))
+    parcels = pack_local(partitions, training.layout.dtype)
+    recipe = training.make_spec(LocalBytes(training.constants))
+    return training.run(LocalShuffle(parcels), recipe, inspect_local(parcels), resume=resume)

@@ -14,7 +14,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1, "": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Buckets:
+class BucketConfig:
     """How gradients are put together that are summed while a backward goes on.
 
     Args:
@@ -28,7 +28,7 @@ class Buckets:
         Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018 (tensor fusion).
 
     Example:
-        >>> list(Buckets(bucket_bytes=2**26, cycle_ms=2.5, tune=False).options())
+        >>> list(BucketConfig(bucket_bytes=2**26, cycle_ms=2.5, tune=False).options())
         ['bucket=64MiB', 'cycle=2.5', 'tune=off']
     """
 
@@ -46,20 +46,20 @@ class Buckets:
             raise PlanError(f"cycle={self.cycle_ms} is no time; give milliseconds, such as cycle=5, or 0 for none")
 
     @staticmethod
-    def parse(bucket: str = "", first_bucket: str = "", cycle: str = "", tune: str = "") -> Buckets:
+    def parse(bucket: str = "", first_bucket: str = "", cycle: str = "", tune: str = "") -> BucketConfig:
         """Read the options of a plan; those that are not given are as they are by default.
 
         Raises:
             PlanError: one is no size, no time, or neither on nor off.
         """
-        default = BY_DEFAULT
+        default = DEFAULT_BUCKETS
         if tune not in {"", "on", "off"}:
             raise PlanError(f"there is no tune={tune}; give tune=on or tune=off")
         try:
             cycle_ms = float(cycle) if cycle else default.cycle_ms
         except ValueError:
             raise PlanError(f"cycle={cycle} is no time; give milliseconds, such as cycle=5") from None
-        return Buckets(
+        return BucketConfig(
             parse_bytes("bucket", bucket) if bucket else default.bucket_bytes,
             parse_bytes("first_bucket", first_bucket) if first_bucket else default.first_bytes,
             cycle_ms,
@@ -68,7 +68,7 @@ class Buckets:
 
     def options(self) -> Iterator[str]:
         """Yield what a plan has to say about them, as :meth:`parse` reads it: nothing where all is as by default."""
-        default = BY_DEFAULT
+        default = DEFAULT_BUCKETS
         if self.bucket_bytes != default.bucket_bytes:
             yield f"bucket={format_bytes(self.bucket_bytes)}"
         if self.first_bytes != default.first_bytes:
@@ -79,11 +79,11 @@ class Buckets:
             yield f"tune={'on' if self.tune else 'off'}"
 
 
-BY_DEFAULT = Buckets()
+DEFAULT_BUCKETS = BucketConfig()
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyGrad:
     """A gradient that a backward has made.
 
     Args:
@@ -93,13 +93,13 @@ class Ready:
         ready_s: when it was made, in seconds from the beginning of the backward.
     """
 
-    place: int
-    arena: int
+    index: int
+    flat_buffer: int
     num_bytes: int
     ready_s: float
 
 
-def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
+def assign_buckets(grads: Iterable[ReadyGrad], sizes: BucketConfig) -> tuple[tuple[int, ...], ...]:
     """Return the places of each bucket, in the order in which buckets are complete.
 
     Each has gradients of one buffer, at most so many bytes as ``sizes`` says, or a single gradient that is larger. What
@@ -110,33 +110,33 @@ def cut(made: Iterable[Ready], sizes: Buckets) -> tuple[tuple[int, ...], ...]:
         sizes: of the first bucket, of the others, and how far apart in time the gradients of one may be.
 
     Example:
-        >>> made = [Ready(place, 0, 10, 0.001 * place) for place in range(5)]
-        >>> cut(made, Buckets(bucket_bytes=30, first_bytes=10))
+        >>> grads = [ReadyGrad(index, 0, 10, 0.001 * index) for index in range(5)]
+        >>> assign_buckets(grads, BucketConfig(bucket_bytes=30, first_bytes=10))
         ((0,), (1, 2, 3), (4,))
     """
-    closed: list[list[Ready]] = []
-    growing: dict[int, list[Ready]] = {}
+    closed: list[list[ReadyGrad]] = []
+    growing: dict[int, list[ReadyGrad]] = {}
     firsts: set[int] = set()
-    for one in sorted(made, key=lambda ready: (ready.ready_s, ready.place)):
-        bucket = growing.get(one.arena)
-        if bucket is not None and not _takes(bucket, one, sizes, is_first=one.arena in firsts):
-            closed.append(growing.pop(one.arena))
-            firsts.discard(one.arena)
+    for one in sorted(grads, key=lambda ready: (ready.ready_s, ready.index)):
+        bucket = growing.get(one.flat_buffer)
+        if bucket is not None and not _fits(bucket, one, sizes, is_first=one.flat_buffer in firsts):
+            closed.append(growing.pop(one.flat_buffer))
+            firsts.discard(one.flat_buffer)
         if not closed and not growing:
-            firsts.add(one.arena)
-        growing.setdefault(one.arena, []).append(one)
-    complete = sorted([*closed, *growing.values()], key=lambda bucket: (bucket[-1].ready_s, bucket[-1].place))
-    return tuple(tuple(ready.place for ready in bucket) for bucket in complete)
+            firsts.add(one.flat_buffer)
+        growing.setdefault(one.flat_buffer, []).append(one)
+    complete = sorted([*closed, *growing.values()], key=lambda bucket: (bucket[-1].ready_s, bucket[-1].index))
+    return tuple(tuple(ready.index for ready in bucket) for bucket in complete)
 
 
-def _takes(bucket: Sequence[Ready], one: Ready, sizes: Buckets, *, is_first: bool) -> bool:
+def _fits(bucket: Sequence[ReadyGrad], grad: ReadyGrad, sizes: BucketConfig, *, is_first: bool) -> bool:
     """Tell whether one more gradient fits into a bucket."""
     held = sum(ready.num_bytes for ready in bucket)
-    in_time = not sizes.cycle_ms or one.ready_s - bucket[0].ready_s <= sizes.cycle_ms / 1000
-    if not in_time or held + one.num_bytes > sizes.bucket_bytes:
+    in_time = not sizes.cycle_ms or grad.ready_s - bucket[0].ready_s <= sizes.cycle_ms / 1000
+    if not in_time or held + grad.num_bytes > sizes.bucket_bytes:
         return False
-    is_larger = one.num_bytes > sizes.first_bytes > held
-    return not is_first or is_larger or held + one.num_bytes <= sizes.first_bytes
+    is_larger = grad.num_bytes > sizes.first_bytes > held
+    return not is_first or is_larger or held + grad.num_bytes <= sizes.first_bytes
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -8,15 +8,15 @@ from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.program.codes import find_code, sum_trips
-from counterpoint.program.instruction import Collective, Instruction, Serve, Update, grad
-from counterpoint.program.program import Program, Row
-from counterpoint.program.rewrite import before_commit, last_backward_first, replicate, widen_commits
-from counterpoint.strategies.buckets import BY_DEFAULT, Buckets
-from counterpoint.strategies.late import Late
-from counterpoint.strategies.local import Local
-from counterpoint.strategies.rhythm import Rhythm, TurnName
-from counterpoint.strategies.strategy import Forecast, Need, RankForecast, Strategy
+from counterpoint.program.compression import find_codec, ring_volume_factor
+from counterpoint.program.instruction import ApplyPushes, Collective, Instruction, Update, grad
+from counterpoint.program.program import Program, RankProgram
+from counterpoint.program.rewrite import insert_before_commit, order_by_grad_completion, replicate, widen_commits
+from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
+from counterpoint.strategies.delayed_allreduce import DelayedAllReduce
+from counterpoint.strategies.local_sgd import LocalSGD
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
+from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.zero import Zero
 
 
@@ -24,7 +24,7 @@ from counterpoint.strategies.zero import Zero
 class Data:
     """Copy the program ``degree`` times and sum the gradients of the copies before every update.
 
-    With ``update="shared"`` each copy sums and updates only its share of the weights, which are then joined. Where the
+    With ``update="sharded"`` each copy sums and updates only its share of the weights, which are then joined. Where the
     copies are on one host, they have weights in common that way, and nothing is sent at all.
 
     Gradients are summed once per step, after the last of its microbatches: with ``num_microbatches=k`` that is what
@@ -42,7 +42,7 @@ class Data:
 
     Args:
         degree: ranks along the new axis.
-        update: ``own`` for every copy updates all, ``shared`` for each its share.
+        update: ``replicated``: every replica updates all parameters; ``sharded``: each updates its shard.
         compress: the code that gradients travel in: fp16, bf16, int8, twobit:0.5, sign, topk:0.01 or powersgd:1.
         reduce: ``sum``, or ``adasum`` to average what is parallel in the copies' gradients and add what is orthogonal.
         sync_every: average weights after so many steps instead of summing gradients in each; 1 sums gradients.
@@ -89,53 +89,53 @@ class Data:
     """
 
     degree: int
-    update: Literal["own", "shared"] = "own"
+    update: Literal["replicated", "sharded"] = "replicated"
     compress: str = ""
     reduce: Literal["sum", "adasum"] = "sum"
     sync_every: int = 1
     sync_first: int = 0
     staleness: int = 0
-    buckets: Buckets = BY_DEFAULT
+    buckets: BucketConfig = DEFAULT_BUCKETS
 
     axis: ClassVar[str] = "data"
     splits_batch: ClassVar[bool] = True
-    need: ClassVar[Need] = "none"
+    granularity: ClassVar[Granularity] = "whole"
 
     def __post_init__(self) -> None:
-        if self.update not in {"own", "shared"}:
-            raise PlanError(f"data has no update={self.update!r}; give update=own or update=shared")
+        if self.update not in {"replicated", "sharded"}:
+            raise PlanError(f"data has no update={self.update!r}; give update=replicated or update=sharded")
         if self.reduce not in {"sum", "adasum"}:
             raise PlanError(f"data has no reduce={self.reduce!r}; give reduce=sum or reduce=adasum")
-        self._require_code()
-        self._require_rhythm()
-        if (self.update == "shared") + (self.sync_every > 1) + (self.staleness > 0) > 1:
+        self._check_codec()
+        self._check_sync_options()
+        if (self.update == "sharded") + (self.sync_every > 1) + (self.staleness > 0) > 1:
             raise PlanError(
-                f"{self} combines options of which each says what is done with a gradient; give one of update=shared, "
+                f"{self} combines options of which each says what is done with a gradient; give one of update=sharded, "
                 "sync_every=... and staleness=1"
             )
 
-    def _require_code(self) -> None:
+    def _check_codec(self) -> None:
         if self.compress == "adasum" or (self.compress and self.reduce != "sum"):
             raise PlanError(
                 f"data was given compress={self.compress} and reduce={self.reduce}, but adasum needs whole gradients; "
                 "give reduce=adasum without compress"
             )
-        if self.code and self.update == "shared":
+        if self.codec and self.update == "sharded":
             raise PlanError(
-                f"data was given update=shared with the code {self.code}, but a code is about whole gradients, and "
+                f"data was given update=sharded with the code {self.codec}, but a code is about whole gradients, and "
                 "replicas on one host share their update without sending any; give one or the other"
             )
         try:
-            _ = self.code and find_code(self.code)
+            _ = self.codec and find_codec(self.codec)
         except ProgramError as wrong:
             raise PlanError(str(wrong)) from None
-        if self.code and (self.sync_every > 1 or self.staleness):
+        if self.codec and (self.sync_every > 1 or self.staleness):
             raise PlanError(
-                f"{self} has the code {self.code}, but a code is for gradients that are summed in their own step, "
+                f"{self} has the code {self.codec}, but a code is for gradients that are summed in their own step, "
                 "which neither sync_every nor staleness does; give one or the other"
             )
 
-    def _require_rhythm(self) -> None:
+    def _check_sync_options(self) -> None:
         if self.sync_every < 1 or self.sync_first < 0:
             raise PlanError(
                 f"sync_every={self.sync_every}, sync_first={self.sync_first} of data are no numbers of steps; give "
@@ -151,7 +151,7 @@ class Data:
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        options = [f"update={self.update}"] if self.update != "own" else []
+        options = [f"update={self.update}"] if self.update != "replicated" else []
         options += [f"compress={self.compress}"] if self.compress else []
         options += [f"reduce={self.reduce}"] if self.reduce != "sum" else []
         options += [f"sync_every={self.sync_every}"] if self.sync_every != 1 else []
@@ -161,35 +161,35 @@ class Data:
         return f"data({', '.join([str(self.degree), *options])})"
 
     @property
-    def code(self) -> str:
+    def codec(self) -> str:
         """The code of its sums; ``""`` where gradients travel as they are."""
         return self.reduce if self.reduce != "sum" else self.compress
 
     @property
-    def rhythm(self) -> Rhythm:
+    def sync_schedule(self) -> SyncSchedule:
         """Which kind of step comes when."""
-        return Rhythm(self.sync_every, self.sync_first, self.staleness) if self.degree > 1 else Rhythm()
+        return SyncSchedule(self.sync_every, self.sync_first, self.staleness) if self.degree > 1 else SyncSchedule()
 
-    def at(self, turn: TurnName) -> Strategy:
+    def variant(self, kind: StepKind) -> Strategy:
         """Return the strategy that makes the program of one kind of step."""
-        if turn in {"quiet", "meeting"}:
-            return Local(self.degree, turn == "meeting", str(self))
+        if kind in {"local", "sync"}:
+            return LocalSGD(self.degree, kind == "sync", str(self))
         return replace(self, sync_every=1, sync_first=0)
 
     @property
-    def _special(self) -> Strategy | None:
+    def _delegate(self) -> Strategy | None:
         """What does it instead, where gradients are not just summed and applied by all."""
-        if self.update == "shared":
+        if self.update == "sharded":
             return Zero(self.degree, level=1, name=str(self))
         if self.sync_every > 1:
-            return Local(self.degree, meets=True, name=str(self))
-        return Late(self.degree, str(self)) if self.staleness else None
+            return LocalSGD(self.degree, averages=True, name=str(self))
+        return DelayedAllReduce(self.degree, str(self)) if self.staleness else None
 
     def num_ranks(self, inner: int) -> int:
         """Return ``degree`` times as many ranks."""
         return inner * self.degree
 
-    def refine(self, model: ModelSpec) -> ModelSpec:
+    def split_model(self, model: ModelSpec) -> ModelSpec:
         """Return the model as it is."""
         return model
 
@@ -200,45 +200,49 @@ class Data:
             PlanError: the replicas push to an asynchronous server, which nobody could sum, or there is a code, and
                 gradients have been shared out.
         """
-        for _, word in program.words():
-            if isinstance(word, Serve):
+        for _, word in program.instructions():
+            if isinstance(word, ApplyPushes):
                 raise PlanError(
                     f"{self} stands after an asynchronous server, whose updates cannot be summed over replicas; write "
                     f"{self} before server(...), so that each group of replicas is one worker"
                 )
-            if self.code and isinstance(word, Collective) and word.verb == "reduce_scatter":
+            if self.codec and isinstance(word, Collective) and word.op == "reduce_scatter":
                 raise PlanError(
-                    f"{self} stands where gradients have been shared out, but the code {self.code} is about whole "
+                    f"{self} stands where gradients have been shared out, but the code {self.codec} is about whole "
                     f"ones; write {self} first, or leave its code out"
                 )
         if self.degree == 1:
             return program
-        special = self._special
+        special = self._delegate
         if special is not None:
             return special.lower(program, model)
         stride = program.num_ranks
         copies = widen_commits(replicate(program, self.degree), self.degree)
 
-        def sums(rank: int, row: Row) -> list[Instruction]:
+        def sums(rank: int, row: RankProgram) -> list[Instruction]:
             twins = tuple(range(rank % stride, stride * self.degree, stride))
             units = [word.unit for word in row.body if isinstance(word, Update)]
             return [
-                Collective("all_reduce", grad(unit), twins, code=self.code) for unit in last_backward_first(row, units)
+                Collective("all_reduce", grad(unit), twins, codec=self.codec)
+                for unit in order_by_grad_completion(row, units)
             ]
 
-        return before_commit(copies, sums)
+        return insert_before_commit(copies, sums)
 
-    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+    def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the forecast with one all-reduce of what each rank updates, or what amounts to it."""
-        special = self._special
+        special = self._delegate
         if special is not None and self.degree > 1:
-            return special.forecast(before, model)
-        trips = sum_trips(self.code, self.degree)
-        ranks = tuple(replace(rank, summed=rank.summed + trips * self._summed(rank, model)) for rank in before.ranks)
-        return replace(before, ranks=ranks).copied(self.degree)
+            return special.estimate_cost(inner, model)
+        trips = ring_volume_factor(self.codec, self.degree)
+        ranks = tuple(
+            replace(rank, allreduce_bytes=rank.allreduce_bytes + trips * self._reduced_bytes(rank, model))
+            for rank in inner.ranks
+        )
+        return replace(inner, ranks=ranks).replicate(self.degree)
 
-    def _summed(self, rank: RankForecast, model: ModelSpec) -> Fraction | int:
+    def _reduced_bytes(self, rank: RankCost, model: ModelSpec) -> Fraction | int:
         """Return the bytes that one rank brings into sums."""
-        if self.code:
-            return sum(model.unit_bytes(unit, self.code) for unit in rank.updates)
+        if self.codec:
+            return sum(model.unit_bytes(unit, self.codec) for unit in rank.updates)
         return sum(rank.updates.values())

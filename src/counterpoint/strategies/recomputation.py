@@ -10,20 +10,20 @@ from typing import Literal, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, ModelSpec
-from counterpoint.program.tapes import Repeats
-from counterpoint.strategies.strategy import Forecast, RankForecast
+from counterpoint.program.recompute_sets import RecomputePolicy
+from counterpoint.strategies.strategy import CostEstimate, RankCost
 
-When: TypeAlias = Literal["never", "except_last", "always"]
+RecomputeMode: TypeAlias = Literal["never", "except_last", "always"]
 """Which microbatches a pipeline recomputes."""
-WHEN: tuple[When, ...] = ("never", "except_last", "always")
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("never", "except_last", "always")
 
-PASS = "recompute"
+RECOMPUTE_PASS = "recompute"
 """The name of the pass, which may go on as ``recompute:PATTERN`` or ``recompute:50%``."""
 
-ALTERNATIVE = "+"
+PATTERN_SEPARATOR = "+"
 """Stands between patterns of which a block has to match one."""
 
-_PER_CENT = re.compile(r"(\d+(?:\.\d+)?)%")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class Recomputation:
             them is kept meanwhile; else each is recomputed when the one behind it is done with.
     """
 
-    which: str = ""
-    keeps_next: bool = True
-    at_once: bool = False
+    selector: str = ""
+    exempts_next_backward: bool = True
+    whole_stage: bool = False
 
     @staticmethod
-    def of_pass(name: str) -> Recomputation:
+    def from_pass(name: str) -> Recomputation:
         """Return what a pass such as ``recompute`` or ``recompute:*.attn`` asks for.
 
         Raises:
             PlanError: nothing stands behind the colon, or a part is none.
         """
         _, colon, which = name.partition(":")
-        share = _PER_CENT.fullmatch(which)
+        share = _PERCENT.fullmatch(which)
         if (colon and not which) or (share is not None and not 0 < float(share[1]) <= 100):
             raise PlanError(
                 f"the pass {name!r} does not say what to recompute; write recompute for all blocks, recompute:50% for "
@@ -59,11 +59,11 @@ class Recomputation:
         return Recomputation(which)
 
     @staticmethod
-    def of_pipeline(when: When) -> Recomputation | None:
+    def from_mode(mode: RecomputeMode) -> Recomputation | None:
         """Return what the option of a pipeline asks for: all of a stage's blocks together, or nothing."""
-        return None if when == "never" else Recomputation(keeps_next=when == "except_last", at_once=True)
+        return None if mode == "never" else Recomputation(exempts_next_backward=mode == "except_last", whole_stage=True)
 
-    def blocks(self, model: ModelSpec) -> frozenset[int]:
+    def select_blocks(self, model: ModelSpec) -> frozenset[int]:
         """Return the blocks that are recomputed.
 
         A part takes those first that need least work per byte of what they hand on; of equal ones the first, whose
@@ -72,43 +72,47 @@ class Recomputation:
         Raises:
             PlanError: the pattern matches no block.
         """
-        share = _PER_CENT.fullmatch(self.which)
+        share = _PERCENT.fullmatch(self.selector)
         if share is not None:
             count = math.ceil(model.num_blocks * float(share[1]) / 100)
             by_worth = sorted(range(model.num_blocks), key=lambda index: _work_per_byte(model.blocks[index]))
             return frozenset(by_worth[:count])
-        found = frozenset(index for index, block in enumerate(model.blocks) if self._names(block))
+        found = frozenset(index for index, block in enumerate(model.blocks) if self._matches(block))
         if not found:
             shown = ", ".join(block.name for block in model.blocks[:6])
             more = f" and {model.num_blocks - 6} more" if model.num_blocks > 6 else ""
             raise PlanError(
-                f"no block of the model matches recompute:{self.which}; its blocks are {shown}{more}: write a "
+                f"no block of the model matches recompute:{self.selector}; its blocks are {shown}{more}: write a "
                 "pattern of these, with * for any text"
             )
         return found
 
-    def _names(self, block: Block) -> bool:
-        patterns = [form for one in self.which.split(ALTERNATIVE) for form in (one, f"{one}.*")]
-        return not self.which or any(fnmatchcase(piece.name, one) for piece in block.pieces for one in patterns)
+    def _matches(self, block: Block) -> bool:
+        patterns = [form for one in self.selector.split(PATTERN_SEPARATOR) for form in (one, f"{one}.*")]
+        return not self.selector or any(fnmatchcase(piece.name, one) for piece in block.layers for one in patterns)
 
-    def forecast(self, before: Forecast, blocks: frozenset[int]) -> Forecast:
+    def estimate_cost(self, inner: CostEstimate, blocks: frozenset[int]) -> CostEstimate:
         """Return the forecast with what is recomputed, and of how much a rank keeps at once what backwards need.
 
         Cost:
             Blocks that are not recomputed, once for each microbatch in flight; of those that are, one microbatch's: one
             block, or where they are recomputed at once all that follow each other on the rank.
         """
-        keeps: Literal["run", "block"] = "run" if self.at_once else "block"
-        repeats = Repeats(blocks, keeps if self.keeps_next else "nothing")
-        return replace(before, tapes=tuple(self._tapes_of(rank, blocks) for rank in before.ranks), repeats=repeats)
+        keeps: Literal["run", "block"] = "run" if self.whole_stage else "block"
+        repeats = RecomputePolicy(blocks, keeps if self.exempts_next_backward else "nothing")
+        return replace(
+            inner,
+            max_saved_activations=tuple(self._count_saved_activations(rank, blocks) for rank in inner.ranks),
+            recompute=repeats,
+        )
 
-    def _tapes_of(self, rank: RankForecast, blocks: frozenset[int]) -> int:
+    def _count_saved_activations(self, rank: RankCost, blocks: frozenset[int]) -> int:
         runs: dict[int, list[int]] = {}  # chunks that follow each other, as where stages are folded, count as one
         for place, block in enumerate(sorted(rank.blocks)):
             runs.setdefault(block - place, []).append(block)
         again = max((len(blocks.intersection(run)) for run in runs.values()), default=0)
         kept = max((len(set(run) - blocks) for run in runs.values()), default=0)
-        return rank.in_flight * kept + (again if self.at_once else min(again, 1))
+        return rank.in_flight * kept + (again if self.whole_stage else min(again, 1))
 
 
 def _work_per_byte(block: Block) -> float:

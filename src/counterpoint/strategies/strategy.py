@@ -8,16 +8,16 @@ from fractions import Fraction
 from typing import Literal, Protocol, TypeAlias
 
 from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.edges import Edge
 from counterpoint.program.program import Program
-from counterpoint.program.strands import Strand
-from counterpoint.program.tapes import Repeats
+from counterpoint.program.recompute_sets import RecomputePolicy
 
-Need: TypeAlias = Literal["none", "wish", "chain", "regions"]
+Granularity: TypeAlias = Literal["whole", "prefer_blocks", "blocks", "tensor_parallel"]
 """How finely a model is cut: not at all, into blocks if it can be, into blocks, or into blocks and slices."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankForecast:
+class RankCost:
     """What the formulas say about one rank and one step.
 
     Args:
@@ -36,22 +36,22 @@ class RankForecast:
     blocks: tuple[int, ...]
     num_micros: int
     updates: Mapping[Unit, Fraction]
-    sent: Fraction = Fraction(0)
-    summed: Fraction = Fraction(0)
+    other_bytes: Fraction = Fraction(0)
+    allreduce_bytes: Fraction = Fraction(0)
     in_flight: int = 1
-    updated: Fraction = Fraction(1)
-    gradients: Fraction = Fraction(1)
-    heads: tuple[int, ...] = (0,)
-    versions: int = 1
+    optimizer_fraction: Fraction = Fraction(1)
+    grad_fraction: Fraction = Fraction(1)
+    chunk_starts: tuple[int, ...] = (0,)
+    weight_versions: int = 1
 
     def num_chunks(self, unit: Unit) -> int:
         """Return how many of its chunks use a unit."""
         users = [block for block in self.blocks if block in unit]
-        return len({max((head for head in self.heads if head <= block), default=0) for block in users})
+        return len({max((head for head in self.chunk_starts if head <= block), default=0) for block in users})
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class CostEstimate:
     """What the formulas say about all ranks of a plan.
 
     Args:
@@ -67,24 +67,24 @@ class Forecast:
         strands: which values go from block to block.
     """
 
-    ranks: tuple[RankForecast, ...]
+    ranks: tuple[RankCost, ...]
     num_micros: int
-    samples_per_micro: int = 1
+    samples_per_microbatch: int = 1
     staleness: int | None = 0
-    sliced: frozenset[int] = frozenset()
-    apart: bool = False
-    room: int = 0
-    tapes: tuple[int, ...] | None = None
-    repeats: Repeats | None = None
-    strands: tuple[Strand, ...] | None = None
+    tp_blocks: frozenset[int] = frozenset()
+    replicas_may_diverge: bool = False
+    recv_buffer_depth: int = 0
+    max_saved_activations: tuple[int, ...] | None = None
+    recompute: RecomputePolicy | None = None
+    edges: tuple[Edge, ...] | None = None
 
-    def copied(self, times: int) -> Forecast:
+    def replicate(self, times: int) -> CostEstimate:
         """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""
         return replace(self, ranks=self.ranks * times, num_micros=self.num_micros * times)
 
     def sent_bytes(self) -> tuple[Fraction, ...]:
         """Return the bytes each rank sends in one step."""
-        return tuple(rank.sent + rank.summed for rank in self.ranks)
+        return tuple(rank.other_bytes + rank.allreduce_bytes for rank in self.ranks)
 
 
 class Strategy(Protocol):
@@ -106,7 +106,7 @@ class Strategy(Protocol):
         ...
 
     @property
-    def need(self) -> Need:
+    def granularity(self) -> Granularity:
         """How finely the model has to be cut for it."""
         ...
 
@@ -114,7 +114,7 @@ class Strategy(Protocol):
         """Return how many ranks the rewritten program needs when the given one needs ``inner``."""
         ...
 
-    def refine(self, model: ModelSpec) -> ModelSpec:
+    def split_model(self, model: ModelSpec) -> ModelSpec:
         """Return the model with the blocks that this strategy needs."""
         ...
 
@@ -122,21 +122,21 @@ class Strategy(Protocol):
         """Return the program spread over the new axis."""
         ...
 
-    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+    def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return what the closed formulas say after this strategy; never looks at a program."""
         ...
 
 
-def ring_share(num_ranks: int) -> Fraction:
+def ring_fraction(num_ranks: int) -> Fraction:
     """Return the part of a value that each rank sends in a reduce-scatter or an all-gather: ``(n-1)/n``."""
     return Fraction(num_ranks - 1, num_ranks)
 
 
-def sliced_bytes(model: ModelSpec, blocks: Iterable[int]) -> int:
+def tp_allreduce_bytes(model: ModelSpec, blocks: Iterable[int]) -> int:
     """Return the bytes per sample that sliced blocks sum, forward and backward; nothing is summed into the data."""
     total = 0
     for index in blocks:
-        split = model.blocks[index].split
+        split = model.blocks[index].tp
         if split is not None:
             total += split.output_bytes + (split.input_bytes if index > 0 else 0)
     return total

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.program.instruction import Backward, Collective, Forward, Instruction, Serve, Value
+from counterpoint.program.instruction import ApplyPushes, Backward, Collective, Forward, Instruction, TensorRef
 from counterpoint.program.program import Program
 from counterpoint.program.rewrite import expand, replicate, widen_commits
-from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share, sliced_bytes
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, ring_fraction, tp_allreduce_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Tensor:
 
     axis: ClassVar[str] = "tensor"
     splits_batch: ClassVar[bool] = False
-    need: ClassVar[Need] = "regions"
+    granularity: ClassVar[Granularity] = "tensor_parallel"
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
@@ -51,7 +51,7 @@ class Tensor:
         """Return ``degree`` times as many ranks."""
         return inner * self.degree
 
-    def refine(self, model: ModelSpec) -> ModelSpec:
+    def split_model(self, model: ModelSpec) -> ModelSpec:
         """Return the model with every layer that is sliced as a block of its own.
 
         Raises:
@@ -59,20 +59,20 @@ class Tensor:
         """
         if self.degree == 1:
             return model
-        known = {piece.split.dim: piece for piece in model.pieces if piece.split is not None}
+        known = {piece.tp.dim: piece for piece in model.layers if piece.tp is not None}
         if not known.keys() & set(self.dims):
             has = f"the dims {', '.join(sorted(known))}" if known else "no pair of linear layers that can be sliced"
             raise PlanError(
                 f"{self} slices {' and '.join(self.dims)}, but the model has {has}; "
                 "name its dims with dims=..., or choose data, zero or pipeline"
             )
-        for piece in model.pieces:
-            if piece.split is not None and piece.split.dim in self.dims and piece.split.size % self.degree:
+        for piece in model.layers:
+            if piece.tp is not None and piece.tp.dim in self.dims and piece.tp.dim_size % self.degree:
                 raise PlanError(
-                    f"{self} cannot slice {piece.split.dim} of {piece.name}: {piece.split.size} does not divide by "
+                    f"{self} cannot slice {piece.tp.dim} of {piece.name}: {piece.tp.dim_size} does not divide by "
                     f"{self.degree}; give a number of ranks that divides it"
                 )
-        return model.refine(self.dims, self.degree)
+        return model.split_out_tp_blocks(self.dims, self.degree)
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program for ``degree`` ranks with one slice each.
@@ -80,18 +80,18 @@ class Tensor:
         Raises:
             PlanError: the program is sliced already, or is served asynchronously.
         """
-        if any(isinstance(word, Serve) for _, word in program.words()):
+        if any(isinstance(word, ApplyPushes) for _, word in program.instructions()):
             raise PlanError(
                 f"{self} stands behind an asynchronous server; each slice would have a server that takes pushes in an "
                 "order of its own, and what is not sliced would drift apart; give consistency=bsp, or leave out tensor"
             )
-        if any(row.num_slices > 1 for row in program.rows):
+        if any(row.tp_degree > 1 for row in program.rank_programs):
             raise PlanError(f"{self} stands in a plan that is sliced already; write one tensor(...) with all dims")
         if self.degree == 1:
             return program
         stride = program.num_ranks
         copies = widen_commits(replicate(program, self.degree, same_samples=True), self.degree)
-        sliced = {index for index, block in enumerate(model.blocks) if block.split is not None}
+        sliced = {index for index, block in enumerate(model.blocks) if block.tp is not None}
 
         def rule(rank: int, word: Instruction) -> Iterable[Instruction]:
             """Yield the word and, where a block is sliced, the sum of its partial outputs or input gradients."""
@@ -99,25 +99,26 @@ class Tensor:
             if isinstance(word, Forward | Backward) and word.block in sliced:
                 group = tuple(range(rank % stride, stride * self.degree, stride))
                 if isinstance(word, Forward):
-                    yield Collective("all_reduce", Value("y", (word.block,), word.micro), group)
-                elif word.block > 0 and word.has_input:
-                    yield Collective("all_reduce", Value("dx", (word.block,), word.micro), group)
+                    yield Collective("all_reduce", TensorRef("y", (word.block,), word.micro), group)
+                elif word.block > 0 and word.computes_input_grad:
+                    yield Collective("all_reduce", TensorRef("dx", (word.block,), word.micro), group)
 
         spread = expand(copies, rule)
         return Program(
             tuple(
-                replace(row, slice_index=rank // stride, num_slices=self.degree) for rank, row in enumerate(spread.rows)
+                replace(row, slice_index=rank // stride, num_slices=self.degree)
+                for rank, row in enumerate(spread.rank_programs)
             )
         )
 
-    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+    def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the forecast with one ring all-reduce per sliced block, direction and microbatch."""
         if self.degree == 1:
-            return before
-        ranks = tuple(self._forecast_rank(rank, before.samples_per_micro, model) for rank in before.ranks)
-        sliced = frozenset(index for index, block in enumerate(model.blocks) if block.split is not None)
-        return replace(before, ranks=ranks * self.degree, sliced=sliced)
+            return inner
+        ranks = tuple(self._rank_cost(rank, inner.samples_per_microbatch, model) for rank in inner.ranks)
+        sliced = frozenset(index for index, block in enumerate(model.blocks) if block.tp is not None)
+        return replace(inner, ranks=ranks * self.degree, tp_blocks=sliced)
 
-    def _forecast_rank(self, rank: RankForecast, samples: int, model: ModelSpec) -> RankForecast:
-        sent = 2 * ring_share(self.degree) * sliced_bytes(model, rank.blocks) * samples * rank.num_micros
-        return replace(rank, sent=rank.sent + sent)
+    def _rank_cost(self, rank: RankCost, samples: int, model: ModelSpec) -> RankCost:
+        sent = 2 * ring_fraction(self.degree) * tp_allreduce_bytes(model, rank.blocks) * samples * rank.num_micros
+        return replace(rank, other_bytes=rank.other_bytes + sent)

@@ -9,30 +9,30 @@ from typing import ClassVar, Literal, NamedTuple
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.program.instruction import (
+    ApplyPushes,
     Backward,
     Collective,
     Forward,
+    Free,
     Group,
     Instruction,
     Recv,
-    Release,
-    Serve,
     Update,
     grad,
     weight,
 )
-from counterpoint.program.program import Program, Row, Words
+from counterpoint.program.program import Instructions, Program, RankProgram
 from counterpoint.program.rewrite import (
-    before_commit,
-    blocks_of,
-    last_backward_first,
+    backward_runs,
+    forward_blocks,
+    insert_before_commit,
     map_row,
+    order_by_grad_completion,
     replicate,
-    runs_of,
     widen_commits,
 )
-from counterpoint.strategies.strategy import Forecast, Need, RankForecast, ring_share
-from counterpoint.strategies.tree import has_tree
+from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, ring_fraction
+from counterpoint.strategies.tree_reduce import uses_tree_reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,15 @@ class Zero:
         return self.name or f"zero({self.degree}, level={self.level})"
 
     @property
-    def need(self) -> Need:
+    def granularity(self) -> Granularity:
         """How finely the model should be cut."""
-        return "wish" if self.level == 3 else "none"
+        return "prefer_blocks" if self.level == 3 else "whole"
 
     def num_ranks(self, inner: int) -> int:
         """Return ``degree`` times as many ranks."""
         return inner * self.degree
 
-    def refine(self, model: ModelSpec) -> ModelSpec:
+    def split_model(self, model: ModelSpec) -> ModelSpec:
         """Return the model as it is."""
         return model
 
@@ -93,22 +93,22 @@ class Zero:
         Raises:
             PlanError: the program is shared out already, or keeps its weights on servers or the first copy of a tree.
         """
-        if has_tree(program):
+        if uses_tree_reduce(program):
             raise PlanError(
                 f"{self} stands behind tree, of whose copies only the first updates, so that there is nothing to share "
                 "out; write zero(...) with all ranks, without tree(...)"
             )
-        for _, word in program.words():
-            if isinstance(word, Collective) and word.verb == "reduce_scatter":
+        for _, word in program.instructions():
+            if isinstance(word, Collective) and word.op == "reduce_scatter":
                 raise PlanError(
                     f"{self} stands in a plan that is shared out already; write one zero(...) with all ranks"
                 )
-            if self.level > 1 and isinstance(word, Collective) and word.code:
+            if self.level > 1 and isinstance(word, Collective) and word.codec:
                 raise PlanError(
-                    f"{self} shares gradients out before they are summed in the code {word.code}, which is about whole "
+                    f"{self} shares gradients out before they are summed in the code {word.codec}, which is about whole "
                     "ones; write zero(..., level=1), or data(...) without compress and reduce"
                 )
-            if isinstance(word, Serve) or (isinstance(word, Recv) and word.value.name == "grad"):
+            if isinstance(word, ApplyPushes) or (isinstance(word, Recv) and word.tensor.name == "grad"):
                 raise PlanError(
                     f"{self} stands in a plan whose weights live on servers; write zero(...) or server(...)"
                 )
@@ -117,40 +117,47 @@ class Zero:
         stride = program.num_ranks
         copies = widen_commits(replicate(program, self.degree), self.degree)
         if self.level == 1:
-            copies = before_commit(copies, lambda rank, row: _share_once(row, self.twins(rank, stride)))
+            copies = insert_before_commit(
+                copies, lambda rank, row: _reduce_scatter_before_update(row, self.shard_group(rank, stride))
+            )
         units = tuple(model.units)
-        spread = (self._spread(row, self.twins(rank, stride), units) for rank, row in enumerate(copies.rows))
+        spread = (
+            self._shard_rank_program(row, self.shard_group(rank, stride), units)
+            for rank, row in enumerate(copies.rank_programs)
+        )
         return replace(copies, rows=tuple(spread))
 
-    def twins(self, rank: int, stride: int) -> Group:
+    def shard_group(self, rank: int, stride: int) -> Group:
         """Return the ranks that hold the shares of the same parameters as ``rank``."""
         return tuple(range(rank % stride, stride * self.degree, stride))
 
-    def _spread(self, row: Row, twins: Group, units: tuple[Unit, ...]) -> Row:
-        used = _Used.by(row, units)
+    def _shard_rank_program(self, row: RankProgram, group: Group, units: tuple[Unit, ...]) -> RankProgram:
+        used = _UnitUse.from_rank_program(row, units)
         if self.level == 3:
-            return map_row(row, lambda words: [new for word in words for new in _gather_around(word, twins, used)])
+            return map_row(row, lambda words: [new for word in words for new in _all_gather_around(word, group, used)])
         if self.level == 2:
-            row = map_row(row, lambda words: [new for word in words for new in _share_after(word, twins, used)])
-        return map_row(row, lambda words: _join_after_updates(words, twins))
+            row = map_row(
+                row, lambda words: [new for word in words for new in _reduce_scatter_after_backward(word, group, used)]
+            )
+        return map_row(row, lambda words: _all_gather_after_updates(words, group))
 
-    def forecast(self, before: Forecast, model: ModelSpec) -> Forecast:
+    def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the forecast with the reduce-scatters and all-gathers of the level."""
-        ranks = tuple(self._forecast_rank(rank, model) for rank in before.ranks)
-        return replace(before, ranks=ranks).copied(self.degree)
+        ranks = tuple(self._rank_cost(rank, model) for rank in inner.ranks)
+        return replace(inner, ranks=ranks).replicate(self.degree)
 
-    def _forecast_rank(self, rank: RankForecast, model: ModelSpec) -> RankForecast:
-        moved = sum(size * self._trips(unit, rank) for unit, size in rank.updates.items())
+    def _rank_cost(self, rank: RankCost, model: ModelSpec) -> RankCost:
+        moved = sum(size * self._collectives_per_step(unit, rank) for unit, size in rank.updates.items())
         return replace(
             rank,
-            sent=rank.sent + ring_share(self.degree) * moved,
-            summed=rank.summed / (self.degree if self.level > 1 else 1),
+            other_bytes=rank.other_bytes + ring_fraction(self.degree) * moved,
+            allreduce_bytes=rank.allreduce_bytes / (self.degree if self.level > 1 else 1),
             updates={unit: size / self.degree for unit, size in rank.updates.items()},
-            updated=rank.updated / self.degree,
-            gradients=rank.gradients / self.degree if self.level > 1 else rank.gradients,
+            optimizer_fraction=rank.optimizer_fraction / self.degree,
+            grad_fraction=rank.grad_fraction / self.degree if self.level > 1 else rank.grad_fraction,
         )
 
-    def _trips(self, unit: Unit, rank: RankForecast) -> int:
+    def _collectives_per_step(self, unit: Unit, rank: RankCost) -> int:
         """Return how often a unit is scattered or gathered in one step."""
         if self.level == 1:
             return 2
@@ -160,12 +167,12 @@ class Zero:
         return rank.num_micros * (2 * uses + rank.num_chunks(unit))
 
 
-def _share_once(row: Row, twins: Group) -> list[Instruction]:
+def _reduce_scatter_before_update(row: RankProgram, group: Group) -> list[Instruction]:
     units = [word.unit for word in row.body if isinstance(word, Update)]
-    return [Collective("reduce_scatter", grad(unit), twins) for unit in last_backward_first(row, units)]
+    return [Collective("reduce_scatter", grad(unit), group) for unit in order_by_grad_completion(row, units)]
 
 
-class _Used(NamedTuple):
+class _UnitUse(NamedTuple):
     """The units that a row's blocks use.
 
     Args:
@@ -174,49 +181,49 @@ class _Used(NamedTuple):
     """
 
     by_block: dict[int, list[Unit]]
-    done_by: dict[int, list[Unit]]
+    completed_by: dict[int, list[Unit]]
 
     @staticmethod
-    def by(row: Row, units: Iterable[Unit]) -> _Used:
+    def from_rank_program(row: RankProgram, units: Iterable[Unit]) -> _UnitUse:
         """Read off a row which units its blocks use, and behind which block each gradient is complete."""
         units = tuple(units)
-        by_block = {block: [unit for unit in units if block in unit] for block in blocks_of(row)}
-        run_of = {block: number for number, run in enumerate(runs_of(row)) for block in run}
+        by_block = {block: [unit for unit in units if block in unit] for block in forward_blocks(row)}
+        run_of = {block: number for number, run in enumerate(backward_runs(row)) for block in run}
         last: dict[tuple[Unit, int], int] = {}
         for block in sorted(by_block, reverse=True):
             last.update({(unit, run_of[block]): block for unit in by_block[block]})
         done_by = {
             block: [unit for unit in found if last[unit, run_of[block]] == block] for block, found in by_block.items()
         }
-        return _Used(by_block, done_by)
+        return _UnitUse(by_block, done_by)
 
 
-def _share_after(word: Instruction, twins: Group, used: _Used) -> Iterable[Instruction]:
+def _reduce_scatter_after_backward(word: Instruction, group: Group, used: _UnitUse) -> Iterable[Instruction]:
     yield word
-    if isinstance(word, Backward) and word.has_weight:
-        for unit in used.done_by[word.block]:
-            yield Collective("reduce_scatter", grad(unit), twins)
-            yield Release(grad(unit))
+    if isinstance(word, Backward) and word.computes_weight_grad:
+        for unit in used.completed_by[word.block]:
+            yield Collective("reduce_scatter", grad(unit), group)
+            yield Free(grad(unit))
 
 
-def _gather_around(word: Instruction, twins: Group, used: _Used) -> Iterable[Instruction]:
+def _all_gather_around(word: Instruction, group: Group, used: _UnitUse) -> Iterable[Instruction]:
     if not isinstance(word, Forward | Backward):
         yield word
         return
-    if isinstance(word, Backward) and not word.has_input:  # it reads no weights
-        yield from _share_after(word, twins, used)
+    if isinstance(word, Backward) and not word.computes_input_grad:  # it reads no weights
+        yield from _reduce_scatter_after_backward(word, group, used)
         return
     for unit in used.by_block[word.block]:
-        yield Collective("all_gather", weight(unit), twins)
-    yield from _share_after(word, twins, used)
+        yield Collective("all_gather", weight(unit), group)
+    yield from _reduce_scatter_after_backward(word, group, used)
     for unit in used.by_block[word.block]:
-        yield Release(weight(unit))
+        yield Free(weight(unit))
 
 
-def _join_after_updates(words: Words, twins: Group) -> Iterable[Instruction]:
+def _all_gather_after_updates(words: Instructions, group: Group) -> Iterable[Instruction]:
     last = max((index for index, word in enumerate(words) if isinstance(word, Update)), default=-1)
     units = [word.unit for word in words if isinstance(word, Update)]
     for index, word in enumerate(words):
         yield word
         if index == last:
-            yield from (Collective("all_gather", weight(unit), twins) for unit in units)
+            yield from (Collective("all_gather", weight(unit), group) for unit in units)

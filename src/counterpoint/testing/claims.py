@@ -45,7 +45,7 @@ class Claim(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BenchmarkOptions:
     """What a measurement may be told.
 
     Args:
@@ -56,11 +56,11 @@ class Options:
 
     processes: bool = False
     rounds: int | None = None
-    tell: Callable[[str], None] = lambda _line: None
+    report_progress: Callable[[str], None] = lambda _line: None
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BenchmarkResult:
     """What a measurement came to.
 
     Args:
@@ -125,14 +125,14 @@ def find_claim(folder: Path, name: str) -> Claim:
     raise LaunchError(f"there is no claim {name!r}; {hint}the claims of {folder} are {', '.join(claims) or 'none'}")
 
 
-def measure(folder: Path, name: str, options: Options) -> Result:
+def run_benchmark(folder: Path, name: str, options: BenchmarkOptions) -> BenchmarkResult:
     """Return what the claim's ``run.py`` measures."""
-    result = _load(folder / name / "run.py", f"counterpoint_claim_{name}").measure(options)
-    assert isinstance(result, Result), "what every run.py returns"
+    result = _load_module(folder / name / "run.py", f"counterpoint_claim_{name}").measure(options)
+    assert isinstance(result, BenchmarkResult), "what every run.py returns"
     return result
 
 
-def _load(path: Path, name: str) -> ModuleType:
+def _load_module(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise LaunchError(f"{path.parent} has no run.py with measure(options); a claim without one cannot be measured")
@@ -141,7 +141,7 @@ def _load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def record(name: str, claim: Claim, result: Result) -> dict[str, Any]:
+def build_record(name: str, claim: Claim, result: BenchmarkResult) -> dict[str, Any]:
     """Return a measurement with all that is needed to judge it later, as JSON values."""
     return {
         "name": name,

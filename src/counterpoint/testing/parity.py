@@ -15,26 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.compiler.compile import Compiled
-from counterpoint.data.sampler import split
+from counterpoint.compiler.compile import CompiledPlan
+from counterpoint.data.sampler import split_batch
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.function import launch
-from counterpoint.plan import Plan
-from counterpoint.runtime.feed import BatchFeed
-from counterpoint.runtime.optimizers import Face
-from counterpoint.runtime.records import Served
-from counterpoint.testing.plain import Plain, expected_buffers, train_plainly
-from counterpoint.testing.subjects import STRATEGIES, THREE_RANKS, Recipe, Subject, plan_for, subject
-from counterpoint.training.options import Options
-from counterpoint.training.team import Team
-from counterpoint.training.world import World, open_world
+from counterpoint.plan.plan import Plan
+from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.step_commit import PushRecord
+from counterpoint.testing.parity_models import (
+    STRATEGIES,
+    THREE_RANKS,
+    ParityModel,
+    TrainConfig,
+    make_parity_model,
+    plan_for,
+)
+from counterpoint.testing.reference_loop import ReferenceRun, expected_buffers, train_reference
+from counterpoint.training.distributed_world import FabricWorld, open_world
+from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.options import TrainingOptions
 
-BAR = 1e-12
+TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class ParityRun:
     """What came of a run.
 
     Args:
@@ -48,12 +55,12 @@ class Trained:
     losses: tuple[float, ...]
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    compiled: Compiled
-    journals: tuple[tuple[Served, ...], ...]
+    compiled: CompiledPlan
+    server_updates: tuple[tuple[PushRecord, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ParityResult:
     """One cell of the table.
 
     Args:
@@ -65,7 +72,7 @@ class Cell:
         world: ``local`` or ``N processes``.
     """
 
-    subject: str
+    model: str
     strategy: str
     params: float
     losses: float
@@ -78,7 +85,7 @@ class Cell:
         return max(self.params, self.losses, 0.0 if math.isnan(self.buffers) else self.buffers)
 
     @property
-    def law(self) -> str:
+    def expectation(self) -> str:
         """What is compared with what."""
         reference = "a plain torch loop" if self.strategy == "solo" else "solo"
         if math.isnan(self.buffers):
@@ -86,7 +93,7 @@ class Cell:
         return f"equals {reference}; running statistics: mean over replicas of their own, weighted by microbatches"
 
 
-def train(trained: Subject, plan: Plan, recipe: Recipe, world: World | None = None) -> Trained:
+def train(parity_model: ParityModel, plan: Plan, config: TrainConfig, world: FabricWorld | None = None) -> ParityRun:
     """Return the model trained on all batches under a plan.
 
     Args:
@@ -95,22 +102,24 @@ def train(trained: Subject, plan: Plan, recipe: Recipe, world: World | None = No
         recipe: optimizer and microbatches.
         world: where the ranks are; by default all in this process. It is left open.
     """
-    model = trained.build()
-    face = Face(recipe.optimizer, dict(model.named_parameters()))
-    options = Options(clip_norm=recipe.clip_norm, one_copy=recipe.one_copy, batch_norm=recipe.batch_norm)
+    model = parity_model.build()
+    face = OptimizerSpec(config.optimizer, dict(model.named_parameters()))
+    options = TrainingOptions(
+        clip_norm=config.clip_norm, share_params_on_host=config.one_copy, batch_norm=config.batch_norm
+    )
     own = LocalWorld(plan.num_ranks) if world is None else None
-    team = Team(own or world, plan, model, trained.loss, face, options)  # type: ignore[arg-type]
+    team = LocalRanks(own or world, plan, model, parity_model.loss, face, options)  # type: ignore[arg-type]
     losses = []
-    for number, batch in enumerate(trained.batches):
-        places = tuple(split(len(batch[1]), recipe.num_micros))
-        feed = BatchFeed(batch, places)
+    for number, batch in enumerate(parity_model.batches):
+        places = tuple(split_batch(len(batch[1]), config.num_microbatches))
+        feed = SlicedBatch(batch, places)
         compiled = team.build(feed.inputs(0), places[0][1])
         losses.append(team.step(number, feed).loss)
-    team.give_back()
-    journals = [tuple(rank.interpreter.state.journal) for rank in team.ranks.values()]
+    team.export_weights()
+    journals = [tuple(rank.interpreter.state.push_log) for rank in team.ranks.values()]
     if own is not None:
         own.close()
-    return Trained(
+    return ParityRun(
         tuple(losses),
         {name: param.detach().clone() for name, param in model.named_parameters()},
         {name: buffer.clone() for name, buffer in model.named_buffers()},
@@ -120,61 +129,67 @@ def train(trained: Subject, plan: Plan, recipe: Recipe, world: World | None = No
 
 
 @cache
-def solo(name: str, num_micros: int = 4, clip_norm: float | None = None) -> tuple[Trained, Plain]:
+def reference_runs(name: str, num_micros: int = 4, clip_norm: float | None = None) -> tuple[ParityRun, ReferenceRun]:
     """Return the solo run of a subject and the plain loop of the same training; each trained once."""
-    recipe = Recipe(num_micros=num_micros, clip_norm=clip_norm)
-    found = subject(name)
-    return train(found, plan_for("solo", num_micros), recipe), train_plainly(found, recipe)
+    recipe = TrainConfig(num_microbatches=num_micros, clip_norm=clip_norm)
+    found = make_parity_model(name)
+    return train(found, plan_for("solo", num_micros), recipe), train_reference(found, recipe)
 
 
-def cell(
+def check_parity(
     name: str, strategy: str, *, num_micros: int = 4, clip_norm: float | None = None, one_copy: bool = True
-) -> Cell:
+) -> ParityResult:
     """Return one cell of the table: solo against the plain loop, any other plan against solo."""
-    reference, plain = solo(name, num_micros, clip_norm)
+    reference, plain = reference_runs(name, num_micros, clip_norm)
     if strategy == "solo":
         return compare(name, strategy, reference, plain.params, plain)
-    recipe = Recipe(num_micros=num_micros, clip_norm=clip_norm, one_copy=one_copy)
-    run = train(subject(name), plan_for(strategy, num_micros), recipe)
+    recipe = TrainConfig(num_microbatches=num_micros, clip_norm=clip_norm, one_copy=one_copy)
+    run = train(make_parity_model(name), plan_for(strategy, num_micros), recipe)
     return compare(name, strategy, run, reference.params, plain)
 
 
-def compare(name: str, strategy: str, run: Trained, params: Mapping[str, Tensor], plain: Plain) -> Cell:
+def compare(
+    name: str, strategy: str, run: ParityRun, params: Mapping[str, Tensor], reference: ReferenceRun
+) -> ParityResult:
     """Return how far a run is from what its law says."""
-    expected = expected_buffers(plain, run.compiled)
-    return Cell(
+    expected = expected_buffers(reference, run.compiled)
+    return ParityResult(
         name,
         strategy,
-        largest(difference(run.params[key], value) for key, value in params.items()),
-        largest(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(run.losses, plain.losses, strict=True)),
-        largest(difference(run.buffers[key], value) for key, value in expected.items()) if expected else math.nan,
+        max_difference(relative_difference(run.params[key], value) for key, value in params.items()),
+        max_difference(
+            abs(mine - theirs) / abs(theirs) for mine, theirs in zip(run.losses, reference.losses, strict=True)
+        ),
+        max_difference(relative_difference(run.buffers[key], value) for key, value in expected.items())
+        if expected
+        else math.nan,
     )
 
 
-def difference(mine: Tensor, theirs: Tensor) -> float:
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """Return ``|mine - theirs| / |theirs|`` in the Euclidean norm."""
-    norm = float(torch.linalg.vector_norm(theirs.double()))
-    return float(torch.linalg.vector_norm(mine.double() - theirs.double())) / (norm or 1.0)
+    norm = float(torch.linalg.vector_norm(expected.double()))
+    return float(torch.linalg.vector_norm(actual.double() - expected.double())) / (norm or 1.0)
 
 
-def largest(differences: Iterable[float]) -> float:
+def max_difference(differences: Iterable[float]) -> float:
     """Return the largest difference; infinite where one is no number."""
     return max((math.inf if math.isnan(found) else found for found in differences), default=0.0)
 
 
-def local_cells(names: Sequence[str], strategies: Sequence[str] = STRATEGIES) -> list[Cell]:
+def local_results(names: Sequence[str], strategies: Sequence[str] = STRATEGIES) -> list[ParityResult]:
     """Return the table on local ranks, column by column, solo first."""
-    return [cell(name, strategy) for name in names for strategy in ("solo", *strategies)]
+    return [check_parity(name, strategy) for name in names for strategy in ("solo", *strategies)]
 
 
-def rows_for_processes(num_ranks: int) -> tuple[str, ...]:
+def strategies_for_processes(num_ranks: int) -> tuple[str, ...]:
     """Return the rows that are tried on so many processes."""
     if num_ranks == 3:
         return THREE_RANKS
     return tuple(row for row in STRATEGIES if plan_for(row, 12).num_ranks == num_ranks)
 
 
-def cells_on_processes(num_ranks: int, name: str = "mlp", start: Callable[..., list[Any]] = launch) -> list[Cell]:
+def process_results(num_ranks: int, name: str = "mlp", start: Callable[..., list[Any]] = launch) -> list[ParityResult]:
     """Return the rows for so many real processes joined by gloo: what the worst of them came to.
 
     All rows are run by one start of the processes, each of which compares its own model with its own solo run.
@@ -184,12 +199,12 @@ def cells_on_processes(num_ranks: int, name: str = "mlp", start: Callable[..., l
         name: of what is trained.
         start: runs a function on ranks and returns what each returned, as ``launch`` does.
     """
-    rows = rows_for_processes(num_ranks)
+    rows = strategies_for_processes(num_ranks)
     found = start(compare_as_rank, ranks=num_ranks, args=[name, list(rows)], threads_per_rank=1)
     cells = []
     for index, row in enumerate(rows):
-        params, losses = (largest(float(rank[index][key]) for rank in found) for key in (0, 1))
-        cells.append(Cell(name, row, params, losses, math.nan, f"{num_ranks} processes"))
+        params, losses = (max_difference(float(rank[index][key]) for rank in found) for key in (0, 1))
+        cells.append(ParityResult(name, row, params, losses, math.nan, f"{num_ranks} processes"))
     return cells
 
 
@@ -197,10 +212,10 @@ def compare_as_rank(name: str, rows: Sequence[str]) -> list[tuple[str, str]]:
     """Return, as one of the processes that a launcher started, how far each row's parameters and losses are off."""
     environment = detect()
     world = open_world(environment, 1, 60.0)
-    reference, plain = solo(name, 12)
+    reference, plain = reference_runs(name, 12)
     cells = []
     for row in rows:
-        run = train(subject(name), plan_for(row, 12), Recipe(num_micros=12), world)
+        run = train(make_parity_model(name), plan_for(row, 12), TrainConfig(num_microbatches=12), world)
         cells.append(compare(name, row, run, reference.params, plain))
     world.close()
     return [(repr(one.params), repr(one.losses)) for one in cells]

@@ -7,44 +7,46 @@ from typing import Any, TypeAlias
 
 from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler
-from counterpoint.training.feeds import DatasetFeed
-from counterpoint.training.tally import Tallies, Tally, add_tallies
-from counterpoint.training.team import Team
+from counterpoint.training.batches.global_batch import DatasetBatch
+from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.metrics import MeanMetric, Metrics, merge_metrics
 
-Measure: TypeAlias = Callable[[Any, Any], Tallies]
+MetricsFn: TypeAlias = Callable[[Any, Any], Metrics]
 
 
-def evaluate(team: Team, dataset: MapDataset, measure: Measure, batch_size: int) -> dict[str, float]:
+def evaluate(local_ranks: LocalRanks, dataset: MapDataset, metrics: MetricsFn, batch_size: int) -> dict[str, float]:
     """Return the mean of every metric over a dataset, the same on all ranks; the model is in evaluation mode.
 
     Replicas that have weights of their own all measure with their mean.
     """
-    team.settle()
-    found: list[Tallies] = []
+    local_ranks.sync_state()
+    found: list[Metrics] = []
     sampler = Sampler(len(dataset), batch_size, shuffle="sequential")
-    with team.averaged():
+    with local_ranks.use_averaged_weights():
         for index in range(sampler.num_batches):
-            feed = DatasetFeed(dataset, sampler.batch(0, index), team.num_micros)
-            team.evaluate(feed, lambda outputs, targets: found.append(measure(outputs, targets)), index)
-    return shared_means(team, found)
+            feed = DatasetBatch(dataset, sampler.batch(0, index), local_ranks.global_num_microbatches)
+            local_ranks.evaluate(feed, lambda outputs, targets: found.append(metrics(outputs, targets)), index)
+    return all_reduce_means(local_ranks, found)
 
 
-def shared_means(team: Team, found: list[Tallies]) -> dict[str, float]:
+def all_reduce_means(local_ranks: LocalRanks, per_batch: list[Metrics]) -> dict[str, float]:
     """Return the means over what the ranks of all processes found."""
-    mine = {name: [tally.total, float(tally.count)] for name, tally in add_tallies(found).items()}
-    fabric = team.world.fabrics[0]
+    mine = {name: [tally.total, float(tally.count)] for name, tally in merge_metrics(per_batch).items()}
+    fabric = local_ranks.world.fabrics[0]
     everyone: list[Any] = [mine]
-    if len(team.world.fabrics) < fabric.num_ranks:
+    if len(local_ranks.world.fabrics) < fabric.num_ranks:
         everyone = list(fabric.gather_values("metrics", dict(mine), tuple(range(fabric.num_ranks))))
-    parts = [{name: Tally(total, int(count)) for name, (total, count) in part.items()} for part in everyone if part]
-    return {name: tally.mean for name, tally in add_tallies(parts).items()}
+    parts = [
+        {name: MeanMetric(total, int(count)) for name, (total, count) in part.items()} for part in everyone if part
+    ]
+    return {name: tally.mean for name, tally in merge_metrics(parts).items()}
 
 
-def measuring(loss: Callable[[Any, Any], Any]) -> Measure:
+def make_loss_metric(loss: Callable[[Any, Any], Any]) -> MetricsFn:
     """Return a measure of the loss alone, weighted by the number of samples."""
 
-    def measure(outputs: Any, targets: Any) -> Tallies:  # noqa: ANN401 - whatever the model gives
+    def measure(outputs: Any, targets: Any) -> Metrics:  # noqa: ANN401 - whatever the model gives
         count = len(targets) if hasattr(targets, "__len__") else 1
-        return {"loss": Tally(float(loss(outputs, targets)) * count, count)}
+        return {"loss": MeanMetric(float(loss(outputs, targets)) * count, count)}
 
     return measure

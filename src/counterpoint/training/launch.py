@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from counterpoint.launchers import function
-from counterpoint.world.placement import DEFAULT_BINDING, Binding
+from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
 
 
 def launch(
@@ -19,7 +19,7 @@ def launch(
         ranks: how many processes.
         args: JSON values and tensors, the same for every rank.
         bind: on which cores each rank may compute: ``none``, ``core``, ``numa``, ``compact`` or ``spread``; see
-            :func:`counterpoint.world.placement.place`.
+            :func:`counterpoint.world.cpu_affinity.place_ranks`.
 
     Raises:
         LaunchError: the function or an argument cannot travel, or a rank failed; the first line names it.

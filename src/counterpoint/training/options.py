@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from counterpoint.errors import PlanError
-from counterpoint.model.timing import Timing
-from counterpoint.runtime.norm_rules import NormRule
-from counterpoint.runtime.vote import Guard
+from counterpoint.model.model_profile import ModelProfile
+from counterpoint.runtime.rank_builder import BatchNormRule
+from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.world.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TrainingOptions:
     """Settings that every strategy obeys alike.
 
     Args:
@@ -53,65 +53,74 @@ class Options:
     clip_norm: float | None = None
     clip_by: Literal["model", "stage"] = "model"
     clip_value: float | None = None
-    watch: Literal["loss", "gradients"] = "loss"
+    check_finite: Literal["loss", "gradients"] = "loss"
     nonfinite: Literal["error", "skip"] = "error"
-    unused: Literal["error", "zero"] = "error"
+    unused_parameters: Literal["error", "zero"] = "error"
     dims: Mapping[str, tuple[str, str]] | None = None
-    deadline_s: float = 60.0
-    one_copy: bool = True
-    init: Literal["rank0", "same"] = "rank0"
-    mixing: Literal["error", "accept"] = "error"
-    keep_freed: bool = True
-    batch_norm: NormRule | None = None
-    measure: int = 0
+    timeout_s: float = 60.0
+    share_params_on_host: bool = True
+    init_sync: Literal["broadcast", "verify"] = "broadcast"
+    cross_sample: Literal["error", "accept"] = "error"
+    retain_freed_memory: bool = True
+    batch_norm: BatchNormRule | None = None
+    num_measured_plans: int = 0
     cluster: Cluster | None = None
-    timing: Timing | None = None
+    profile: ModelProfile | None = None
 
     def __post_init__(self) -> None:
-        self._require_kinds()
-        for name in ("clip_norm", "clip_value", "deadline_s"):
+        self._require_types()
+        for name in ("clip_norm", "clip_value", "timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool | str) or not isinstance(value, float | int | None):
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give a positive number")
-        require_timing(self.timing)
+        require_profile(self.profile)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise PlanError(f"clip_norm={self.clip_norm} would leave no gradient; give a positive norm, or None")
         if self.clip_value is not None and not self.clip_value > 0:
             raise PlanError(f"clip_value={self.clip_value} would leave no gradient; give a positive number, or None")
-        if not self.deadline_s > 0:
-            raise PlanError(f"deadline_s={self.deadline_s} leaves no time to wait; give a positive number of seconds")
+        if not self.timeout_s > 0:
+            raise PlanError(f"timeout_s={self.timeout_s} leaves no time to wait; give a positive number of seconds")
         for name, allowed in (
             ("clip_by", ("model", "stage")),
-            ("watch", ("loss", "gradients")),
+            ("check_finite", ("loss", "gradients")),
             ("nonfinite", ("error", "skip")),
-            ("unused", ("error", "zero")),
-            ("init", ("rank0", "same")),
-            ("batch_norm", (None, *get_args(NormRule))),
-            ("mixing", ("error", "accept")),
+            ("unused_parameters", ("error", "zero")),
+            ("init_sync", ("broadcast", "verify")),
+            ("batch_norm", (None, *get_args(BatchNormRule))),
+            ("cross_sample", ("error", "accept")),
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(filter(None, allowed))}")
 
-    def _require_kinds(self) -> None:
-        for name, kind in (("one_copy", bool), ("keep_freed", bool), ("seed", int), ("measure", int)):
+    def _require_types(self) -> None:
+        for name, kind in (
+            ("share_params_on_host", bool),
+            ("retain_freed_memory", bool),
+            ("seed", int),
+            ("num_measured_plans", int),
+        ):
             found = getattr(self, name)
             if type(found) is not kind:
                 wanted = "True or False" if kind is bool else "a whole number"
                 raise PlanError(f"{name}={found!r} is a {type(found).__name__}; give {wanted}")
-        if self.measure < 0:
-            raise PlanError(f"measure={self.measure} is no number of plans; give how many to measure, or 0 for none")
+        if self.num_measured_plans < 0:
+            raise PlanError(
+                f"measure={self.num_measured_plans} is no number of plans; give how many to measure, or 0 for none"
+            )
 
 
-def require_timing(timing: object) -> None:
+def require_profile(profile: object) -> None:
     """Check that what is given as a timing is one.
 
     Raises:
         PlanError: it is something else.
     """
-    if timing is not None and not isinstance(timing, Timing):
-        raise PlanError(f"timing={timing!r} is a {type(timing).__name__}; give what counterpoint.profile(...) returns")
+    if profile is not None and not isinstance(profile, ModelProfile):
+        raise PlanError(
+            f"timing={profile!r} is a {type(profile).__name__}; give what counterpoint.profile(...) returns"
+        )
 
 
-def guard_of(options: Options) -> Guard:
+def build_step_guard(options: TrainingOptions) -> StepGuard:
     """Return what these options have checked and done before every update."""
-    return Guard(options.clip_norm, options.watch, options.nonfinite, options.clip_value)
+    return StepGuard(options.clip_norm, options.check_finite, options.nonfinite, options.clip_value)

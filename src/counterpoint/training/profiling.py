@@ -11,24 +11,22 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_leaves
 
-from counterpoint.cutting.eager import Inputs, num_samples
 from counterpoint.errors import PlanError
 from counterpoint.launchers.machine import processor_name
-from counterpoint.model.timing import Timing, known_pieces, known_weights
-from counterpoint.optim.options import require_counts
-from counterpoint.profiler.cache import remembered
-from counterpoint.profiler.measure import measure
-from counterpoint.profiler.roofline import count
-from counterpoint.profiler.subject import Loss, Subject
-from counterpoint.profiler.watch import Repetition
-from counterpoint.runtime.build import call_form
-from counterpoint.runtime.feed import cut as first_of
-from counterpoint.runtime.optimizers import Face, Factory
-from counterpoint.training.checks import make_face
-from counterpoint.training.choice import FEW_SAMPLES
-from counterpoint.training.cutting import finest_cut
-from counterpoint.training.norms import least_samples
-from counterpoint.training.trained import trainable, with_unused
+from counterpoint.model.model_profile import ModelProfile, layer_keys, param_sizes
+from counterpoint.optim.validation import require_counts
+from counterpoint.partitioning.dry_run import Inputs, num_samples
+from counterpoint.profiler.cache import load_or_measure
+from counterpoint.profiler.measure import measure_model
+from counterpoint.profiler.profile_target import LossFn, ProfileTarget
+from counterpoint.profiler.roofline import estimate_model
+from counterpoint.profiler.timer import RepeatPolicy
+from counterpoint.runtime.microbatches import slice_samples as first_of
+from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
+from counterpoint.runtime.rank_builder import as_call_args
+from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params, finest_partition
+from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
+from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 from counterpoint.world.cluster import Device
 
 
@@ -37,14 +35,14 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     inputs: Inputs,
     targets: Any = None,  # noqa: ANN401 - whatever the loss takes
     *,
-    loss: Loss | None = None,
-    optimizer: optim.Optimizer | Factory = optim.AdamW,
-    samples: Sequence[int] = (),
-    threads: int | None = None,
-    roof: Device | None = None,
-    folder: str | Path | None = None,
-    anew: bool = False,
-) -> Timing:
+    loss: LossFn | None = None,
+    optimizer: optim.Optimizer | TorchOptimizerFactory = optim.AdamW,
+    microbatch_sizes: Sequence[int] = (),
+    num_threads: int | None = None,
+    roofline_device: Device | None = None,
+    cache_dir: str | Path | None = None,
+    remeasure: bool = False,
+) -> ModelProfile:
     """Return how long every piece of a model takes, forward, backward and to update; the model stays as it is.
 
     Args:
@@ -64,51 +62,64 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
 
     Example:
         >>> import torch, counterpoint as cp
-        >>> timing = cp.profile(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)), torch.zeros(4, 2))
-        >>> [piece.name for piece in timing.pieces], timing.at(4).whole.seconds > 0
+        >>> profile = cp.profile(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)), torch.zeros(4, 2))
+        >>> [layer.name for layer in profile.layers], profile.at_microbatch_size(4).unpartitioned.seconds > 0
         (['0', '1'], True)
 
     Cost:
         Some dozens of steps for each size of microbatch, within seconds for models of seconds; memory for two more
         copies of the parameters.
     """
-    require_counts(optional=True, threads=threads)
-    for size in samples:
+    require_counts(optional=True, threads=num_threads)
+    for size in microbatch_sizes:
         require_counts(samples=size)
-    face = make_face(optimizer, model)
-    subject = subject_of(model, call_form(inputs), targets, loss=loss or mean_of_output, face=face)
-    sizes = sorted(set(samples)) or sizes_from(num_samples(inputs), least_samples(model))
-    if roof is not None:
-        return count(subject, "counted", roof, samples=sizes)
-    device, used = name_of(subject.device), threads or torch.get_num_threads()
-    take = partial(measure, subject, device, samples=sizes, threads=used, effort=Repetition())
-    if folder is None:
+    face = wrap_optimizer(optimizer, model)
+    subject = build_profile_target(
+        model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=face
+    )
+    sizes = sorted(set(microbatch_sizes)) or default_microbatch_sizes(num_samples(inputs), min_microbatch_size(model))
+    if roofline_device is not None:
+        return estimate_model(subject, "counted", roofline_device, samples=sizes)
+    device, used = device_name(subject.device), num_threads or torch.get_num_threads()
+    take = partial(measure_model, subject, device, samples=sizes, threads=used, repeat_policy=RepeatPolicy())
+    if cache_dir is None:
         return take()
-    return remembered(Path(folder), facts_of(subject, sizes, device, used), take, is_wanted_anew=anew)
+    return load_or_measure(
+        Path(cache_dir), profile_cache_key(subject, sizes, device, used), take, must_measure=remeasure
+    )
 
 
-def subject_of(model: nn.Module, inputs: Inputs, targets: Any, *, loss: Loss, face: Face) -> Subject:  # noqa: ANN401
+def build_profile_target(
+    model: nn.Module, inputs: Inputs, targets: Any, *, loss: LossFn, optimizer_spec: OptimizerSpec
+) -> ProfileTarget:  # noqa: ANN401
     """Return a model ready to be timed, in the pieces that a pipeline of it would have, if it can be cut at all.
 
     Raises:
         PlanError: it cannot even be called with these inputs.
     """
-    few = first_of(inputs, 0, min(num_samples(inputs), FEW_SAMPLES))
-    cut = finest_cut(model, few, ("chain", "regions"))
-    return Subject(model, cut, with_unused(trainable(cut.spec, face)), loss, face, (inputs, targets))
+    few = first_of(inputs, 0, min(num_samples(inputs), MAX_TRACE_SAMPLES))
+    cut = finest_partition(model, few, ("blocks", "tensor_parallel"))
+    return ProfileTarget(
+        model,
+        cut,
+        assign_unused_params(drop_frozen_params(cut.spec, optimizer_spec)),
+        loss,
+        optimizer_spec,
+        (inputs, targets),
+    )
 
 
-def sizes_from(num: int, least: int) -> list[int]:
+def default_microbatch_sizes(num: int, least: int) -> list[int]:
     """Return sizes of microbatches to be timed: all samples, a quarter and a sixteenth of them.
 
     Example:
-        >>> sizes_from(64, 1), sizes_from(2, 1)
+        >>> default_microbatch_sizes(64, 1), default_microbatch_sizes(2, 1)
         ([4, 16, 64], [1, 2])
     """
     return sorted({max(least, 1, num // part) for part in (1, 4, 16)})
 
 
-def mean_of_output(output: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever a model gives
+def mean_output_loss(output: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever a model gives
     """Return the mean of all numbers that a model gives, where nobody says what its loss is."""
     del targets
     means = [leaf.mean() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -117,21 +128,21 @@ def mean_of_output(output: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whate
     return torch.stack(means).sum()
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Return the name of a device."""
     return processor_name() if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 
 
-def facts_of(subject: Subject, samples: Sequence[int], device: str, threads: int) -> dict[str, object]:
+def profile_cache_key(target: ProfileTarget, samples: Sequence[int], device: str, threads: int) -> dict[str, object]:
     """Return all that the figures of a timing depend on."""
-    leaves = [leaf for leaf in tree_leaves(subject.batch) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(target.batch) if isinstance(leaf, Tensor)]
     return {
-        "model": type(subject.model).__name__,
-        "pieces": [[one.name, one.cost, one.output_bytes] for one in known_pieces(subject.spec)],
-        "weights": known_weights(subject.spec),
+        "model": type(target.model).__name__,
+        "pieces": [[one.name, one.cost, one.output_bytes] for one in layer_keys(target.spec)],
+        "weights": param_sizes(target.spec),
         "samples": [list(samples), *([list(leaf.shape[1:]), str(leaf.dtype)] for leaf in leaves)],
-        "loss": getattr(subject.loss, "__qualname__", type(subject.loss).__name__),
-        "optimizer": [subject.face.kind.__name__, str(subject.face.optimizer.defaults)],
+        "loss": getattr(target.loss, "__qualname__", type(target.loss).__name__),
+        "optimizer": [target.optimizer_spec.optimizer_class.__name__, str(target.optimizer_spec.optimizer.defaults)],
         "device": device,
         "threads": threads,
         "torch": torch.__version__,

@@ -12,33 +12,42 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.compiler.compile import Compiled
+from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.data.fetch import MapDataset
-from counterpoint.data.sampler import Sampler, split
+from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CheckpointError
 from counterpoint.launchers.environment import RankEnvironment, detect
-from counterpoint.optim.options import require_counts
-from counterpoint.plan import Plan
-from counterpoint.planner.choose import Choice
-from counterpoint.runtime.optimizers import Factory
-from counterpoint.training import saving
-from counterpoint.training.apart import SaveBy
-from counterpoint.training.checks import make_face, require_map_style, require_same_batch, require_schedule
-from counterpoint.training.choice import FEW_SAMPLES, make_auto, make_options, make_plan, says_microbatches
-from counterpoint.training.evaluation import Measure, evaluate, measuring
-from counterpoint.training.events import Callback, History, every_rank
-from counterpoint.training.failing import leave
-from counterpoint.training.feeds import DatasetFeed
-from counterpoint.training.goals import Evaluating, Goals, Reading, Saving
-from counterpoint.training.memory import Memory, memory_of, remind
-from counterpoint.training.norms import least_samples
-from counterpoint.training.progress import Mode, ShowProgress
-from counterpoint.training.run import Run
-from counterpoint.training.team import Team
-from counterpoint.training.trials import Subject, settle
-from counterpoint.training.world import open_world
+from counterpoint.optim.validation import require_counts
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.choose import PlanChoice
+from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
+from counterpoint.training.batches.global_batch import DatasetBatch
+from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
+from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
+from counterpoint.training.checkpointing import save_restore as saving
+from counterpoint.training.checkpointing.per_stage import CheckpointMode
+from counterpoint.training.distributed_world import open_world
+from counterpoint.training.evaluation import MetricsFn, evaluate, make_loss_metric
+from counterpoint.training.fit_loop import CheckpointConfig, DataLoadingConfig, EvaluationConfig, FitConfig, FitLoop
+from counterpoint.training.local_ranks import LocalRanks, abort_training
+from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
+from counterpoint.training.plan_resolution import (
+    MAX_TRACE_SAMPLES,
+    has_explicit_microbatches,
+    make_auto_strategy,
+    parse_options,
+    resolve_initial_plan,
+)
+from counterpoint.training.plan_trials import TrialTarget, select_plan
+from counterpoint.training.validation import (
+    min_microbatch_size,
+    require_map_style,
+    require_scheduler_batch,
+    require_step_scheduler,
+    wrap_optimizer,
+)
 
-Schedule: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
+LrSchedulerFactory: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
 
 
 class Trainer:
@@ -81,39 +90,39 @@ class Trainer:
         model: nn.Module,
         *,
         loss: Callable[[Any, Any], Tensor],
-        optimizer: optim.Optimizer | Factory,
+        optimizer: optim.Optimizer | TorchOptimizerFactory,
         strategy: str | Plan = "data",
         num_microbatches: int | None = None,
-        schedule: Schedule | None = None,
+        lr_scheduler: LrSchedulerFactory | None = None,
         passes: Sequence[str] | None = None,
         callbacks: Iterable[Callback] = (),
-        progress: Mode = "auto",
+        progress: ProgressMode = "auto",
         environment: RankEnvironment | None = None,
         **options: Any,  # noqa: ANN401 - checked by Options
     ) -> None:
         self.model = model
         self.loss = loss
-        self.options = make_options(options)
+        self.options = parse_options(options)
         self.environment = environment if environment is not None else detect()
-        self.plan = make_plan(strategy, self.environment, num_microbatches, passes)
-        self.auto = make_auto(strategy, self.plan, num_microbatches, self.options)
-        self.choice: Choice | None = None  # what the plan was weighed against, where that was left open
-        self.has_fixed_micros = says_microbatches(strategy, num_microbatches)
-        self.face = make_face(optimizer, model, strategy)
-        self.schedule = schedule(self.face.optimizer) if schedule is not None else None
-        require_schedule(self.schedule)
+        self.plan = resolve_initial_plan(strategy, self.environment, num_microbatches, passes)
+        self.auto_strategy = make_auto_strategy(strategy, self.plan, num_microbatches, self.options)
+        self.choice: PlanChoice | None = None  # what the plan was weighed against, where that was left open
+        self.has_fixed_microbatches = has_explicit_microbatches(strategy, num_microbatches)
+        self.optimizer_spec = wrap_optimizer(optimizer, model, strategy)
+        self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
+        require_step_scheduler(self.lr_scheduler)
         self.callbacks = list(callbacks)
-        if progress != "off" and not any(isinstance(callback, ShowProgress) for callback in self.callbacks):
-            self.callbacks.append(ShowProgress(progress, name=type(model).__name__, stream=sys.stderr))
-        self.progress = saving.Progress()
-        self.team: Team | None = None
-        self.is_running = False  # whether the ranks' weights are newer than the model's
-        self.memory: Memory | None = None  # of the optimizers, between close() and the next ranks
+        if progress != "off" and not any(isinstance(callback, ProgressCallback) for callback in self.callbacks):
+            self.callbacks.append(ProgressCallback(progress, name=type(model).__name__, stream=sys.stderr))
+        self.progress = saving.TrainProgress()
+        self.local_ranks: LocalRanks | None = None
+        self.ranks_are_newer = False  # whether the ranks' weights are newer than the model's
+        self.optimizer_states: OptimizerStates | None = None  # of the optimizers, between close() and the next ranks
 
     @property
     def optimizer(self) -> optim.Optimizer:
         """The optimizer whose options are used; change them, or put a scheduler on it."""
-        return self.face.optimizer
+        return self.optimizer_spec.optimizer
 
     @property
     def rank(self) -> int:
@@ -121,9 +130,9 @@ class Trainer:
         return self.environment.rank if self.environment is not None else 0
 
     @property
-    def compiled(self) -> Compiled | None:
+    def compiled(self) -> CompiledPlan | None:
         """The plan's program and its proof; None before the first batch is known."""
-        return self.team.compiled if self.team is not None else None
+        return self.local_ranks.compiled if self.local_ranks is not None else None
 
     def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
         self,
@@ -132,15 +141,15 @@ class Trainer:
         batch_size: int,
         epochs: int = 1,
         max_steps: int | None = None,
-        workers: int = 0,
-        prefetch: int = 2,
-        evaluation: MapDataset | None = None,
-        measure: Measure | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        eval_dataset: MapDataset | None = None,
+        metrics: MetricsFn | None = None,
         evaluate_every: int | None = None,
-        save_to: str | Path | None = None,
+        checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
-        keep: int | None = 3,
-        save_by: SaveBy = "run",
+        keep_last: int | None = 3,
+        checkpoint_mode: CheckpointMode = "synchronous",
         resume: str | Path | None = None,
     ) -> History:
         """Train on a dataset; afterwards the model has the trained weights on every rank.
@@ -173,15 +182,19 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written or read.
         """
         require_counts(batch_size=batch_size)
-        saves = Saving(Path(save_to) if save_to is not None else None, save_every, keep, save_by)
-        measures = Evaluating(evaluation, measure if measure is not None else measuring(self.loss), evaluate_every)
-        goals = Goals(epochs, max_steps, measures, saves, Reading(workers, prefetch))
+        saves = CheckpointConfig(
+            Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
+        )
+        measures = EvaluationConfig(
+            eval_dataset, metrics if metrics is not None else make_loss_metric(self.loss), evaluate_every
+        )
+        goals = FitConfig(epochs, max_steps, measures, saves, DataLoadingConfig(num_workers, prefetch_factor))
         history = History()
-        run = self.make_run(dataset, batch_size, goals, history)
-        self.carry_out(run, Path(resume) if resume is not None else None)
+        run = self.build_fit_loop(dataset, batch_size, goals, history)
+        self.run_fit(run, Path(resume) if resume is not None else None)
         return history
 
-    def make_run(self, dataset: MapDataset, batch_size: int, goals: Goals, history: History) -> Run:
+    def build_fit_loop(self, dataset: MapDataset, batch_size: int, config: FitConfig, history: History) -> FitLoop:
         """Return a run that has not begun, of ranks that are ready for it; the history is told of all its steps.
 
         Raises:
@@ -190,14 +203,14 @@ class Trainer:
         """
         require_map_style(dataset)
         sampler = Sampler(len(dataset), batch_size, self.options.seed)
-        require_same_batch(self.schedule, batch_size, sampler.num_batches)
-        self.settle_plan(dataset, batch_size)
+        require_scheduler_batch(self.lr_scheduler, batch_size, sampler.num_batches)
+        self.resolve_plan(dataset, batch_size)
         self.plan.require_batch(batch_size)
-        team = self.ready_team(dataset, batch_size)
-        callbacks = self.callbacks if self.rank == 0 else every_rank(self.callbacks)
-        return Run(team, dataset, sampler, goals, self.schedule, [history, *callbacks])
+        team = self.ensure_ranks(dataset, batch_size)
+        callbacks = self.callbacks if self.rank == 0 else callbacks_on_every_rank(self.callbacks)
+        return FitLoop(team, dataset, sampler, config, self.lr_scheduler, [history, *callbacks])
 
-    def carry_out(self, run: Run, resume: Path | None) -> None:
+    def run_fit(self, fit_loop: FitLoop, resume: Path | None) -> None:
         """Take all steps of a run; after an error nothing of the ranks is left.
 
         Args:
@@ -205,34 +218,34 @@ class Trainer:
             resume: the checkpoint to go on from; None to go on from the fit before, if there was one.
         """
         error: BaseException | None = None
-        self.is_running = True
+        self.ranks_are_newer = True
         try:
-            with torch.random.fork_rng(devices=[]), kept_modes(self.model):
+            with torch.random.fork_rng(devices=[]), preserve_training_mode(self.model):
                 if resume is not None:
-                    run.resume(resume)
+                    fit_loop.resume(resume)
                 elif self.progress.step:
-                    run.team.take()
-                    run.go_on_after(self.progress)
-                run.go()
+                    fit_loop.local_ranks.import_weights()
+                    fit_loop.continue_from(self.progress)
+                fit_loop.run()
         except BaseException as caught:
             error = caught
             raise
         finally:
-            self.is_running = False
-            self.progress = run.progress
-            run.end(error)
+            self.ranks_are_newer = False
+            self.progress = fit_loop.progress
+            fit_loop.close(error)
             if error is not None:
-                self.leave(run.team, error)
+                self.abort(fit_loop.local_ranks, error)
 
-    def leave(self, team: Team, error: BaseException) -> None:
+    def abort(self, local_ranks: LocalRanks, error: BaseException) -> None:
         """End the connection after an error; where all ranks are here, the model gets what was learned before it."""
         try:
-            leave(team, error, "fit()")
+            abort_training(local_ranks, error, "fit()")
         finally:
             self.close()
 
     def evaluate(
-        self, dataset: MapDataset, *, measure: Measure | None = None, batch_size: int | None = None
+        self, dataset: MapDataset, *, metrics: MetricsFn | None = None, batch_size: int | None = None
     ) -> dict[str, float]:
         """Measure the model on a dataset in evaluation mode, with the plan's own ranks; the same on all of them.
 
@@ -242,74 +255,76 @@ class Trainer:
             batch_size: samples at once; by default 64 per microbatch.
         """
         require_counts(optional=True, batch_size=batch_size)
-        size = batch_size or 64 * self.plan.num_micros
-        team = self.ready_team(dataset, size)
-        team.flight.require_flushed("evaluate()")
-        if not self.is_running:
-            team.take()
-        with kept_modes(self.model):
-            return evaluate(team, dataset, measure if measure is not None else measuring(self.loss), size)
+        size = batch_size or 64 * self.plan.global_num_microbatches
+        team = self.ensure_ranks(dataset, size)
+        team.in_flight.require_flushed("evaluate()")
+        if not self.ranks_are_newer:
+            team.import_weights()
+        with preserve_training_mode(self.model):
+            return evaluate(team, dataset, metrics if metrics is not None else make_loss_metric(self.loss), size)
 
-    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
+    def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:
         """Write a checkpoint of the whole run, durable and verified; all ranks call it together.
 
         Returns:
             The checkpoint's own folder.
         """
-        if self.team is None or self.team.compiled is None:
+        if self.local_ranks is None or self.local_ranks.compiled is None:
             raise CheckpointError("there is nothing to save before the first step; call fit(...) first")
-        self.team.flight.require_flushed("save()")
-        if not self.is_running:
-            self.team.take()
-        return saving.save(self.team, Path(folder), self.progress, {}, keep=keep)
+        self.local_ranks.in_flight.require_flushed("save()")
+        if not self.ranks_are_newer:
+            self.local_ranks.import_weights()
+        return saving.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
 
-    def ready_team(self, dataset: MapDataset, batch_size: int) -> Team:
+    def ensure_ranks(self, dataset: MapDataset, batch_size: int) -> LocalRanks:
         """Return the ranks, made and built for microbatches of this dataset if they are not yet."""
         require_map_style(dataset)
-        if self.team is None:
-            self.settle_plan(dataset, batch_size)
-            world = open_world(self.environment, self.plan.num_ranks, self.options.deadline_s)
-            self.team = Team(world, self.plan, self.model, self.loss, self.face, self.options)
-            self.team.choice = self.choice
-        if self.team.compiled is None:
-            self.build(self.team, dataset, batch_size)
-        return self.team
+        if self.local_ranks is None:
+            self.resolve_plan(dataset, batch_size)
+            world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
+            self.local_ranks = LocalRanks(world, self.plan, self.model, self.loss, self.optimizer_spec, self.options)
+            self.local_ranks.choice = self.choice
+        if self.local_ranks.compiled is None:
+            self.build_ranks(self.local_ranks, dataset, batch_size)
+        return self.local_ranks
 
-    def settle_plan(self, dataset: MapDataset, batch_size: int) -> None:
+    def resolve_plan(self, dataset: MapDataset, batch_size: int) -> None:
         """The plan is chosen, where that was left open, and has microbatches for this batch size."""
-        if self.auto is not None:
-            few = first_samples(dataset, min(batch_size, len(dataset), FEW_SAMPLES)).inputs(0)
-            self.plan, self.choice = settle(self.auto, self.subject(dataset, batch_size), few, batch_size)
-            self.auto, self.has_fixed_micros = None, True
-        elif self.team is None and self.memory is None and not self.has_fixed_micros:
-            self.plan = self.plan.with_microbatches_for(batch_size, least=least_samples(self.model))
+        if self.auto_strategy is not None:
+            few = take_first_samples(dataset, min(batch_size, len(dataset), MAX_TRACE_SAMPLES)).inputs(0)
+            self.plan, self.choice = select_plan(
+                self.auto_strategy, self.trial_target(dataset, batch_size), few, batch_size
+            )
+            self.auto_strategy, self.has_fixed_microbatches = None, True
+        elif self.local_ranks is None and self.optimizer_states is None and not self.has_fixed_microbatches:
+            self.plan = self.plan.with_microbatches_for(batch_size, min_samples=min_microbatch_size(self.model))
 
-    def subject(self, dataset: MapDataset, batch_size: int) -> Subject:
+    def trial_target(self, dataset: MapDataset, batch_size: int) -> TrialTarget:
         """Return what plans are tried on: this model, on the first batch of a dataset that is not shuffled."""
-        ranks = partial(open_world, self.environment, self.plan.num_ranks, self.options.deadline_s)
-        batch = partial(first_samples, dataset, min(batch_size, len(dataset)))
-        return Subject(self.model, self.loss, self.face, self.options, ranks, batch)
+        ranks = partial(open_world, self.environment, self.plan.num_ranks, self.options.timeout_s)
+        batch = partial(take_first_samples, dataset, min(batch_size, len(dataset)))
+        return TrialTarget(self.model, self.loss, self.optimizer_spec, self.options, ranks, batch)
 
-    def build(self, team: Team, dataset: MapDataset, batch_size: int) -> None:
+    def build_ranks(self, local_ranks: LocalRanks, dataset: MapDataset, batch_size: int) -> None:
         """Build the ranks for microbatches of this dataset; if that fails, nothing is left of them."""
         try:
-            first, stop = split(min(batch_size, len(dataset)), self.plan.num_micros)[0]
-            feed = first_samples(dataset, stop - first)
-            team.build(feed.inputs(0), len(feed.indices))
-            if self.memory is not None:
-                remind(team.ranks, self.memory)
-                self.memory = None
+            first, stop = split_batch(min(batch_size, len(dataset)), self.plan.global_num_microbatches)[0]
+            feed = take_first_samples(dataset, stop - first)
+            local_ranks.build(feed.inputs(0), len(feed.indices))
+            if self.optimizer_states is not None:
+                restore_optimizer_states(local_ranks.ranks, self.optimizer_states)
+                self.optimizer_states = None
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End the connection to the other ranks; the model keeps its weights, and the trainer the optimizer's state."""
-        if self.team is not None:
-            if self.team.compiled is not None:
-                self.memory = memory_of(self.team.ranks)
-            self.team.close()
-            self.team = None
+        if self.local_ranks is not None:
+            if self.local_ranks.compiled is not None:
+                self.optimizer_states = export_optimizer_states(self.local_ranks.ranks)
+            self.local_ranks.close()
+            self.local_ranks = None
 
     def __enter__(self) -> Trainer:
         """Use the trainer in a ``with`` block, which closes it."""
@@ -320,7 +335,7 @@ class Trainer:
 
 
 @contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
+def preserve_training_mode(model: nn.Module) -> Iterator[None]:
     """Have every module in training or evaluation mode afterwards as it was before."""
     before = [(module, module.training) for module in model.modules()]
     try:
@@ -330,6 +345,8 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def first_samples(dataset: MapDataset, count: int, num_micros: int = 1) -> DatasetFeed:
+def take_first_samples(dataset: MapDataset, count: int, num_microbatches: int = 1) -> DatasetBatch:
     """Return at least one of a dataset's first samples as one batch."""
-    return DatasetFeed(dataset, Sampler(len(dataset), max(count, 1), shuffle="sequential").batch(0, 0), num_micros)
+    return DatasetBatch(
+        dataset, Sampler(len(dataset), max(count, 1), shuffle="sequential").batch(0, 0), num_microbatches
+    )

@@ -24,7 +24,7 @@ class Link:
 
     latency_s: float = 50e-6
     bytes_per_s: float = 1e9
-    is_copied: bool = False
+    is_shared_memory: bool = False
 
     def seconds(self, num_bytes: float) -> float:
         """Return how long one message of so many bytes takes."""
@@ -65,7 +65,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TimeSlicing:
     """How ranks of a host go on where what each does before it waits for another takes less than a slice of time.
 
     Args:
@@ -77,12 +77,12 @@ class Turns:
     """
 
     cores: int
-    parts: tuple[float, ...] = ()
+    speed_fractions: tuple[float, ...] = ()
     message_s: float = 0.0
 
-    def part(self, num_ranks: int) -> float:
+    def speed_fraction(self, num_ranks: int) -> float:
         """Return how fast each of so many ranks of a host is in its turn."""
-        return self.parts[min(num_ranks, len(self.parts)) - 1] if self.parts else 1.0
+        return self.speed_fractions[min(num_ranks, len(self.speed_fractions)) - 1] if self.speed_fractions else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ class Cluster:
         link: between any two ranks, where there are no levels.
         speeds: how many times as fast as ``device`` each rank computes; empty where all are alike.
         levels: the innermost first, whose groups are hosts; rank r is in group r // count, and so on outwards.
-        crowding: how fast each of 1, 2, ... ranks of one host computes while so many do, as a part of the speed of one
+        compute_contention: how fast each of 1, 2, ... ranks of one host computes while so many do, as a part of the speed of one
             alone; while more do, they share what as many as are listed have. Empty where nobody is in anybody's way.
         slow_links: ``(level, group, part)`` for each group of the level below, a rank at level 0 and a host at level 1,
             whose link of that level, out and in, has only that part of its speed. Without levels there is only 0.
-        memory_crowding: as ``crowding``, of ranks that go over memory, which is the host's where cores are their own.
+        memory_contention: as ``compute_contention``, of ranks that go over memory, which is the host's where cores are their own.
         turns: how short pieces of work go on; None where they do as long ones.
 
     Example:
@@ -111,10 +111,10 @@ class Cluster:
     link: Link = Link()
     speeds: tuple[float, ...] = ()
     levels: tuple[Level, ...] = ()
-    crowding: tuple[float, ...] = ()
+    compute_contention: tuple[float, ...] = ()
     slow_links: tuple[tuple[int, int, float], ...] = ()
-    memory_crowding: tuple[float, ...] = ()
-    turns: Turns | None = None
+    memory_contention: tuple[float, ...] = ()
+    time_slicing: TimeSlicing | None = None
 
     def speed(self, rank: int) -> float:
         """Return how many times as fast as the device a rank computes; ranks that nothing is said of are as fast."""
@@ -139,7 +139,7 @@ class Cluster:
         if level < 1:
             return self.link_at(0, ranks)
         links = [self.link_at(at, ranks) for at in range(1, level + 1)]
-        return Link(links[-1].latency_s, min(link.bytes_per_s for link in links), links[-1].is_copied)
+        return Link(links[-1].latency_s, min(link.bytes_per_s for link in links), links[-1].is_shared_memory)
 
     def link_at(self, level: int, ranks: Sequence[int]) -> Link:
         """Return a level's link as it is for these ranks: as slow as that of the slowest of their groups."""
@@ -156,16 +156,16 @@ class Cluster:
         """Return the levels on the way between any of these ranks at which all ranks of a group share its link."""
         return tuple(at for at in range(1, self.level_among(ranks) + 1) if self.levels[at].is_shared)
 
-    def crowded(self, num_computing: float) -> float:
+    def contended_compute_fraction(self, num_computing: float) -> float:
         """Return how fast each rank of a host computes while so many do, as a part of the speed of one alone.
 
         One that computes half of the time counts half; between two whole numbers the part falls evenly.
         """
-        return _part_among(self.crowding, num_computing)
+        return _interpolate_fraction(self.compute_contention, num_computing)
 
-    def memory_crowded(self, num_ranks: float) -> float:
+    def contended_memory_fraction(self, num_ranks: float) -> float:
         """Return how fast each rank of a host goes over memory while so many do, see :meth:`crowded`."""
-        return _part_among(self.memory_crowding, num_ranks)
+        return _interpolate_fraction(self.memory_contention, num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -186,11 +186,11 @@ class Cluster:
             )
 
 
-def _part_among(crowding: tuple[float, ...], number: float) -> float:
+def _interpolate_fraction(fractions: tuple[float, ...], number: float) -> float:
     """Return what part of its speed each has among so many; between two whole numbers the part falls evenly."""
-    if not crowding or number <= 1:
-        return crowding[0] if crowding and number == 1 else 1.0
-    if number >= len(crowding):
-        return crowding[-1] * len(crowding) / number
+    if not fractions or number <= 1:
+        return fractions[0] if fractions and number == 1 else 1.0
+    if number >= len(fractions):
+        return fractions[-1] * len(fractions) / number
     below = int(number)
-    return crowding[below - 1] - (crowding[below - 1] - crowding[below]) * (number - below)
+    return fractions[below - 1] - (fractions[below - 1] - fractions[below]) * (number - below)

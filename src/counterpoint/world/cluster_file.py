@@ -1,44 +1,49 @@
-"""Clusters as YAML: every quantity with its unit, every mistake of a file told at once, with its line."""
+"""Clusters as YAML: every quantity with its unit, every mistake of a file told at once, with its line.
+
+The text of a cluster's file.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from counterpoint.errors import PlanError
-from counterpoint.world.cluster import Cluster, Device, Level, Link, Turns
+from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
 from counterpoint.world.quantities import (
     BANDWIDTH,
     FLOPS,
     LATENCY,
     MEMORY,
     NUMBER,
-    Kind,
+    QuantityKind,
+    format_quantity,
     parse_quantity,
 )
 
-DEVICE = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
-LINK = {"latency": LATENCY, "bandwidth": BANDWIDTH}
+DEVICE_KEYS = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
+LINK_KEYS = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
-_KEYS = ("device", "link", "levels", "speeds", "crowding", "slow_links", "memory_crowding", "turns")
-_SLOW_KEYS = ("level", "group", "part")
-_LINK_KEYS = (*LINK, "copied")
-_TURN_KEYS = ("cores", "parts", "message")
+_KEYS = ("device", "link", "levels", "speeds", "compute_contention", "slow_links", "memory_contention", "time_slicing")
+_SLOW_KEYS = ("level", "group", "fraction")
+_LINK_KEYS = (*LINK_KEYS, "shared_memory")
+_TIME_SLICING_KEYS = ("cores", "fractions", "message")
 _LEVEL_KEYS = ("name", "count", *_LINK_KEYS, "shared")
-_SWITCHES = {"true": True, "false": False}
+_BOOLEANS = {"true": True, "false": False}
 _EXAMPLES = {
     "device": "device: {flops: 30 GFLOP/s, memory: 16 GiB, memory_bandwidth: 10 GB/s}",
     "name": "name: host",
     "count": "count: 2",
     "level": "level: 1",
     "group": "group: 0",
-    "part": "part: 0.5",
-    **{key: f"{key}: {kind.example}" for key, kind in (DEVICE | LINK).items()},
+    "fraction": "fraction: 0.5",
+    **{key: f"{key}: {kind.example}" for key, kind in (DEVICE_KEYS | LINK_KEYS).items()},
     "memory_bandwidth": "memory_bandwidth: 10 GB/s",
     "cores": "cores: 2",
 }
@@ -60,10 +65,10 @@ def load_cluster(path: str | Path) -> Cluster:
         ) from None
     except UnicodeDecodeError:
         raise PlanError(f"the cluster file {path} is not text in UTF-8; give a YAML file") from None
-    return read_cluster(text, name=str(path))
+    return parse_cluster(text, name=str(path))
 
 
-def cluster_of(given: str | Path | Cluster) -> Cluster:
+def resolve_cluster(given: str | Path | Cluster) -> Cluster:
     """Return a cluster that is given as it is, or as the path of its file.
 
     Raises:
@@ -76,11 +81,11 @@ def cluster_of(given: str | Path | Cluster) -> Cluster:
     return load_cluster(given)
 
 
-def read_cluster(text: str, *, name: str = "cluster file") -> Cluster:
+def parse_cluster(text: str, *, name: str = "cluster file") -> Cluster:
     r"""Return the cluster that a text describes; see ``docs/clusters.md``.
 
     Args:
-        text: YAML, as :func:`counterpoint.world.cluster_text.write_cluster` writes it.
+        text: YAML, as :func:`counterpoint.world.cluster_file.format_cluster` writes it.
         name: what the text is called in messages, its path for instance.
 
     Raises:
@@ -98,14 +103,14 @@ def read_cluster(text: str, *, name: str = "cluster file") -> Cluster:
         raise PlanError(f"{name} is not YAML: {error}") from None
     if root is None:
         raise PlanError(f"{name} is empty; a cluster has a device and a link or levels, as `counterpoint probe` writes")
-    reader = _Reader()
+    reader = _ClusterReader()
     cluster = reader.cluster(root)
-    if reader.mistakes:
-        raise PlanError("\n".join(f"{name}:{line}: {mistake}" for line, mistake in sorted(reader.mistakes)))
+    if reader.errors:
+        raise PlanError("\n".join(f"{name}:{line}: {mistake}" for line, mistake in sorted(reader.errors)))
     return cluster
 
 
-class _Reader:
+class _ClusterReader:
     """Reads the nodes of one file; where one cannot be read, it notes why, and goes on with something that can.
 
     Attributes:
@@ -113,16 +118,18 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        self.mistakes: list[tuple[int, str]] = []
+        self.errors: list[tuple[int, str]] = []
 
     def cluster(self, root: yaml.Node) -> Cluster:
         """Return what a whole file says; what it says wrong is noted, and something usual stands for it."""
-        nodes = self.keys(root, "", _KEYS, required=("device",))
+        nodes = self.mapping(root, "", _KEYS, required=("device",))
         both = [nodes[key] for key in ("link", "levels") if key in nodes]
         if not both:
-            self.note(root, "the file has neither link nor levels; say by what ranks are joined, with one of them")
+            self.add_error(root, "the file has neither link nor levels; say by what ranks are joined, with one of them")
         if len(both) > 1:
-            self.note(both[0], "link stands beside levels, each of which has a link of its own; leave one of them out")
+            self.add_error(
+                both[0], "link stands beside levels, each of which has a link of its own; leave one of them out"
+            )
         levels = tuple(
             self.level(node, f"levels[{at}]") for at, node in enumerate(self.items(nodes.get("levels"), "levels"))
         )
@@ -131,102 +138,115 @@ class _Reader:
             self.link(nodes["link"]) if "link" in nodes else Link(),
             self.speeds(nodes.get("speeds"), levels),
             levels,
-            self.crowding(nodes.get("crowding")),
+            self.contention(nodes.get("compute_contention")),
             tuple(
                 self.slow_link(node, f"slow_links[{at}]", levels)
                 for at, node in enumerate(self.items(nodes.get("slow_links"), "slow_links"))
             ),
-            self.crowding(nodes.get("memory_crowding"), "memory_crowding"),
-            self.turns(nodes["turns"]) if "turns" in nodes else None,
+            self.contention(nodes.get("memory_contention"), "memory_contention"),
+            self.time_slicing(nodes["time_slicing"]) if "time_slicing" in nodes else None,
         )
 
     def device(self, node: yaml.Node) -> Device:
         """Return the device; all three of its keys are wanted."""
-        nodes = self.keys(node, "device", DEVICE, required=DEVICE)
-        flops, memory, bandwidth = (self.quantity(nodes.get(key), f"device.{key}", DEVICE[key]) for key in DEVICE)
+        nodes = self.mapping(node, "device", DEVICE_KEYS, required=DEVICE_KEYS)
+        flops, memory, bandwidth = (
+            self.quantity(nodes.get(key), f"device.{key}", DEVICE_KEYS[key]) for key in DEVICE_KEYS
+        )
         return Device(flops, int(memory), bandwidth)
 
     def link(self, node: yaml.Node) -> Link:
         """Return the link between any two ranks that no level joins."""
-        return self.link_in(self.keys(node, "link", _LINK_KEYS, required=LINK), "link")
+        return self.link_from(self.mapping(node, "link", _LINK_KEYS, required=LINK_KEYS), "link")
 
-    def link_in(self, nodes: dict[str, yaml.Node], path: str) -> Link:
+    def link_from(self, nodes: dict[str, yaml.Node], path: str) -> Link:
         """Return the link that these keys describe; ``path`` is where they stand, for what is noted."""
-        latency_s, bytes_per_s = (self.quantity(nodes.get(key), f"{path}.{key}", kind) for key, kind in LINK.items())
-        return Link(latency_s, bytes_per_s, self.switch(nodes.get("copied"), f"{path}.copied"))
+        latency_s, bytes_per_s = (
+            self.quantity(nodes.get(key), f"{path}.{key}", kind) for key, kind in LINK_KEYS.items()
+        )
+        return Link(latency_s, bytes_per_s, self.boolean(nodes.get("shared_memory"), f"{path}.shared_memory"))
 
     def level(self, node: yaml.Node, path: str) -> Level:
         """Return one level of the network."""
-        nodes = self.keys(node, path, _LEVEL_KEYS, required=("name", "count", *LINK))
-        link = self.link_in(nodes, path)
+        nodes = self.mapping(node, path, _LEVEL_KEYS, required=("name", "count", *LINK_KEYS))
+        link = self.link_from(nodes, path)
         name = self.name(nodes.get("name"), f"{path}.name")
         return Level(
             name,
-            self.count(nodes.get("count"), f"{path}.count"),
+            self.positive_int(nodes.get("count"), f"{path}.count"),
             link,
-            self.switch(nodes.get("shared"), f"{path}.shared"),
+            self.boolean(nodes.get("shared"), f"{path}.shared"),
         )
 
     def speeds(self, node: yaml.Node | None, levels: tuple[Level, ...]) -> tuple[float, ...]:
         """Return how many times as fast as the device each rank is; more numbers than ranks are noted."""
         speeds, places = self.numbers(node, "speeds"), math.prod(level.count for level in levels)
         if node is not None and levels and len(speeds) > places:
-            self.note(node, f"speeds has {len(speeds)} numbers, and the levels have {places} ranks; give one for each")
+            self.add_error(
+                node, f"speeds has {len(speeds)} numbers, and the levels have {places} ranks; give one for each"
+            )
         return speeds
 
-    def crowding(self, node: yaml.Node | None, key: str = "crowding") -> tuple[float, ...]:
+    def contention(self, node: yaml.Node | None, key: str = "compute_contention") -> tuple[float, ...]:
         """Return what part of its speed a rank has among 1, 2, ... that compute; more than 1 is noted."""
         parts = self.numbers(node, key)
         if node is not None and max(parts, default=0) > 1:
-            self.note(node, f"{key} has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
+            self.add_error(node, f"{key} has {max(parts):g}; no rank is faster in a crowd than alone: give parts of 1")
         return parts
 
-    def turns(self, node: yaml.Node) -> Turns:
+    def time_slicing(self, node: yaml.Node) -> TimeSlicing:
         """Return how short pieces of work go on."""
-        nodes = self.keys(node, "turns", _TURN_KEYS, required=("cores",))
-        message_s = self.quantity(nodes["message"], "turns.message", LATENCY) if "message" in nodes else 0.0
-        parts = self.crowding(nodes.get("parts"), "turns.parts")
-        return Turns(self.count(nodes.get("cores"), "turns.cores"), parts, message_s)
+        nodes = self.mapping(node, "time_slicing", _TIME_SLICING_KEYS, required=("cores",))
+        message_s = self.quantity(nodes["message"], "time_slicing.message", LATENCY) if "message" in nodes else 0.0
+        parts = self.contention(nodes.get("fractions"), "time_slicing.fractions")
+        return TimeSlicing(self.positive_int(nodes.get("cores"), "time_slicing.cores"), parts, message_s)
 
     def slow_link(self, node: yaml.Node, path: str, levels: tuple[Level, ...]) -> tuple[int, int, float]:
         """Return a level, which of its groups, and what part of the level's speed the group's link has."""
-        nodes = self.keys(node, path, _SLOW_KEYS, required=_SLOW_KEYS)
-        level, group = (self.whole(nodes.get(key), f"{path}.{key}") for key in ("level", "group"))
-        part = float(text) if re.fullmatch(NUMBER, text := _shown(nodes.get("part", node))) else 0.0
-        if "part" in nodes and not 0 < part <= 1:
-            self.note(nodes["part"], f"{path}.part is {text}; it must be more than 0 and at most 1; write it as in 0.5")
+        nodes = self.mapping(node, path, _SLOW_KEYS, required=_SLOW_KEYS)
+        level, group = (self.non_negative_int(nodes.get(key), f"{path}.{key}") for key in ("level", "group"))
+        part = float(text) if re.fullmatch(NUMBER, text := _describe_node(nodes.get("fraction", node))) else 0.0
+        if "fraction" in nodes and not 0 < part <= 1:
+            self.add_error(
+                nodes["fraction"],
+                f"{path}.fraction is {text}; it must be more than 0 and at most 1; write it as in 0.5",
+            )
         if level >= max(len(levels), 1):
-            self.note(node, f"{path} is of level {level}, and the outermost one is {max(len(levels), 1) - 1}; give one")
+            self.add_error(
+                node, f"{path} is of level {level}, and the outermost one is {max(len(levels), 1) - 1}; give one"
+            )
         num_groups = math.prod(each.count for each in levels[level:])
         if levels and group >= num_groups:
-            self.note(
+            self.add_error(
                 node, f"{path} is group {group}, and level {level} joins {num_groups}, from 0 on; give one of them"
             )
         return level, group, part
 
-    def keys(
+    def mapping(
         self, node: yaml.Node, path: str, known: Collection[str], *, required: Collection[str]
     ) -> dict[str, yaml.Node]:
         """Return the values below a node by their keys."""
         place = path or "the file"
         if not isinstance(node, yaml.MappingNode):
-            self.note(node, f"{place} is {_shown(node)}; it must have keys with values, {', '.join(known)}")
+            self.add_error(
+                node, f"{place} is {_describe_node(node)}; it must have keys with values, {', '.join(known)}"
+            )
             return {}
         found: dict[str, yaml.Node] = {}
         meant: list[str] = []
         for key_node, value in node.value:
-            key = _shown(key_node)
+            key = _describe_node(key_node)
             if key in found:
-                self.note(key_node, f"{place} has {key} twice; give it once")
+                self.add_error(key_node, f"{place} has {key} twice; give it once")
             elif key not in known:
                 near = get_close_matches(key, known, n=1)
                 meant += near
                 remedy = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(known)}"
-                self.note(key_node, f"{place} has a key {key}, which there is not; {remedy}")
+                self.add_error(key_node, f"{place} has a key {key}, which there is not; {remedy}")
             found[key] = value
         for key in required:
             if key not in found and key not in meant:
-                self.note(node, f"{place} has no {key}; give it, as in {_EXAMPLES[key]}")
+                self.add_error(node, f"{place} has no {key}; give it, as in {_EXAMPLES[key]}")
         return {key: value for key, value in found.items() if key in known}
 
     def items(self, node: yaml.Node | None, path: str) -> list[yaml.Node]:
@@ -235,64 +255,66 @@ class _Reader:
             return []
         if isinstance(node, yaml.SequenceNode) and node.value:
             return list(node.value)
-        self.note(node, f"{path} must be a list with at least one member; give one, or leave {path} out")
+        self.add_error(node, f"{path} must be a list with at least one member; give one, or leave {path} out")
         return []
 
-    def quantity(self, node: yaml.Node | None, path: str, kind: Kind) -> float:
+    def quantity(self, node: yaml.Node | None, path: str, kind: QuantityKind) -> float:
         """Return a quantity."""
         if node is not None:
             try:
-                return parse_quantity(_shown(node), kind)
+                return parse_quantity(_describe_node(node), kind)
             except PlanError as wrong:
-                self.note(node, f"{path} is {_shown(node)}; {wrong}")
+                self.add_error(node, f"{path} is {_describe_node(node)}; {wrong}")
         return 1.0
 
     def numbers(self, node: yaml.Node | None, path: str) -> tuple[float, ...]:
         """Return numbers above 0."""
         found = []
         for at, item in enumerate(self.items(node, path)):
-            text = _shown(item)
+            text = _describe_node(item)
             number = float(text) if re.fullmatch(NUMBER, text) else 0.0
             found.append(number)
             if not 0 < number < math.inf:
-                self.note(item, f"{path}[{at}] is {text}; it must be a number above 0; write it as in 0.5")
+                self.add_error(item, f"{path}[{at}] is {text}; it must be a number above 0; write it as in 0.5")
         return tuple(found)
 
-    def count(self, node: yaml.Node | None, path: str) -> int:
+    def positive_int(self, node: yaml.Node | None, path: str) -> int:
         """Return a whole number above 0."""
-        text = "1" if node is None else _shown(node)
+        text = "1" if node is None else _describe_node(node)
         if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
             return int(text)
-        self.note(node, f"{path} is {text}; it must be a whole number from 1 on, of how many things the level joins")
+        self.add_error(
+            node, f"{path} is {text}; it must be a whole number from 1 on, of how many things the level joins"
+        )
         return 1
 
-    def whole(self, node: yaml.Node | None, path: str) -> int:
+    def non_negative_int(self, node: yaml.Node | None, path: str) -> int:
         """Return a whole number from 0 on."""
-        text = "0" if node is None else _shown(node)
+        text = "0" if node is None else _describe_node(node)
         if re.fullmatch(r"[0-9]{1,9}", text):
             return int(text)
-        self.note(node, f"{path} is {text}; it must be a whole number from 0 on; write it as in 0")
+        self.add_error(node, f"{path} is {text}; it must be a whole number from 0 on; write it as in 0")
         return 0
 
-    def switch(self, node: yaml.Node | None, path: str) -> bool:
+    def boolean(self, node: yaml.Node | None, path: str) -> bool:
         """Return whether something is so that may be."""
-        text = "false" if node is None else _shown(node)
-        if text not in _SWITCHES:
-            self.note(node, f"{path} is {text}; it must be {' or '.join(_SWITCHES)}")
-        return _SWITCHES.get(text, False)
+        text = "false" if node is None else _describe_node(node)
+        if text not in _BOOLEANS:
+            self.add_error(node, f"{path} is {text}; it must be {' or '.join(_BOOLEANS)}")
+        return _BOOLEANS.get(text, False)
 
     def name(self, node: yaml.Node | None, path: str) -> str:
         """Return a name."""
         if node is not None and (not isinstance(node, yaml.ScalarNode) or not node.value):
-            self.note(node, f"{path} is {_shown(node)}; it must be a word, as in {_EXAMPLES['name']}")
-        return "" if node is None else _shown(node)
+            self.add_error(node, f"{path} is {_describe_node(node)}; it must be a word, as in {_EXAMPLES['name']}")
+        return "" if node is None else _describe_node(node)
 
-    def note(self, node: yaml.Node | None, mistake: str) -> None:
+    def add_error(self, node: yaml.Node | None, mistake: str) -> None:
         """Note what is wrong at a node."""
-        self.mistakes.append((1 if node is None else node.start_mark.line + 1, mistake))
+        self.errors.append((1 if node is None else node.start_mark.line + 1, mistake))
 
 
-def _shown(node: yaml.Node) -> str:
+def _describe_node(node: yaml.Node) -> str:
     """Return a value as it stands in the file; where it is none, what it is."""
     match node:
         case yaml.ScalarNode(value=value):
@@ -301,3 +323,63 @@ def _shown(node: yaml.Node) -> str:
             return "a list"
         case _:
             return "a group of keys"
+
+
+def format_cluster(cluster: Cluster) -> str:
+    """Return the text that :func:`counterpoint.world.cluster_file.parse_cluster` reads as the same cluster.
+
+    The link of a cluster with levels says nothing, and is left out.
+    """
+    device, link = cluster.device, cluster.link
+    fields: dict[str, Any] = {
+        "device": {
+            "flops": format_quantity(device.cost_per_s, FLOPS),
+            "memory": format_quantity(device.memory_bytes, MEMORY),
+            "memory_bandwidth": format_quantity(device.memory_bytes_per_s, BANDWIDTH),
+        }
+    }
+    if cluster.levels:
+        fields["levels"] = [
+            {"name": level.name, "count": level.count, **_link_fields(level.link), "shared": level.is_shared}
+            for level in cluster.levels
+        ]
+    else:
+        fields["link"] = _link_fields(link)
+    text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    lists = {
+        "speeds": cluster.speeds,
+        "compute_contention": cluster.compute_contention,
+        "memory_contention": cluster.memory_contention,
+    }
+    for key, numbers in lists.items():
+        text += f"{key}: {_format_list(numbers)}\n" if numbers else ""
+    text += (
+        ""
+        if cluster.time_slicing is None
+        else f"time_slicing: {{{', '.join(_time_slicing_fields(cluster.time_slicing))}}}\n"
+    )
+    rows = "".join(
+        f"- {{level: {level}, group: {group}, fraction: {part!r}}}\n" for level, group, part in cluster.slow_links
+    )
+    return text + (f"slow_links:\n{rows}" if rows else "")
+
+
+def _format_list(numbers: Collection[float]) -> str:
+    return f"[{', '.join(map(repr, numbers))}]"
+
+
+def _time_slicing_fields(turns: TimeSlicing) -> Iterator[str]:
+    yield f"cores: {turns.cores}"
+    if turns.speed_fractions:
+        yield f"fractions: {_format_list(turns.speed_fractions)}"
+    if turns.message_s:
+        yield f"message: {format_quantity(turns.message_s, LATENCY)}"
+
+
+def _link_fields(link: Link) -> dict[str, Any]:
+    copied = {"shared_memory": True} if link.is_shared_memory else {}
+    return {
+        "latency": format_quantity(link.latency_s, LATENCY),
+        "bandwidth": format_quantity(link.bytes_per_s, BANDWIDTH),
+        **copied,
+    }

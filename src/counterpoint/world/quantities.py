@@ -27,7 +27,7 @@ _QUANTITY = re.compile(rf"({NUMBER})\s*(\S.*)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class QuantityKind:
     """What is measured.
 
     Args:
@@ -43,21 +43,23 @@ class Kind:
     meaning: str
     example: str
     units: Mapping[str, Fraction]
-    written: tuple[str, ...]
-    is_whole: bool = False
-    may_be_none: bool = False
-    may_be_endless: bool = False
+    output_units: tuple[str, ...]
+    is_integer: bool = False
+    allows_zero: bool = False
+    allows_infinity: bool = False
 
 
-FLOPS = Kind("floating point operations per second", "30 GFLOP/s", _OPERATIONS, tuple(_OPERATIONS), may_be_endless=True)
-MEMORY = Kind("bytes", "16 GiB", _DECIMAL | _BINARY, ("B", *_BINARY), is_whole=True)
-BANDWIDTH = Kind(
-    "bits or bytes per second", "1 Gbit/s", _RATES, tuple(f"{name}/s" for name in _DECIMAL), may_be_endless=True
+FLOPS = QuantityKind(
+    "floating point operations per second", "30 GFLOP/s", _OPERATIONS, tuple(_OPERATIONS), allows_infinity=True
 )
-LATENCY = Kind("seconds", "50 us", _SECONDS, tuple(_SECONDS), may_be_none=True)
+MEMORY = QuantityKind("bytes", "16 GiB", _DECIMAL | _BINARY, ("B", *_BINARY), is_integer=True)
+BANDWIDTH = QuantityKind(
+    "bits or bytes per second", "1 Gbit/s", _RATES, tuple(f"{name}/s" for name in _DECIMAL), allows_infinity=True
+)
+LATENCY = QuantityKind("seconds", "50 us", _SECONDS, tuple(_SECONDS), allows_zero=True)
 
 
-def parse_quantity(text: str, kind: Kind) -> float:
+def parse_quantity(text: str, kind: QuantityKind) -> float:
     """Return how much a text says, in what the kind counts.
 
     Example:
@@ -75,18 +77,18 @@ def parse_quantity(text: str, kind: Kind) -> float:
         usual = kind.example.partition(" ")[2]
         raise PlanError(f"it has no unit; say what these {kind.meaning} are counted in, as in {number} {usual}")
     if unit not in kind.units:
-        raise PlanError(f"{unit} is no unit of {kind.meaning}; {_meant(unit, kind)}")
-    amount = _amount(number, kind.units[unit], kind)
-    if amount < 0 or (amount == 0 and not kind.may_be_none):
+        raise PlanError(f"{unit} is no unit of {kind.meaning}; {_suggest_unit(unit, kind)}")
+    amount = _to_base_units(number, kind.units[unit], kind)
+    if amount < 0 or (amount == 0 and not kind.allows_zero):
         raise PlanError(
-            f"it must be {'0 or more' if kind.may_be_none else 'more than 0'}; write it as in {kind.example}"
+            f"it must be {'0 or more' if kind.allows_zero else 'more than 0'}; write it as in {kind.example}"
         )
-    if not math.isfinite(amount) and not (kind.may_be_endless and number.endswith("inf")):
+    if not math.isfinite(amount) and not (kind.allows_infinity and number.endswith("inf")):
         raise PlanError(f"that is more than there can be; write it as in {kind.example}")
     return amount
 
 
-def format_quantity(amount: float, kind: Kind) -> str:
+def format_quantity(amount: float, kind: QuantityKind) -> str:
     """Return the text that :func:`parse_quantity` reads as exactly this much, in the largest unit that suits it.
 
     Example:
@@ -94,18 +96,20 @@ def format_quantity(amount: float, kind: Kind) -> str:
         ('125 MB/s', '16 GiB', '50 us')
     """
     if not math.isfinite(amount):
-        return f"{amount} {kind.written[0]}"
+        return f"{amount} {kind.output_units[0]}"
     exact = Fraction(repr(amount))
     suiting = [
-        unit for unit in kind.written if exact >= kind.units[unit] and not (kind.is_whole and exact % kind.units[unit])
+        unit
+        for unit in kind.output_units
+        if exact >= kind.units[unit] and not (kind.is_integer and exact % kind.units[unit])
     ]
-    unit = suiting[-1] if suiting else kind.written[0]
+    unit = suiting[-1] if suiting else kind.output_units[0]
     scaled = exact / kind.units[unit]
     digits = (Decimal(scaled.numerator) / Decimal(scaled.denominator)).normalize()
     return f"{digits:f} {unit}" if -6 < digits.adjusted() < 12 else f"{digits} {unit}"
 
 
-def _amount(number: str, unit: Fraction, kind: Kind) -> float:
+def _to_base_units(number: str, unit: Fraction, kind: QuantityKind) -> float:
     """Return how much a number of a unit is, rounded once; ``inf`` where no number is large enough."""
     if number.endswith("inf"):
         return float(number)
@@ -114,10 +118,10 @@ def _amount(number: str, unit: Fraction, kind: Kind) -> float:
         amount = float(exact)
     except OverflowError:
         return math.inf
-    return int(exact) if kind.is_whole else amount
+    return int(exact) if kind.is_integer else amount
 
 
-def _meant(unit: str, kind: Kind) -> str:
+def _suggest_unit(unit: str, kind: QuantityKind) -> str:
     """Return what the unit was probably meant to be; where nothing is near, which there are."""
     known, lower = {name.lower(): name for name in kind.units}, unit.lower()
     guesses = [*get_close_matches(lower, known, n=1), lower.replace("bps", "b/s").replace("b/s", "bit/s")]

@@ -52,14 +52,14 @@ class Topology:
 
     def __str__(self) -> str:
         cpus, packages = sum(len(core.cpus) for core in self.cores), len({core.package for core in self.cores})
-        parts = [f"{counted(len(self.cores), 'core')} ({counted(cpus, 'hyperthread')})"]
-        parts += [f"{counted(len(self.nodes), 'NUMA node')}, {counted(packages, 'package')}"]
+        parts = [f"{format_count(len(self.cores), 'core')} ({format_count(cpus, 'hyperthread')})"]
+        parts += [f"{format_count(len(self.nodes), 'NUMA node')}, {format_count(packages, 'package')}"]
         if self.quota_cpus is not None:
             parts += [f"a quota of {self.quota_cpus:g} cores"]
         return ", ".join(parts)
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Return a number with its noun.
 
     Example:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.compat.horovod import faults
-from tests.compat.horovod.players import on_ranks
+from tests.compat.horovod import fault_scenarios as faults
+from tests.compat.horovod.rank_runner import on_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.compat.horovod.operations import EXPECTED, SCENES
-from tests.compat.horovod.players import once_on_ranks, plain
+from tests.compat.horovod.operation_scenarios import EXPECTED, SCENARIOS
+from tests.compat.horovod.rank_runner import once_on_ranks, to_plain
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
-@pytest.mark.parametrize(("scene", "expected"), list(zip(SCENES, EXPECTED, strict=True)), ids=lambda it: it.__name__)
+@pytest.mark.parametrize(("scene", "expected"), list(zip(SCENARIOS, EXPECTED, strict=True)), ids=lambda it: it.__name__)
 def test_an_operation_gives_what_one_rank_would_compute(scene, expected, num_ranks, transport):
-    for rank, found in enumerate(once_on_ranks(SCENES, num_ranks, transport)):
-        assert found[scene.__name__] == plain(expected(rank, num_ranks))
+    for rank, found in enumerate(once_on_ranks(SCENARIOS, num_ranks, transport)):
+        assert found[scene.__name__] == to_plain(expected(rank, num_ranks))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compat.horovod import states, training
-from tests.compat.horovod.players import once_on_ranks
+from tests.compat.horovod import state_scenarios as states, training_scenarios as training
+from tests.compat.horovod.rank_runner import once_on_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 WORLDS = pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
@@ -13,7 +13,7 @@ WIDE = torch.float64
 
 
 def ranks_of(scene, num_ranks, transport):
-    scenes = states.SCENES if transport == "auto" else states.SCENES[:-1]  # the last one leaves its fabric
+    scenes = states.SCENARIOS if transport == "auto" else states.SCENARIOS[:-1]  # the last one leaves its fabric
     return [found[scene.__name__] for found in once_on_ranks(scenes, num_ranks, transport)]
 
 
@@ -62,7 +62,7 @@ def test_batches_are_normalized_as_their_union_is(num_ranks, transport, affine):
 
 
 def cut(whole, num_ranks):
-    return whole.split(list(states.LENGTHS[:num_ranks]))
+    return whole.split(list(states.LENGTH_KEYS[:num_ranks]))
 
 
 def alone_when_uneven(size):
@@ -71,7 +71,9 @@ def alone_when_uneven(size):
     optimizer = training.sgd(model.parameters())
     for epoch, lengths in enumerate([[2 * rank for rank in range(size)], [3 * size - rank for rank in range(size)]]):
         for step in range(max(lengths)):
-            losses = [training.loss_of(model, rank, 10 * epoch + step) for rank in range(size) if step < lengths[rank]]
+            losses = [
+                training.compute_loss(model, rank, 10 * epoch + step) for rank in range(size) if step < lengths[rank]
+            ]
             optimizer.zero_grad()
             for param in model.parameters():
                 param.grad = torch.zeros_like(param) if param.requires_grad else None

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from counterpoint.fabric.algorithms.adasum import adasum
-from tests.compat.horovod import training
-from tests.compat.horovod.players import once_on_ranks
+from counterpoint.fabric.collectives.adasum import adasum
+from tests.compat.horovod import training_scenarios as training
+from tests.compat.horovod.rank_runner import once_on_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 WORLDS = pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
@@ -28,7 +28,7 @@ ADVICE = [
 
 
 def ranks_of(num_ranks, transport):
-    return once_on_ranks(training.SCENES, num_ranks, transport)
+    return once_on_ranks(training.SCENARIOS, num_ranks, transport)
 
 
 @WORLDS

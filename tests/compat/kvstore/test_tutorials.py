@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from counterpoint.compat import kvstore as kv_module
-from tests.compat.kvstore.stores import pulled, stores
+from tests.compat.kvstore.store_helpers import pull, stores
 
 SHAPE = (2, 3)
 DEVICES = range(4)
@@ -41,7 +41,7 @@ def test_what_was_initialized_is_pulled(kv):
 
 def test_what_is_pushed_replaces_the_value(kv):
     kv.push(3, ones(8))
-    assert torch.equal(pulled(kv, 3, *SHAPE), ones(8))
+    assert torch.equal(pull(kv, 3, *SHAPE), ones(8))
 
 
 @pytest.mark.parametrize("kind", ["local", "device", "dist_sync", "dist_device_sync"])
@@ -49,15 +49,15 @@ def test_the_values_of_four_devices_are_added_up(kind):
     (store,) = stores(kind, 1) if "dist" in kind else (kv_module.create(kind),)
     store.init(3, ones(2))
     store.push(3, [ones() for _ in DEVICES])
-    assert torch.equal(pulled(store, 3, *SHAPE), ones(4))
+    assert torch.equal(pull(store, 3, *SHAPE), ones(4))
 
 
 def test_an_updater_says_how_values_are_merged(kv):
     kv.push(3, [ones() for _ in DEVICES])
     kv._set_updater(update)
-    assert torch.equal(pulled(kv, 3, *SHAPE), ones(4))
+    assert torch.equal(pull(kv, 3, *SHAPE), ones(4))
     kv.push(3, ones())
-    assert torch.equal(pulled(kv, 3, *SHAPE), ones(6))
+    assert torch.equal(pull(kv, 3, *SHAPE), ones(6))
 
 
 def test_several_devices_pull_at_once(kv):
@@ -134,7 +134,7 @@ def test_gradients_of_two_bits_keep_what_they_do_not_send():
     for number in (0.0, 0.4, 0.5 - 0.4, 0.2, 0.5 - 0.2):
         for store in kvs:
             store.push("1000", -ones(number))
-        seen.append([pulled(store, "1000", *SHAPE).unique().tolist() for store in kvs])
+        seen.append([pull(store, "1000", *SHAPE).unique().tolist() for store in kvs])
     assert seen == [[[number]] * 2 for number in (0.0, 0.0, 2.0, 2.0, 4.0)]
 
 
@@ -148,7 +148,7 @@ def test_what_workers_of_dist_sync_push_is_added_up_seven_times():
         for store in kvs:
             store.push(["3", "5"], [-ones(store.rank + 1)] * 2)
         expected = (store.num_workers + 1) * store.num_workers * 2 / 2 * turn + 1
-        assert all(torch.equal(pulled(store, "5", *SHAPE), ones(expected)) for store in kvs)
+        assert all(torch.equal(pull(store, "5", *SHAPE), ones(expected)) for store in kvs)
 
 
 def test_the_rank_and_the_number_of_workers_divide_the_data():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from counterpoint.fabric.shm.native import native
-from tests.fabric.players import on_shm
+from tests.fabric.run_ranks import on_shm
 
 pytestmark = [
     pytest.mark.process,

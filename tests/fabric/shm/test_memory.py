@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from counterpoint.errors import LaunchError, PeerError
-from counterpoint.fabric import meeting
+from counterpoint.fabric import rendezvous as meeting
 from counterpoint.fabric.shm import segments
 from counterpoint.fabric.shm.native import native
-from tests.fabric.players import on_shm
+from tests.fabric.run_ranks import on_shm
 
 pytestmark = [
     pytest.mark.process,
@@ -26,7 +26,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_segment_is_for_its_user_alone_and_cannot_shrink():
-    made = segments.create("test", 8192, fill=True)
+    made = segments.create_segment("test", 8192, allocate=True)
     assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
     with pytest.raises(PermissionError):
         os.ftruncate(made.fd, 4096)
@@ -34,9 +34,9 @@ def test_a_segment_is_for_its_user_alone_and_cannot_shrink():
 
 
 def test_pages_that_are_dropped_take_no_room_and_those_at_the_edges_stay():
-    made = segments.create("test", 8 * PAGE, fill=True)
+    made = segments.create_segment("test", 8 * PAGE, allocate=True)
     made.memory[:] = b"x" * (8 * PAGE)
-    segments.drop_pages(made.address + 1, 4 * PAGE)
+    segments.discard_shared_pages(made.address + 1, 4 * PAGE)
     assert os.fstat(made.fd).st_blocks * 512 == 5 * PAGE
     assert made.memory[: PAGE + 1] == b"x" * PAGE + b"\0"
     assert made.memory[4 * PAGE - 1 : 4 * PAGE + 1] == b"\0x"
@@ -46,7 +46,7 @@ def test_pages_that_are_dropped_take_no_room_and_those_at_the_edges_stay():
 def test_too_little_memory_is_named_with_what_is_free_and_needed(monkeypatch):
     monkeypatch.setattr(segments, "available_bytes", lambda: 1000)
     with pytest.raises(PeerError, match=r"no shared memory for big: 5000 bytes are needed and 1000 are free"):
-        segments.create("big", 5000, fill=True)
+        segments.create_segment("big", 5000, allocate=True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from counterpoint.fabric.shm.native import DTYPES, VERBS, native
+from counterpoint.fabric.shm.native import DTYPES, REDUCTIONS, native
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
 LENGTHS = [0, 1, 7, 8, 63, 1024, 1025, 5000]
@@ -20,7 +20,7 @@ def reduced(tensors, verb="sum", scale=1.0):
     count, dtype = tensors[0].numel(), DTYPES[tensors[0].dtype]
     library = native().library
     assert library is not None
-    library.cp_reduce(places, len(tensors), places, len(tensors), count, dtype, VERBS[verb], scale)
+    library.cp_reduce(places, len(tensors), places, len(tensors), count, dtype, REDUCTIONS[verb], scale)
     return tensors
 
 

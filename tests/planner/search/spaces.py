@@ -5,31 +5,31 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from counterpoint.model.spec import Block, ModelSpec, chain
-from counterpoint.plan import Plan
-from counterpoint.planner.search.configuration import Configuration
-from counterpoint.planner.search.moves import Space, propose
+from counterpoint.model.spec import Block, ModelSpec, linear_chain
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.search.configuration import SearchConfiguration
+from counterpoint.planner.search.proposals import SearchSpace, propose
 from counterpoint.strategies.data import Data
 from counterpoint.world.cluster import Cluster, Level, Link
-from tests.laws.compositions import ladder
 from tests.planner.models import layers
+from tests.program.verify.random_plans import unet
 
 WIRE = Link(latency_s=50e-6, bytes_per_s=125e6)
 FLAT = Cluster(link=WIRE)
-COPIES = Cluster(levels=(Level("host", 4, Link(5e-6, 5e9, is_copied=True)), Level("network", 4, WIRE)))
+COPIES = Cluster(levels=(Level("host", 4, Link(5e-6, 5e9, is_shared_memory=True)), Level("network", 4, WIRE)))
 HOSTS = Cluster(levels=(Level("host", 2, Link(5e-6, 5e9)), Level("network", 8, WIRE, is_shared=True)))
 
 
 def transformer(num_layers: int, width: int = 64) -> ModelSpec:
     """Layers of two regions that can be sliced, each along a dim of its own, between a table and a head that cannot."""
-    plain = chain(2 * num_layers + 2, width=width)
+    plain = linear_chain(2 * num_layers + 2, width=width)
     pieces = []
-    for at, piece in enumerate(plain.pieces):
-        assert piece.split is not None
+    for at, piece in enumerate(plain.layers):
+        assert piece.tp is not None
         dim, is_end = "heads" if at % 2 else "hidden", at in {0, 2 * num_layers + 1}
-        split = None if is_end else replace(piece.split, dim=dim, size=8)
+        split = None if is_end else replace(piece.tp, dim=dim, size=8)
         name = f"layers.{(at - 1) // 2}.{dim}"
-        pieces.append(replace(piece, name=name, split=split, cost=1e6 * (1 + at % 3), may_begin=not is_end))
+        pieces.append(replace(piece, name=name, split=split, cost=1e6 * (1 + at % 3), can_start_stage=not is_end))
     ends = [0, *range(1, len(pieces), 2), len(pieces)]
     return replace(plain, blocks=tuple(Block(tuple(pieces[a:b]), a) for a, b in pairwise(ends)))
 
@@ -37,15 +37,15 @@ def transformer(num_layers: int, width: int = 64) -> ModelSpec:
 MODELS: dict[str, ModelSpec] = {
     "layers": layers(8, cost=2e6),
     "transformer": transformer(3),
-    "tied": chain(6, tied=True),
-    "ladder": ladder(layers(6, cost=1e6)),
+    "tied": linear_chain(6, tied=True),
+    "ladder": unet(layers(6, cost=1e6)),
 }
 
 
-def changes(space: Space, seed: int) -> Iterator[Plan]:
+def random_plans(space: SearchSpace, seed: int) -> Iterator[Plan]:
     """Random changes, each of what the one before has made, from data parallelism on."""
     draw = Random(seed)
-    now = Configuration(copies=Data(space.num_ranks))
+    now = SearchConfiguration(data=Data(space.num_ranks))
     while True:
         now = propose(now, space, draw)
         yield now.plan(space.model, space.passes)

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from counterpoint.compat.horovod import collectives
-from counterpoint.compat.horovod.collectives import Among
-from counterpoint.compat.horovod.reductions import Op, Reduce
-from counterpoint.compat.horovod.waiting import finish_one
-from counterpoint.compat.horovod.world import the_world
+from counterpoint.compat.horovod.collectives import NamedGroup
+from counterpoint.compat.horovod.reductions import ReductionOp, ScaledReduction
+from counterpoint.compat.horovod.synchronize import wait_tensor
+from counterpoint.compat.horovod.world import current_world
 from counterpoint.errors import DataError
-from counterpoint.runtime.norms import Running, normalize
+from counterpoint.runtime.batch_norm.sync import RunningStats, sync_batch_norm
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -46,29 +46,29 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
-        if not uses_batch or the_world().fabric.num_ranks == 1:
+        if not uses_batch or current_world().fabric.num_ranks == 1:
             mean = self.running_mean if not self.training or self.track_running_stats else None
             var = self.running_var if not self.training or self.track_running_stats else None
             return F.batch_norm(input, mean, var, self.weight, self.bias, uses_batch, momentum, self.eps)
         running = None
         if self.training and self.running_mean is not None and self.running_var is not None:
-            running = Running(self.running_mean, self.running_var, momentum)
-        everybody = Everybody()
-        return normalize(input, self.weight, self.bias, running=running, eps=self.eps, union=everybody)
+            running = RunningStats(self.running_mean, self.running_var, momentum)
+        everybody = WorldReducer()
+        return sync_batch_norm(input, self.weight, self.bias, running=running, eps=self.eps, group=everybody)
 
 
-class Everybody:
+class WorldReducer:
     """All ranks of Horovod's world."""
 
     def gather(self, row: Tensor) -> Tensor:
         """Return everybody's row."""
-        world = the_world()
-        return finish_one(
-            collectives.all_gather(world, [row], Among("the statistics of SyncBatchNorm", world.everybody))
+        world = current_world()
+        return wait_tensor(
+            collectives.all_gather(world, [row], NamedGroup("the statistics of SyncBatchNorm", world.all_ranks))
         )
 
-    def add(self, sums: Tensor) -> None:
+    def all_reduce(self, sums: Tensor) -> None:
         """Replace the tensor by its sum over everybody."""
-        world = the_world()
-        among = Among("the gradient of SyncBatchNorm", world.everybody)
-        finish_one(collectives.all_reduce(world, [sums], among, Reduce(Op.SUM)))
+        world = current_world()
+        among = NamedGroup("the gradient of SyncBatchNorm", world.all_ranks)
+        wait_tensor(collectives.all_reduce(world, [sums], among, ScaledReduction(ReductionOp.SUM)))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from counterpoint.compat.horovod.errors import AbsentError
+from counterpoint.compat.horovod.errors import HorovodUnsupportedError
 
 
 def __getattr__(name: str) -> object:
     """Say what there is instead.
 
     Raises:
-        AbsentError: always.
+        HorovodUnsupportedError: always.
     """
     if name.startswith("__"):
         raise AttributeError(name)
-    raise AbsentError(
+    raise HorovodUnsupportedError(
         f"hvd.elastic.{name} does not exist here: the ranks of a job are those it was started with; save state with "
-        "counterpoint.Trainer(...).fit(save_to=..., resume=...), or your own, and start the job again with "
+        "counterpoint.Trainer(...).fit(checkpoint_dir=..., resume=...), or your own, and start the job again with "
         "`counterpoint run` or `torchrun --max-restarts`"
     )

@@ -16,12 +16,12 @@ class CallOrderError(CounterpointError, AssertionError):
     """The calls of a training step came in an order in which gradients would be lost."""
 
 
-class AbsentError(PlanError, AttributeError):
+class HorovodUnsupportedError(PlanError, AttributeError):
     """This part of Horovod does not exist here; the message says what does."""
 
 
 @contextmanager
-def as_horovod_raises() -> Iterator[None]:
+def translate_peer_errors() -> Iterator[None]:
     """A failure of another rank is raised as Horovod's error.
 
     Raises:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from counterpoint.compat.horovod import collectives
-from counterpoint.compat.horovod.collectives import DTYPES, Among
-from counterpoint.compat.horovod.rank_sets import RankSet, global_process_set, member_of
-from counterpoint.compat.horovod.waiting import finish_one
-from counterpoint.compat.horovod.world import the_world
+from counterpoint.compat.horovod.collectives import DTYPES, NamedGroup
+from counterpoint.compat.horovod.process_sets import ProcessSet, global_process_set, member_group
+from counterpoint.compat.horovod.synchronize import wait_tensor
+from counterpoint.compat.horovod.world import current_world
 from counterpoint.errors import DataError
 from counterpoint.fabric.fingerprint import dtype_name
 
 TENSOR_TYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
-def encode(value: object, where: str = "the object") -> Tensor:
+def encode_object(value: object, where: str = "the object") -> Tensor:
     """Return the value as bytes: None, numbers, text, bytes, lists, tuples, sets, dicts, dtypes, tensors and arrays.
 
     Args:
@@ -31,7 +31,7 @@ def encode(value: object, where: str = "the object") -> Tensor:
         DataError: a part of it is something else.
 
     Example:
-        >>> decode(encode({"epoch": 3, 7: (1.5, None)}))
+        >>> decode_object(encode_object({"epoch": 3, 7: (1.5, None)}))
         {'epoch': 3, 7: (1.5, None)}
     """
     payload: list[Tensor] = []
@@ -40,7 +40,7 @@ def encode(value: object, where: str = "the object") -> Tensor:
     return torch.cat([size, _bytes(head), *payload])
 
 
-def decode(raw: Tensor) -> Any:  # noqa: ANN401 - whatever was encoded
+def decode_object(raw: Tensor) -> Any:  # noqa: ANN401 - whatever was encoded
     """Return the value, its tensors in memory of their own."""
     start = 8 + int(raw[:8].clone().view(torch.int64))
     tree = json.loads(raw[8:start].numpy().tobytes())
@@ -68,16 +68,16 @@ def _to_tree(value: object, where: str, payload: list[Tensor]) -> object:
             ]
             return ["dict", *pairs]
         case bytes():
-            return ["bytes", *_stored(_bytes(value), payload)]
+            return ["bytes", *_append_tensor(_bytes(value), payload)]
         case torch.dtype():
             return ["dtype", dtype_name(value)]
         case Tensor() if value.layout == torch.strided and value.dtype in DTYPES:
-            return ["tensor", *_stored(value.detach().cpu(), payload)]
+            return ["tensor", *_append_tensor(value.detach().cpu(), payload)]
         case np.ndarray() | np.generic() if np.asarray(value).dtype.kind in "biufc":
             array = np.asarray(value)
             raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else _bytes(b"")
             kind = "array" if isinstance(value, np.ndarray) else "number"
-            return [kind, array.dtype.str, list(array.shape), *_stored(raw, payload)]
+            return [kind, array.dtype.str, list(array.shape), *_append_tensor(raw, payload)]
         case _:
             raise DataError(
                 f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel between ranks; "
@@ -86,7 +86,7 @@ def _to_tree(value: object, where: str, payload: list[Tensor]) -> object:
             )
 
 
-def _stored(tensor: Tensor, payload: list[Tensor]) -> list[object]:
+def _append_tensor(tensor: Tensor, payload: list[Tensor]) -> list[object]:
     """Return dtype, shape and where its bytes are in the payload, where they now are."""
     whole = tensor.contiguous()
     start = sum(len(part) for part in payload)
@@ -95,7 +95,7 @@ def _stored(tensor: Tensor, payload: list[Tensor]) -> list[object]:
     return [dtype_name(whole.dtype), list(whole.shape), start, len(raw)]
 
 
-def _loaded(facts: list[Any], payload: Tensor) -> Tensor:
+def _read_tensor(facts: list[Any], payload: Tensor) -> Tensor:
     name, shape, start, size = facts
     return payload[start : start + size].clone().view(TENSOR_TYPES[name]).view(shape)
 
@@ -107,13 +107,13 @@ def _from_tree(tree: Any, payload: Tensor) -> Any:  # noqa: ANN401 - one line fo
     if kind == "dict":
         return {_from_tree(key, payload): _from_tree(item, payload) for key, item in items}
     if kind == "tensor":
-        return _loaded(items, payload)
+        return _read_tensor(items, payload)
     if kind == "bytes":
-        return _loaded(items, payload).numpy().tobytes()
+        return _read_tensor(items, payload).numpy().tobytes()
     if kind == "dtype":
         return TENSOR_TYPES[items[0]]
     if kind in {"array", "number"}:
-        raw = _loaded(items[2:], payload).numpy().tobytes()
+        raw = _read_tensor(items[2:], payload).numpy().tobytes()
         array = np.frombuffer(raw, dtype=np.dtype(items[0])).reshape(items[1]).copy()
         return array if kind == "array" else array[()]
     found = [_from_tree(item, payload) for item in items]
@@ -124,7 +124,7 @@ def broadcast_object(
     obj: Any = None,  # noqa: ANN401 - whatever can travel
     root_rank: int = 0,
     name: str | None = None,
-    process_set: RankSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:  # noqa: ANN401
     """Return the root's object: the root itself its own, all others an equal one.
 
@@ -139,23 +139,23 @@ def broadcast_object(
         DataError: a part of the object is of another type; it names which. The other ranks are told, too.
         HorovodInternalError: another rank is gone or late.
     """
-    world, group = the_world(), member_of(process_set)
+    world, group = current_world(), member_group(process_set)
     name = name or "an object"
-    collectives.require_member(f"broadcast_object of {name}", root_rank, group)
+    collectives.check_member(f"broadcast_object of {name}", root_rank, group)
     is_root = world.fabric.rank == root_rank
-    raw, error = _attempt(obj) if is_root else (torch.empty(0, dtype=torch.uint8), None)
-    sizes = world.numbers("size of", name, [-1 if error is not None else len(raw)], group)
-    _require_sent(sizes, group, name, error)
+    raw, error = _try_encode(obj) if is_root else (torch.empty(0, dtype=torch.uint8), None)
+    sizes = world.all_gather_ints("size of", name, [-1 if error is not None else len(raw)], group)
+    _check_all_encoded(sizes, group, name, error)
     if not is_root:
         raw = torch.empty(sizes[group.index(root_rank)][0], dtype=torch.uint8)
-    finish_one(collectives.broadcast(world, raw, root_rank, Among(name, group)))
-    return obj if is_root else decode(raw)
+    wait_tensor(collectives.broadcast(world, raw, root_rank, NamedGroup(name, group)))
+    return obj if is_root else decode_object(raw)
 
 
 def allgather_object(
     obj: Any,  # noqa: ANN401 - whatever can travel
     name: str | None = None,
-    process_set: RankSet = global_process_set,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return all members' objects, in the order of their ranks; the types are those of :func:`broadcast_object`.
 
@@ -163,23 +163,23 @@ def allgather_object(
         DataError: a part of the own object is of another type.
         HorovodInternalError: another rank is gone or late, or has an object that cannot travel.
     """
-    world, group = the_world(), member_of(process_set)
+    world, group = current_world(), member_group(process_set)
     name = name or "an object"
-    raw, error = _attempt(obj)
-    sizes = world.numbers("size of", name, [-1 if error is not None else len(raw)], group)
-    _require_sent(sizes, group, name, error)
-    whole = finish_one(collectives.all_gather(world, [raw], Among(name, group)))
-    return [decode(part) for part in torch.split(whole, [size for (size,) in sizes])]
+    raw, error = _try_encode(obj)
+    sizes = world.all_gather_ints("size of", name, [-1 if error is not None else len(raw)], group)
+    _check_all_encoded(sizes, group, name, error)
+    whole = wait_tensor(collectives.all_gather(world, [raw], NamedGroup(name, group)))
+    return [decode_object(part) for part in torch.split(whole, [size for (size,) in sizes])]
 
 
-def _attempt(value: object) -> tuple[Tensor, DataError | None]:
+def _try_encode(value: object) -> tuple[Tensor, DataError | None]:
     try:
-        return encode(value), None
+        return encode_object(value), None
     except DataError as error:
         return torch.empty(0, dtype=torch.uint8), error
 
 
-def _require_sent(sizes: list[list[int]], group: tuple[int, ...], name: str, own: DataError | None) -> None:
+def _check_all_encoded(sizes: list[list[int]], group: tuple[int, ...], name: str, own: DataError | None) -> None:
     """All objects can travel; the rank whose does not says why, and the others say whose it is."""
     if own is not None:
         raise own

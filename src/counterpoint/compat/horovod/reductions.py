@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PlanError
-from counterpoint.fabric.algorithms.adasum import adasum
-from counterpoint.fabric.gloo import ReduceOp
-from counterpoint.fabric.torch_group.reductions import Reduction, reduction_of
+from counterpoint.fabric.c10d import ReduceOp
+from counterpoint.fabric.collectives.adasum import adasum
+from counterpoint.fabric.torch_backend.collectives import TorchReduction, plan_reduction
 
 
-class Op(IntEnum):
+class ReductionOp(IntEnum):
     """Horovod's reductions; the numbers are Horovod's, too."""
 
     AVERAGE = 0
@@ -27,16 +27,16 @@ class Op(IntEnum):
 
 
 TORCH_OPS: Final = {
-    Op.AVERAGE: ReduceOp.AVG,
-    Op.SUM: ReduceOp.SUM,
-    Op.MIN: ReduceOp.MIN,
-    Op.MAX: ReduceOp.MAX,
-    Op.PRODUCT: ReduceOp.PRODUCT,
+    ReductionOp.AVERAGE: ReduceOp.AVG,
+    ReductionOp.SUM: ReduceOp.SUM,
+    ReductionOp.MIN: ReduceOp.MIN,
+    ReductionOp.MAX: ReduceOp.MAX,
+    ReductionOp.PRODUCT: ReduceOp.PRODUCT,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class ScaledReduction:
     """A reduction with its factors.
 
     Args:
@@ -45,27 +45,27 @@ class Reduce:
         postscale: what the result is multiplied by.
     """
 
-    op: Op = Op.AVERAGE
+    op: ReductionOp = ReductionOp.AVERAGE
     prescale: float = 1.0
     postscale: float = 1.0
 
-    def on(self, dtype: torch.dtype) -> Reduction | None:
+    def fabric_reduction(self, dtype: torch.dtype) -> TorchReduction | None:
         """Return how the fabric does it; None for Adasum, which needs every rank's tensor at once.
 
         Raises:
             PlanError: Adasum of whole numbers.
         """
-        if self.op == Op.ADASUM:
+        if self.op == ReductionOp.ADASUM:
             if not dtype.is_floating_point:
                 raise PlanError(
                     f"Adasum of {dtype}: it scales by fractions, which whole numbers cannot hold; convert the tensor "
                     "to a floating point type, or use op=Sum"
                 )
             return None
-        return reduction_of(TORCH_OPS[self.op], dtype)
+        return plan_reduction(TORCH_OPS[self.op], dtype)
 
 
-def op_of(op: Op | None, average: bool | None) -> Op:
+def resolve_op(op: ReductionOp | None, average: bool | None) -> ReductionOp:
     """Return the reduction that a call asks for; the mean where it does not say.
 
     Raises:
@@ -74,15 +74,15 @@ def op_of(op: Op | None, average: bool | None) -> Op:
     if op is not None and average is not None:
         raise PlanError(f"op={op!r} and average={average} are both given; they say the same thing: give op alone")
     if op is None:
-        return Op.SUM if average is False else Op.AVERAGE
-    if op not in set(Op):
+        return ReductionOp.SUM if average is False else ReductionOp.AVERAGE
+    if op not in set(ReductionOp):
         raise PlanError(
             f"op={op!r} is no reduction; there are Average, Sum, Adasum, Min, Max and Product: give one of them"
         )
-    return Op(op)
+    return ReductionOp(op)
 
 
-def scale(tensor: Tensor, factor: float) -> None:
+def scale_in_place(tensor: Tensor, factor: float) -> None:
     """The tensor is multiplied, in place; whole numbers are rounded towards zero, as Horovod does."""
     if factor == 1.0:
         return
@@ -92,7 +92,7 @@ def scale(tensor: Tensor, factor: float) -> None:
         tensor.copy_(tensor.double().mul_(factor).trunc_())
 
 
-def combine(rows: Tensor, reduction: Reduction | None, sizes: list[int]) -> Tensor:
+def reduce_rows(rows: Tensor, reduction: TorchReduction | None, sizes: list[int]) -> Tensor:
     """Return what becomes of one flat row per rank.
 
     Args:
@@ -101,6 +101,6 @@ def combine(rows: Tensor, reduction: Reduction | None, sizes: list[int]) -> Tens
         sizes: of the tensors that lie in a row back to back: each has an Adasum of its own.
     """
     if reduction is not None:
-        return reduction.folded(rows)
+        return reduction.combine_rows(rows)
     parts = [torch.split(row, sizes) for row in rows.unbind()]
     return torch.cat([adasum(tensors) for tensors in zip(*parts, strict=True)])

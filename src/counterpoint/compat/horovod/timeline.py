@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 
-class Timeline:
+class HorovodTimeline:
     """A file that grows by one line per operation; it can be read at any time.
 
     Args:
@@ -27,7 +27,7 @@ class Timeline:
         """Return the time since the timeline was started."""
         return (time.perf_counter() - self._began) * 1e6
 
-    def note(self, tensor: str, phase: str, since_us: float) -> None:
+    def record(self, tensor: str, phase: str, since_us: float) -> None:
         """The tensor was in this phase from then until now; every tensor has a track of its own."""
         if tensor not in self._tracks:
             self._tracks[tensor] = len(self._tracks) + 1

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from counterpoint.compat.horovod import elastic
 from counterpoint.compat.horovod.batch_norm import SyncBatchNorm
+from counterpoint.compat.horovod.broadcast import broadcast_optimizer_state, broadcast_parameters
 from counterpoint.compat.horovod.compression import Compression
 from counterpoint.compat.horovod.errors import HorovodInternalError
-from counterpoint.compat.horovod.exchanging import (
+from counterpoint.compat.horovod.gather_ops import (
     allgather,
     allgather_async,
     alltoall,
@@ -30,14 +31,14 @@ from counterpoint.compat.horovod.exchanging import (
 )
 from counterpoint.compat.horovod.objects import allgather_object, broadcast_object
 from counterpoint.compat.horovod.optimizer import DistributedOptimizer
-from counterpoint.compat.horovod.rank_sets import (
-    RankSet,
+from counterpoint.compat.horovod.process_sets import (
+    ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
-    settle,
+    reset_process_sets,
 )
-from counterpoint.compat.horovod.reducing import (
+from counterpoint.compat.horovod.reduce_ops import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -51,15 +52,20 @@ from counterpoint.compat.horovod.reducing import (
     reducescatter,
     reducescatter_async,
 )
-from counterpoint.compat.horovod.reductions import Op
-from counterpoint.compat.horovod.states import broadcast_optimizer_state, broadcast_parameters
-from counterpoint.compat.horovod.timeline import Timeline
-from counterpoint.compat.horovod.waiting import barrier, join, poll, synchronize
-from counterpoint.compat.horovod.world import PROCESS, open_process_world, the_world
+from counterpoint.compat.horovod.reductions import ReductionOp
+from counterpoint.compat.horovod.synchronize import barrier, join, poll, synchronize
+from counterpoint.compat.horovod.timeline import HorovodTimeline
+from counterpoint.compat.horovod.world import PROCESS, current_world, open_process_world
 from counterpoint.errors import PlanError
 
-ProcessSet = RankSet
-Average, Sum, Adasum, Min, Max, Product = Op.AVERAGE, Op.SUM, Op.ADASUM, Op.MIN, Op.MAX, Op.PRODUCT
+Average, Sum, Adasum, Min, Max, Product = (
+    ReductionOp.AVERAGE,
+    ReductionOp.SUM,
+    ReductionOp.ADASUM,
+    ReductionOp.MIN,
+    ReductionOp.MAX,
+    ReductionOp.PRODUCT,
+)
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
@@ -76,7 +82,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def init(comm: Sequence[int] | None = None, process_sets: Sequence[RankSet] | str | None = None) -> None:
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """This process is a rank among those that its launcher started; alone where none did. A second call does nothing.
 
     Args:
@@ -91,14 +97,16 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[RankSet] | st
     """
     if PROCESS.world is None:
         world = open_process_world()
-        if comm and sorted(comm) != list(world.everybody):
+        if comm and sorted(comm) != list(world.all_ranks):
             raise PlanError(
-                f"init(comm={list(comm)}) among {len(world.everybody)} ranks: all ranks take part here; start as many "
+                f"init(comm={list(comm)}) among {len(world.all_ranks)} ranks: all ranks take part here; start as many "
                 "as you need, or name some of them by a ProcessSet"
             )
         PROCESS.world = world
         atexit.register(shutdown)
-        settle(world, process_sets if process_sets is not None and not isinstance(process_sets, str) else ())
+        reset_process_sets(
+            world, process_sets if process_sets is not None and not isinstance(process_sets, str) else ()
+        )
 
 
 def shutdown() -> None:
@@ -108,10 +116,10 @@ def shutdown() -> None:
     """
     world, PROCESS.world = PROCESS.world, None
     atexit.unregister(shutdown)
-    settle(None, ())
+    reset_process_sets(None, ())
     if world is not None:
         world.close_timeline()
-        PROCESS.past.append(world)
+        PROCESS.closed_worlds.append(world)
 
 
 def is_initialized() -> bool:
@@ -121,40 +129,40 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return which rank this process is."""
-    return the_world().fabric.rank
+    return current_world().fabric.rank
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return the_world().fabric.num_ranks
+    return current_world().fabric.num_ranks
 
 
 def local_rank() -> int:
     """Return the place of this rank among those of its host."""
-    places = the_world().places
+    places = current_world().topology
     return places.local_ranks[places.rank]
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    places = the_world().places
+    places = current_world().topology
     return places.local_sizes[places.rank]
 
 
 def cross_rank() -> int:
     """Return the place of this rank among those that have its place on their hosts."""
-    places = the_world().places
+    places = current_world().topology
     return places.cross_ranks.index(places.rank)
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a rank at this one's place."""
-    return len(the_world().places.cross_ranks)
+    return len(current_world().topology.cross_ranks)
 
 
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of ranks."""
-    return len(set(the_world().places.local_sizes)) == 1
+    return len(set(current_world().topology.local_sizes)) == 1
 
 
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
@@ -168,16 +176,16 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
         PlanError: a timeline is being written already.
     """
     del mark_cycles
-    outstanding = the_world().outstanding
+    outstanding = current_world().handles
     if outstanding.timeline is not None:
         raise PlanError("start_timeline: a timeline is being written already; call stop_timeline before")
     if rank() == 0:
-        outstanding.timeline = Timeline(file_path, rank())
+        outstanding.timeline = HorovodTimeline(file_path, rank())
 
 
 def stop_timeline() -> None:
     """The timeline is complete; nothing where there is none."""
-    the_world().close_timeline()
+    current_world().close_timeline()
 
 
 def mpi_threads_supported() -> bool:

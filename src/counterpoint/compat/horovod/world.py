@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.compat.horovod.errors import as_horovod_raises
-from counterpoint.compat.horovod.handles import Call, Outstanding, Part, Pending, Result
-from counterpoint.compat.horovod.joining import Joining
-from counterpoint.compat.horovod.timeline import Timeline
+from counterpoint.compat.horovod.errors import translate_peer_errors
+from counterpoint.compat.horovod.handles import HandleTable, HorovodHandle, JoinableCollective, OpRequest, Result
+from counterpoint.compat.horovod.join import JoinState
+from counterpoint.compat.horovod.timeline import HorovodTimeline
 from counterpoint.errors import LaunchError, PlanError
-from counterpoint.fabric.board import Board
 from counterpoint.fabric.fabric import Fabric, Group, Work
+from counterpoint.fabric.shared_store import SharedStore
 from counterpoint.launchers.environment import detect
 from counterpoint.launchers.variables import horovod_variables
-from counterpoint.training.world import open_world
+from counterpoint.training.distributed_world import open_world
 
 DEADLINE_S = 600.0  # Horovod waits for ever; scripts may save or evaluate on one rank for a while
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RankTopology:
     """Where each rank is: its place on its host, and how many are there.
 
     Args:
@@ -56,20 +56,26 @@ class HorovodWorld:
     """
 
     def __init__(
-        self, fabric: Fabric, places: Places, fusion_bytes: int, board: Callable[[], Board | None] = lambda: None
+        self,
+        fabric: Fabric,
+        topology: RankTopology,
+        fusion_bytes: int,
+        open_store: Callable[[], SharedStore | None] = lambda: None,
     ) -> None:
         self.fabric = fabric
-        self.places = places
+        self.topology = topology
         self.fusion_bytes = fusion_bytes
-        self.everybody: Group = tuple(range(fabric.num_ranks))
-        self.sets: dict[int, Group] = {0: self.everybody}
-        self.num_sets = 1
-        self.mirrored: dict[str, Tensor] = {}
-        self.outstanding = Outstanding(self._wait)
-        self.joining = Joining(fabric, board, self.outstanding.of_all_ranks)
-        self._turn = 0
+        self.all_ranks: Group = tuple(range(fabric.num_ranks))
+        self.process_sets: dict[int, Group] = {0: self.all_ranks}
+        self.next_process_set_id = 1
+        self.joined_results: dict[str, Tensor] = {}
+        self.handles = HandleTable(self._wait_for_work)
+        self.join_state = JoinState(fabric, open_store, self.handles.global_handles)
+        self._next_sequence = 0
 
-    def start(self, call: Call, works: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Pending:
+    def start(
+        self, request: OpRequest, works: Callable[[], Sequence[Work]], finish: Callable[[], Result]
+    ) -> HorovodHandle:
         """Return the handle of an operation that has been started.
 
         Args:
@@ -81,68 +87,68 @@ class HorovodWorld:
             HorovodInternalError: another rank failed, or one that has joined cannot take part.
         """
         turn = -1
-        if call.group == self.everybody:
-            turn = self._turn
-            self._turn += 1
-        with as_horovod_raises(), torch.no_grad():
-            self.joining.announce(call, turn)
-            return self.outstanding.add(Pending(call, works(), finish, turn))
+        if request.group == self.all_ranks:
+            turn = self._next_sequence
+            self._next_sequence += 1
+        with translate_peer_errors(), torch.no_grad():
+            self.join_state.announce(request, turn)
+            return self.handles.add(HorovodHandle(request, works(), finish, turn))
 
-    def numbers(self, what: str, name: str, own: Sequence[int], group: Group) -> list[list[int]]:
+    def all_gather_ints(self, what: str, name: str, local: Sequence[int], group: Group) -> list[list[int]]:
         """Return every member's numbers, when they are there; all give equally many."""
-        count = len(own)
+        count = len(local)
         whole = torch.zeros(count * len(group), dtype=torch.int64)
         bounds = [count * place for place in range(len(group) + 1)]
         place = group.index(self.fabric.rank)
-        whole[bounds[place] : bounds[place + 1]] = torch.tensor(own, dtype=torch.int64)
-        call = Call(what, name, group)
+        whole[bounds[place] : bounds[place + 1]] = torch.tensor(local, dtype=torch.int64)
+        call = OpRequest(what, name, group)
         handle = self.start(
             call, lambda: [self.fabric.all_gather(f"{what} of {name}", whole, bounds, group)], lambda: whole
         )
-        self.outstanding.finish(handle)
+        self.handles.finish(handle)
         return [[int(number) for number in row] for row in whole.view(len(group), count).tolist()]
 
     def join(self) -> int:
         """Return the rank that joined last: this rank has nothing more to give, and all have come to this point."""
-        self.outstanding.finish_all()
-        with as_horovod_raises():
-            last, self._turn = self.joining.join(self._turn, self._mirror)
+        self.handles.finish_all()
+        with translate_peer_errors():
+            last, self._next_sequence = self.join_state.join(self._next_sequence, self._contribute_zeros)
         return last
 
     @torch.no_grad()
-    def _mirror(self, parts: Sequence[Part]) -> None:
+    def _contribute_zeros(self, parts: Sequence[JoinableCollective]) -> None:
         """Take part with zeros; what becomes of whole numbers is kept, for ranks agree by them."""
         works: list[Work] = []
         for part in parts:
             dtype = getattr(torch, part.dtype)
-            if part.verb == "gather":
+            if part.op == "gather":
                 size = torch.Size(part.shape).numel()
-                bounds = [size * place for place in range(len(self.everybody) + 1)]
+                bounds = [size * place for place in range(len(self.all_ranks) + 1)]
                 rows = torch.zeros(bounds[-1], dtype=dtype)
-                works.append(self.fabric.all_gather(part.label, rows, bounds, self.everybody))
+                works.append(self.fabric.all_gather(part.label, rows, bounds, self.all_ranks))
             else:
                 zeros = torch.zeros(part.shape, dtype=dtype)
-                works.append(self.fabric.all_reduce(part.label, zeros, self.everybody, part.verb))
-                if part.label.startswith(AGREEMENT):
-                    self.mirrored[part.label] = zeros
+                works.append(self.fabric.all_reduce(part.label, zeros, self.all_ranks, part.op))
+                if part.label.startswith(BUCKET_ORDER_LABEL):
+                    self.joined_results[part.label] = zeros
         for work in works:
             work.wait()
 
-    def _wait(self, work: Work, call: Call) -> None:
-        self.joining.wait(work, call)
+    def _wait_for_work(self, work: Work, call: OpRequest) -> None:
+        self.join_state.wait(work, call)
 
     def close_timeline(self) -> None:
         """The timeline is complete; nothing where there is none."""
-        timeline, self.outstanding.timeline = self.outstanding.timeline, None
+        timeline, self.handles.timeline = self.handles.timeline, None
         if timeline is not None:
             timeline.close()
 
 
-AGREEMENT = "the order of gradients"
+BUCKET_ORDER_LABEL = "the order of gradients"
 
 
 @dataclass(slots=True)
-class Slot:
+class ProcessState:
     """Where the world of this process is kept; it changes with ``init`` and ``shutdown``.
 
     Attributes:
@@ -151,10 +157,10 @@ class Slot:
     """
 
     world: HorovodWorld | None = None
-    past: list[HorovodWorld] = field(default_factory=list)
+    closed_worlds: list[HorovodWorld] = field(default_factory=list)
 
 
-PROCESS = Slot()
+PROCESS = ProcessState()
 
 
 def open_process_world() -> HorovodWorld:
@@ -165,41 +171,41 @@ def open_process_world() -> HorovodWorld:
     fabric = open_world(environment, size, DEADLINE_S).fabrics[0]
     own = (0, 1, 0) if environment is None else (environment.local_rank, environment.local_world_size, 0)
     if size == 1 or environment is None:
-        world = HorovodWorld(fabric, Places((0,), (1,), 0), variables.fusion_bytes)
+        world = HorovodWorld(fabric, RankTopology((0,), (1,), 0), variables.fusion_bytes)
     else:
         host, kept = environment.master_addr, None
         if fabric.rank == 0:
-            kept = _keep(host, fabric.deadline_s)
+            kept = _serve_store(host, fabric.timeout_s)
             own = (*own[:2], kept.port if kept is not None else 0)
         told: list[Any] = fabric.gather_values("places of ranks", [*own, variables.fusion_bytes], tuple(range(size)))
         local_ranks, local_sizes, ports, fusion = zip(*told, strict=True)
-        places = Places(local_ranks, local_sizes, fabric.rank)
-        board = functools.cache(lambda: kept if kept is not None else _visit(host, ports[0], fabric.deadline_s))
+        places = RankTopology(local_ranks, local_sizes, fabric.rank)
+        board = functools.cache(lambda: kept if kept is not None else _connect_store(host, ports[0], fabric.timeout_s))
         world = HorovodWorld(fabric, places, fusion[0], board)
     if variables.timeline is not None and fabric.rank == 0:
-        world.outstanding.timeline = Timeline(variables.timeline, fabric.rank)
+        world.handles.timeline = HorovodTimeline(variables.timeline, fabric.rank)
     return world
 
 
-def _keep(host: str, deadline_s: float) -> Board | None:
+def _serve_store(host: str, deadline_s: float) -> SharedStore | None:
     """Return a new board; None where this host cannot listen at the address by which it is known."""
     try:
-        return Board.keep(host, deadline_s)
+        return SharedStore.serve(host, deadline_s)
     except LaunchError:
         return None
 
 
-def _visit(host: str, port: int, deadline_s: float) -> Board | None:
+def _connect_store(host: str, port: int, deadline_s: float) -> SharedStore | None:
     """Return the board of rank 0; None where there is none, or that rank has ended, which the fabric will tell."""
     if port == 0:
         return None
     try:
-        return Board.visit(host, port, deadline_s)
+        return SharedStore.connect(host, port, deadline_s)
     except RuntimeError:
         return None
 
 
-def the_world() -> HorovodWorld:
+def current_world() -> HorovodWorld:
     """Return the world of this process.
 
     Raises:

@@ -7,14 +7,14 @@ out which worker this is and brings it to the servers.
 
 from __future__ import annotations
 
-from counterpoint.compat.kvstore.errors import AbsentError, refuse
-from counterpoint.compat.kvstore.face import KVStore
-from counterpoint.compat.kvstore.served import Member, job_of
-from counterpoint.compat.kvstore.starting import create
+from counterpoint.compat.kvstore.create import create
+from counterpoint.compat.kvstore.errors import KVStoreUnsupportedError, raise_unsupported
+from counterpoint.compat.kvstore.kvstore import KVStore
+from counterpoint.compat.kvstore.server_store import KVStoreMember, make_job
 
-__all__ = ["AbsentError", "KVStore", "Member", "create", "job_of"]
+__all__ = ["KVStoreUnsupportedError", "KVStore", "KVStoreMember", "create", "make_job"]
 
 
 def __getattr__(name: str) -> object:
     """Say what there is instead of what there is not."""
-    refuse(name)
+    raise_unsupported(name)

@@ -23,19 +23,19 @@ class TwoBit:
 
     threshold: float = 0.5
 
-    def quantized(self, values: Tensor) -> Tensor:
+    def quantize(self, values: Tensor) -> Tensor:
         """Return what arrives.
 
         Example:
             >>> import torch
-            >>> TwoBit(0.5).quantized(torch.tensor([0.7, 0.5, 0.4, -0.4, -0.5]))
+            >>> TwoBit(0.5).quantize(torch.tensor([0.7, 0.5, 0.4, -0.4, -0.5]))
             tensor([ 0.5000,  0.5000,  0.0000,  0.0000, -0.5000])
         """
         above, below = values >= self.threshold, values <= -self.threshold
         return (above.to(values.dtype) - below.to(values.dtype)) * self.threshold
 
     @property
-    def text(self) -> str:
+    def codec(self) -> str:
         """The code in which a push to servers says the same."""
         return f"twobit:{Decimal(repr(self.threshold)):f}"
 
@@ -50,24 +50,24 @@ class OneBit:
 
     threshold: float = 0.5
 
-    def quantized(self, values: Tensor) -> Tensor:
+    def quantize(self, values: Tensor) -> Tensor:
         """Return what arrives.
 
         Example:
             >>> import torch
-            >>> OneBit(0.0).quantized(torch.tensor([0.7, 0.0, -0.4]))
+            >>> OneBit(0.0).quantize(torch.tensor([0.7, 0.0, -0.4]))
             tensor([ 1., -1., -1.])
         """
         return (values > self.threshold).to(values.dtype) * 2 - 1
 
-    text = ""
+    codec = ""
 
 
-Code: TypeAlias = TwoBit | OneBit
-CODES: dict[str, type[Code]] = {"2bit": TwoBit, "1bit": OneBit}
+KVCodec: TypeAlias = TwoBit | OneBit
+CODECS: dict[str, type[KVCodec]] = {"2bit": TwoBit, "1bit": OneBit}
 
 
-def code_of(params: object) -> Code:
+def parse_compression(params: object) -> KVCodec:
     """Return the code that parameters describe.
 
     Args:
@@ -78,7 +78,7 @@ def code_of(params: object) -> Code:
     """
     found = params if isinstance(params, Mapping) else {}
     unknown = [name for name in found if name not in {"type", "threshold"}]
-    kind = CODES.get(str(found.get("type")))
+    kind = CODECS.get(str(found.get("type")))
     if kind is None or unknown:
         raise PlanError(
             f"set_gradient_compression({params!r}): there are the types 2bit and 1bit, each with a threshold; write "
@@ -97,7 +97,7 @@ def code_of(params: object) -> Code:
 
 
 @dataclass(slots=True)
-class Compression:
+class GradientCompressor:
     """A code, and what it has not sent.
 
     Args:
@@ -105,26 +105,26 @@ class Compression:
         unsent: by key, and by place where a key has several.
     """
 
-    code: Code
-    unsent: dict[Hashable, Tensor] = field(default_factory=dict)
+    codec: KVCodec
+    residuals: dict[Hashable, Tensor] = field(default_factory=dict)
 
-    def compressed(self, place: Hashable, gradient: Tensor) -> Tensor:
+    def compress(self, slot: Hashable, gradient: Tensor) -> Tensor:
         """Return what arrives of a gradient; what does not is added to the next one of this place.
 
         Example:
             >>> import torch
-            >>> half = Compression(TwoBit(0.5))
-            >>> [half.compressed("w", torch.tensor([number])).item() for number in (0.4, 0.2, 0.0)]
+            >>> half = GradientCompressor(TwoBit(0.5))
+            >>> [half.compress("w", torch.tensor([number])).item() for number in (0.4, 0.2, 0.0)]
             [0.0, 0.5, 0.0]
         """
-        total = self.due(place, gradient)
-        sent = self.code.quantized(total)
+        total = self.add_residual(slot, gradient)
+        sent = self.codec.quantize(total)
         total.sub_(sent)
         return sent
 
-    def due(self, place: Hashable, gradient: Tensor) -> Tensor:
+    def add_residual(self, slot: Hashable, gradient: Tensor) -> Tensor:
         """Return a gradient with what was not sent before, for a sender that takes off what it sends."""
-        total = self.unsent.get(place)
+        total = self.residuals.get(slot)
         total = gradient.detach().clone() if total is None else total.add_(gradient.detach())
-        self.unsent[place] = total
+        self.residuals[slot] = total
         return total

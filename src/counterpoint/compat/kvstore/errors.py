@@ -7,11 +7,11 @@ from typing import NoReturn
 from counterpoint.errors import PlanError
 
 
-class AbsentError(PlanError, AttributeError):
+class KVStoreUnsupportedError(PlanError, AttributeError):
     """This part of MXNet's KVStore does not exist here; the message says what does."""
 
 
-ABSENT = {
+UNSUPPORTED = {
     "KVStoreBase": "make stores with create(); other kinds are no plug-ins here",
     "KVStoreServer": "servers run no script: create('dist_sync', servers=2) starts them",
     "_init_kvstore_server_module": "servers run no script: create('dist_sync', servers=2) starts them",
@@ -27,13 +27,13 @@ ABSENT = {
 """Names of MXNet's that do not exist here, and what to write instead."""
 
 
-def refuse(name: str) -> NoReturn:
+def raise_unsupported(name: str) -> NoReturn:
     """Say what there is instead of a name.
 
     Raises:
         AbsentError: the name is one of MXNet's.
         AttributeError: it is nobody's.
     """
-    if name in ABSENT:
-        raise AbsentError(f"kvstore.{name} does not exist here: {ABSENT[name]}")
+    if name in UNSUPPORTED:
+        raise KVStoreUnsupportedError(f"kvstore.{name} does not exist here: {UNSUPPORTED[name]}")
     raise AttributeError(f"kvstore has no {name!r}")

@@ -9,14 +9,14 @@ import torch
 from torch import nn, optim
 
 from counterpoint.errors import PlanError
-from counterpoint.server.choices import Adagrad, Adam, Aggregate, Rule, Sgd
+from counterpoint.ps.update_rules import Adagrad, Adam, Assign, Sgd, UpdateRule
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], optim.Optimizer]
 REMEDY = "give a factory such as partial(torch.optim.SGD, lr=0.1)"
-SERVED = "SGD, Adagrad, Adam and SparseAdam"
+SUPPORTED_RULES = "SGD, Adagrad, Adam and SparseAdam"
 
 
-def factory_of(optimizer: object) -> Factory:
+def make_factory(optimizer: object) -> Factory:
     """Return what makes an optimizer like this one.
 
     Args:
@@ -27,15 +27,15 @@ def factory_of(optimizer: object) -> Factory:
         PlanError: it is something else.
     """
     if isinstance(optimizer, Sgd | Adagrad | Adam):
-        return _factory_of_rule(optimizer)
+        return _factory_from_rule(optimizer)
     if isinstance(optimizer, optim.Optimizer):
-        return _factory_of_made(optimizer)
+        return _factory_from_optimizer(optimizer)
     if isinstance(optimizer, str) or not callable(optimizer):
         raise PlanError(f"set_optimizer({optimizer!r}): {REMEDY}")
     return optimizer
 
 
-def _factory_of_made(optimizer: optim.Optimizer) -> Factory:
+def _factory_from_optimizer(optimizer: optim.Optimizer) -> Factory:
     kind, groups = type(optimizer), optimizer.param_groups
     if len(groups) != 1:
         raise PlanError(
@@ -45,7 +45,7 @@ def _factory_of_made(optimizer: optim.Optimizer) -> Factory:
     return lambda params: kind(params, **options)
 
 
-def _factory_of_rule(rule: Sgd | Adagrad | Adam) -> Factory:
+def _factory_from_rule(rule: Sgd | Adagrad | Adam) -> Factory:
     """Return what makes the torch optimizer whose arithmetic the rule has."""
     options: dict[str, Any]
     match rule:
@@ -59,7 +59,7 @@ def _factory_of_rule(rule: Sgd | Adagrad | Adam) -> Factory:
             return lambda params: optim.Adam(params, lr, (beta1, beta2), eps, weight_decay)
 
 
-def made_by(factory: Factory, param: nn.Parameter) -> optim.Optimizer:
+def build_optimizer(factory: Factory, param: nn.Parameter) -> optim.Optimizer:
     """Return the optimizer that a factory makes of a parameter.
 
     Raises:
@@ -74,61 +74,61 @@ def made_by(factory: Factory, param: nn.Parameter) -> optim.Optimizer:
     return made
 
 
-def rule_of(optimizer: object) -> Rule:
+def to_server_rule(optimizer: object) -> UpdateRule:
     """Return the rule by which servers do what an optimizer does.
 
     Args:
-        optimizer: see :func:`factory_of`.
+        optimizer: see :func:`make_factory`.
 
     Raises:
         PlanError: no rule does.
 
     Example:
         >>> from functools import partial
-        >>> rule_of(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        >>> to_server_rule(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
         Sgd(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, is_nesterov=False)
     """
-    if isinstance(optimizer, Aggregate):
+    if isinstance(optimizer, Assign):
         raise PlanError(
             f"set_optimizer({optimizer!r}): the sum replaces the value where no optimizer is set; leave it out"
         )
     if isinstance(optimizer, Sgd | Adagrad | Adam):
         return optimizer
-    made = made_by(factory_of(optimizer), nn.Parameter(torch.zeros(1)))
+    made = build_optimizer(make_factory(optimizer), nn.Parameter(torch.zeros(1)))
     options = made.param_groups[0]
     kind = type(made)
     for name in ("amsgrad", "maximize", "decoupled_weight_decay"):
         if kind in RULES and options.get(name):
             raise PlanError(
                 f"set_optimizer: {kind.__name__} with {name}={options[name]} has no rule on the servers, which have "
-                f"{SERVED} without it; leave it out, or update on the workers what pull gives without set_optimizer"
+                f"{SUPPORTED_RULES} without it; leave it out, or update on the workers what pull gives without set_optimizer"
             )
     if kind not in RULES:
         raise PlanError(
-            f"set_optimizer: {kind.__name__} has no rule on the servers, which have {SERVED}; take one of these, or "
+            f"set_optimizer: {kind.__name__} has no rule on the servers, which have {SUPPORTED_RULES}; take one of these, or "
             "update on the workers what pull of a dist_sync store gives without set_optimizer"
         )
     return RULES[kind](options)
 
 
-def _sgd(options: Mapping[str, Any]) -> Rule:
+def _sgd(options: Mapping[str, Any]) -> UpdateRule:
     lr, momentum, dampening, weight_decay = (
         float(options[name]) for name in ("lr", "momentum", "dampening", "weight_decay")
     )
     return Sgd(lr, momentum, dampening, weight_decay, bool(options["nesterov"]))
 
 
-def _adagrad(options: Mapping[str, Any]) -> Rule:
+def _adagrad(options: Mapping[str, Any]) -> UpdateRule:
     names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
     return Adagrad(*(float(options[name]) for name in names))
 
 
-def _adam(options: Mapping[str, Any]) -> Rule:
+def _adam(options: Mapping[str, Any]) -> UpdateRule:
     beta1, beta2 = (float(beta) for beta in options["betas"])
     return Adam(float(options["lr"]), beta1, beta2, float(options["eps"]), float(options.get("weight_decay", 0.0)))
 
 
-RULES: dict[type[optim.Optimizer], Callable[[Mapping[str, Any]], Rule]] = {
+RULES: dict[type[optim.Optimizer], Callable[[Mapping[str, Any]], UpdateRule]] = {
     optim.SGD: _sgd,
     optim.Adagrad: _adagrad,
     optim.Adam: _adam,

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from counterpoint.compat.kvstore.compression import Code
-from counterpoint.compat.kvstore.pairs import Key
+from counterpoint.compat.kvstore.arguments import Key
+from counterpoint.compat.kvstore.compression import KVCodec
 from counterpoint.compat.kvstore.updaters import TorchUpdater, Updater
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StoredKeySpec:
     """What a key looks like.
 
     Args:
@@ -29,7 +29,7 @@ class Look:
     has_rows: bool
 
 
-class Store(Protocol):
+class KVStoreBackend(Protocol):
     """Where values are kept. Keys are known, tensors have their look, and rows are ascending and each once."""
 
     @property
@@ -47,14 +47,14 @@ class Store(Protocol):
         """What keeps the states of the optimizer, if this process does."""
         ...
 
-    def require(self, key: Key, look: Look) -> None:
+    def check_key(self, key: Key, spec: StoredKeySpec) -> None:
         """A key of this look can be kept.
 
         Raises:
             PlanError: it cannot.
         """
 
-    def init(self, key: Key, look: Look, value: Tensor) -> None:
+    def init(self, key: Key, spec: StoredKeySpec, value: Tensor) -> None:
         """The key has this value: that of rank 0."""
 
     def push(self, key: Key, values: Sequence[Tensor]) -> None:
@@ -64,7 +64,7 @@ class Store(Protocol):
         """Return the values as they are after the pushes so far; the caller only reads them."""
         ...
 
-    def pull_rows(self, key: Key, numbers: Tensor) -> Tensor:
+    def pull_rows(self, key: Key, row_ids: Tensor) -> Tensor:
         """Return these rows."""
         ...
 
@@ -74,7 +74,7 @@ class Store(Protocol):
     def set_updater(self, updater: Updater) -> None:
         """What is pushed is given to this function from now on."""
 
-    def set_code(self, code: Code) -> None:
+    def set_compression(self, codec: KVCodec) -> None:
         """What is pushed is compressed from now on."""
 
     def barrier(self) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from counterpoint.fabric.algorithms.hierarchies import by_host
+from counterpoint.fabric.collectives.algorithms import group_by_host
 from counterpoint.fabric.fabric import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class HostLayout:
     """A group over several hosts, seen from one of its members.
 
     Args:
@@ -23,13 +23,13 @@ class Layout:
 
     group: Group
     hosts: tuple[Group, ...]
-    home: int
-    place: int
+    host_index: int
+    local_index: int
 
     @property
-    def here(self) -> Group:
+    def local_members(self) -> Group:
         """The members of the own host."""
-        return self.hosts[self.home]
+        return self.hosts[self.host_index]
 
     @property
     def num_parts(self) -> int:
@@ -37,16 +37,16 @@ class Layout:
         return min(map(len, self.hosts))
 
     @property
-    def is_even(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether all hosts have equally many members."""
         return len({len(host) for host in self.hosts}) == 1
 
     @property
-    def holders(self) -> Group:
+    def part_owners(self) -> Group:
         """The members that hold the own part, one of each host in the order of hosts; empty where the own has none."""
-        return tuple(host[self.place] for host in self.hosts) if self.place < self.num_parts else ()
+        return tuple(host[self.local_index] for host in self.hosts) if self.local_index < self.num_parts else ()
 
-    def part_edges(self, length: int) -> list[int]:
+    def part_bounds(self, length: int) -> list[int]:
         """Return where the part of each member here begins, and the end; members beyond the parts have none.
 
         Example:
@@ -54,17 +54,19 @@ class Layout:
             [0, 3, 7, 7]
         """
         edges = [length * part // self.num_parts for part in range(self.num_parts + 1)]
-        return edges + [length] * (len(self.here) - self.num_parts)
+        return edges + [length] * (len(self.local_members) - self.num_parts)
 
-    def slabs(self, bounds: Sequence[int]) -> Slabs:
+    def host_major(self, bounds: Sequence[int]) -> HostMajorLayout:
         """Return an order of the members' ranges in which those of equal places lie together; hosts are even."""
         order = [self.group.index(host[place]) for place in range(self.num_parts) for host in self.hosts]
         sizes = [bounds[index + 1] - bounds[index] for index in order]
-        return Slabs(tuple((bounds[i], bounds[i + 1]) for i in order), (0, *accumulate(sizes)), len(self.hosts))
+        return HostMajorLayout(
+            tuple((bounds[i], bounds[i + 1]) for i in order), (0, *accumulate(sizes)), len(self.hosts)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Slabs:
+class HostMajorLayout:
     """The ranges of a flat tensor in another order: one slab per place within a host, one range per host in it.
 
     Args:
@@ -74,21 +76,21 @@ class Slabs:
     """
 
     ranges: tuple[tuple[int, int], ...]
-    edges: tuple[int, ...]
+    offsets: tuple[int, ...]
     num_hosts: int
 
     @property
     def bounds(self) -> list[int]:
         """Where each slab begins, and the end."""
-        return list(self.edges[:: self.num_hosts])
+        return list(self.offsets[:: self.num_hosts])
 
-    def pieces(self, place: int) -> list[tuple[int, int]]:
+    def slab_ranges(self, local_index: int) -> list[tuple[int, int]]:
         """Return where in the new order the ranges of one slab are, by host."""
-        first = place * self.num_hosts
-        return list(pairwise(self.edges[first : first + self.num_hosts + 1]))
+        first = local_index * self.num_hosts
+        return list(pairwise(self.offsets[first : first + self.num_hosts + 1]))
 
 
-def layout_of(group: Group, hosts: Sequence[int], rank: int) -> Layout:
+def host_layout(group: Group, hosts: Sequence[int], rank: int) -> HostLayout:
     """Return where the members are, seen from one.
 
     Args:
@@ -100,6 +102,8 @@ def layout_of(group: Group, hosts: Sequence[int], rank: int) -> Layout:
         >>> layout_of((0, 1, 2, 4), (7, 3, 7, 3, 3), 2)
         Layout(group=(0, 1, 2, 4), hosts=((0, 2), (1, 4)), home=0, place=1)
     """
-    members = tuple(tuple(group[index] for index in here) for here in by_host([hosts[member] for member in group]))
+    members = tuple(
+        tuple(group[index] for index in here) for here in group_by_host([hosts[member] for member in group])
+    )
     home = next(number for number, here in enumerate(members) if rank in here)
-    return Layout(group, members, home, members[home].index(rank))
+    return HostLayout(group, members, home, members[home].index(rank))

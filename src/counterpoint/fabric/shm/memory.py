@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import PeerError
-from counterpoint.fabric.connections import await_keys
+from counterpoint.fabric.c10d import PrefixStore
 from counterpoint.fabric.fabric import Group
-from counterpoint.fabric.fingerprint import ranks
-from counterpoint.fabric.gloo import PrefixStore
-from counterpoint.fabric.processes import Processes, early_end, processes_of
-from counterpoint.fabric.shm.segments import COOKIE_BYTES, Mapping, create, fill, open_of
+from counterpoint.fabric.fingerprint import format_ranks
+from counterpoint.fabric.gloo.connections import wait_for_keys
+from counterpoint.fabric.peer_liveness import PeerProcesses, describe_early_exit, open_peer_processes
+from counterpoint.fabric.shm.segments import COOKIE_BYTES, SegmentMapping, allocate_pages, create_segment, open_segment
 
-PIECE_BYTES = 256 << 10
-TENSORS = 0  # the tag of segments that are not for a group
+CHUNK_BYTES = 256 << 10
+TENSOR_TAG = 0  # the tag of segments that are not for a group
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class RankContext:
     """Where a rank meets the others of its host.
 
     Args:
@@ -44,43 +44,43 @@ class Site:
     store: PrefixStore
     rank: int
     num_ranks: int
-    here: Group
-    deadline_s: float
+    local_ranks: Group
+    timeout_s: float
 
-    def open_world(self, library: CDLL, processes: Processes) -> Mapping:
+    def map_host_memory(self, library: CDLL, processes: PeerProcesses) -> SegmentMapping:
         """Return memory that all ranks of this host have: the first makes it, the others open it; all have come.
 
         Raises:
             PeerError: some have not come when the deadline passes, one has ended, or memory is short.
         """
-        first, count = self.here[0], len(self.here)
+        first, count = self.local_ranks[0], len(self.local_ranks)
         size = library.cp_world_bytes(count)
         if self.rank == first:
-            mapping, cookie = create("counterpoint world", size, fill=False), token_bytes(COOKIE_BYTES)
+            mapping, cookie = create_segment("counterpoint world", size, allocate=False), token_bytes(COOKIE_BYTES)
             library.cp_format_world(mapping.address, count, cookie)
             self.store.set(f"world/{first}", json.dumps({"pid": os.getpid(), "fd": mapping.fd, "cookie": cookie.hex()}))
         else:
-            self._await("world", (first,), processes)
+            self._wait_on_store("world", (first,), processes)
             address = json.loads(self.store.get(f"world/{first}"))
             mapping = self._open(address, size)
             if not library.cp_is_world(mapping.address, count, bytes.fromhex(address["cookie"])):
                 raise PeerError(f"rank {self.rank} found other memory than rank {first} shares; start the job again")
             self.store.set(f"world/{self.rank}", "opened")
-        self._await("world", self.here, processes)
-        mapping.forget_file()
+        self._wait_on_store("world", self.local_ranks, processes)
+        mapping.close_file()
         return mapping
 
-    def open_processes(self) -> Processes:
+    def open_processes(self) -> PeerProcesses:
         """Return how to tell of every rank of this host whether its process has ended.
 
         Raises:
             PeerError: one has ended already.
         """
-        return processes_of(self.store, self.here, self.rank, self.num_ranks)
+        return open_peer_processes(self.store, self.local_ranks, self.rank, self.num_ranks)
 
-    def _open(self, address: dict[str, Any], num_bytes: int) -> Mapping:
+    def _open(self, address: dict[str, Any], num_bytes: int) -> SegmentMapping:
         try:
-            return open_of(address["pid"], address["fd"], num_bytes)
+            return open_segment(address["pid"], address["fd"], num_bytes)
         except OSError as error:
             raise PeerError(
                 f"rank {self.rank} cannot open the shared memory of process {address['pid']}: "
@@ -88,15 +88,15 @@ class Site:
                 "look at the output of the rank that ended first, or take transport='gloo'"
             ) from error
 
-    def _await(self, place: str, members: Group, processes: Processes) -> None:
+    def _wait_on_store(self, place: str, members: Group, processes: PeerProcesses) -> None:
         began = time.monotonic()
         keys = [f"{place}/{member}" for member in members]
-        missing = await_keys(self.store, keys, self.deadline_s, lambda: processes.ended() is not None)
-        ended = processes.ended()
+        missing = wait_for_keys(self.store, keys, self.timeout_s, lambda: processes.exited_rank() is not None)
+        ended = processes.exited_rank()
         if missing and ended is not None:
-            raise PeerError(early_end(ended))
+            raise PeerError(describe_early_exit(ended))
         if missing:
-            late = ranks([members[index] for index in missing])
+            late = format_ranks([members[index] for index in missing])
             raise PeerError(
                 f"rank {self.rank} waited {time.monotonic() - began:.1f} s for {late} to share memory; all ranks must "
                 f"come within the deadline: look at the output of {late}"
@@ -112,14 +112,14 @@ class SharedTensors:
         on_new: is called when memory that was not shared before may be now.
     """
 
-    def __init__(self, library: CDLL, world: int, on_new: Callable[[], None]) -> None:
+    def __init__(self, library: CDLL, world: int, on_new_segment: Callable[[], None]) -> None:
         self._library = library
         self._world = world
-        self._on_new = on_new
-        self._segments: dict[int, Mapping] = {}
+        self._on_new = on_new_segment
+        self._segments: dict[int, SegmentMapping] = {}
         # where each begins; its end and its segment: replaced as one, for another thread may look
         self._index: tuple[list[int], list[tuple[int, int]]] = ([], [])
-        self._free: dict[int, list[tuple[int, Mapping]]] = {}
+        self._free: dict[int, list[tuple[int, SegmentMapping]]] = {}
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor that collectives need not copy; what is in it is unspecified.
@@ -128,13 +128,13 @@ class SharedTensors:
             PeerError: there is not enough memory.
         """
         num_bytes = max(num_elements * dtype.itemsize, 1)
-        room = -(-num_bytes // mmap_page()) * mmap_page()
+        room = -(-num_bytes // page_size()) * page_size()
         free = self._free.setdefault(room, [])
         address, mapping = free.pop() if free else self._new(room)
-        loan = loan_of(address, num_bytes, mapping, free)
+        loan = mapped_buffer(address, num_bytes, mapping, free)
         return torch.frombuffer(loan, dtype=torch.uint8)[: num_elements * dtype.itemsize].view(dtype)
 
-    def filled(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor as :meth:`empty` does, of zeros, whose pages are all there, also if it was used before.
 
         Raises:
@@ -143,14 +143,14 @@ class SharedTensors:
         num_segments = len(self._segments)
         tensor = self.empty(num_elements, dtype)
         if num_elements and len(self._segments) == num_segments:
-            _, fd, _, offset = self.address_of(tensor)
-            fill("counterpoint tensors", fd, offset, num_elements * dtype.itemsize)
+            _, fd, _, offset = self.export_handle(tensor)
+            allocate_pages("counterpoint tensors", fd, offset, num_elements * dtype.itemsize)
             tensor.zero_()
         return tensor
 
-    def _new(self, num_bytes: int) -> tuple[int, Mapping]:
-        mapping = create("counterpoint tensors", num_bytes, fill=True)
-        number = int(self._library.cp_register_segment(self._world, mapping.fd, num_bytes, TENSORS))
+    def _new(self, num_bytes: int) -> tuple[int, SegmentMapping]:
+        mapping = create_segment("counterpoint tensors", num_bytes, allocate=True)
+        number = int(self._library.cp_register_segment(self._world, mapping.fd, num_bytes, TENSOR_TAG))
         if number < 0:
             mapping.close()
             raise PeerError("this rank shares too many tensors; allocate fewer and larger ones")
@@ -163,7 +163,7 @@ class SharedTensors:
         self._on_new()
         return start, mapping
 
-    def find(self, address: int, num_bytes: int) -> tuple[int, int]:
+    def locate(self, address: int, num_bytes: int) -> tuple[int, int]:
         """Return the segment that holds these bytes, and where in it; -1 where none does."""
         starts, spans = self._index
         at = bisect_right(starts, address) - 1 if starts else -1
@@ -171,16 +171,16 @@ class SharedTensors:
             return -1, 0
         return spans[at][1], address - starts[at]
 
-    def address_of(self, tensor: Tensor) -> tuple[int, int, int, int]:
+    def export_handle(self, tensor: Tensor) -> tuple[int, int, int, int]:
         """Return where another process opens a tensor of :meth:`empty`: process, file and its bytes, first byte."""
-        segment, offset = self.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        segment, offset = self.locate(tensor.data_ptr(), tensor.numel() * tensor.element_size())
         mapping = self._segments[segment]
         return os.getpid(), mapping.fd, len(mapping.memory), offset
 
     def close(self) -> None:
         """Their files are closed, and what no tensor uses is gone; other memory lives as long as tensors use it."""
         for mapping in self._segments.values():
-            mapping.forget_file()
+            mapping.close_file()
         self._segments.clear()
         self._index = ([], [])
         for free in self._free.values():
@@ -188,7 +188,7 @@ class SharedTensors:
         self._free.clear()
 
 
-def opened(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - as it came through JSON
+def map_tensor(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - as it came through JSON
     """Return the tensor at an address that its owner told; it lives as long as this process uses it.
 
     Raises:
@@ -196,7 +196,7 @@ def opened(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # no
     """
     pid, fd, num_bytes, offset = address
     try:
-        mapping = open_of(pid, fd, num_bytes)
+        mapping = open_segment(pid, fd, num_bytes)
     except OSError as error:
         raise RuntimeError(f"memory of process {pid}: {os.strerror(error.errno or 0).lower()}") from error
     return torch.frombuffer(mapping.memory, dtype=torch.uint8)[offset : offset + num_elements * dtype.itemsize].view(
@@ -204,31 +204,31 @@ def opened(address: Any, num_elements: int, dtype: torch.dtype) -> Tensor:  # no
     )
 
 
-def mmap_page() -> int:
+def page_size() -> int:
     """Return the size of a page."""
     return os.sysconf("SC_PAGE_SIZE")
 
 
-class _Loan:
+class MappedBuffer:
     """Bytes that keep their mapping, and give it back when no tensor uses them any more."""
 
     address: int
-    mapping: Mapping
-    free: list[tuple[int, Mapping]]
+    mapping: SegmentMapping
+    free: list[tuple[int, SegmentMapping]]
 
     def __del__(self) -> None:
         self.free.append((self.address, self.mapping))
 
 
 @lru_cache(maxsize=256)
-def loan_type(num_bytes: int) -> Any:  # noqa: ANN401 - a class of ctypes arrays
+def mapped_buffer_type(num_bytes: int) -> Any:  # noqa: ANN401 - a class of ctypes arrays
     """Return the class of loans of so many bytes."""
-    return type("Loan", (_Loan, ctypes.c_uint8 * num_bytes), {})
+    return type("Loan", (MappedBuffer, ctypes.c_uint8 * num_bytes), {})
 
 
-def loan_of(address: int, num_bytes: int, mapping: Mapping, free: list[tuple[int, Mapping]]) -> Any:  # noqa: ANN401
+def mapped_buffer(address: int, num_bytes: int, mapping: SegmentMapping, free: list[tuple[int, SegmentMapping]]) -> Any:  # noqa: ANN401
     """Return the bytes as a buffer."""
-    loan = loan_type(num_bytes).from_address(address)
+    loan = mapped_buffer_type(num_bytes).from_address(address)
     loan.address, loan.mapping, loan.free = address, mapping, free
     return loan
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 LAYOUT_VERSION = 4
-READING_BYTES = 256
+SIGNATURE_BYTES = 256
 REASON_BYTES = 1024
 SLICE_NS = 100_000_000  # the longest that a call waits
 LIBRARY = Path(__file__).with_name("_native.so")
@@ -24,10 +24,10 @@ DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5,
 }  # fmt: skip
 BYTES = 6
-VERBS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
+REDUCTIONS = {"sum": 0, "mean": 0, "max": 1, "min": 2}
 
 
-class Kind(IntEnum):
+class CollectiveKind(IntEnum):
     """A collective's number in the library."""
 
     ALL_REDUCE = 0
@@ -38,7 +38,7 @@ class Kind(IntEnum):
     BARRIER = 5
 
 
-class Status(IntEnum):
+class NativeStatus(IntEnum):
     """What a call says instead of a result."""
 
     DONE = 0
@@ -50,7 +50,7 @@ class Status(IntEnum):
     COMPLETE = -6
 
 
-class Request(Structure):
+class CollectiveRequest(Structure):
     """A collective as the library is asked for it; ``native/collectives.h`` says what each field is."""
 
     _fields_ = (
@@ -74,7 +74,7 @@ class Request(Structure):
     )
 
 
-class Step(Structure):
+class OptimizerStep(Structure):
     """One step of an optimizer on one tensor; ``native/update.h`` says what each field is."""
 
     _fields_ = (
@@ -101,7 +101,7 @@ class Step(Structure):
     )
 
 
-class RowPart(Structure):
+class SparseRowsPart(Structure):
     """What one replica adds to rows of a table; ``native/rows.h`` says what each field is."""
 
     _fields_ = (
@@ -113,7 +113,7 @@ class RowPart(Structure):
     )
 
 
-class Bags(Structure):
+class EmbeddingBagArgs(Structure):
     """Sums of values that are added to rows of a table; ``native/bags.h`` says what each field is."""
 
     _fields_ = (
@@ -131,7 +131,7 @@ class Bags(Structure):
     )
 
 
-class Layer(Structure):
+class LinearArgs(Structure):
     """A linear layer's call as the library is asked for it; ``native/linear.h`` says what each field is."""
 
     _fields_ = (
@@ -145,7 +145,7 @@ class Layer(Structure):
     )
 
 
-class Scores(Structure):
+class CrossEntropyArgs(Structure):
     """Rows of scores and their classes; ``native/entropy.h`` says what each field is."""
 
     _fields_ = (
@@ -160,13 +160,13 @@ class Scores(Structure):
     )
 
 
-class Lost(Structure):
+class LossSum(Structure):
     """What all rows of scores lose together, and how many of them count."""
 
     _fields_ = (("sum", c_double), ("count", c_uint64))
 
 
-class Rows(Structure):
+class SparseRowsArgs(Structure):
     """Rows of a table and what is added to them; ``native/rows.h`` says what each field is."""
 
     _fields_ = (
@@ -174,7 +174,7 @@ class Rows(Structure):
         ("num_parts", c_int32),
         ("is_clearing", c_int32),
         ("unused", c_int32),
-        ("parts", POINTER(RowPart)),
+        ("parts", POINTER(SparseRowsPart)),
         ("into", c_void_p),
         ("width", c_uint64),
         ("low", c_uint64),
@@ -217,18 +217,18 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
         None,
         (POINTER(c_void_p), c_int32, POINTER(c_void_p), c_int32, c_uint64, c_uint32, c_uint32, c_double),
     ),
-    "cp_update": (None, (POINTER(Step),)),
-    "cp_linear": (c_int32, (POINTER(Layer),)),
-    "cp_entropy": (c_int32, (POINTER(Scores), POINTER(Lost))),
-    "cp_entropy_gradient": (None, (POINTER(Scores),)),
-    "cp_add_rows": (None, (POINTER(Rows),)),
-    "cp_add_sums": (None, (POINTER(Bags),)),
+    "cp_update": (None, (POINTER(OptimizerStep),)),
+    "cp_linear": (c_int32, (POINTER(LinearArgs),)),
+    "cp_entropy": (c_int32, (POINTER(CrossEntropyArgs), POINTER(LossSum))),
+    "cp_entropy_gradient": (None, (POINTER(CrossEntropyArgs),)),
+    "cp_add_rows": (None, (POINTER(SparseRowsArgs),)),
+    "cp_add_sums": (None, (POINTER(EmbeddingBagArgs),)),
     "cp_distinct": (c_int64, (c_void_p, c_uint64, c_void_p, c_void_p)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
+class NativeLibrary:
     """The library, or why there is none.
 
     Args:
@@ -246,18 +246,20 @@ class Native:
 
 
 @cache
-def native() -> Native:
+def native() -> NativeLibrary:
     """Return the library, loaded once."""
     if not LIBRARY.exists():
-        return Native(None, "it was not built: the package was installed without a C++ compiler")
+        return NativeLibrary(None, "it was not built: the package was installed without a C++ compiler")
     try:
         library = ctypes.CDLL(str(LIBRARY))
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        return Native(None, f"{LIBRARY.name} cannot be loaded: {error}")
+        return NativeLibrary(None, f"{LIBRARY.name} cannot be loaded: {error}")
     version = library.cp_layout_version()
     if version != LAYOUT_VERSION:
-        return Native(None, f"{LIBRARY.name} was built from other sources (layout {version}, not {LAYOUT_VERSION})")
-    return Native(library, "")
+        return NativeLibrary(
+            None, f"{LIBRARY.name} was built from other sources (layout {version}, not {LAYOUT_VERSION})"
+        )
+    return NativeLibrary(library, "")

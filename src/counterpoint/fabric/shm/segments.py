@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from counterpoint.errors import PeerError
 
 COOKIE_BYTES = 16
-HUGE_FROM = 4 << 20
+HUGE_PAGE_MIN_BYTES = 4 << 20
 LIMITS = {
     errno.EMFILE: (resource.RLIMIT_NOFILE, "-n"), errno.EFBIG: (resource.RLIMIT_FSIZE, "-f"),
 }  # fmt: skip
@@ -29,7 +29,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(slots=True)
-class Mapping:
+class SegmentMapping:
     """Shared memory in this process.
 
     Args:
@@ -47,17 +47,17 @@ class Mapping:
 
     def close(self) -> None:
         """It is gone from this process; nothing here may use it any more."""
-        self.forget_file()
+        self.close_file()
         self.memory.close()
 
-    def forget_file(self) -> None:
+    def close_file(self) -> None:
         """Nobody can open it any more; those who have it keep it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
-def create(name: str, num_bytes: int, *, fill: bool) -> Mapping:
+def create_segment(name: str, num_bytes: int, *, allocate: bool) -> SegmentMapping:
     """Return new shared memory, all zeros.
 
     Args:
@@ -68,23 +68,23 @@ def create(name: str, num_bytes: int, *, fill: bool) -> Mapping:
     Raises:
         PeerError: there is not enough memory.
     """
-    require_memory(name, num_bytes)
+    check_memory(name, num_bytes)
     fd = -1
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
-        if fill:
+        if allocate:
             os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        return Mapping(mapped(fd, num_bytes), fd)
+        return SegmentMapping(map_file(fd, num_bytes), fd)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise PeerError(refusal(name, num_bytes, error.errno or 0)) from error
+        raise PeerError(mmap_error(name, num_bytes, error.errno or 0)) from error
 
 
-def open_of(pid: int, fd: int, num_bytes: int) -> Mapping:
+def open_segment(pid: int, fd: int, num_bytes: int) -> SegmentMapping:
     """Return the shared memory that another process has as its file ``fd``.
 
     Raises:
@@ -92,20 +92,20 @@ def open_of(pid: int, fd: int, num_bytes: int) -> Mapping:
     """
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return Mapping(mapped(own, num_bytes))
+        return SegmentMapping(map_file(own, num_bytes))
     finally:
         os.close(own)
 
 
-def mapped(fd: int, num_bytes: int) -> mmap.mmap:
+def map_file(fd: int, num_bytes: int) -> mmap.mmap:
     """Return the file in memory, with large pages where it is large and the kernel gives them."""
     memory = mmap.mmap(fd, num_bytes)
-    if num_bytes >= HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes >= HUGE_PAGE_MIN_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
-def fill(name: str, fd: int, offset: int, num_bytes: int) -> None:
+def allocate_pages(name: str, fd: int, offset: int, num_bytes: int) -> None:
     """All pages of a part of a file are there, so that a shortage is an error here and not a signal later.
 
     Raises:
@@ -114,10 +114,10 @@ def fill(name: str, fd: int, offset: int, num_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, offset, num_bytes)
     except OSError as error:
-        raise PeerError(refusal(name, num_bytes, error.errno or 0)) from error
+        raise PeerError(mmap_error(name, num_bytes, error.errno or 0)) from error
 
 
-def drop_pages(address: int, num_bytes: int) -> None:
+def discard_shared_pages(address: int, num_bytes: int) -> None:
     """Shared memory is empty where it fills pages: they take no room until somebody writes. Private memory stays."""
     start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     libc = ctypes.CDLL(None)
@@ -125,7 +125,7 @@ def drop_pages(address: int, num_bytes: int) -> None:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_REMOVE)
 
 
-def require_memory(name: str, num_bytes: int) -> None:
+def check_memory(name: str, num_bytes: int) -> None:
     """There is memory for so much more.
 
     Raises:
@@ -133,10 +133,10 @@ def require_memory(name: str, num_bytes: int) -> None:
     """
     free = available_bytes()
     if num_bytes > free:
-        raise PeerError(shortage(name, num_bytes, free, "it would have to swap or to end a process"))
+        raise PeerError(out_of_memory_error(name, num_bytes, free, "it would have to swap or to end a process"))
 
 
-def refusal(name: str, num_bytes: int, number: int) -> str:
+def mmap_error(name: str, num_bytes: int, number: int) -> str:
     """Say why the kernel gives none: a limit of this process, or a shortage.
 
     Args:
@@ -150,14 +150,14 @@ def refusal(name: str, num_bytes: int, number: int) -> str:
     elif number in LIMITS:
         limit, option = LIMITS[number]
     else:
-        return shortage(name, num_bytes, free, cause)
+        return out_of_memory_error(name, num_bytes, free, cause)
     return (
         f"no shared memory for {name}: {num_bytes} bytes are needed, which this process may not have ({cause}; its "
         f"limit is {resource.getrlimit(limit)[0]}): raise ulimit {option}, or take transport='gloo'"
     )
 
 
-def shortage(name: str, num_bytes: int, free: int, cause: str) -> str:
+def out_of_memory_error(name: str, num_bytes: int, free: int, cause: str) -> str:
     """Say that memory is short, with the free and the needed bytes."""
     return (
         f"no shared memory for {name}: {num_bytes} bytes are needed and {free} are free ({cause}); it counts "
@@ -172,12 +172,12 @@ def available_bytes(root: Path = Path("/")) -> int:
         root: of the file system in which the kernel tells.
     """
     unknown = str(sys.maxsize >> 10)  # the kernel does not say, or this process may open no file: it will find out
-    host = int(field(root / "proc/meminfo", "MemAvailable:", unknown).split()[0]) << 10
-    return min([host, *(group.free_bytes() for group in control_groups(root))])
+    host = int(read_field(root / "proc/meminfo", "MemAvailable:", unknown).split()[0]) << 10
+    return min([host, *(group.free_bytes() for group in memory_cgroups(root))])
 
 
 @dataclass(frozen=True, slots=True)
-class ControlGroup:
+class MemoryCgroup:
     """Processes that have a limit in common, as the kernel shows them in a folder.
 
     Args:
@@ -194,35 +194,35 @@ class ControlGroup:
 
     def free_bytes(self) -> int:
         """Return how much its processes may still take."""
-        limit, used = (read(self.folder / name).strip() for name in (self.limit, self.used))
+        limit, used = (read_text(self.folder / name).strip() for name in (self.limit, self.used))
         if not limit.isdigit() or not used.isdigit():
             return sys.maxsize
-        dropped = sum(int(field(self.folder / "memory.stat", f"{name} ", "0")) for name in self.caches)
+        dropped = sum(int(read_field(self.folder / "memory.stat", f"{name} ", "0")) for name in self.caches)
         return max(int(limit) - int(used) + dropped, 0)
 
 
-def control_groups(root: Path) -> Iterator[ControlGroup]:
+def memory_cgroups(root: Path) -> Iterator[MemoryCgroup]:
     """Yield the groups that this process is in, and those that these are in: each of them limits it."""
     mounted = root / "sys/fs/cgroup"
-    for line in read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         for path in (PurePosixPath(place), *PurePosixPath(place).parents):
             within = path.relative_to("/")
             if controllers == "":
-                yield ControlGroup(mounted / within, "memory.max", "memory.current", ("inactive_file", "active_file"))
+                yield MemoryCgroup(mounted / within, "memory.max", "memory.current", ("inactive_file", "active_file"))
             elif controllers == "memory":
                 caches = ("total_inactive_file", "total_active_file")
                 folder = mounted / "memory" / within
-                yield ControlGroup(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", caches)
+                yield MemoryCgroup(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", caches)
 
 
-def field(path: Path, name: str, default: str) -> str:
+def read_field(path: Path, name: str, default: str) -> str:
     """Return what follows a name at the beginning of a line of a file."""
-    found = [line.removeprefix(name).strip() for line in read(path).splitlines() if line.startswith(name)]
+    found = [line.removeprefix(name).strip() for line in read_text(path).splitlines() if line.startswith(name)]
     return found[0] if found else default
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return a file's text; nothing where there is none."""
     try:
         return path.read_text(encoding="utf-8")

@@ -8,17 +8,17 @@ from functools import partial
 from itertools import accumulate, pairwise, takewhile
 
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan import Plan
+from counterpoint.plan.plan import Plan
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.strategies.recomputation import ALTERNATIVE, PASS, Recomputation
+from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.recomputation import PATTERN_SEPARATOR, RECOMPUTE_PASS, Recomputation
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
+class SearchConfiguration:
     """A plan as a search sees it: each part may be changed by itself, and parts of one rank are left out of the plan.
 
     Args:
@@ -37,31 +37,31 @@ class Configuration:
         ('pipeline(2) * data(4)', ('recompute:block1',))
     """
 
-    slices: Tensor = field(default_factory=partial(Tensor, 1))
-    stages: Pipeline = field(default_factory=partial(Pipeline, 1))
-    shards: Zero = field(default_factory=partial(Zero, 1))
-    copies: Data = field(default_factory=partial(Data, 1))
+    tensor: Tensor = field(default_factory=partial(Tensor, 1))
+    pipeline: Pipeline = field(default_factory=partial(Pipeline, 1))
+    zero: Zero = field(default_factory=partial(Zero, 1))
+    data: Data = field(default_factory=partial(Data, 1))
     recomputed: frozenset[int] = frozenset()
     num_microbatches: int = 1
 
     @staticmethod
-    def of(plan: Plan, model: ModelSpec) -> Configuration | None:
+    def from_plan(plan: Plan, model: ModelSpec) -> SearchConfiguration | None:
         """Return a plan as a configuration of a model; None for one that has other parts than a search changes."""
         found: dict[type[Strategy], Strategy] = {type(strategy): strategy for strategy in plan.strategies}
         parts = (Tensor(1), Pipeline(1), Zero(1), Data(1))
         slices, stages, shards, copies = (found.pop(type(part), part) for part in parts)
         assert isinstance(slices, Tensor) and isinstance(stages, Pipeline), "found by their types"  # noqa: PT018
         assert isinstance(shards, Zero) and isinstance(copies, Data), "found by their types"  # noqa: PT018
-        asked = [name for name in plan.passes if name.partition(":")[0] == PASS]
-        blocks = Recomputation.of_pass(asked[0]).blocks(model) if asked else frozenset[int]()
-        made = Configuration(slices, stages, shards, copies, blocks, plan.num_microbatches)
-        is_whole = not found and not stages.is_stream and not stages.cuts and made.strategies == plan.strategies
+        asked = [name for name in plan.passes if name.partition(":")[0] == RECOMPUTE_PASS]
+        blocks = Recomputation.from_pass(asked[0]).select_blocks(model) if asked else frozenset[int]()
+        made = SearchConfiguration(slices, stages, shards, copies, blocks, plan.num_microbatches)
+        is_whole = not found and not stages.is_async and not stages.split_points and made.strategies == plan.strategies
         return made if is_whole else None
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
         """The parts that spread over more than one rank, from the inside out."""
-        parts: tuple[Strategy, ...] = (self.slices, self.stages, self.shards, self.copies)
+        parts: tuple[Strategy, ...] = (self.tensor, self.pipeline, self.zero, self.data)
         return tuple(part for part in parts if part.degree > 1)
 
     def plan(self, model: ModelSpec, passes: tuple[str, ...] = ()) -> Plan:
@@ -74,39 +74,39 @@ class Configuration:
         Raises:
             PlanError: the parts do not go together.
         """
-        asked = (pass_for(model, self.recomputed),) if self.recomputed else ()
+        asked = (recompute_pass(model, self.recomputed),) if self.recomputed else ()
         return Plan(self.strategies, self.num_microbatches, passes + asked)
 
-    def counts(self, model: ModelSpec) -> tuple[int, ...]:
+    def blocks_per_chunk(self, model: ModelSpec) -> tuple[int, ...]:
         """Return how many blocks each chunk of its stages has, of those that its slices leave.
 
         Raises:
             PlanError: there are more chunks than blocks, or layers do not divide into these slices.
         """
-        return tuple(map(len, self.stages.chunks(self.slices.refine(model)).runs))
+        return tuple(map(len, self.pipeline.chunks(self.tensor.split_model(model)).block_ranges))
 
-    def with_counts(self, counts: Iterable[int]) -> Configuration:
+    def with_balance(self, counts: Iterable[int]) -> SearchConfiguration:
         """Return the configuration with its stages cut like that."""
-        return replace(self, stages=replace(self.stages, balance=tuple(counts)))
+        return replace(self, stages=replace(self.pipeline, balance=tuple(counts)))
 
-    def recut(self, slices: Tensor, model: ModelSpec) -> Configuration:
+    def with_tensor(self, tensor: Tensor, model: ModelSpec) -> SearchConfiguration:
         """Return the configuration with other slices, and its stages cut at the places next to those of before.
 
         Raises:
             PlanError: layers do not divide into these slices.
         """
-        made = replace(self, slices=slices)
-        if not self.stages.balance:
+        made = replace(self, slices=tensor)
+        if not self.pipeline.balance:
             return made
-        firsts = [block.first_piece for block in self.slices.refine(model).blocks]
-        heads = [firsts[at] for at in accumulate(self.stages.balance[:-1])]
-        blocks = slices.refine(model).blocks
-        begun = [0, *(sum(block.first_piece < head for block in blocks) for head in heads), len(blocks)]
+        firsts = [block.first_layer for block in self.tensor.split_model(model).blocks]
+        heads = [firsts[at] for at in accumulate(self.pipeline.balance[:-1])]
+        blocks = tensor.split_model(model).blocks
+        begun = [0, *(sum(block.first_layer < head for block in blocks) for head in heads), len(blocks)]
         counts = [stop - start for start, stop in pairwise(begun)]
-        return made.with_counts(counts if min(counts) > 0 else ())
+        return made.with_balance(counts if min(counts) > 0 else ())
 
 
-def pass_for(model: ModelSpec, blocks: frozenset[int]) -> str:
+def recompute_pass(model: ModelSpec, blocks: frozenset[int]) -> str:
     """Return the pass that recomputes these blocks; of blocks with names in common it takes all.
 
     Example:
@@ -115,27 +115,27 @@ def pass_for(model: ModelSpec, blocks: frozenset[int]) -> str:
         ('recompute:block0+block2', 'recompute')
     """
     if len(blocks) == model.num_blocks:
-        return PASS
-    names = dict.fromkeys(name for at in sorted(blocks) for name in _names_of(model, at))
-    return f"{PASS}:{ALTERNATIVE.join(map(_literally, names))}"
+        return RECOMPUTE_PASS
+    names = dict.fromkeys(name for at in sorted(blocks) for name in _block_patterns(model, at))
+    return f"{RECOMPUTE_PASS}:{PATTERN_SEPARATOR.join(map(_escape_pattern, names))}"
 
 
-def _names_of(model: ModelSpec, at: int) -> Iterator[str]:
+def _block_patterns(model: ModelSpec, at: int) -> Iterator[str]:
     """Yield the path of the module that a block is, or the names of its pieces where other blocks are of it, too."""
-    parts = [name.split(".") for piece in model.blocks[at].pieces for name in piece.name.split("..")]
+    parts = [name.split(".") for piece in model.blocks[at].layers for name in piece.name.split("..")]
     steps = takewhile(lambda step: len(set(step)) == 1, zip(*parts, strict=False))
     whole = ".".join(step[0] for step in steps)
     others = [block for place, block in enumerate(model.blocks) if place != at]
-    if whole and not any(_is_of(piece.name, whole) for block in others for piece in block.pieces):
+    if whole and not any(_is_inside(piece.name, whole) for block in others for piece in block.layers):
         yield whole
     else:
-        yield from (piece.name for piece in model.blocks[at].pieces)
+        yield from (piece.name for piece in model.blocks[at].layers)
 
 
-def _is_of(name: str, path: str) -> bool:
+def _is_inside(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def _literally(name: str) -> str:
+def _escape_pattern(name: str) -> str:
     """Return a name as a pattern that matches it alone."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -26,7 +26,7 @@ def bigdl(degree: int) -> tuple[Strategy, ...]:
     return (Zero(degree, level=1),)
 
 
-NOT_IN_BIGDL = {
+UNSUPPORTED_IN_BIGDL = {
     "compress": "there it cuts numbers off at 16 bits; on Spark give Options(code='bf16'), which rounds them",
     "drop_percentage": "it is by the clock of Spark's tasks; give Options(drop=Drop(...)) there, and leave it out here",
     "core_number": "threads of a rank share its weights, always; leave it out",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.systems.fusion import EACH_ALONE, composed, split_by_host
+from counterpoint.strategies.systems.composition import PER_PARAMETER, drop_trivial, split_by_host
 from counterpoint.strategies.tensor import Tensor
-from counterpoint.strategies.tree import Tree
+from counterpoint.strategies.tree_reduce import TreeReduce
 
 
 def firecaffe(degree: int) -> tuple[Strategy, ...]:
@@ -28,7 +28,7 @@ def firecaffe(degree: int) -> tuple[Strategy, ...]:
         Iandola et al., FireCaffe: near-linear acceleration of deep neural network training on compute clusters, CVPR
         2016.
     """
-    return (Tree(degree),)
+    return (TreeReduce(degree),)
 
 
 def s_caffe(degree: int, *, per_host: int = 0) -> tuple[Strategy, ...]:
@@ -53,7 +53,9 @@ def s_caffe(degree: int, *, per_host: int = 0) -> tuple[Strategy, ...]:
         PPoPP 2017.
     """
     inside, hosts = split_by_host("s_caffe", degree, per_host)
-    return composed(Tree(inside, shape="chain", sends="early"), Tree(hosts, sends="early"))
+    return drop_trivial(
+        TreeReduce(inside, shape="chain", send="during_backward"), TreeReduce(hosts, send="during_backward")
+    )
 
 
 def intel_caffe(degree: int) -> tuple[Strategy, ...]:
@@ -73,14 +75,14 @@ def intel_caffe(degree: int) -> tuple[Strategy, ...]:
     Source:
         Intel Distribution of Caffe, its multinode solver.
     """
-    return (Data(degree, buckets=EACH_ALONE),)
+    return (Data(degree, buckets=PER_PARAMETER),)
 
 
 def numa_caffe(degree: int) -> tuple[Strategy, ...]:
     """Return NUMA-Caffe: one replica for each NUMA node, with its threads and its memory near.
 
     The binding is the launcher's: ``counterpoint run -n 2 --bind=numa`` on a host of two nodes. Replicas on one host
-    have one copy of the weights by default, which then lies on one of the nodes; pass ``one_copy=False`` to Trainer for
+    have one copy of the weights by default, which then lies on one of the nodes; pass ``share_params_on_host=False`` to Trainer for
     a copy on each.
 
     Args:
@@ -98,12 +100,12 @@ def numa_caffe(degree: int) -> tuple[Strategy, ...]:
     return (Data(degree),)
 
 
-def mpi_caffe(degree: int, *, comm_group: int = 0, cuts: tuple[str, ...] = ()) -> tuple[Strategy, ...]:
+def mpi_caffe(degree: int, *, comm_group: int = 0, split_points: tuple[str, ...] = ()) -> tuple[Strategy, ...]:
     """Return MPI-Caffe: model parallel groups, each of which holds a run of layers and shares them among its ranks.
 
     There, a layer runs on the ranks of its ``comm_group``; ``MPIBroadcast`` gives all of them its input, and sums their
     gradients, ``MPIGather`` puts together what they have made. Here the layers of a group that can be sliced are, and
-    all others run on each of its ranks: ``tensor(k) * pipeline(n/k, order=gpipe)``.
+    all others run on each of its ranks: ``tensor(k) * pipeline(n/k, schedule=gpipe)``.
 
     Args:
         degree: all ranks.
@@ -128,6 +130,8 @@ def mpi_caffe(degree: int, *, comm_group: int = 0, cuts: tuple[str, ...] = ()) -
             f"mpi_caffe({degree}, comm_group={comm_group}) cannot have as many ranks in each group; give a comm_group "
             f"that divides {degree}"
         )
-    if cuts and inside == degree:
-        raise PlanError(f"cuts={'+'.join(cuts)} of mpi_caffe({degree}) is for several groups; give a comm_group, too")
-    return composed(Tensor(inside), Pipeline(degree // inside, "gpipe", cuts=cuts))
+    if split_points and inside == degree:
+        raise PlanError(
+            f"split_points={'+'.join(split_points)} of mpi_caffe({degree}) is for several groups; give a comm_group, too"
+        )
+    return drop_trivial(Tensor(inside), Pipeline(degree // inside, "gpipe", split_points=split_points))

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.options import Micros, require_word
-from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.strategies.recomputation import WHEN, When
+from counterpoint.strategies.options import MicrobatchCount, require_choice
+from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.recomputation import RECOMPUTE_MODES, RecomputeMode
 from counterpoint.strategies.strategy import Strategy
 
-BY_DEFAULT = Micros(0)
+AUTO_CHUNKS = MicrobatchCount(0)
 
 
 def gpipe(
     degree: int,
     *,
     balance: tuple[int, ...] = (),
-    chunks: Micros = BY_DEFAULT,
-    checkpoint: When = "never",
-    cuts: tuple[str, ...] = (),
+    chunks: MicrobatchCount = AUTO_CHUNKS,
+    checkpoint: RecomputeMode = "never",
+    split_points: tuple[str, ...] = (),
     replicas: tuple[int, ...] = (),
-    virtual: int = 1,
+    chunks_per_stage: int = 1,
 ) -> tuple[Strategy, ...]:
     """Return GPipe: all microbatches go forward through the stages, then all backward, then weights change.
 
@@ -44,17 +44,21 @@ def gpipe(
         Huang et al., GPipe, NeurIPS 2019; Kim et al., torchgpipe, 2020, its guide.
     """
     del chunks  # it is said of the plan, which has as many microbatches
-    require_word("gpipe", "checkpoint", checkpoint, WHEN)
-    return (Pipeline(degree, "gpipe", replicas, balance, virtual, cuts=cuts, recompute=checkpoint),)
+    require_choice("gpipe", "checkpoint", checkpoint, RECOMPUTE_MODES)
+    return (
+        Pipeline(degree, "gpipe", replicas, balance, chunks_per_stage, split_points=split_points, recompute=checkpoint),
+    )
 
 
-NOT_IN_GPIPE = {
+UNSUPPORTED_IN_GPIPE = {
     "devices": "ranks are given by their number; write gpipe(4)",
     "deferred_batch_norm": "it is said of the run, and what it does by itself; pass batch_norm='deferred' to Trainer",
 }
 
 
-def placement(degree: int, *, modules: tuple[str, ...] = (), chunks: Micros = BY_DEFAULT) -> tuple[Strategy, ...]:
+def placement(
+    degree: int, *, modules: tuple[str, ...] = (), chunks: MicrobatchCount = AUTO_CHUNKS
+) -> tuple[Strategy, ...]:
     """Return a placement of modules on ranks that are told, as torch.distributed.rpc's users write by hand.
 
     ``placement(2, modules=embed:0+blocks.0:1+head:0)`` runs ``embed`` and what follows on rank 0, ``blocks.0`` and what
@@ -85,10 +89,10 @@ def placement(degree: int, *, modules: tuple[str, ...] = (), chunks: Micros = BY
             f"placement({degree}) needs the rank of every run of modules; write placement({degree}, "
             "modules=embed:0+blocks.0:1), with the paths of your modules"
         )
-    return (Pipeline(degree, "gpipe", cuts=modules),)
+    return (Pipeline(degree, "gpipe", split_points=modules),)
 
 
-NOT_IN_PLACEMENT = {
+UNSUPPORTED_IN_PLACEMENT = {
     "workers": "ranks are given by their number; write modules=embed:0+blocks.0:1",
     "num_split": "it is the number of microbatches; write chunks=",
 }

@@ -6,17 +6,17 @@ from typing import Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.options import Bytes, require_word
+from counterpoint.strategies.options import ByteSize, require_choice
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.systems.fusion import composed, split_by_host, up_to
+from counterpoint.strategies.systems.composition import drop_trivial, split_by_host, uniform_buckets
 
-_THRESHOLD = Bytes(128 * 2**20)
+_THRESHOLD = ByteSize(128 * 2**20)
 
 
 def horovod(
     degree: int,
     *,
-    fusion_threshold: Bytes = _THRESHOLD,
+    fusion_threshold: ByteSize = _THRESHOLD,
     cycle_time: float = 1.0,
     autotune: bool = False,
     hierarchical_allreduce: bool = False,
@@ -27,7 +27,7 @@ def horovod(
     """Return Horovod: replicas whose gradients are put together as they come, and summed during the backward.
 
     ``hierarchical_allreduce`` shares out the sum inside each host, sums the shares over hosts and joins what they have
-    become: ``data(k, update=shared) * data(h)``. With ``op=adasum`` it averages inside, as Horovod does, and combines
+    become: ``data(k, update=sharded) * data(h)``. With ``op=adasum`` it averages inside, as Horovod does, and combines
     over hosts. A process set is an axis of the plan: in ``pipeline(2) * horovod(2)`` each stage has one of its own.
 
     Args:
@@ -52,8 +52,8 @@ def horovod(
     Source:
         Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018.
     """
-    require_word("horovod", "op", op, ("average", "sum", "adasum"))
-    require_word("horovod", "compression", compression, ("none", "fp16"))
+    require_choice("horovod", "op", op, ("average", "sum", "adasum"))
+    require_choice("horovod", "compression", compression, ("none", "fp16"))
     if op == "sum":
         raise PlanError(
             "op=sum of horovod: the gradient is always that of the mean loss over the samples of all ranks; write "
@@ -61,17 +61,17 @@ def horovod(
         )
     inside, hosts = split_by_host("horovod", degree, per_host)
     code = compression if compression != "none" else ""
-    buckets = up_to(fusion_threshold, cycle_ms=cycle_time, tune=autotune)
+    buckets = uniform_buckets(fusion_threshold, cycle_ms=cycle_time, tune=autotune)
     if not hierarchical_allreduce or hosts == 1:
         return (Data(degree, compress=code, reduce="adasum" if op == "adasum" else "sum", buckets=buckets),)
     if op == "adasum":
-        return composed(Data(inside, buckets=buckets), Data(hosts, compress=code, reduce="adasum", buckets=buckets))
+        return drop_trivial(Data(inside, buckets=buckets), Data(hosts, compress=code, reduce="adasum", buckets=buckets))
     if code:
-        return composed(Data(inside, compress=code, buckets=buckets), Data(hosts, compress=code, buckets=buckets))
-    return composed(Data(inside, update="shared"), Data(hosts, buckets=buckets))
+        return drop_trivial(Data(inside, compress=code, buckets=buckets), Data(hosts, compress=code, buckets=buckets))
+    return drop_trivial(Data(inside, update="sharded"), Data(hosts, buckets=buckets))
 
 
-NOT_IN_HOROVOD = {
+UNSUPPORTED_IN_HOROVOD = {
     "backward_passes_per_step": "gradients are summed once per step, after all its microbatches; pass "
     "num_microbatches=... to Trainer",
     "gradient_predivide_factor": "losses are divided by the samples of the whole batch before anything is added up, so "

@@ -6,10 +6,10 @@ from typing import Literal
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.options import require_word
-from counterpoint.strategies.pipeline import Pipeline
+from counterpoint.strategies.options import require_choice
+from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.systems.fusion import composed
+from counterpoint.strategies.systems.composition import drop_trivial
 
 
 def hypar_flow(
@@ -41,11 +41,11 @@ def hypar_flow(
         Awan et al., HyPar-Flow: Exploiting MPI and Keras for Scalable Hybrid-Parallel DNN Training with TensorFlow, ISC
         2020.
     """
-    require_word("hypar_flow", "strategy", strategy, ("model", "data", "hybrid"))
+    require_choice("hypar_flow", "strategy", strategy, ("model", "data", "hybrid"))
     partitions, replicas = _split(degree, strategy, num_partitions, num_replicas)
     if balance and partitions == 1:
         raise PlanError(f"balance={balance} of hypar_flow({degree}) is for partitions, and there is one; leave it out")
-    return composed(Pipeline(partitions, "gpipe", balance=balance), Data(replicas))
+    return drop_trivial(Pipeline(partitions, "gpipe", balance=balance), Data(replicas))
 
 
 def _split(degree: int, strategy: str, partitions: int, replicas: int) -> tuple[int, int]:
@@ -77,4 +77,4 @@ def _split(degree: int, strategy: str, partitions: int, replicas: int) -> tuple[
     return partitions, replicas
 
 
-NOT_IN_HYPAR_FLOW = {"num_micro_batches": "it is said of the run; pass num_microbatches to Trainer"}
+UNSUPPORTED_IN_HYPAR_FLOW = {"num_micro_batches": "it is said of the run; pass num_microbatches to Trainer"}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.strategies.recomputation import When
+from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.recomputation import RecomputeMode
 from counterpoint.strategies.strategy import Strategy
 
 
 def megatron_interleaved(
     degree: int,
     *,
-    virtual: int = 2,
+    chunks_per_stage: int = 2,
     balance: tuple[int, ...] = (),
-    cuts: tuple[str, ...] = (),
-    recompute: When = "never",
+    split_points: tuple[str, ...] = (),
+    recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
     """Return Megatron-LM's virtual pipeline: 1F1B in which every stage runs several chunks of the model in turn.
 
@@ -37,18 +37,27 @@ def megatron_interleaved(
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021,
         section 2.2.
     """
-    return (Pipeline(degree, "interleaved", balance=balance, virtual=virtual, cuts=cuts, recompute=recompute),)
+    return (
+        Pipeline(
+            degree,
+            "interleaved",
+            balance=balance,
+            chunks_per_stage=chunks_per_stage,
+            split_points=split_points,
+            recompute=recompute,
+        ),
+    )
 
 
 _SIZES = {
     "tensor_model_parallel_size": "slices are a strategy of their own; write tensor(2) * megatron_interleaved(4)",
     "data_parallel_size": "replicas are a strategy of their own; write megatron_interleaved(4) * data(2)",
 }
-NOT_IN_MEGATRON_INTERLEAVED = {
+UNSUPPORTED_IN_MEGATRON_INTERLEAVED = {
     **_SIZES,
     "num_layers_per_virtual_pipeline_stage": "say how many chunks a stage has: all layers, over those of a chunk, over "
-    "the stages; write virtual=",
-    "num_virtual_stages_per_pipeline_rank": "write virtual=",
+    "the stages; write chunks_per_stage=",
+    "num_virtual_stages_per_pipeline_rank": "write chunks_per_stage=",
     "microbatch_group_size_per_vp_stage": "a group has as many microbatches as stages, or nearly; leave it out",
 }
 
@@ -56,18 +65,18 @@ NOT_IN_MEGATRON_INTERLEAVED = {
 def zero_bubble(
     degree: int,
     *,
-    virtual: int = 1,
+    chunks_per_stage: int = 1,
     replicas: tuple[int, ...] = (),
     balance: tuple[int, ...] = (),
-    cuts: tuple[str, ...] = (),
-    recompute: When = "never",
+    split_points: tuple[str, ...] = (),
+    recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
     """Return Zero Bubble: what a gradient of weights takes waits until a stage would be idle; ZB-H1, or ZB-V for two.
 
     Args:
         degree: number of stages.
         virtual: 1 for ZB-H1, 2 for ZB-V, whose second chunks go from the last stage back to the first.
-        replicas: ranks per stage, among which microbatches go round; with virtual=1.
+        replicas: ranks per stage, among which microbatches go round; with chunks_per_stage=1.
         balance: blocks per chunk; by default the slowest chunk is made as fast as can be.
         cuts: in place of a balance the modules with which chunks begin.
         recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
@@ -78,18 +87,22 @@ def zero_bubble(
     Cost:
         Bytes sent per rank and step: the activations that leave its chunks and the gradients that leave them backwards.
         Idle time, for n stages and m microbatches, if a forward and both parts of a backward take equally long:
-        (n-1)/(3 m+n-1) of the step, with virtual=2 (n-1)/(6 m+n-1). Memory: activations of n microbatches on every
+        (n-1)/(3 m+n-1) of the step, with chunks_per_stage=2 (n-1)/(6 m+n-1). Memory: activations of n microbatches on every
         stage.
 
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, sections 2 and 6.
     """
-    return (Pipeline(degree, "zero_bubble", replicas, balance, virtual, cuts=cuts, recompute=recompute),)
+    return (
+        Pipeline(
+            degree, "zero_bubble", replicas, balance, chunks_per_stage, split_points=split_points, recompute=recompute
+        ),
+    )
 
 
-NOT_IN_ZERO_BUBBLE = {
+UNSUPPORTED_IN_ZERO_BUBBLE = {
     **{key: why.replace("megatron_interleaved", "zero_bubble") for key, why in _SIZES.items()},
-    "zero_bubble_v_schedule": "it is the order for two chunks; write virtual=2",
+    "zero_bubble_v_schedule": "it is the order for two chunks; write chunks_per_stage=2",
     "enable_optimizer_post_validation": "an update is made when the step is known to count; leave it out",
     "zero_bubble_max_pending_backward": "as many weight parts wait as keep memory that of 1F1B's first stage; leave it "
     "out",

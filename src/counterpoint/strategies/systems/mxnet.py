@@ -6,17 +6,17 @@ from typing import Literal, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.elastic import Elastic
-from counterpoint.strategies.options import require_word
-from counterpoint.strategies.server import Consistency, Server
+from counterpoint.strategies.easgd import ElasticAveraging
+from counterpoint.strategies.options import require_choice
+from counterpoint.strategies.parameter_server import ConsistencyModel, Server
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.systems.elastic_averaging import alpha_of
-from counterpoint.strategies.systems.fusion import EACH_ALONE, split_by_host
-from counterpoint.strategies.tree import Tree
+from counterpoint.strategies.systems.composition import PER_PARAMETER, split_by_host
+from counterpoint.strategies.systems.easgd import format_alpha
+from counterpoint.strategies.tree_reduce import TreeReduce
 
-Place: TypeAlias = Literal["host", "devices", "sync", "async"]
+KVStoreMode: TypeAlias = Literal["host", "devices", "sync", "async"]
 
-TYPES: dict[str, Place] = {
+KVSTORE_TYPES: dict[str, KVStoreMode] = {
     "local": "host",
     "local_update_cpu": "host",
     "local_allreduce_cpu": "host",
@@ -34,7 +34,7 @@ TYPES: dict[str, Place] = {
 }
 """Where each documented type adds up; MXNet itself looks for ``dist``, ``device`` and ``_async`` in any name."""
 
-_ELSEWHERE = {"horovod": "horovod(...)", "byteps": "data(...)", "p3": "data(..., bucket=...)"}
+_OTHER_SYSTEMS = {"horovod": "horovod(...)", "byteps": "data(...)", "p3": "data(..., bucket=...)"}
 
 
 def kvstore(
@@ -51,7 +51,7 @@ def kvstore(
     * ``local``, ``local_update_cpu``, ``local_allreduce_cpu``: one rank has the weights and updates, which is
       ``tree(n, shape=star)``.
     * ``device``, ``local_allreduce_device``, ``nccl``: each key is updated on one of the ranks, which is
-      ``data(n, update=shared)``.
+      ``data(n, update=sharded)``.
     * ``dist``, ``dist_sync``, ``dist_device``, ``dist_sync_device``, ``dist_device_sync``: servers wait for all
       workers, which is ``server(n, consistency=bsp)``.
     * ``dist_async``, ``dist_async_device``, ``dist_device_async``: servers apply each push when it comes, which is
@@ -83,22 +83,22 @@ def kvstore(
         MXNet, src/kvstore/kvstore.cc and kvstore_dist_server.h; its FAQ on distributed training and on gradient
         compression.
     """
-    if type not in TYPES:
-        raise PlanError(_no_type(type))
-    place, code = TYPES[type], _code(gradient_compression)
+    if type not in KVSTORE_TYPES:
+        raise PlanError(_unknown_type_message(type))
+    place, code = KVSTORE_TYPES[type], _codec(gradient_compression)
     if place in {"host", "devices"}:
-        _require_one_worker(degree, type, servers, devices)
-        return (_on_one_host(degree, type, code, updates=update_on_kvstore),)
-    _require_even_workers(degree, devices)
+        _check_single_worker(degree, type, servers, devices)
+        return (_single_host_strategy(degree, type, code, updates=update_on_kvstore),)
+    _check_even_workers(degree, devices)
     if not update_on_kvstore:
-        _require_sums_alone(type, servers)
-        return (Data(degree, compress=code, buckets=EACH_ALONE),)
-    consistency: Consistency = "asp" if place == "async" else "bsp"
+        _check_sum_only(type, servers)
+        return (Data(degree, compress=code, buckets=PER_PARAMETER),)
+    consistency: ConsistencyModel = "asp" if place == "async" else "bsp"
     store = Server(degree // devices, servers or 1, consistency, compress=code)
-    return (store,) if devices == 1 else (Data(devices, buckets=EACH_ALONE), store)
+    return (store,) if devices == 1 else (Data(devices, buckets=PER_PARAMETER), store)
 
 
-def _require_one_worker(degree: int, kind: str, servers: int, devices: int) -> None:
+def _check_single_worker(degree: int, kind: str, servers: int, devices: int) -> None:
     if servers or devices != 1:
         raise PlanError(
             f"kvstore({degree}, type={kind}) is one worker without servers; leave out servers= and devices=, or give "
@@ -106,7 +106,7 @@ def _require_one_worker(degree: int, kind: str, servers: int, devices: int) -> N
         )
 
 
-def _require_even_workers(degree: int, devices: int) -> None:
+def _check_even_workers(degree: int, devices: int) -> None:
     if devices < 1 or degree % devices:
         raise PlanError(
             f"kvstore({degree}, devices={devices}) cannot have as many ranks in each worker; give devices= that "
@@ -114,9 +114,9 @@ def _require_even_workers(degree: int, devices: int) -> None:
         )
 
 
-def _require_sums_alone(kind: str, servers: int) -> None:
+def _check_sum_only(kind: str, servers: int) -> None:
     """What is not updated on servers is added up by the ranks themselves."""
-    if TYPES[kind] == "async":
+    if KVSTORE_TYPES[kind] == "async":
         raise PlanError(
             f"kvstore(type={kind}, update_on_kvstore=off) has no optimizer on the server, which is to apply each "
             "push when it comes; leave out update_on_kvstore=off, or give type=dist_sync"
@@ -128,24 +128,24 @@ def _require_sums_alone(kind: str, servers: int) -> None:
         )
 
 
-def _on_one_host(degree: int, kind: str, code: str, *, updates: bool) -> Strategy:
-    if code and (TYPES[kind] == "host" or kind == "nccl"):
+def _single_host_strategy(degree: int, kind: str, code: str, *, updates: bool) -> Strategy:
+    if code and (KVSTORE_TYPES[kind] == "host" or kind == "nccl"):
         raise PlanError(
             f"gradient_compression of kvstore is for type=device and the dist types, as in MXNet; {kind} has none: "
             "leave it out, or give type=device"
         )
     if code or not updates:
-        return Data(degree, compress=code, buckets=EACH_ALONE)
-    return Tree(degree, shape="star") if TYPES[kind] == "host" else Data(degree, update="shared")
+        return Data(degree, compress=code, buckets=PER_PARAMETER)
+    return TreeReduce(degree, shape="star") if KVSTORE_TYPES[kind] == "host" else Data(degree, update="sharded")
 
 
-def _no_type(kind: str) -> str:
-    if kind in _ELSEWHERE:
-        return f"type={kind} of kvstore is another system here; write {_ELSEWHERE[kind]}"
-    return f"kvstore has no type={kind}; give one of {', '.join(TYPES)}"
+def _unknown_type_message(kind: str) -> str:
+    if kind in _OTHER_SYSTEMS:
+        return f"type={kind} of kvstore is another system here; write {_OTHER_SYSTEMS[kind]}"
+    return f"kvstore has no type={kind}; give one of {', '.join(KVSTORE_TYPES)}"
 
 
-def _code(compression: str) -> str:
+def _codec(compression: str) -> str:
     name, colon, threshold = compression.partition(":")
     if name in {"", "none"} and not colon:
         return ""
@@ -157,7 +157,7 @@ def _code(compression: str) -> str:
     return f"twobit:{threshold}" if colon else "twobit:0.5"
 
 
-NOT_IN_KVSTORE = {
+UNSUPPORTED_IN_KVSTORE = {
     "optimizer": "it is the trainer's, and made where the weights are; pass optimizer=... to Trainer",
     "bigarray_bound": "a unit lies on one server as a whole; leave it out, and give more servers= for more layers",
     "priority": "gradients are sent as soon as they are there, the last layer's first; leave it out",
@@ -200,7 +200,7 @@ def mxnet_mpi(
     Source:
         Mamidala et al., MXNET-MPI: Embedding MPI Parallelism in Parameter Server Task Model, 2018.
     """
-    require_word("mxnet_mpi", "mode", mode, ("sgd", "asgd", "esgd"))
+    require_choice("mxnet_mpi", "mode", mode, ("sgd", "asgd", "esgd"))
     count = groups or split_by_host("mxnet_mpi", degree, per_host)[1]
     if count < 1 or degree % count:
         raise PlanError(
@@ -218,13 +218,13 @@ def mxnet_mpi(
             )
         return (inside,)
     if mode == "esgd":
-        outside: Strategy = Elastic(count, servers, alpha_of("mxnet_mpi", count, alpha), tau)
+        outside: Strategy = ElasticAveraging(count, servers, format_alpha("mxnet_mpi", count, alpha), tau)
     else:
         outside = Server(count, servers, "asp" if mode == "asgd" else "bsp")
     return (outside,) if inside.degree == 1 else (inside, outside)
 
 
-NOT_IN_MXNET_MPI = {
+UNSUPPORTED_IN_MXNET_MPI = {
     "kvstore": "the mode says it; write mode=sgd, mode=asgd or mode=esgd",
     "num_workers": "ranks stand first and groups= is the number of workers; write mxnet_mpi(8, groups=2)",
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from counterpoint.strategies.pipeline import Pipeline
-from counterpoint.strategies.recomputation import When
+from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.recomputation import RecomputeMode
 from counterpoint.strategies.strategy import Strategy
 
-_OF_THE_RUN = {
+_UNSUPPORTED_IN_ALL = {
     "stage_to_num_ranks": "it is one number per stage, in order; write replicas=(3,1) for 0:3,1:1",
-    "module_to_stage_map": "name the modules with which stages begin; write cuts=blocks.2+head, or balance=",
+    "module_to_stage_map": "name the modules with which stages begin; write split_points=blocks.2+head, or balance=",
     "no_input_pipelining": "only the stages that need inputs or labels load them; leave it out",
 }
 
@@ -20,8 +20,8 @@ def pipedream(
     *,
     replicas: tuple[int, ...] = (),
     balance: tuple[int, ...] = (),
-    cuts: tuple[str, ...] = (),
-    recompute: When = "never",
+    split_points: tuple[str, ...] = (),
+    recompute: RecomputeMode = "never",
     vertical_sync: Literal["off", "on"] = "off",
 ) -> tuple[Strategy, ...]:
     """Return PipeDream: one forward, one backward without a flush, on weights of the version each forward has met.
@@ -48,12 +48,20 @@ def pipedream(
         al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, 2018.
     """
     return (
-        Pipeline(degree, "pipedream", replicas, balance, vertical_sync=vertical_sync, cuts=cuts, recompute=recompute),
+        Pipeline(
+            degree,
+            "pipedream",
+            replicas,
+            balance,
+            vertical_sync=vertical_sync,
+            split_points=split_points,
+            recompute=recompute,
+        ),
     )
 
 
-NOT_IN_PIPEDREAM = {
-    **_OF_THE_RUN,
+UNSUPPORTED_IN_PIPEDREAM = {
+    **_UNSUPPORTED_IN_ALL,
     "macrobatch": "two versions, updated once per batch, are a system of their own; write pipedream_2bw",
 }
 
@@ -63,8 +71,8 @@ def pipedream_2bw(
     *,
     replicas: tuple[int, ...] = (),
     balance: tuple[int, ...] = (),
-    cuts: tuple[str, ...] = (),
-    recompute: When = "never",
+    split_points: tuple[str, ...] = (),
+    recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
     """Return PipeDream-2BW: no flush, two versions of the weights, one update of all stages per batch.
 
@@ -86,11 +94,11 @@ def pipedream_2bw(
     Source:
         Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021, section 3.
     """
-    return (Pipeline(degree, "pipedream_2bw", replicas, balance, cuts=cuts, recompute=recompute),)
+    return (Pipeline(degree, "pipedream_2bw", replicas, balance, split_points=split_points, recompute=recompute),)
 
 
-NOT_IN_PIPEDREAM_2BW = {
-    **_OF_THE_RUN,
+UNSUPPORTED_IN_PIPEDREAM_2BW = {
+    **_UNSUPPORTED_IN_ALL,
     "pipeline_no_flushes": "it never flushes while batches come; write pipedream_flush for one that does",
 }
 
@@ -100,8 +108,8 @@ def pipedream_flush(
     *,
     replicas: tuple[int, ...] = (),
     balance: tuple[int, ...] = (),
-    cuts: tuple[str, ...] = (),
-    recompute: When = "never",
+    split_points: tuple[str, ...] = (),
+    recompute: RecomputeMode = "never",
 ) -> tuple[Strategy, ...]:
     """Return PipeDream-Flush: one forward, one backward, and a flush after every batch; 1F1B to everybody since.
 
@@ -123,7 +131,7 @@ def pipedream_flush(
     Source:
         Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021, section 3.3.
     """
-    return (Pipeline(degree, "one_f_one_b", replicas, balance, cuts=cuts, recompute=recompute),)
+    return (Pipeline(degree, "one_f_one_b", replicas, balance, split_points=split_points, recompute=recompute),)
 
 
-NOT_IN_PIPEDREAM_FLUSH = _OF_THE_RUN
+UNSUPPORTED_IN_PIPEDREAM_FLUSH = _UNSUPPORTED_IN_ALL

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.buckets import Buckets
+from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.options import require_word
+from counterpoint.strategies.options import require_choice
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.tree import Tree
+from counterpoint.strategies.tree_reduce import TreeReduce
 
 CommHook: TypeAlias = Literal["none", "fp16_compress", "bf16_compress", "powerSGD"]
 _MIB = 2**20
@@ -48,20 +48,20 @@ def ddp(
             f"ddp has no comm_hook=post_localSGD: its steps are not all alike; write data({degree}, sync_every=4, "
             "sync_first=100) for a mean of weights after every 4th step from step 100 on"
         )
-    require_word("ddp", "comm_hook", comm_hook, get_args(CommHook))
+    require_choice("ddp", "comm_hook", comm_hook, get_args(CommHook))
     if matrix_approximation_rank != 1 and comm_hook != "powerSGD":
         raise PlanError(f"matrix_approximation_rank={matrix_approximation_rank} of ddp is for comm_hook=powerSGD only")
     cap = int(bucket_cap_mb * _MIB)
-    buckets = Buckets(cap, _MIB if bucket_cap_mb == _DEFAULT_CAP_MB else cap, tune=False)
+    buckets = BucketConfig(cap, _MIB if bucket_cap_mb == _DEFAULT_CAP_MB else cap, tune=False)
     codes = {"none": "", "powerSGD": f"powersgd:{matrix_approximation_rank}"}
     return (Data(degree, compress=codes.get(comm_hook, comm_hook.removesuffix("_compress")), buckets=buckets),)
 
 
-NOT_IN_DDP = {
+UNSUPPORTED_IN_DDP = {
     "gradient_as_bucket_view": "gradients lie in buffers that are summed without a copy, always; leave it out",
     "static_graph": "the order in which gradients come is observed and agreed on, and may change; leave it out",
     "find_unused_parameters": "parameters without a gradient are found by name in every step; leave it out, and pass "
-    "unused='zero' to Trainer where some are meant to have none",
+    "unused_parameters='zero' to Trainer where some are meant to have none",
     "broadcast_buffers": "running statistics are those of the batch of all ranks, the same on each; leave it out",
     "forward_sync_buffers": "running statistics are those of the batch of all ranks, the same on each; leave it out",
     "init_sync": "all ranks begin with the weights of rank 0, always; leave it out",
@@ -92,10 +92,10 @@ def data_parallel(degree: int) -> tuple[Strategy, ...]:
     Source:
         torch.nn.DataParallel.
     """
-    return (Tree(degree, shape="star"),)
+    return (TreeReduce(degree, shape="star"),)
 
 
-NOT_IN_DATA_PARALLEL = {
+UNSUPPORTED_IN_DATA_PARALLEL = {
     "device_ids": "ranks are given by their number; write data_parallel(4)",
     "output_device": "the owner is rank 0; leave it out",
     "dim": "a batch is cut along its first dim, always; leave it out",

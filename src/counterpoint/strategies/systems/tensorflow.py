@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.buckets import BY_DEFAULT
+from counterpoint.strategies.buckets import DEFAULT_BUCKETS
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.options import Bytes, require_word
-from counterpoint.strategies.server import Server
+from counterpoint.strategies.options import ByteSize, require_choice
+from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.strategy import Strategy
-from counterpoint.strategies.systems.fusion import EACH_ALONE, IN_ONE_PIECE, up_to
-from counterpoint.strategies.tree import Tree
+from counterpoint.strategies.systems.composition import PER_PARAMETER, SINGLE_BUCKET, uniform_buckets
+from counterpoint.strategies.tree_reduce import TreeReduce
 
 CrossDeviceOps: TypeAlias = Literal["nccl", "hierarchical_copy", "reduction_to_one_device"]
-_AUTOMATIC = Bytes(0)
+_AUTOMATIC = ByteSize(0)
 
 
 def one_device(degree: int) -> tuple[Strategy, ...]:
@@ -60,24 +60,24 @@ def mirrored(degree: int, *, cross_device_ops: CrossDeviceOps = "nccl", num_pack
     Source:
         tf.distribute.MirroredStrategy; its cross_device_ops.py.
     """
-    require_word("mirrored", "cross_device_ops", cross_device_ops, get_args(CrossDeviceOps))
+    require_choice("mirrored", "cross_device_ops", cross_device_ops, get_args(CrossDeviceOps))
     if cross_device_ops != "nccl":
         if num_packs != 1:
             raise PlanError(f"num_packs={num_packs} of mirrored is for cross_device_ops=nccl only; leave it out")
-        return (Tree(degree, shape="star" if cross_device_ops == "reduction_to_one_device" else "binomial"),)
+        return (TreeReduce(degree, shape="star" if cross_device_ops == "reduction_to_one_device" else "binomial"),)
     if num_packs not in {0, 1}:
         raise PlanError(
             f"num_packs={num_packs} of mirrored: gradients are put together by bytes here, not into a number of packs; "
             f"give num_packs=0 or 1, or write data({degree}, bucket=16MiB)"
         )
-    return (Data(degree, buckets=IN_ONE_PIECE if num_packs else EACH_ALONE),)
+    return (Data(degree, buckets=SINGLE_BUCKET if num_packs else PER_PARAMETER),)
 
 
-NOT_IN_MIRRORED = {"devices": "ranks are given by their number; write mirrored(4)"}
+UNSUPPORTED_IN_MIRRORED = {"devices": "ranks are given by their number; write mirrored(4)"}
 
 
 def multi_worker_mirrored(
-    degree: int, *, bytes_per_pack: Bytes = _AUTOMATIC, implementation: Literal["auto", "ring", "nccl"] = "auto"
+    degree: int, *, bytes_per_pack: ByteSize = _AUTOMATIC, implementation: Literal["auto", "ring", "nccl"] = "auto"
 ) -> tuple[Strategy, ...]:
     """Return tf.distribute's MultiWorkerMirroredStrategy: replicas on many hosts that sum packs of gradients.
 
@@ -95,16 +95,16 @@ def multi_worker_mirrored(
     Source:
         tf.distribute.MultiWorkerMirroredStrategy; tf.distribute.experimental.CommunicationOptions.
     """
-    require_word("multi_worker_mirrored", "implementation", implementation, ("auto", "ring", "nccl"))
+    require_choice("multi_worker_mirrored", "implementation", implementation, ("auto", "ring", "nccl"))
     if implementation != "auto":
         raise PlanError(
             f"implementation={implementation} of multi_worker_mirrored: what joins the ranks chooses the algorithm; "
             "leave it out, and give counterpoint run --transport=... where another transport is wanted"
         )
-    return (Data(degree, buckets=up_to(bytes_per_pack) if bytes_per_pack else BY_DEFAULT),)
+    return (Data(degree, buckets=uniform_buckets(bytes_per_pack) if bytes_per_pack else DEFAULT_BUCKETS),)
 
 
-NOT_IN_MULTI_WORKER_MIRRORED = {
+UNSUPPORTED_IN_MULTI_WORKER_MIRRORED = {
     "timeout_seconds": "how long ranks wait for each other is said where they start; write counterpoint run "
     "--deadline=..., or Trainer(..., deadline_s=...)",
     "cluster_resolver": "the launcher tells each process its rank; use counterpoint run or torchrun",
@@ -130,10 +130,10 @@ def central_storage(degree: int) -> tuple[Strategy, ...]:
     Source:
         tf.distribute.experimental.CentralStorageStrategy.
     """
-    return (Tree(degree, shape="star"),)
+    return (TreeReduce(degree, shape="star"),)
 
 
-NOT_IN_CENTRAL_STORAGE = {
+UNSUPPORTED_IN_CENTRAL_STORAGE = {
     "compute_devices": "ranks are given by their number; write central_storage(4)",
     "parameter_device": "it is that of rank 0; leave it out, or write server(4) for one more rank",
 }
@@ -160,11 +160,11 @@ def parameter_server_strategy(
     Source:
         tf.distribute.ParameterServerStrategy; tf.compat.v1.train.SyncReplicasOptimizer.
     """
-    require_word("parameter_server_strategy", "mode", mode, ("async", "sync"))
+    require_choice("parameter_server_strategy", "mode", mode, ("async", "sync"))
     return (Server(degree, servers, "asp" if mode == "async" else "bsp"),)
 
 
-NOT_IN_PARAMETER_SERVER_STRATEGY = {
+UNSUPPORTED_IN_PARAMETER_SERVER_STRATEGY = {
     "variable_partitioner": "the parameters of a unit lie on one server as a whole, and units go to the server with "
     "the fewest bytes; leave it out, and give servers= as many as there are large layers",
     "cluster_resolver": "the launcher tells each process its rank; use counterpoint run or torchrun",

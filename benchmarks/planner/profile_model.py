@@ -1,0 +1,108 @@
+"""Times the pieces of one model on one core, as ``counterpoint profile`` does, and prints them as JSON.
+
+Called with the model and the sizes of microbatches. Each size is profiled by itself, some times, between steps of the
+loop that is taken beside plans, too: by these all are brought to one speed, because that of a shared machine jumps. Of
+those during which it jumped least, the half or three of four, the median of each figure is taken.
+"""
+
+import json
+import sys
+import time
+from dataclasses import astuple, dataclass, replace
+from statistics import median
+
+from cells import WORKLOADS
+from ranks import ReferenceLoop
+
+import counterpoint as cp
+from counterpoint.model.model_profile import BatchSizeProfile, LayerProfile, ModelProfile, Overheads, format_profile
+from counterpoint.profiler.timer import training_conditions
+
+MAX_SAMPLES, REFERENCE_S = 64, 0.3
+MIN_ROUNDS, MAX_ROUNDS, MAX_S = 4, 8, 60.0
+"""So many rounds there are at least, and at most; after so long no other one begins that need not be."""
+
+
+@dataclass(frozen=True)
+class TimedProfile:
+    """One profile, with a step of the loop before it and one afterwards."""
+
+    timing: ModelProfile
+    before_s: float
+    after_s: float
+
+    @property
+    def reference_step_s(self):
+        """The mean of both."""
+        return (self.before_s + self.after_s) / 2
+
+    @property
+    def speed_change(self):
+        """By how much the speed has changed meanwhile."""
+        return abs(self.after_s - self.before_s) / self.reference_step_s
+
+    def scale_to(self, beside_s):
+        """Return the timing as it would have been, had a step of the loop taken so long."""
+        return self.timing.scale(beside_s / self.reference_step_s)
+
+
+def main(letter, text):
+    subject, sizes = WORKLOADS[letter](), json.loads(text)
+    with training_conditions(threads=1):
+        alone = ReferenceLoop(subject, subject.reference)
+        alone.steps()
+        found = {size: [] for size in sizes}
+        rounds, began = 0, time.perf_counter()
+        while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - began < MAX_S):
+            for size in sizes:
+                found[size].append(take_profile(subject, alone, size))
+            rounds += 1
+    for size, own in found.items():
+        found[size] = sorted(own, key=lambda one: one.speed_change)[: max(MIN_ROUNDS - 1, len(own) // 2)]
+    beside_s = median(one.reference_step_s for own in found.values() for one in own)
+    best = [median_profile([one.scale_to(beside_s) for one in own]) for own in found.values()]
+    sys.stdout.write(f"{json.dumps({'timing': format_profile(merge_profiles(best)), 'beside_s': beside_s})}\n")
+
+
+def take_profile(subject, alone, size):
+    """Return a profile of a model for microbatches of one size."""
+    inputs, targets = next(subject.batches(MAX_SAMPLES))
+    before_s = median(alone.steps(REFERENCE_S))
+    timing = cp.profile(
+        subject.build(), inputs, targets, loss=subject.loss, optimizer=subject.optimizer, microbatch_sizes=[size]
+    )
+    return TimedProfile(timing, before_s, median(alone.steps(REFERENCE_S)))
+
+
+def median_profile(timings):
+    """Return the timings of one model for one size as one, of each figure the median."""
+    points = [timing.points[0] for timing in timings]
+    pieces = tuple(map(median_layer, zip(*(point.pieces for point in points), strict=True)))
+    whole = median_layer([point.whole for point in points])
+    alone = None if points[0].alone is None else median_layer([point.alone for point in points])
+    return replace(merge_profiles(timings), points=(BatchSizeProfile(points[0].samples, pieces, whole, alone),))
+
+
+def median_layer(pieces):
+    """Return what a piece takes by the median of each figure."""
+    return LayerProfile(*medians(pieces))
+
+
+def merge_profiles(timings):
+    """Return the timings of one model for several sizes as one; what has no size is the median."""
+    return replace(
+        timings[0],
+        points=tuple(point for timing in timings for point in timing.points),
+        update_s_per_byte=median(timing.update_s_per_byte for timing in timings),
+        add_s_per_byte=median(timing.add_s_per_byte for timing in timings),
+        fixed=Overheads(*medians(timing.fixed for timing in timings)),
+    )
+
+
+def medians(found):
+    """Yield the median of each field."""
+    yield from map(median, zip(*map(astuple, found), strict=True))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""How each side's processes are started on this host: a turn in processes of its own, none of which is left."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+
+import server_workloads
+from timed_run import run_contenders
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.server_processes import start_servers
+from counterpoint.ps.job_config import Asp, JobConfig
+
+HERE = Path(__file__).parent
+PREFETCH_DEPTH = 2
+"""So many pushes of a worker are not waited for, where it fetches ahead."""
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class ProcessGroup:
+    """Processes of one turn, watched; ended with the block."""
+
+    def __init__(self):
+        self._stack = ExitStack()
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
+        self.running = []
+
+    def start(self, script, *words, **environ):
+        output = (self.folder / f"output.{len(self.running)}").open("w+")
+        command = [sys.executable, "-m", "counterpoint.launchers", str(HERE / script), *map(str, words)]
+        process = subprocess.Popen(
+            command, env={**os.environ, **THREADS, **environ}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        self.running.append((process, output))
+
+    def check(self):
+        for process, output in self.running:
+            if process.poll():
+                raise LaunchError(f"{process.args[3:]} ended with {process.returncode}:\n{output_tail(output)}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process, output in self.running:
+            process.kill()
+            process.wait()
+            output.close()
+        self._stack.close()
+
+
+def output_tail(output):
+    output.seek(0)
+    return "".join(output.readlines()[-25:])
+
+
+def free_ports(count):
+    """Return ports that nobody listens at just now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+def worker_names():
+    return [f"worker-{worker}" for worker in range(server_workloads.CONTAINER)]
+
+
+def run_counterpoint(name, processes, *words):
+    """Workers and a server that talk over UNIX sockets; nothing is written to a disk."""
+    with start_servers(JobConfig("bench", Asp(), num_servers=1, is_logged=False)) as servers:
+        for worker in range(server_workloads.CONTAINER):
+            processes.start("counterpoint_worker.py", name, worker, servers.contact_path, "-", processes.folder, *words)
+        return run_contenders(processes.folder, worker_names(), processes.check)
+
+
+def run_counterpoint_prefetching(name, processes):
+    """The same, and no minibatch waits for its worker's last pushes."""
+    return run_counterpoint(name, processes, PREFETCH_DEPTH)
+
+
+def run_strategy(name, processes):
+    """The same as a program of fixed ranks."""
+    (port,) = free_ports(1)
+    for rank in range(server_workloads.CONTAINER + 1):
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(server_workloads.CONTAINER + 1)}
+        told |= {"LOCAL_WORLD_SIZE": told["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        strategy = f"server({server_workloads.CONTAINER}, servers=1, consistency=asp)"
+        processes.start("strategy_rank.py", strategy, name, processes.folder, **told)
+    return run_contenders(processes.folder, worker_names(), processes.check)
+
+
+def run_torch_rpc(name, processes, *words):
+    """torch.distributed.rpc, as its tutorials do."""
+    port = free_ports(1)[0]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    for role in ("ps", "master", *(f"trainer{worker}" for worker in range(server_workloads.CONTAINER))):
+        processes.start("torch_rpc.py", role, name, server_workloads.CONTAINER, processes.folder, *words, **told)
+    return run_contenders(processes.folder, worker_names(), processes.check)
+
+
+def run_torch_rpc_retaining(name, processes):
+    """The same, and freed memory stays with its processes, as with ours."""
+    return run_torch_rpc(name, processes, "keeping")
+
+
+def run_tensorflow(name, processes):
+    """TensorFlow's ParameterServerStrategy."""
+    ports = [f"127.0.0.1:{port}" for port in free_ports(server_workloads.CONTAINER + 2)]
+    cluster = {
+        "worker": ports[: server_workloads.CONTAINER],
+        "ps": ports[server_workloads.CONTAINER : -1],
+        "chief": ports[-1:],
+    }
+    for role, places in cluster.items():
+        for index in range(len(places)):
+            processes.start("tensorflow_ps.py", role, index, name, processes.folder, json.dumps(cluster))
+    return run_contenders(processes.folder, ["chief"], processes.check)
+
+
+CONTENDERS = {
+    "ours": run_counterpoint,
+    "ours, ahead": run_counterpoint_prefetching,
+    "ours, a program": run_strategy,
+    "torch rpc": run_torch_rpc,
+    "torch rpc, memory kept": run_torch_rpc_retaining,
+    "tensorflow": run_tensorflow,
+}
+
+
+def is_installed(side):
+    return side != "tensorflow" or find_spec("tensorflow") is not None
+
+
+def run_once(side, name):
+    """Return what one turn of a side came to.
+
+    Returns:
+        Samples a second that all workers have taken together; milliseconds of the processor that a worker's step took
+        in all processes; and in the worker alone, where the worker measured.
+    """
+    with ProcessGroup() as found:
+        told, processors = CONTENDERS[side](name, found)
+    steps_per_s = sum(one["steps"] / one["elapsed"] for one in told.values())
+    own = [1e3 * one["processor_s"] / one["steps"] for one in told.values() if "processor_s" in one]
+    return {
+        "samples_per_s": steps_per_s * server_workloads.batch_size(name),
+        "processor_ms": 1e3 * processors / steps_per_s,
+        "worker_ms": sum(own) / len(own) if own else None,
+    }

@@ -1,0 +1,76 @@
+"""A worker of ours: ``counterpoint_worker.py WORKLOAD WORKER CONTACT LAYOUT_KEY FOLDER [PREFETCH_DEPTH]``."""
+
+import sys
+from pathlib import Path
+
+import server_workloads
+import torch
+from timed_run import keep_stepping, time_steps
+
+from counterpoint.elastic.remote_module import RemoteModule
+from counterpoint.elastic.sync_policy import SyncPolicy
+from counterpoint.ps.process import join, read_job_file
+from counterpoint.ps.update_rules import NormalInit
+from counterpoint.rpc.job_key import read_key
+from counterpoint.training.process_memory import RetainedMemory
+
+
+def make_remote_module(name, session, ahead):
+    """Return the worker's copy of the model; tables begin as torch's do."""
+    workload = server_workloads.workload(name)
+    tables = {server_workloads.TABLE: NormalInit(0.0, 1.0)} if name == "D" else {}
+    return RemoteModule(
+        server_workloads.build_model(workload),
+        session,
+        workload.optimizer,
+        tables=tables,
+        sync=SyncPolicy(pull_ahead=ahead),
+    )
+
+
+def make_step(name, worker, copy):
+    """Return ``step(number)``: rows of the next batch are on their way while this one is computed."""
+    workload, batch, ahead = (
+        server_workloads.workload(name),
+        server_workloads.worker_batches(name, worker),
+        copy.rhythm.pull_ahead,
+    )
+
+    def expect(number):
+        for other in range(number + 1, number + 1 + max(1, ahead)):
+            copy.expect((batch(other)[0],), -1)
+
+    def step(number):
+        inputs, targets = batch(number)
+        copy.begin(-1, (inputs,))
+        if ahead:
+            expect(number)
+        loss = workload.loss(copy.model(inputs), targets)
+        expect(number)
+        loss.backward()
+        copy.finish()
+        return loss.item()
+
+    return step
+
+
+def main(name, worker, contact, key, folder, ahead="0"):
+    torch.set_num_threads(1)
+    secret = read_key(Path(key)) if key != "-" else None
+    with join(read_job_file(Path(contact)), f"worker-{worker}", secret) as session:
+        copy = make_remote_module(name, session, int(ahead))
+        RetainedMemory(enabled=True).start()  # as cp.ElasticTrainer does
+        step = make_step(name, int(worker), copy)
+        done = time_steps(
+            folder,
+            f"worker-{worker}",
+            step,
+            warm_up=server_workloads.WARM_UP[name],
+            steps=server_workloads.INT8_LEVELS[name],
+        )
+        keep_stepping(folder, step, done)
+        copy.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""The far side: ``peer.py WHAT`` serves letters or takes bytes, with the key or the certificate that it reads."""
+
+import socket
+import ssl
+import sys
+import tempfile
+
+from counterpoint.rpc.address import parse_address
+from counterpoint.rpc.event_loop import EventLoop
+from counterpoint.rpc.frame import RpcMessage
+from counterpoint.rpc.handshake import JobCredentials
+from counterpoint.rpc.job_key import JobKey
+from counterpoint.rpc.listener import listen, request_handler
+
+NUM_BYTES = 64 << 20
+
+
+def print_line(text):
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def serve_messages(places, key):
+    """Serve at each place, with the key and without."""
+    answer = RpcMessage("taken")
+    with EventLoop() as loop:
+        for place in places:
+            for secret in (JobCredentials(key), JobCredentials(None)):
+                name = f"{place}-{bool(secret.key)}" if place.startswith("unix") else place
+                print_line(listen(loop, parse_address(name), secret, request_handler(lambda _: answer)).address)
+        loop.wait_for(lambda: False, 600.0, "the end")
+
+
+def receive_bytes(context):
+    """Take 64 MiB again and again, and say so."""
+    room = memoryview(bytearray(NUM_BYTES))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print_line(listener.getsockname()[1])
+        peer, _ = listener.accept()
+    with context.wrap_socket(peer, server_side=True) if context else peer as plain:
+        while fill_buffer(room, plain):
+            plain.sendall(b".")
+
+
+def fill_buffer(room, plain):
+    """Tell whether the room is full of what came before the end."""
+    while room:
+        if not (num_bytes := plain.recv_into(room)):
+            return False
+        room = room[num_bytes:]
+    return True
+
+
+def tls_context(pem):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(pem)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
+
+
+def main(what, *places):
+    given = sys.stdin.buffer.read()
+    match what:
+        case "letters":
+            serve_messages(places, JobKey(given))
+        case "tls":
+            receive_bytes(tls_context(given))
+        case "plain":
+            receive_bytes(None)
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,319 @@
+"""Reading: a checkpoint is proved whole before a tensor leaves it; a damaged one is named and passed over."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from counterpoint.checkpoint.folders import find_quick_flaws, step_folders
+from counterpoint.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    ShardRecord,
+    SliceRecord,
+    State,
+    parse_manifest,
+)
+from counterpoint.checkpoint.shard import find_shard_flaws, read_slice
+from counterpoint.checkpoint.tensor_slice import dtype_name, torch_dtype
+from counterpoint.errors import CheckpointError
+
+PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
+MAX_SHOWN = 10
+
+CheckLevel = Literal["bytes", "sizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedCheckpoint:
+    """A checkpoint that was passed over because it is damaged, and why."""
+
+    folder: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationReport:
+    """What reading every byte of a checkpoint has shown; no problems means intact."""
+
+    folder: Path
+    step: int | None
+    num_bytes: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """An intact checkpoint, opened for reading; made by ``CheckpointRequest.open``.
+
+    Args:
+        folder: where it lies.
+        manifest: what it says about itself, proved.
+        pieces: every tensor's pieces by name, each with its shard.
+        skipped: newer checkpoints that were damaged and passed over; tell the user.
+    """
+
+    folder: Path
+    manifest: CheckpointManifest
+    slices: Mapping[str, tuple[tuple[ShardRecord, SliceRecord], ...]]
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+    @staticmethod
+    def open(path: Path, *, check: CheckLevel = "bytes") -> Checkpoint:
+        """Return the checkpoint at ``path``, or the newest intact one where ``path`` is the folder of many.
+
+        Args:
+            path: a step folder, or the folder above.
+            check: ``bytes`` reads and sums every file first; ``sizes`` looks at sizes only, for ranks that
+                open what another rank has proved. Reading a tensor proves its crc32 in either case.
+
+        Raises:
+            CheckpointError: nothing there is an intact checkpoint; the message says what is.
+        """
+        path = Path(path)
+        _check_is_folder(path)
+        if (path / MANIFEST).exists() or path.name.startswith("step-"):
+            report = (
+                verify(path) if check == "bytes" else VerificationReport(path, None, 0, tuple(find_quick_flaws(path)))
+            )
+            if report.problems:
+                raise CheckpointError(_format_damage(path, report.problems))
+            return _open_folder(path, ())
+        found = latest(path, check=check)
+        if found is None:
+            raise CheckpointError(
+                f"no checkpoint in {path}: {_format_listing(path)}; a checkpoint is a folder step-… with a {MANIFEST}"
+            )
+        return found
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.manifest.step
+
+    @property
+    def state(self) -> State:
+        """Everything that is not a tensor."""
+        return self.manifest.state
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all tensors, in the order of saving."""
+        return tuple(self.slices)
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor, put together from its pieces, on the CPU and owned by the caller.
+
+        There is a CheckpointError where there is no such tensor, or its bytes changed since opening.
+        """
+        shape = self._slices_of(name)[0][1].global_shape
+        return self._read_rows(name, 0, shape[0] if shape else 1).reshape(shape)
+
+    def read_slice(self, name: str, flat_start: int, flat_stop: int) -> Tensor:
+        """Return elements ``flat_start`` to ``flat_stop`` of the flattened tensor, from the pieces needed.
+
+        Raises:
+            CheckpointError: there is no such tensor or range, or the bytes changed since opening.
+        """
+        piece = self._slices_of(name)[0][1]
+        total = math.prod(piece.global_shape)
+        if not 0 <= flat_start <= flat_stop <= total:
+            raise CheckpointError(
+                f"there is no range {flat_start} to {flat_stop} in {name!r} {list(piece.global_shape)}; "
+                f"it has {total} elements"
+            )
+        if flat_start == flat_stop:
+            return torch.empty(0, dtype=torch_dtype(piece.dtype))
+        row = math.prod(piece.global_shape[1:])
+        first_row = flat_start // row
+        rows = self._read_rows(name, first_row, -(-flat_stop // row)).reshape(-1)
+        return rows[flat_start - first_row * row : flat_stop - first_row * row].clone()
+
+    def check_model(self, model: Mapping[str, str]) -> None:
+        """The checkpoint is of a model with this fingerprint.
+
+        Raises:
+            CheckpointError: it is of another; the first differences are listed.
+        """
+        lines = _format_differences(self.manifest.model, model)
+        if lines:
+            more = [f"… and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
+            listed = "\n  ".join([*lines[:MAX_SHOWN], *more])
+            raise CheckpointError(
+                f"{self.folder} is a checkpoint of another model: {len(lines)} differences\n  {listed}\n"
+                f"build the model as it was when it was saved, or load single tensors with read(name)"
+            )
+
+    def _slices_of(self, name: str) -> tuple[tuple[ShardRecord, SliceRecord], ...]:
+        if name not in self.slices:
+            near = difflib.get_close_matches(name, self.slices, n=1)
+            hint = f"the nearest is {near[0]!r}" if near else f"it has {', '.join(list(self.slices)[:MAX_SHOWN])}"
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}; {hint}")
+        return self.slices[name]
+
+    def _read_rows(self, name: str, first: int, stop: int) -> Tensor:
+        """Return rows ``first`` to ``stop`` along dim 0, from the pieces that reach into them."""
+        pieces = self._slices_of(name)
+        shard, piece = pieces[0]
+        shape = piece.global_shape or (1,)
+        if len(pieces) == 1 and (first, stop) == (0, shape[0]):
+            return read_slice(self.folder, shard, piece).reshape(shape)
+        rows = torch.empty((stop - first, *shape[1:]), dtype=torch_dtype(piece.dtype))
+        for shard, piece in pieces:
+            _copy_slice(rows, first, self.folder, (shard, piece))
+        return rows
+
+
+def latest(root: Path, *, check: CheckLevel = "bytes") -> Checkpoint | None:
+    """Return the newest intact checkpoint in ``root``, or None where there is none at all.
+
+    Computed from what stands in the folder, never stored; its ``skipped`` names newer ones that are damaged.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    root = Path(root)
+    _check_is_folder(root, missing="allowed")
+    skipped: list[SkippedCheckpoint] = []
+    for folder in reversed(step_folders(root)):
+        problems = verify(folder).problems if check == "bytes" else find_quick_flaws(folder)
+        if not problems:
+            return _open_folder(folder, tuple(skipped))
+        skipped.append(SkippedCheckpoint(folder, problems[0]))
+    if skipped:
+        listed = "\n  ".join(skip.reason for skip in skipped)
+        raise CheckpointError(
+            f"all {len(skipped)} checkpoints in {root} are damaged:\n  {listed}\nrestore one from a copy"
+        )
+    return None
+
+
+def verify(path: Path) -> VerificationReport:
+    """Return what is wrong with the checkpoint in ``path``, after reading every byte of it."""
+    path = Path(path)
+    try:
+        manifest = parse_manifest(path / MANIFEST)
+    except CheckpointError as error:
+        return VerificationReport(path, None, 0, (str(error),))
+    names_by_sha256 = {record.sha256: record.file for record in manifest.files}
+    problems = [
+        flaw for record in manifest.files for flaw in find_shard_flaws(path, record, manifest.step, names_by_sha256)
+    ]
+    expected = {MANIFEST, *(record.file for record in manifest.files)}
+    problems += [
+        f"{path.name}/{extra} does not belong to it" for extra in sorted({p.name for p in path.iterdir()} - expected)
+    ]
+    if path.name.startswith("step-") and path.name != f"step-{manifest.step:08d}":
+        problems.append(f"{path.name} holds the checkpoint of step {manifest.step}; was the folder renamed?")
+    return VerificationReport(path, manifest.step, sum(record.num_bytes for record in manifest.files), tuple(problems))
+
+
+def load(path: Path, *, model: Mapping[str, str] | None = None) -> tuple[dict[str, Tensor], State]:
+    """Return all tensors and the state of the checkpoint at ``path`` (or the newest intact one below it).
+
+    Its errors are those of ``CheckpointRequest.open`` and ``CheckpointRequest.check_model``.
+    """
+    checkpoint = Checkpoint.open(path)
+    if model is not None:
+        checkpoint.check_model(model)
+    return {name: checkpoint.read(name) for name in checkpoint.names()}, checkpoint.state
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what tells one model from another: ``{"fc.weight": "float32[10, 64]"}``."""
+    return {name: f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for name, tensor in tensors.items()}
+
+
+def _copy_slice(rows: Tensor, first: int, folder: Path, source: tuple[ShardRecord, SliceRecord]) -> None:
+    """The part of ``rows`` (global rows from ``first`` on) that this piece holds is filled in."""
+    shard, piece = source
+    row = rows.shape[1:].numel()
+    if isinstance(piece.offset, int):
+        start = max(piece.offset, first * row)
+        stop = min(piece.offset + math.prod(piece.shape), first * row + rows.numel())
+        if start < stop:
+            values = read_slice(folder, shard, piece).reshape(-1)
+            rows.view(-1)[start - first * row : stop - first * row] = values[start - piece.offset : stop - piece.offset]
+        return
+    top = piece.offset[0]
+    start, stop = max(top, first), min(top + piece.shape[0], first + rows.shape[0])
+    if start < stop and all(piece.shape):
+        values = read_slice(folder, shard, piece)
+        box = tuple(slice(at, at + length) for at, length in zip(piece.offset[1:], piece.shape[1:], strict=True))
+        rows[(slice(start - first, stop - first), *box)] = values[start - top : stop - top]
+
+
+def _open_folder(folder: Path, skipped: tuple[SkippedCheckpoint, ...]) -> Checkpoint:
+    manifest = parse_manifest(folder / MANIFEST)
+    pieces: dict[str, tuple[tuple[ShardRecord, SliceRecord], ...]] = {}
+    for record in manifest.files:
+        for piece in record.slices:
+            pieces[piece.name] = (*pieces.get(piece.name, ()), (record, piece))
+    return Checkpoint(folder, manifest, pieces, skipped)
+
+
+def _format_differences(saved: Mapping[str, str], model: Mapping[str, str]) -> list[str]:
+    """Return one line per parameter that is missing, changed or unexpected, seen from the model."""
+    missing, extra = (
+        [name for name in model if name not in saved],
+        [name for name in saved if name not in model],
+    )
+    lines = []
+    for name in missing:
+        near = difflib.get_close_matches(name, extra or list(saved), n=1)
+        lines.append(
+            f"missing: {name} {model[name]}" + (f" (the nearest there is {near[0]} {saved[near[0]]})" if near else "")
+        )
+    lines += [
+        f"changed: {name} is {saved[name]} there, {kind} here"
+        for name, kind in model.items()
+        if saved.get(name, kind) != kind
+    ]
+    return lines + [f"unexpected: {name} {saved[name]}" for name in extra]
+
+
+def _check_is_folder(path: Path, *, missing: Literal["refused", "allowed"] = "refused") -> None:
+    if not path.exists():
+        if missing == "refused":
+            raise CheckpointError(f"there is nothing at {path}; give a folder that holds checkpoints")
+        return
+    if path.is_dir():
+        return
+    if path.suffix in PICKLE_SUFFIXES or _looks_pickled(path):
+        raise CheckpointError(
+            f"{path} is a pickle file; loading one can run any code that is hidden in it, so it is refused; "
+            f"where you trust it, convert its tensors to safetensors in a sandbox and load those"
+        )
+    if path.name == MANIFEST or path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} is one file of a checkpoint; give the folder it lies in")
+    raise CheckpointError(f"{path} is a file, but a checkpoint is a folder; give the folder")
+
+
+def _looks_pickled(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2)[:2] in {b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"}
+
+
+def _format_listing(folder: Path) -> str:
+    """Return what stands in a folder, pickles marked, for an error."""
+    names = sorted(
+        f"{path.name} (a pickle, refused)" if path.suffix in PICKLE_SUFFIXES else path.name for path in folder.iterdir()
+    )
+    if not names:
+        return "the folder is empty"
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"it holds {', '.join(names[:MAX_SHOWN])}{more}"
+
+
+def _format_damage(path: Path, problems: tuple[str, ...]) -> str:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return (
+        f"{problems[0]}{more}; nothing was loaded from {path}; "
+        f"open the folder above it to fall back to the newest intact checkpoint"
+    )

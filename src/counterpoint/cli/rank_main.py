@@ -1,0 +1,160 @@
+"""What one rank of ``counterpoint train`` does; with ``python -m`` it is the process that the command starts."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, NoReturn
+
+import typer
+
+from counterpoint.cli.config import RunConfig, SourcedValue, apply_job_defaults, build_config, flatten
+from counterpoint.cli.error_handling import FAILED, INTERRUPTED, TERMINATED
+from counterpoint.cli.rank_job import RankJob
+from counterpoint.errors import CounterpointError
+from counterpoint.jobs.job import BuildOptimizer, BuildSchedule, TrainingJob
+from counterpoint.jobs.registry import find_job
+from counterpoint.launchers.rank_main import delay_secondary_error, report_error
+from counterpoint.training.callbacks.callback import History
+from counterpoint.training.callbacks.progress import ProgressCallback
+from counterpoint.training.callbacks.run_folder import RunFolder
+from counterpoint.training.trainer import Trainer
+
+
+def run_job(job: RankJob) -> None:
+    """The job is trained and measured, and its folder is complete; the first rank has said so."""
+    config = fill_from_job(job.config)
+    training, output = config.training, config.output
+    job = find_job(config.job)
+    assert training.batch_size is not None, "the job has one"
+    data, held_out = job.build_data()
+    folder = RunFolder(job.folder, title=f"counterpoint train {config.job}", config=config.to_yaml())
+    trainer = Trainer(
+        job.build_model(training.seed),
+        loss=job.loss,
+        optimizer=with_lr(choose_optimizer(job, training.optimizer), training.lr),
+        lr_scheduler=choose_schedule(job, config, len(data)),
+        strategy=job.plan,
+        num_microbatches=config.plan.num_microbatches,
+        passes=config.plan.passes,
+        callbacks=[ProgressCallback(job.progress, name=config.job, interval_s=output.interval_s), folder],
+        seed=training.seed,
+        clip_norm=training.clip_norm,
+        clip_by=training.clip_by,
+        nonfinite=training.nonfinite,
+        timeout_s=config.launch.timeout_s,
+        batch_norm="deferred",
+        num_measured_plans=config.plan.num_measured_plans or 0,
+    )
+    with trainer:
+        history = trainer.fit(
+            data,
+            batch_size=training.batch_size,
+            epochs=num_epochs(config, len(data)),
+            max_steps=training.max_steps,
+            eval_dataset=held_out,
+            metrics=job.metrics,
+            evaluate_every=output.evaluate_every,
+            checkpoint_dir=job.folder / "checkpoints",
+            save_every=output.save_every,
+            checkpoint_mode=output.checkpoint_mode,
+            keep_last=output.keep_last,
+            resume=job.resume,
+        )
+        if trainer.rank == 0 and job.progress != "json":
+            typer.echo(format_final_metric(job, history))
+            typer.echo(f"report: {folder.report_path}")
+
+
+def choose_optimizer(job: TrainingJob, name: str | None) -> BuildOptimizer:
+    """Return the job's own optimizer, or the one of that name."""
+    return job.optimizer if name is None else job.for_large_batches(name).optimizer
+
+
+def choose_schedule(job: TrainingJob, config: RunConfig, num_samples: int) -> BuildSchedule | None:
+    """Return the schedule that comes with an optimizer for large batches; the job's own has none."""
+    training = config.training
+    if training.optimizer is None:
+        return None
+    assert training.batch_size is not None, "the job has one"
+    return job.for_large_batches(training.optimizer).schedule(
+        batch_size=training.batch_size,
+        own_batch_size=job.batch_size,
+        num_samples=num_samples,
+        epochs=num_epochs(config, num_samples),
+    )
+
+
+def job_defaults(job: TrainingJob, optimizer: str | None = None) -> dict[str, Any]:
+    """Return how a job is trained unless somebody says otherwise, with its own optimizer or the one of that name."""
+    build = choose_optimizer(job, optimizer)
+    lr = build.keywords["lr"] if isinstance(build, partial) else None
+    values = {"batch_size": job.batch_size, "epochs": job.epochs, "max_steps": job.max_steps, "lr": lr}
+    return {f"training.{key}": value for key, value in values.items()}
+
+
+def with_lr(build: BuildOptimizer, lr: float | None) -> BuildOptimizer:
+    """Return the optimizer with another learning rate; its own where it is not one that takes a rate."""
+    return partial(build.func, *build.args, **{**build.keywords, "lr": lr}) if isinstance(build, partial) else build
+
+
+def fill_from_job(config: RunConfig) -> RunConfig:
+    """Return the values with the job's own where none was given."""
+    layer = {path: SourcedValue(value, "") for path, value in flatten(config.model_dump())}
+    return build_config(apply_job_defaults(layer, job_defaults(find_job(config.job), config.training.optimizer), ""))
+
+
+def num_epochs(config: RunConfig, num_samples: int) -> int:
+    """Return the epochs that were asked for, or those that the steps need."""
+    training = config.training
+    if training.epochs is not None:
+        return training.epochs
+    assert training.max_steps is not None, "one of both was given"
+    assert training.batch_size is not None, "the job has one"
+    return math.ceil(training.max_steps / math.ceil(num_samples / training.batch_size))
+
+
+def format_final_metric(job: TrainingJob, history: History) -> str:
+    """Return the figure by which the job is judged, beside its bar."""
+    target = job.target
+    value = history.evaluations[-1].metrics[target.metric]
+    side = "at least" if target.better == "higher" else "at most"
+    reached = "reached" if target.is_reached(value) else "not reached"
+    return f"held-out {target.metric.replace('_', ' ')} {value:.4f}, target {side} {target.threshold}: {reached}"
+
+
+def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """End this rank as an error would, so that its folder is closed and says why."""
+    raise SystemExit(f"stopped by {signal.Signals(number).name}")
+
+
+def main(path: str, errors: Literal["told", "thrown"] = "told") -> int:
+    """The order at the path is carried out; return the exit code. What went wrong is left to who started this rank."""
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    try:
+        run_job(RankJob.from_json(Path(path).read_text(encoding="utf-8")))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit:
+        return TERMINATED
+    except CounterpointError as error:
+        report_error(error)
+        if errors == "thrown":
+            delay_secondary_error(error)
+            traceback.print_exc()
+        return FAILED
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends this rank and is told
+        report_error(error)
+        delay_secondary_error(error)
+        traceback.print_exc()
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], "thrown" if "--traceback" in sys.argv[2:] else "told"))

@@ -1,0 +1,101 @@
+"""The stores ``local`` and ``device``: values in this process, for devices whose gradients are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from counterpoint.compat.kvstore.arguments import Key
+from counterpoint.compat.kvstore.compression import GradientCompressor, KVCodec
+from counterpoint.compat.kvstore.sparse_rows import sum_tensors
+from counterpoint.compat.kvstore.store import StoredKeySpec
+from counterpoint.compat.kvstore.store_types import StoreType
+from counterpoint.compat.kvstore.updaters import TorchUpdater, Updater
+from counterpoint.errors import PlanError
+
+
+class LocalKVStore:
+    """Values in this process.
+
+    Args:
+        kind: what the store is.
+    """
+
+    rank = 0
+    num_workers = 1
+
+    def __init__(self, store_type: StoreType) -> None:
+        self._store_type = store_type
+        self._values: dict[Key, Tensor] = {}
+        self._updater: Updater | None = None
+        self._compressor: GradientCompressor | None = None
+
+    @property
+    def updater(self) -> TorchUpdater | None:
+        """What keeps the states of the optimizer."""
+        return self._updater if isinstance(self._updater, TorchUpdater) else None
+
+    def check_key(self, key: Key, spec: StoredKeySpec) -> None:
+        """Every key can be kept."""
+        del key, spec
+
+    def init(self, key: Key, spec: StoredKeySpec, value: Tensor) -> None:
+        """The key has this value."""
+        whole = value.detach().to_dense() if spec.has_rows else value.detach()
+        self._values[key] = whole.clone(memory_format=torch.contiguous_format)
+
+    def push(self, key: Key, values: Sequence[Tensor]) -> None:
+        """The sum of the values has replaced the key's, or was given to the updater."""
+        stored = self._values[key]
+        if self._compressor is not None:
+            if values[0].layout is torch.sparse_coo:
+                raise PlanError(
+                    f"push of rows of key {key!r}: rows are not compressed; take a store without compression"
+                )
+            values = [self._compressor.compress((key, place), value) for place, value in enumerate(values)]
+        total = sum_tensors(values).to(stored.device)
+        if self._updater is None:
+            stored.copy_(total.to_dense())
+        else:
+            self._updater(key, total, stored)
+
+    def pull(self, keys: Sequence[Key]) -> list[Tensor]:
+        """Return the values."""
+        return [self._values[key] for key in keys]
+
+    def pull_rows(self, key: Key, row_ids: Tensor) -> Tensor:
+        """Return these rows."""
+        stored = self._values[key]
+        return stored[row_ids.to(stored.device)]
+
+    def set_optimizer(self, optimizer: object) -> None:
+        """What is pushed is a gradient from now on, and makes a step of this optimizer."""
+        self._updater = TorchUpdater(optimizer)
+
+    def set_updater(self, updater: Updater) -> None:
+        """What is pushed is given to this function from now on."""
+        self._updater = updater
+
+    def set_compression(self, codec: KVCodec) -> None:
+        """What devices push is compressed from now on.
+
+        Raises:
+            PlanError: the store adds up where no device sends anything to another.
+        """
+        if not self._store_type.is_device:
+            raise PlanError(
+                f"set_gradient_compression of a {self._store_type.name} store: nothing is sent there; create('device') or "
+                "create('dist_sync')"
+            )
+        self._compressor = GradientCompressor(codec)
+
+    def barrier(self) -> None:
+        """All workers have come to this point: this one, with all that its devices have begun."""
+        for device in {value.device for value in self._values.values() if value.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        """The values are gone."""
+        self._values.clear()

@@ -1,0 +1,104 @@
+"""One collective among ranks of one process, from the first arrival to the last, and what it makes of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from counterpoint.fabric.fabric import Group
+from counterpoint.fabric.fingerprint import CollectiveSignature, describe_mismatch, fingerprint
+
+CollectiveInput = Tensor | tuple[Tensor, Tensor] | bytes | None
+
+
+class LocalCollective:
+    """One collective of one group, from its first member's arrival to its last's.
+
+    Args:
+        group: who is expected.
+        turn: the collectives that the group has started before.
+    """
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.group = group
+        self.index = index
+        self.inputs: dict[int, CollectiveInput] = {}
+        self.error: str | None = None
+        self.is_done = False
+        self._seen: dict[int, tuple[bytes, str]] = {}
+
+    def join(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> None:
+        """The member's part is in; with the last one, all parts have become what the operation makes of them."""
+        self._seen[rank] = (fingerprint(operation), str(operation))
+        self.inputs[rank] = tensors
+        if self.error is None:
+            self.error = describe_mismatch(self._seen, self.index)
+        if self.error is None and self.all_joined:
+            apply_collective(operation, {member: self.inputs[member] for member in self.group})
+        self.is_done = self.all_joined or self.error is not None
+
+    @property
+    def all_joined(self) -> bool:
+        """All members have arrived."""
+        return len(self.inputs) == len(self.group)
+
+    @property
+    def missing(self) -> list[int]:
+        """Members that have not arrived."""
+        return [member for member in self.group if member not in self.inputs]
+
+
+@torch.no_grad()
+def apply_collective(operation: CollectiveSignature, inputs: dict[int, CollectiveInput]) -> None:
+    """Every part is what the operation makes of all of them; sums are added in the order of the group."""
+    what, _, verb = operation.kind.partition(" ")
+    if what == "all_to_all":
+        exchange(operation, inputs)
+        return
+    tensors = {rank: part.detach() for rank, part in inputs.items() if isinstance(part, Tensor)}
+    owners = list(zip(tensors, operation.bounds, operation.bounds[1:], strict=False))
+    if what == "all_reduce":
+        total = reduce_in_order(list(tensors.values()), verb)
+        for tensor in tensors.values():
+            tensor.copy_(total)
+    elif what == "reduce_scatter":
+        for rank, start, end in owners:
+            tensors[rank][start:end] = reduce_in_order([tensor[start:end] for tensor in tensors.values()], verb)
+    else:  # a barrier has no tensors, and values are taken from the encounter
+        copy_to_all(operation, tensors, owners)
+
+
+def copy_to_all(
+    operation: CollectiveSignature, tensors: dict[int, Tensor], owners: Sequence[tuple[int, int, int]]
+) -> None:
+    """Every tensor is the root's, or every range that of its owner."""
+    if operation.kind == "broadcast":
+        for rank in tensors.keys() - {operation.root}:
+            tensors[rank].copy_(tensors[operation.root])
+    for rank, start, end in owners:
+        for other in tensors.keys() - {rank}:
+            tensors[other][start:end] = tensors[rank][start:end]
+
+
+def exchange(operation: CollectiveSignature, inputs: dict[int, CollectiveInput]) -> None:
+    """Every member's second tensor is what the others' first ones have for it."""
+    count = len(inputs)
+    pairs = [part for part in inputs.values() if isinstance(part, tuple)]
+    counts = [operation.bounds[at * count : (at + 1) * count] for at in range(count)]
+    sent = [torch.split(whole, list(row)) for (whole, _), row in zip(pairs, counts, strict=True)]
+    for place, (_, received) in enumerate(pairs):
+        torch.cat([pieces[place] for pieces in sent], out=received)
+
+
+def reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """Return ``((t0 + t1) + t2) + …`` in new memory, rounded once, or their mean, or the largest or smallest."""
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    is_narrow = tensors[0].dtype in {torch.bfloat16, torch.float16}  # added up in 32 bits, rounded once, at the end
+    total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])
+    for tensor in tensors[2:]:
+        combine(total, tensor, out=total)
+    if op == "mean":
+        total *= 1 / len(tensors)
+    return total.to(tensors[0].dtype)

@@ -1,0 +1,71 @@
+"""Which ranks of this host still live: the kernel tells, whatever way they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from counterpoint.errors import PeerError
+from counterpoint.fabric.c10d import PrefixStore
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProcesses:
+    """The processes of all ranks, as files that can be read when one has ended.
+
+    Args:
+        fds: by rank; -1 for the own, and for those that are elsewhere.
+    """
+
+    fds: list[int]
+
+    def exited_rank(self) -> int | None:
+        """Return a rank whose process has ended; None where all live, or none is known."""
+        poll = select.poll()
+        for fd in self.fds:
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        return next((self.fds.index(fd) for fd, _ in poll.poll(0)), None)
+
+    def close(self) -> None:
+        """They are watched no more; a second call does nothing."""
+        for rank, fd in enumerate(self.fds):
+            if fd >= 0:
+                os.close(fd)
+                self.fds[rank] = -1
+
+
+def open_peer_processes(store: PrefixStore, ranks: Iterable[int], rank: int, num_ranks: int) -> PeerProcesses:
+    """Return the processes of these ranks, all of which have come to the store and are on this host.
+
+    Raises:
+        PeerError: one has ended already.
+    """
+    processes = PeerProcesses([-1] * num_ranks)
+    for other in ranks:
+        try:
+            if other != rank:
+                processes.fds[other] = os.pidfd_open(int(json.loads(store.get(f"here/{other}"))["pid"]))
+        except OSError as error:
+            processes.close()
+            raise PeerError(describe_early_exit(other)) from error
+    return processes
+
+
+def local_ranks(store: PrefixStore, rank: int, num_ranks: int) -> list[int]:
+    """Return the ranks of this host, the own one among them."""
+    hosts = [json.loads(store.get(f"here/{other}"))["place"][0] for other in range(num_ranks)]
+    return [other for other, host in enumerate(hosts) if host == hosts[rank]]
+
+
+def describe_exit(rank: int) -> str:
+    """Say that a rank is gone."""
+    return f"rank {rank} has ended; look at the output of rank {rank}"
+
+
+def describe_early_exit(rank: int) -> str:
+    """Say that a rank is gone, though not all are connected."""
+    return f"rank {rank} has ended before all ranks were connected; look at the output of rank {rank}"

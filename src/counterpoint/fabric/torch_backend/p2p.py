@@ -1,0 +1,229 @@
+"""Messages of torch programs: both directions at once, to several peers at once, and found by their tag.
+
+A fabric's ``send`` waits while the peer's pipe is full, and programs let two ranks send to each other first and receive
+afterwards. So each direction of each peer has a thread of its own, made by its first message; who never sends has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future as TorchFuture
+
+from counterpoint.errors import CounterpointError, PeerError
+from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.fingerprint import dtype_name
+from counterpoint.fabric.torch_backend.work import timeout_seconds
+
+LABEL = "a message"
+JOIN_S = 2.0
+
+P2PTask = Callable[[], int]
+
+
+class SerialExecutor:
+    """A thread that does one errand after the other, and ends with the process if not before.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[P2PTask, Future[int]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: P2PTask) -> Future[int]:
+        """Return what will come of the errand."""
+        future: Future[int] = Future()
+        self._tasks.put((task, future))
+        return future
+
+    def close(self) -> None:
+        """The thread is gone when its errands are done."""
+        self._tasks.put(None)
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while (asked := self._tasks.get()) is not None:
+            errand, future = asked
+            try:
+                future.set_result(errand())
+            except Exception as error:  # noqa: BLE001 - whoever waits for the message raises it
+                future.set_exception(error)
+            del asked, errand, future  # they would keep the last message's tensor
+
+
+class P2PMessages:
+    """The messages of one rank in one group.
+
+    Args:
+        fabric: of the group.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._senders: dict[int, SerialExecutor] = {}
+        self._receivers: dict[int, SerialExecutor] = {}
+        self._any_source: SerialExecutor | None = None
+        self._received: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._pending: set[Future[int]] = set()
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
+        """Start to send; the tensor may be overwritten when that has been waited for."""
+        courier = self._senders.get(peer) or SerialExecutor(f"to rank {peer}")
+        self._senders[peer] = courier
+        own = tensor.detach()
+        head = json.dumps([tag, dtype_name(own.dtype), list(own.shape)]).encode()
+
+        def errand() -> int:
+            raw = own.contiguous().reshape(-1).view(torch.uint8)
+            self._fabric.send(peer, LABEL, [torch.frombuffer(bytearray(head), dtype=torch.uint8), raw])
+            return peer
+
+        return self._work(courier.submit(errand), tensor)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> P2PWork:
+        """Start to receive the peer's next message with this tag."""
+        return self._work(self._receiver(peer).submit(lambda: self._match(tensor, [peer], tag)), tensor)
+
+    def recv_any(self, tensor: Tensor, tag: int) -> P2PWork:
+        """Start to receive the next message with this tag of anybody, in its turn among those that are expected."""
+        peers = [rank for rank in range(self._fabric.num_ranks) if rank != self._fabric.rank]
+        receivers = [self._receiver(peer) for peer in peers]
+        earlier = [receiver.submit(lambda: 0) for receiver in receivers]
+        self._any_source = self._any_source or SerialExecutor("from any rank")
+
+        def errand() -> int:
+            wait(earlier)
+            return self._match(tensor, peers, tag)
+
+        future = self._any_source.submit(errand)
+        for receiver in receivers:  # two threads must not read one pipe
+            receiver.submit(lambda: len(wait([future]).done))
+        return self._work(future, tensor)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way."""
+        return not any(not future.done() for future in self._pending)
+
+    def close(self) -> None:
+        """The threads are gone; those that wait for a message go when the fabric has stopped."""
+        anybody = [] if self._any_source is None else [self._any_source]
+        for courier in (*self._senders.values(), *self._receivers.values(), *anybody):
+            courier.close()
+        self._senders.clear()
+        self._receivers.clear()
+        self._any_source = None
+
+    def _receiver(self, peer: int) -> SerialExecutor:
+        courier = self._receivers.get(peer) or SerialExecutor(f"from rank {peer}")
+        self._receivers[peer] = courier
+        return courier
+
+    def _match(self, tensor: Tensor, peers: Sequence[int], tag: int) -> int:
+        while True:
+            for peer in peers:
+                for index, (its_tag, message) in enumerate(self._received[peer]):
+                    if its_tag == tag:
+                        del self._received[peer][index]
+                        self._copy_into(tensor, peer, message)
+                        return peer
+            if len(peers) == 1:
+                peer, (head, raw) = peers[0], self._fabric.recv(peers[0], LABEL)
+            else:
+                peer, _, (head, raw) = self._fabric.recv_any(peers)
+            its_tag, dtype, shape = json.loads(head.numpy().tobytes())
+            self._received[peer].append((its_tag, raw.view(getattr(torch, dtype)).view(shape)))
+
+    def _copy_into(self, tensor: Tensor, peer: int, message: Tensor) -> None:
+        if (message.dtype, message.numel()) != (tensor.dtype, tensor.numel()):
+            raise PeerError(
+                f"rank {self._fabric.rank} expects {dtype_name(tensor.dtype)} {tuple(tensor.shape)} from rank {peer}, "
+                f"but its next message is {dtype_name(message.dtype)} {tuple(message.shape)}; compare what rank {peer} "
+                f"sends with what rank {self._fabric.rank} receives"
+            )
+        tensor.detach().copy_(message.view(tensor.shape))
+
+    def _work(self, future: Future[int], tensor: Tensor) -> P2PWork:
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return P2PWork(future, tensor)
+
+
+class P2PWork(dist._Work):  # type: ignore[name-defined,misc]  # noqa: SLF001 - torch's own name for what is subclassed
+    """A message under way, for torch.
+
+    Args:
+        future: the rank that it came from, or goes to.
+        tensor: what it is.
+    """
+
+    def __init__(self, future: Future[int], tensor: Tensor) -> None:
+        super().__init__()
+        self._future = future
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """It has been received, or has left this rank.
+
+        Raises:
+            PeerError: it cannot be.
+        """
+        seconds = timeout_seconds(timeout)
+        try:
+            self._future.result(seconds)
+        except FutureTimeoutError as error:
+            raise PeerError(
+                f"a message has not come or gone within {seconds} s; look at what the peer does instead, or wait longer"
+            ) from error
+        return True
+
+    def get_future(self) -> TorchFuture[Any]:
+        """Return a future of torch that is complete when the message is."""
+        result: TorchFuture[Any] = TorchFuture()
+
+        def tell(future: Future[int]) -> None:
+            error = future.exception()
+            if isinstance(error, Exception):
+                result.set_exception(error)
+            else:
+                result.set_result([self._tensor])
+
+        self._future.add_done_callback(tell)
+        return result
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._future.done() and self._future.exception() is None
+
+    def exception(self) -> CounterpointError | None:
+        """Return what it has ended with, if not well."""
+        error = self._future.exception() if self._future.done() else None
+        return error if isinstance(error, CounterpointError) else None
+
+    def result(self) -> list[Tensor]:
+        """Return the tensor."""
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        """Return who sent it."""
+        return self._future.result()
+
+    def _source_rank(self) -> int:
+        return self.source_rank()

@@ -1,0 +1,230 @@
+"""A job's coordinator and servers as processes of this host, watched: who dies is started again, and none is left."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.local import DEFAULT_VARIABLES, EXEC_WRAPPER, GRACE_S
+from counterpoint.launchers.variables import THREADS_VARIABLE
+from counterpoint.ps.actions import COORDINATOR
+from counterpoint.ps.coordinator import COORDINATOR_LOG
+from counterpoint.ps.job_config import JobConfig
+from counterpoint.ps.process.disk_layout import log_path, resume
+from counterpoint.ps.process.job_file import JobEndpoint, write_job_file
+from counterpoint.ps.process.join_job import READY_TIMEOUT_S, join
+from counterpoint.ps.worker_session import WorkerSession
+from counterpoint.rpc.address import UnixAddress
+from counterpoint.rpc.job_key import JobKey
+
+WATCH_INTERVAL_S = 0.1
+STDERR_TAIL_BYTES = 4096
+
+
+@dataclass(slots=True)
+class ServerProcess:
+    """One process of a job.
+
+    Attributes:
+        arguments: of ``counterpoint serve``.
+        popen: the process.
+        errors: what it writes to standard error.
+    """
+
+    arguments: list[str]
+    popen: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+
+def start_servers(
+    job: JobConfig,
+    *,
+    num_spares: int = 0,
+    folder: Path | None = None,
+    key: JobKey | None = None,
+    threads: int = 1,
+    is_journaled: bool = False,
+) -> ServerProcesses:
+    """Return the coordinator and the servers of a job, running as processes of this host.
+
+    They talk over UNIX sockets, and lay large tensors down in shared memory. A process that dies is started again; if
+    this one dies, however it dies, the kernel ends them.
+
+    Args:
+        job: what all agree on.
+        spares: servers beyond the job's, for when one of these dies.
+        folder: for logs and cuts, empty or of an earlier run of this job, which goes on then; if not given, the job
+            ends with its processes.
+        key: which workers must have, too; None among processes of this user.
+        threads: for the arithmetic of each process.
+        is_journaled: whether everything that is counted is written to the folder's journals, to be looked at later.
+
+    Raises:
+        LaunchError: a process could not be started.
+        CheckpointError: what is in the folder cannot be gone on from.
+    """
+    cut = resume(folder, job) if folder is not None and log_path(folder, COORDINATOR_LOG).exists() else None
+    options = [] if cut is None else ["--cut", str(cut)]
+    found = ServerProcesses(job, folder, key, threads, [*options, *(["--journal"] if is_journaled else [])])
+    try:
+        found.start(num_spares)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+class ServerProcesses:
+    """See :func:`start`; also a context manager.
+
+    Attributes:
+        contact: where the job is found, for :func:`counterpoint.ps.process.join`.
+        contact_path: a file that says so, for workers that are processes of their own.
+    """
+
+    def __init__(
+        self, job: JobConfig, folder: Path | None, key: JobKey | None, threads: int, options: list[str]
+    ) -> None:
+        self._stack = ExitStack()
+        self._name = f"{os.getpid()}-{secrets.token_hex(6)}"
+        self._folder, self._key, self._threads, self._options = folder, key, threads, options
+        self._children: dict[str, ServerProcess] = {}
+        self._lock = threading.RLock()
+        self._is_closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._error: LaunchError | None = None
+        self.contact = JobEndpoint(job, UnixAddress(f"{self._name}-{COORDINATOR}"))
+        scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
+        self.contact_path = scratch / "job.json"
+        write_job_file(self.contact, self.contact_path)
+
+    def start(self, num_spares: int) -> None:
+        """The processes run, and somebody watches them."""
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._start(COORDINATOR, [COORDINATOR])
+        for index in range(self.contact.job.num_servers + num_spares):
+            self.add_server(f"server-{index}")
+        self._watcher = threading.Thread(target=self._watch, name="counterpoint servers", daemon=True)
+        self._watcher.start()
+
+    def add_server(self, name: str) -> None:
+        """One server more runs; a LaunchError where there is one of that name."""
+        with self._lock:
+            if name in self._children:
+                raise LaunchError(f"there is a server {name} already; give another name")
+            place = f"unix:{self._name}-{name}"
+            self._start(name, ["server", "--name", name, "--listen", place, *self._options])
+
+    def join(self, name: str, *, timeout_s: float = READY_TIMEOUT_S) -> WorkerSession:
+        """Return the session of a worker in this process; see :func:`counterpoint.ps.process.join`."""
+        self.check()
+        try:
+            return join(self.contact, name, self._key, timeout_s=timeout_s)
+        except LaunchError:
+            self.check()
+            raise
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process of each member."""
+        with self._lock:
+            return {name: child.popen.pid for name, child in self._children.items()}
+
+    def kill(self, name: str) -> None:
+        """The process is killed, as a machine that loses its power; it is started again soon."""
+        with self._lock:
+            self._children[name].popen.kill()
+
+    def check(self) -> None:
+        """All processes run, or will again.
+
+        Raises:
+            LaunchError: one has ended by itself, and would again; the error says what it said.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """No process is left, and no file but in the job's folder."""
+        self._is_closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            living = [child for child in self._children.values() if child.popen.poll() is None]
+            for child in living:
+                with suppress(ProcessLookupError):
+                    child.popen.send_signal(number)
+            end = time.monotonic() + GRACE_S
+            for child in living:
+                with suppress(subprocess.TimeoutExpired):
+                    child.popen.wait(max(0.0, end - time.monotonic()))
+        for child in self._children.values():
+            child.popen.wait()
+            child.errors.close()
+        self._children.clear()
+        self._stack.close()
+
+    def _start(self, name: str, arguments: list[str]) -> None:
+        read_fd, write_fd = os.pipe()
+        try:
+            leash = [sys.executable, "-I", "-S", str(EXEC_WRAPPER), str(os.getpid()), ""]
+            command = [*arguments, "--job", str(self.contact_path)]
+            if self._folder is not None:
+                command += ["--folder", str(self._folder)]
+            if self._key is not None:
+                os.write(write_fd, self._key.secret.hex().encode())
+                command += ["--key-fd", str(read_fd)]
+            errors = tempfile.TemporaryFile(prefix="counterpoint-")  # noqa: SIM115 - the child's as long as it lives
+            popen = subprocess.Popen(
+                [*leash, sys.executable, "-m", "counterpoint", "serve", *command],
+                env={**DEFAULT_VARIABLES, **os.environ, THREADS_VARIABLE: str(self._threads)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+                pass_fds=(read_fd,) if self._key is not None else (),
+            )
+            self._children[name] = ServerProcess(arguments, popen, errors)
+        finally:
+            os.close(read_fd)
+            os.close(write_fd)
+
+    def _watch(self) -> None:
+        """Whoever was killed is started again; whoever has ended by itself is told of."""
+        while not self._is_closing.wait(WATCH_INTERVAL_S):
+            with self._lock:
+                for name, child in list(self._children.items()):
+                    code = child.popen.poll()
+                    if code is not None and code < 0:
+                        child.errors.close()
+                        self._start(name, child.arguments)
+                    elif code is not None and self._error is None:
+                        self._error = LaunchError(
+                            f"{name} of {self.contact.job.name} has ended: {_stderr_tail(child, code)}"
+                        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+
+def _stderr_tail(child: ServerProcess, code: int) -> str:
+    """Return the end of what a process wrote to standard error."""
+    size = child.errors.seek(0, os.SEEK_END)
+    child.errors.seek(max(0, size - STDERR_TAIL_BYTES))
+    return child.errors.read().decode(errors="replace").strip() or f"exit code {code}"

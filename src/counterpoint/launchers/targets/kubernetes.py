@@ -1,0 +1,235 @@
+"""A launch on Kubernetes: manifests of an Indexed Job, of a JobSet, or of Kubeflow Trainer's TrainJob.
+
+In each of them a pod is a host, and torchrun starts its ranks: PET_ variables are torchrun's own options. The job's key
+is a secret that is made from its file and mounted as a file; neither a manifest nor a command has the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from counterpoint.errors import LaunchError
+from counterpoint.launchers.targets.spec import LaunchArtifacts, LaunchSpec
+
+Json: TypeAlias = "int | str | bool | list[Json] | Mapping[str, Json]"
+KubernetesManifest: TypeAlias = Mapping[str, Json]
+
+KEY_FOLDER = "/run/secrets/counterpoint"
+KEY_NAME = "key"
+CONTAINER = "node"  # what Kubeflow Trainer calls the pods that train, and their container
+INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+PROBE_S = 20
+TRAINER_API = "trainer.kubeflow.org"
+STARTUP_S = 600  # so long ranks may take to start after their container has
+
+
+def render_kubernetes(spec: LaunchSpec) -> LaunchArtifacts:
+    """Return an Indexed Job and the headless service by which its pods find each other.
+
+    A pod that ends with an error is started again; its ranks' peers fail with it, and start again likewise.
+    """
+    return render_manifests(spec, [service(spec), job(spec)])
+
+
+def render_jobset(spec: LaunchSpec) -> LaunchArtifacts:
+    """Return a JobSet: where a pod fails, all are started again together."""
+    return render_manifests(spec, [job_set(spec)])
+
+
+def render_kubeflow(spec: LaunchSpec) -> LaunchArtifacts:
+    """Return a TrainJob, and the TrainingRuntime of its own that says what pods look like."""
+    return render_manifests(spec, [training_runtime(spec), train_job(spec)])
+
+
+def render_manifests(spec: LaunchSpec, manifests: list[KubernetesManifest]) -> LaunchArtifacts:
+    """Return the file with the manifests, and the commands that hand over the key and them.
+
+    Raises:
+        LaunchError: no image is given, or names of hosts, which Kubernetes chooses.
+    """
+    if not spec.image:
+        raise LaunchError("a pod needs an image that has this package and the script; give --image NAME")
+    if spec.host_names:
+        raise LaunchError(f"Kubernetes chooses the hosts itself, and {', '.join(spec.host_names)} are named")
+    file = f"{spec.name}.yaml"
+    text = "---\n".join(yaml.safe_dump(manifest, sort_keys=False, width=120) for manifest in manifests)
+    commands: list[tuple[str, ...]] = [("kubectl", "apply", "-f", file)]
+    if spec.key_file is not None:
+        secret = ("kubectl", "create", "secret", "generic", secret_name(spec))
+        commands.insert(0, (*secret, f"--from-file={KEY_NAME}={spec.key_file}"))
+    return LaunchArtifacts(((file, text),), tuple(commands))
+
+
+def service(spec: LaunchSpec) -> KubernetesManifest:
+    """Return the service that gives pods names before they are ready, since they are not before they have met."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(spec),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": spec.name},
+        },
+    }
+
+
+def job(spec: LaunchSpec) -> KubernetesManifest:
+    """Return the Indexed Job."""
+    body = job_spec(spec, f"{spec.name}-0.{spec.name}", spec.max_restarts * spec.num_hosts, {"subdomain": spec.name})
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(spec), "spec": body}
+
+
+def job_set(spec: LaunchSpec) -> KubernetesManifest:
+    """Return the JobSet; pods are named after the set, the job, the job's number and their own."""
+    first = f"{spec.name}-{CONTAINER}-0-0.{spec.name}"
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata(spec),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": spec.name},
+            "failurePolicy": {"maxRestarts": spec.max_restarts},
+            "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": {"spec": job_spec(spec, first, 0, {})}}],
+        },
+    }
+
+
+def training_runtime(spec: LaunchSpec) -> KubernetesManifest:
+    """Return what pods of the TrainJob look like; Kubeflow's controller adds how many, and where they meet."""
+    labels: KubernetesManifest = {f"{TRAINER_API}/trainjob-ancestor-step": "trainer"}
+    template: KubernetesManifest = {
+        "metadata": {"labels": labels},
+        "spec": {"backoffLimit": 0, "template": {"spec": pod(spec, [])}},
+    }
+    return {
+        "apiVersion": f"{TRAINER_API}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata(spec),
+        "spec": {
+            "mlPolicy": {"numNodes": spec.num_hosts, "torch": {}},
+            "template": {
+                "spec": {
+                    "failurePolicy": {"maxRestarts": spec.max_restarts},
+                    "network": {"publishNotReadyAddresses": True},
+                    "replicatedJobs": [{"name": CONTAINER, "template": template}],
+                }
+            },
+        },
+    }
+
+
+def train_job(spec: LaunchSpec) -> KubernetesManifest:
+    """Return the TrainJob."""
+    return {
+        "apiVersion": f"{TRAINER_API}/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata(spec),
+        "spec": {
+            "runtimeRef": {"apiGroup": TRAINER_API, "kind": "TrainingRuntime", "name": spec.name},
+            "trainer": {
+                "image": spec.image,
+                "command": command(spec),
+                "numNodes": spec.num_hosts,
+                "numProcPerNode": spec.ranks_per_host,
+                "resourcesPerNode": resources(spec),
+            },
+        },
+    }
+
+
+def job_spec(spec: LaunchSpec, master_host: str, retries: int, names: KubernetesManifest) -> KubernetesManifest:
+    """Return the job of all pods.
+
+    Args:
+        launch: what they run.
+        first: the name under which the others find the pod of rank 0.
+        retries: how many pods may fail in all.
+        names: what gives pods their names, where the job has to say it itself.
+    """
+    meeting: list[Json] = [
+        env_variable("PET_NNODES", spec.num_hosts),
+        env_variable("PET_NPROC_PER_NODE", spec.ranks_per_host),
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX_FIELD}}},
+        env_variable("PET_MASTER_ADDR", master_host),
+        env_variable("PET_MASTER_PORT", spec.port),
+    ]
+    body: dict[str, Json] = {
+        "completionMode": "Indexed",
+        "completions": spec.num_hosts,
+        "parallelism": spec.num_hosts,
+        "backoffLimit": retries,
+        "template": {"spec": {**names, **pod(spec, meeting)}},
+    }
+    if spec.resources.minutes:
+        body["activeDeadlineSeconds"] = 60 * spec.resources.minutes
+    return body
+
+
+def pod(spec: LaunchSpec, master_variables: list[Json]) -> KubernetesManifest:
+    """Return a pod: one container with all ranks of a host, memory that they share, and the key where there is one."""
+    mounts: list[Json] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes: list[Json] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    own = spec
+    if spec.key_file is not None:
+        own = replace(spec, key_file=Path(KEY_FOLDER) / KEY_NAME)
+        mounts.append({"name": "job-key", "mountPath": KEY_FOLDER, "readOnly": True})
+        volumes.append({"name": "job-key", "secret": {"secretName": secret_name(spec), "defaultMode": 0o400}})
+    container: KubernetesManifest = {
+        "name": CONTAINER,
+        "image": spec.image,
+        "command": command(spec),
+        "env": [*master_variables, *(env_variable(name, value) for name, value in own.env_variables().items())],
+        "resources": resources(spec),
+        "startupProbe": {**liveness_probe(spec), "failureThreshold": STARTUP_S // PROBE_S},
+        "livenessProbe": {**liveness_probe(spec), "failureThreshold": 3},
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": spec.resources.grace_s,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def liveness_probe(spec: LaunchSpec) -> KubernetesManifest:
+    """Return how a kubelet asks whether the ranks of a pod live."""
+    words: list[Json] = [spec.python, "-m", "counterpoint.launchers.liveness_probe", str(spec.ranks_per_host)]
+    return {"exec": {"command": words}, "periodSeconds": PROBE_S, "timeoutSeconds": PROBE_S}
+
+
+def command(spec: LaunchSpec) -> list[Json]:
+    """Return the command of a container."""
+    return [spec.python, "-m", "torch.distributed.run", spec.script, *spec.arguments]
+
+
+def resources(spec: LaunchSpec) -> KubernetesManifest:
+    """Return what a pod asks for and may use at most."""
+    needs, ranks = spec.resources, spec.ranks_per_host
+    wanted: dict[str, Json] = {"cpu": str(ranks * needs.cpus_per_rank)}
+    if needs.memory_gib:
+        wanted["memory"] = f"{needs.memory_gib}Gi"
+    if needs.gpus_per_rank:
+        wanted["nvidia.com/gpu"] = str(ranks * needs.gpus_per_rank)
+    return {"requests": dict(wanted), "limits": dict(wanted)}
+
+
+def metadata(spec: LaunchSpec) -> KubernetesManifest:
+    """Return the name and the labels of all that belongs to a launch."""
+    return {"name": spec.name, "labels": {"app.kubernetes.io/managed-by": "counterpoint"}}
+
+
+def env_variable(name: str, value: object) -> KubernetesManifest:
+    """Return a variable of a container."""
+    return {"name": name, "value": str(value)}
+
+
+def secret_name(spec: LaunchSpec) -> str:
+    """Return the name of the secret with the job's key."""
+    return f"{spec.name}-key"

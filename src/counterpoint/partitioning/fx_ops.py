@@ -1,0 +1,77 @@
+"""What is known of one operation of a trace: its name, its arguments, whether it draws random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+_ON_BY_DEFAULT = {"p", "dropout", "train"}
+_OFF_BY_DEFAULT = {"dropout_p", "training"}
+
+
+def fake_value(node: fx.Node) -> Any:  # noqa: ANN401
+    """Return what the operation gave in the trace, without values: a fake tensor, or a tuple of them."""
+    return node.meta.get("val")
+
+
+def returns_tensor(node: fx.Node) -> bool:
+    """Tell whether the operation gives one tensor."""
+    return isinstance(fake_value(node), Tensor)
+
+
+def is_aten_op(node: fx.Node) -> bool:
+    """Tell whether the node is one of torch's operations with a schema."""
+    return isinstance(node.target, OpOverload)
+
+
+def op_name(node: fx.Node) -> str:
+    """Return the name of the operation, ``linear`` for instance; empty for what is none."""
+    return str(node.target.overloadpacket.__name__) if isinstance(node.target, OpOverload) else ""
+
+
+def iter_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Yield the schema of each argument that was given, and what was given."""
+    if isinstance(node.target, OpOverload):
+        schema: Any = node.target._schema  # noqa: SLF001  (torch has no other name for it)
+        for position, argument in enumerate(schema.arguments):
+            if position < len(node.args):
+                yield argument, node.args[position]
+            elif argument.name in node.kwargs:
+                yield argument, node.kwargs[argument.name]
+
+
+def iter_tensor_arguments(node: fx.Node) -> Iterator[tuple[Any, fx.Node]]:
+    """Yield the schema of each tensor argument, and its node."""
+    for argument, given in iter_arguments(node):
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(value, fx.Node):
+                yield argument, value
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values an operation changes in place."""
+    if op_name(node) in {"detach_", "lift_fresh"}:
+        return []
+    return [
+        source
+        for argument, source in iter_tensor_arguments(node)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+
+
+def is_random_op(node: fx.Node) -> bool:
+    """Tell whether the operation draws random numbers, in the mode it was traced in."""
+    if any(source.meta.get("draws") for source in node.all_input_nodes):
+        return True
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    given = {argument.name: bool(value) for argument, value in iter_arguments(node)}
+    schema: Any = node.target._schema  # noqa: SLF001
+    names = {argument.name for argument in schema.arguments}
+    return all(given.get(name, True) for name in names & _ON_BY_DEFAULT) and all(
+        given.get(name, False) for name in names & _OFF_BY_DEFAULT
+    )

@@ -1,0 +1,116 @@
+"""Random numbers keyed by the module that draws them, so that no cut and no number of ranks changes a mask.
+
+Before each call of a *seeded module* the caller's ``seed(path)`` is called; whatever is drawn from there to the
+next such call is then the same wherever it runs. The second call of one module in one forward has the path
+``x#1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from counterpoint.partitioning.partitioned_model import SeedFn
+
+_RNG_MODULES = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.RReLU, nn.RNNBase, nn.MultiheadAttention),
+)
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Tell whether a module does nothing but call its children one after the other."""
+    hooks = [*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values()]
+    foreign = [hook for hook in hooks if not _is_seed_hook(hook)]
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not foreign
+
+
+def iter_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every child under every name it has, also the second name of one child."""
+    yield from ((name, child) for name, child in vars(module)["_modules"].items() if child is not None)
+
+
+def sequential_children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the path and the module of every child of an outermost ``Sequential`` or ``ModuleList``.
+
+    A plain ``Sequential`` inside such a chain counts as part of it.
+    """
+    is_chain = isinstance(module, nn.ModuleList) or is_plain_sequential(module)
+    for name, child in iter_children(module):
+        inner = f"{path}.{name}" if path else name
+        if is_chain and not is_plain_sequential(child):
+            yield inner, child
+        else:
+            yield from sequential_children(child, inner)
+
+
+def seeded_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the first paths of the modules whose calls are seeded: root, links of a chain, layers that draw."""
+    linked = {id(child) for _, child in sequential_children(model)}
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if not path or id(module) in linked or isinstance(module, _RNG_MODULES)
+    )
+
+
+class CallPaths:
+    """Gives each call of a module its own path: ``x``, ``x#1``, ``x#2``, until the next forward begins."""
+
+    def __init__(self) -> None:
+        self.num_calls: dict[str, int] = {}
+
+    def next(self, path: str) -> str:
+        """Return the path of this call; a call of the root begins a new forward."""
+        if not path:
+            self.num_calls.clear()
+        count = self.num_calls.get(path, 0)
+        self.num_calls[path] = count + 1
+        return f"{path}#{count}" if count else path
+
+
+class SeedHooks:
+    """Calls ``seed(path)`` before each call of a seeded module, until removed.
+
+    Args:
+        model: the module whose parts are seeded.
+        seed: what is called; may be replaced between forwards.
+    """
+
+    def __init__(self, model: nn.Module, seed: SeedFn) -> None:
+        self.seed = seed
+        self.call_paths = CallPaths()
+        seeded = set(seeded_modules(model))
+        self._hooks = [
+            module.register_forward_pre_hook(partial(self._enter, path))
+            for path, module in model.named_modules()
+            if path in seeded
+        ]
+
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:  # noqa: ANN401
+        self.seed(self.call_paths.next(path))
+
+    def remove(self) -> None:
+        """Take the calls off the model again."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _is_seed_hook(hook: object) -> bool:
+    return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is vars(SeedHooks)["_enter"]
+
+
+def attach_seed_hooks(model: nn.Module, seed: SeedFn) -> SeedHooks:
+    """Have ``seed(path)`` called before each call of a seeded module of an eagerly run model.
+
+    Worth its time only where the model draws at all: see ``Cut.uses_rng``.
+    """
+    return SeedHooks(model, seed)
+
+
+def no_seed(path: str) -> None:
+    """Set no random state: for a forward whose random numbers do not matter."""
+    del path

@@ -1,0 +1,167 @@
+"""A run of pieces of a trace as one Python function of values, parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from counterpoint.partitioning.fx_ops import mutated_inputs
+from counterpoint.partitioning.linear_pairs import is_entry_alias
+from counterpoint.partitioning.partitioned_model import SeedFn
+from counterpoint.partitioning.split_trace import SplitTrace
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltSegment:
+    """A run of pieces for inputs of one signature.
+
+    Args:
+        function: takes the seed, the values, the parameters and the buffers, one after the other.
+        inputs: the nodes of the values.
+        outputs: the nodes of what it returns.
+        params: the names of the parameters.
+        buffers: the names of the buffers.
+    """
+
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def build_segment(
+    split_trace: SplitTrace, first_layer: int, stop_layer: int, *, dtype: torch.dtype | None = None
+) -> BuiltSegment:
+    """Return a run of pieces as a function; with a dtype, everything of floating point inside is of that dtype."""
+    return _SegmentBuilder(split_trace, first_layer, stop_layer, dtype).build()
+
+
+def call_seed(seed: SeedFn, path: str) -> None:
+    """Set the random state for a call; a function of its own, for the generated code to call."""
+    seed(path)
+
+
+class _SegmentBuilder:
+    """Copies a part of the trace into a graph of its own."""
+
+    def __init__(self, split_trace: SplitTrace, first_layer: int, stop_layer: int, dtype: torch.dtype | None) -> None:
+        first, stop = split_trace.span(first_layer, stop_layer)
+        self.split_trace = split_trace
+        self.dtype = dtype
+        self.nodes = split_trace.order[first:stop]
+        self.inputs = tuple(
+            split_trace.boundary_values[place].node for place in split_trace.inputs_of(first_layer, stop_layer)
+        )
+        self.outputs = tuple(
+            split_trace.boundary_values[place].node for place in split_trace.outputs_of(first_layer, stop_layer)
+        )
+        if stop_layer == split_trace.num_layers:
+            self.outputs = split_trace.traced.outputs
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def build(self) -> BuiltSegment:
+        """Return the part as a function of a seed, the values it takes, its parameters and its buffers."""
+        traced, graph = self.split_trace.traced, self.graph
+        params, buffers = self._used_names(traced.params), self._used_names(traced.buffers)
+        seed = graph.placeholder("seed")
+        for node in self.inputs:
+            self.copies[node] = graph.placeholder(f"value_{node.name}")
+        for names in (params, buffers):
+            given = {name: graph.placeholder(f"own_{name.replace('.', '_')}") for name in dict.fromkeys(names.values())}
+            self.copies |= {node: given[name] for node, name in names.items()}
+        for node in self._mutated_inputs():
+            self.copies[node] = graph.call_function(torch.ops.aten.clone.default, (self.copies[node],))
+        for node in self.nodes:
+            if node in self.split_trace.seeds:
+                graph.call_function(call_seed, (seed, self.split_trace.seeds[node]))
+            if node not in self.copies:
+                self._copy(node)
+        graph.output(tuple(self._get_copy(node) for node in self.outputs))
+        constants = {target: self._cast(value) for target, value in traced.constants.items()}
+        module = fx.GraphModule(constants, graph)
+        return BuiltSegment(
+            module.forward,
+            self.inputs,
+            self.outputs,
+            tuple(dict.fromkeys(params.values())),
+            tuple(dict.fromkeys(buffers.values())),
+        )
+
+    def _used_names(self, names: dict[fx.Node, str]) -> dict[fx.Node, str]:
+        """Return those of the named nodes that this part reads, by way of constants too."""
+        read: dict[fx.Node, str] = {}
+        queue = [*self.nodes, *self.outputs]
+        seen = set(self.inputs)
+        while queue:
+            node = queue.pop()
+            if node not in seen:
+                seen.add(node)
+                queue += self._inputs_of(node)
+                if node in names:
+                    read[node] = names[node]
+        return {node: name for node, name in names.items() if node in read}
+
+    def _inputs_of(self, node: fx.Node) -> Iterable[fx.Node]:
+        constants = self.split_trace.dataflow.constants
+        own = node in constants or node in set(self.nodes)
+        return node.all_input_nodes if own else ()
+
+    def _mutated_inputs(self) -> list[fx.Node]:
+        """Return the values taken in that are changed in place here: the caller's own must stay as they are."""
+        storage = self.split_trace.dataflow.storage
+        changed = {storage[source] for node in self.nodes for source in mutated_inputs(node)}
+        return [node for node in self.inputs if storage[node] in changed]
+
+    def _get_copy(self, node: fx.Node) -> fx.Node:
+        """Return the copy of a node; a constant is copied when it is first asked for."""
+        if node not in self.copies:
+            self._copy(node)
+        return self.copies[node]
+
+    def _copy(self, node: fx.Node) -> None:
+        own = set(self.nodes)
+        late = next((user for user in node.users if user.meta.get("bias_of") is node), None)
+        if is_entry_alias(node) and all(user in own for user in node.users):
+            self.copies[node] = self._get_copy(node.meta["alias_of"])
+        elif late is not None and late in own:  # the bias was moved for a cut that is not made here
+            fused = tuple(self._get_copy(arg) for arg in (*node.args, late.args[1]) if isinstance(arg, fx.Node))
+            self.copies[node] = self.copies[late] = self.graph.call_function(torch.ops.aten.linear.default, fused)
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._get_copy)
+            copy = self.graph.create_node(node.op, node.target, self._cast(args), self._cast(kwargs))
+            self.copies[node] = copy
+
+    def _cast(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a constant or an argument in the dtype asked for."""
+        if self.dtype is None:
+            return value
+        match value:
+            case torch.dtype():
+                return self.dtype if value in _FLOATS else value
+            case Tensor():
+                return value.to(self.dtype) if value.is_floating_point() else value
+            case fx.GraphModule():
+                return self._cast_body(value)
+            case tuple() | list():
+                return type(value)(self._cast(entry) for entry in value)
+            case dict():
+                return {key: self._cast(entry) for key, entry in value.items()}
+            case _:
+                return value
+
+    def _cast_body(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Return the body of a no_grad or an autocast in the dtype asked for."""
+        body = copy.deepcopy(module)
+        for node in body.graph.nodes:
+            node.args, node.kwargs = self._cast(node.args), self._cast(node.kwargs)
+        body.recompile()
+        return body

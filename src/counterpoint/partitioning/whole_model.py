@@ -1,0 +1,110 @@
+"""A model that is not cut: one block, called as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from counterpoint.errors import PlanError
+from counterpoint.model.dataflow import INPUT, ValueSpec
+from counterpoint.model.spec import Block, LayerSpec, ModelSpec
+from counterpoint.partitioning.dry_run import Inputs, TrainingModes, num_samples, preserve_state, split_call_args
+from counterpoint.partitioning.flop_counter import FlopCounter
+from counterpoint.partitioning.partitioned_model import PartitionedModel, SeedFn, Segment, list_params, num_bytes
+from counterpoint.partitioning.pytree import TensorTree, build_output_tree, build_tensor_tree
+from counterpoint.partitioning.seed_hooks import SeedHooks, no_seed
+
+
+class WholeModel(PartitionedModel):
+    """The model as one block ``model``, run with its own parameters: those passed to a call are not looked at.
+
+    So each rank of a process needs its own copy of the model. The model is run once here to see what it costs.
+
+    Args:
+        model: any module.
+        inputs: an example of what it is called with.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self._args, self._kwargs = split_call_args(inputs)
+        with preserve_state(model), FlopCounter() as meter:
+            output = model(*self._args, **self._kwargs)
+        samples = num_samples(inputs)
+        params = list_params(model)
+        piece = LayerSpec(
+            "model",
+            tuple(param.name for param in params),
+            cost=meter.flops / samples,
+            output_bytes=num_bytes(build_output_tree(output).flatten(output)) // samples,
+        )
+        self._call_tree = build_tensor_tree((self._args, self._kwargs))
+        self._values = (ValueSpec(INPUT, (0,)),) * len(self._call_tree.tensor_indices)
+        super().__init__(ModelSpec((Block((piece,), 0),), params, self._values), uses_rng=meter.uses_rng)
+        self.model = model
+        self._training_modes = TrainingModes(model)
+        self._seed_hooks = SeedHooks(model, no_seed) if meter.uses_rng else None
+        self._has_only_tensor_args = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
+        self._output_trees = {True: build_output_tree(output)}
+        self._segments: dict[bool, Segment] = {}
+
+    def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
+        """Return the call of the model; there is only the one piece."""
+        if (first_layer, stop_layer) != (0, 1):
+            raise PlanError(
+                f"pieces {first_layer} to {stop_layer} of a model that is not cut; it has only piece 0; "
+                "ask for segment(0, 1), or cut the model with granularity='blocks'"
+            )
+        if training not in self._segments:
+            self._segments[training] = self._build_segment(training=training)
+        return self._segments[training]
+
+    def _build_segment(self, *, training: bool) -> Segment:
+        model, seeding, call, is_plain = self.model, self._seed_hooks, self._call_tree, self._has_only_tensor_args
+        modes = self._training_modes
+        nest = self._output_tree(training=training)
+
+        def run(
+            values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn
+        ) -> tuple[Tensor, ...]:
+            """Run the whole model with its own parameters and buffers; those that are passed are not looked at."""
+            if model.training is not training:
+                modes.set(training=training)
+            if seeding is not None:
+                seeding.seed = seed
+            if is_plain:
+                output = model(*values)
+            else:
+                args, kwargs = call.unflatten(values)
+                output = model(*args, **kwargs)
+            return nest.flatten(output)
+
+        return Segment(
+            inputs=tuple(range(len(self._values))),
+            outputs=(),
+            params=self.spec.layers[0].params,
+            buffers=tuple(name for name, _ in model.named_buffers()),
+            run=run,
+        )
+
+    def _output_tree(self, *, training: bool) -> TensorTree:
+        if training not in self._output_trees:
+            with preserve_state(self.model, training=training):
+                output = self.model(*self._args, **self._kwargs)
+            self._output_trees[training] = build_output_tree(output)
+        return self._output_trees[training]
+
+    def values(self, *, training: bool) -> tuple[ValueSpec, ...]:
+        """Return the inputs; there is nothing else."""
+        return self._values
+
+    def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
+        """Return the tensors among the inputs."""
+        if self._has_only_tensor_args and type(inputs) is tuple:
+            return inputs
+        return self._call_tree.flatten(split_call_args(inputs))
+
+    def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
+        """Return the output as the model gives it in this mode."""
+        return self._output_tree(training=training).unflatten(values)

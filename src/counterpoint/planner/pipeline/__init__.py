@@ -1,0 +1,1 @@
+"""Pipelines with replicated stages: layer graphs, the dynamic program that partitions them, and a search over stage layouts."""

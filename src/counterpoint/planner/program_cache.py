@@ -1,0 +1,295 @@
+"""What is worked out once and kept: a model as slices and stages leave it, and all that one row says by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from counterpoint.compiler.compile import message_size_fn
+from counterpoint.model.model_profile import ModelProfile
+from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.planner.plan_simulation import backward_slices, build_costs, has_divisible_backward
+from counterpoint.planner.prepare import storage_sizes
+from counterpoint.program.comm_matching import TypeIndices, index_by_type
+from counterpoint.program.comm_volume import SizeFn, sent_bytes
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Commit,
+    Compute,
+    Free,
+    Instruction,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    Update,
+)
+from counterpoint.program.program import Instructions, Program, RankProgram
+from counterpoint.program.rank_classes import RankProgramSignatures
+from counterpoint.simulator.bucketed_backward import BackwardSlice, SplitBackward, split_rank_backward
+from counterpoint.simulator.cost_model import CostModel
+from counterpoint.simulator.instruction_times import InstructionTimes, time_instructions
+from counterpoint.simulator.memory import peak_memory_bytes
+from counterpoint.simulator.network import CommInstruction, P2PInstruction
+from counterpoint.strategies.buckets import BucketConfig
+from counterpoint.strategies.recomputation import Recomputation
+from counterpoint.strategies.single_device import single_device_program
+from counterpoint.strategies.strategy import Strategy
+from counterpoint.world.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class RankFootprint:
+    """What rows hold and send that are equal but for ranks and microbatches."""
+
+    sent_bytes: Fraction
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRankProgram:
+    """A row of a program, with all that can be said about it without the other rows.
+
+    Args:
+        words: what the rank does.
+        kinds: the places of words of each kind.
+        outline: a number that rows have in common which are equal but for ranks and microbatches, and cost alike.
+        place: the rank whose row it is, where ranks differ.
+        row: what it is before its words are made finer, which is what holds and sends.
+        own: the outline of that.
+        costs: of its words, on each cluster.
+    """
+
+    instructions: Instructions
+    kinds: TypeIndices
+    signature: int
+    rank: int
+    unsplit: RankProgram
+    unsplit_signature: int
+    costs: tuple[CostModel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedCosts:
+    """Costs that are worked out once for all microbatches.
+
+    Args:
+        costs: which.
+        found: what has been asked for.
+    """
+
+    costs: CostModel
+    cache: dict[Hashable, float] = field(default_factory=dict)
+
+    def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
+        """Return what the costs say."""
+        if isinstance(instruction, Update):
+            key: Hashable = (Update, instruction.unit, fraction.numerator, fraction.denominator)
+        else:
+            key = (type(instruction), instruction.block, instruction.part if isinstance(instruction, Backward) else "")
+        if key not in self.cache:
+            self.cache[key] = self.costs.compute_s(instruction, fraction)
+        return self.cache[key]
+
+    def launch_overhead_s(self, instruction: Instruction) -> float:
+        """Return what the costs say."""
+        return self.costs.launch_overhead_s(instruction)
+
+    def grad_accumulate_s(self, block: int) -> float:
+        """Return what the costs say."""
+        return self.costs.grad_accumulate_s(block)
+
+    def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
+        """Return what the costs say."""
+        key = ("link", _key_without_microbatch(instruction), fraction.numerator, fraction.denominator, rank)
+        if key not in self.cache:
+            self.cache[key] = self.costs.link_s(instruction, fraction, rank)
+        return self.cache[key]
+
+    def shared_link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
+        """Return what the costs say."""
+        key = ("crossing", _key_without_microbatch(instruction), fraction.numerator, fraction.denominator, rank)
+        if key not in self.cache:
+            self.cache[key] = self.costs.shared_link_s(instruction, fraction, rank)
+        return self.cache[key]
+
+    def cpu_s(
+        self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
+    ) -> float:
+        """Return what the costs say."""
+        key = (
+            "hand",
+            _key_without_microbatch(instruction),
+            fraction.numerator,
+            fraction.denominator,
+            rank,
+            shares_memory,
+        )
+        if key not in self.cache:
+            self.cache[key] = self.costs.cpu_s(instruction, fraction, rank, shares_memory=shares_memory)
+        return self.cache[key]
+
+    def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
+        """Tell what the costs say."""
+        return self.costs.is_streamed(instruction, rank)
+
+    def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
+        """Return what the costs say."""
+        key = (
+            "pass",
+            _key_without_microbatch(instruction)
+            if isinstance(instruction, Commit)
+            else (instruction.tensor.name, instruction.tensor.blocks),
+        )
+        if key not in self.cache:
+            self.cache[key] = self.costs.memory_pass_s(instruction)
+        return self.cache[key]
+
+    def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
+        """Return what the costs say."""
+        return self.costs.server_update_s(unit, server, worker)
+
+
+def _key_without_microbatch(instruction: CommInstruction) -> Hashable:
+    """Return all that a word's cost depends on, but for the part of its value that is at hand."""
+    match instruction:
+        case Collective(_, value, group):
+            return instruction.op_name, value.name, value.blocks, group
+        case Send(value, peer, code) | Push(value, peer, code) | Recv(value, peer, code):
+            return type(instruction), value.name, value.blocks, peer, code
+        case Pull(value, peer):
+            return type(instruction), value.name, value.blocks, peer
+        case Commit(group):
+            return group
+
+
+@dataclass(slots=True)
+class PlanModelCache:
+    """A model with the blocks that a plan needs, for microbatches of so many samples, and what is known of its rows.
+
+    Args:
+        model: with these blocks.
+        clusters: where it runs; ranks are where they are on the first one.
+        samples: of one microbatch.
+        num_micros: microbatches of a step, of all ranks.
+        timing: of the model's own pieces; None where their work is only counted.
+    """
+
+    model: ModelSpec
+    clusters: tuple[Cluster, ...]
+    samples: int
+    global_num_microbatches: int
+    profile: ModelProfile | None = None
+    sizes: SizeFn = field(init=False)
+    storage_sizes: SizeFn = field(init=False)
+    costs: tuple[CachedCosts, ...] = field(init=False)
+    is_chain: bool = field(init=False)
+    signatures: RankProgramSignatures = field(default_factory=RankProgramSignatures)
+    signature_ids: dict[Hashable, int] = field(default_factory=dict)
+    footprints: dict[int, RankFootprint] = field(default_factory=dict)
+    times: dict[tuple[int, int, int], InstructionTimes] = field(default_factory=dict)
+    shared_link_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    rank_programs: dict[Hashable, CachedRankProgram] = field(default_factory=dict)
+    stage_programs: dict[Hashable, RankProgram] = field(default_factory=dict)
+    inner_programs: dict[Hashable, Program] = field(default_factory=dict)
+    backward_slices: dict[BucketConfig, tuple[BackwardSlice, ...]] = field(default_factory=dict)
+    recomputed_blocks: dict[Recomputation, frozenset[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes = message_size_fn(self.model, self.samples)
+        self.storage_sizes = storage_sizes(self.model, self.samples, self.profile)
+        costs = build_costs(
+            self.clusters,
+            self.model,
+            samples=self.samples,
+            global_num_microbatches=self.global_num_microbatches,
+            profile=self.profile,
+        )
+        self.costs = tuple(map(CachedCosts, costs))
+        self.is_chain = _is_chain(self.model)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The first of the clusters."""
+        return self.clusters[0]
+
+    def inner_program(self, num_microbatches: int, slices: tuple[Strategy, ...]) -> Program:
+        """Return the program of one stage that runs everything: solo's, or the first slice beside empty rows."""
+        key = num_microbatches, slices
+        if key not in self.inner_programs:
+            program = single_device_program(self.model, num_microbatches)
+            for strategy in slices:
+                first, *others = strategy.lower(program, self.model).rank_programs
+                program = Program((first, *(RankProgram(()) for _ in others)))
+            self.inner_programs[key] = program
+        return self.inner_programs[key]
+
+    def blocks_to_recompute(self, recomputation: Recomputation) -> frozenset[int]:
+        """Return the blocks that are recomputed.
+
+        Raises:
+            PlanError: none is of that name.
+        """
+        if recomputation not in self.recomputed_blocks:
+            self.recomputed_blocks[recomputation] = recomputation.select_blocks(self.model)
+        return self.recomputed_blocks[recomputation]
+
+    def cache_program(self, rank_program: RankProgram, rank: int, split: SplitBackward | None) -> CachedRankProgram:
+        """Return the row of a rank with all that it says by itself; its words are those of what is played, finer."""
+        own = self._signature_id(rank_program, ())
+        shown, outline, costs = rank_program, own, tuple[CostModel, ...](self.costs)
+        if split is not None:
+            (shown,) = split.variant.program.rank_programs
+            outline = self._signature_id(shown, split.slices)
+            costs = tuple(split.cost_model(one) for one in self.costs)
+        place = rank if self.cluster.levels or self.cluster.slow_links or self.cluster.speeds else 0
+        return CachedRankProgram(shown.body, index_by_type(shown.body), outline, place, rank_program, own, costs)
+
+    def footprint(self, cached: CachedRankProgram) -> RankFootprint:
+        """Return what a row holds and sends."""
+        if cached.unsplit_signature not in self.footprints:
+            alone = Program((cached.unsplit,))
+            self.footprints[cached.unsplit_signature] = RankFootprint(
+                sent_bytes(alone, self.sizes)[0], peak_memory_bytes(alone, self.storage_sizes)[0]
+            )
+        return self.footprints[cached.unsplit_signature]
+
+    def instruction_times(self, cached: CachedRankProgram, at: int) -> InstructionTimes:
+        """Return what the words of a row take on one of the clusters."""
+        key = cached.signature, cached.rank, at
+        if key not in self.times:
+            self.times[key] = time_instructions(
+                cached.instructions, cached.costs[at], rank=cached.rank, cluster=self.cluster
+            )
+        return self.times[key]
+
+    def split_backward(self, rank_program: RankProgram, buckets: BucketConfig) -> SplitBackward | None:
+        """Return a step in which all ranks have rows like this with early sums in buckets; None without such sums."""
+        if not has_divisible_backward(self.model):
+            return None
+        if buckets not in self.backward_slices:
+            self.backward_slices[buckets] = backward_slices(
+                self.model, self.costs[0], buckets, self.samples, self.profile
+            )
+        return split_rank_backward(rank_program, self.backward_slices[buckets], self.cluster)
+
+    def _signature_id(self, rank_program: RankProgram, slices: tuple[BackwardSlice, ...]) -> int:
+        return self.signature_ids.setdefault(
+            (self.signatures.intern(rank_program, rank_program.body), slices), len(self.signature_ids)
+        )
+
+
+def _is_chain(model: ModelSpec) -> bool:
+    """Tell whether each block hands on to the next one alone and no two share weights.
+
+    What a stage does then depends on where the others begin only in the names of what it sends and receives.
+    """
+    strands = model.edges
+    links = [strand.endpoints for strand in strands if strand.grad_bytes is not None]
+    return (
+        len(strands) == len(links)
+        and links == [(block, block + 1) for block in range(model.num_blocks - 1)]
+        and all(len(unit) == 1 for unit in model.units)
+    )

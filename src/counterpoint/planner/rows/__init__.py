@@ -1,1 +1,0 @@
-"""Rows of plans, each made and looked at once for all plans that have it."""

@@ -1,0 +1,83 @@
+"""A stop watch: the same work again and again, warm, and the middle of what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from counterpoint.launchers.variables import allocator_variables
+from counterpoint.runtime.malloc import process_heap
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatPolicy:
+    """How long something is measured.
+
+    Args:
+        warm_ups: times that it is done before it counts.
+        least: times at least.
+        most: times at most.
+        budget_s: seconds after which no further one is begun, once there have been enough.
+    """
+
+    num_warmups: int = 2
+    min_repeats: int = 3
+    max_repeats: int = 15
+    budget_s: float = 2.0
+
+    def repeat(self, work: Callable[[], T]) -> list[T]:
+        """Return what the work gives, each time."""
+        for _ in range(self.num_warmups):
+            work()
+        began, found = time.perf_counter(), list[T]()
+        while len(found) < self.max_repeats and (
+            len(found) < self.min_repeats or time.perf_counter() - began < self.budget_s
+        ):
+            found.append(work())
+        return found
+
+
+def device_clock(device: torch.device) -> Clock:
+    """Return a clock that shows the time at which a device is done with what it has been given.
+
+    Of one thread on a processor it counts what that thread computes, so that whatever else the machine does meanwhile
+    takes nothing from it but its share of caches and memory.
+    """
+    if device.type == "cpu":
+        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def clock() -> float:
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+def column_medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each column."""
+    return [median(column) for column in zip(*rows, strict=True)]
+
+
+@contextmanager
+def training_conditions(threads: int) -> Iterator[None]:
+    """Compute with so many threads inside, and keep freed memory as a run does; nothing of it stays."""
+    before, kept = torch.get_num_threads(), None if allocator_variables() else process_heap()
+    torch.set_num_threads(threads)
+    if kept is not None:
+        kept.retain()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if kept is not None:
+            kept.restore()
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""Verify that a program obeys the eight rules before it may run."""

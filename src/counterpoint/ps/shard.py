@@ -1,0 +1,333 @@
+"""A shard is what its journal says: one entry after the other, the same on primary, backup and in a replay."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, assert_never
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from counterpoint.errors import ProtocolError
+from counterpoint.fabric.compression import decompress
+from counterpoint.program.compression import find_codec
+from counterpoint.ps.consistency import ConsistencyTracker
+from counterpoint.ps.job_config import Bsp, JobConfig
+from counterpoint.ps.message_codec import encode_message
+from counterpoint.ps.messages import (
+    DTYPES,
+    Ack,
+    ClientState,
+    InitRequest,
+    JobMember,
+    JoinClock,
+    JournalEntry,
+    KeySpec,
+    KeyState,
+    LeaveClock,
+    PendingGradient,
+    PullReply,
+    PullRequest,
+    PushReply,
+    PushRequest,
+    Rejected,
+    RejectReason,
+    SetMembers,
+    ShardState,
+    WriteRequest,
+)
+from counterpoint.ps.storage.key_storage import DenseStorage, PreviousVersion, SparseRowStorage
+from counterpoint.ps.storage.optimizer_kernels import initial_state
+from counterpoint.ps.update_rules import Assign, Sgd, check_request, invalid_request
+
+ShardReply: TypeAlias = PushReply | Ack | Rejected
+
+
+@dataclass(slots=True)
+class ShardKey:
+    """A key on this shard."""
+
+    spec: KeySpec
+    storage: DenseStorage | SparseRowStorage
+    tracker: ConsistencyTracker
+    pending: dict[int, PendingGradient] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ClientRecord:
+    """Where one life of a worker is answered."""
+
+    incarnation: int
+    next_sequence: int = 0
+    replies: dict[int, ShardReply] = field(default_factory=dict)
+
+
+class PsShard:
+    """The fold of a journal.
+
+    Args:
+        job: what all agree on.
+        index: which shard.
+        state: where to begin; with nothing, if not given.
+    """
+
+    def __init__(self, job: JobConfig, index: int, state: ShardState | None = None) -> None:
+        state = state or ShardState(0, 0)
+        self.job, self.index = job, index
+        self.position, self.generation, self.workers = state.position, state.generation, state.workers
+        self.clock_members = set(state.clock_members)
+        self.clients = {
+            session.worker: ClientRecord(
+                session.incarnation, session.next_sequence, {a.sequence: a for a in session.replies}
+            )
+            for session in state.clients
+        }
+        self.keys = {key.spec.key: self._restore_key(key) for key in state.keys}
+
+    def _restore_key(self, state: KeyState) -> ShardKey:
+        tally = ConsistencyTracker(self.job.consistency, state.progress)
+        earlier = None if state.previous is None else PreviousVersion(state.previous, state.previous_rows)
+        table = self._make_storage(state.spec, state.tensors, state.rows, earlier)
+        return ShardKey(state.spec, table, tally, {held.slice_index: held for held in state.pending})
+
+    def _make_storage(
+        self, spec: KeySpec, tensors: tuple[Tensor, ...], rows: Tensor | None, previous: PreviousVersion | None = None
+    ) -> DenseStorage | SparseRowStorage:
+        keeps = self.job.allows_recompute and not isinstance(spec.rule, Assign)
+        if spec.width:
+            return SparseRowStorage(
+                spec, self.index, self.job.num_shards, rows, tensors, keeps_previous=keeps, previous=previous
+            )
+        return DenseStorage(spec, tensors, keeps_previous=keeps, previous=previous)
+
+    @property
+    def state(self) -> ShardState:
+        """All of it, as a value that later entries do not change: they copy numbers that somebody still has."""
+        sessions = (
+            ClientState(worker, desk.incarnation, desk.next_sequence, tuple(desk.replies.values()))
+            for worker, desk in self.clients.items()
+        )
+        keys = (_key_state(key) for key in self.keys.values())
+        return ShardState(
+            self.position,
+            self.generation,
+            self.workers,
+            tuple(sorted(self.clock_members)),
+            tuple(sessions),
+            tuple(keys),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its tables."""
+        return sum(key.storage.num_bytes for key in self.keys.values())
+
+    def apply(self, entry: JournalEntry) -> ShardReply | None:
+        """The shard is as after this entry of its journal; returns what its sender is to be told.
+
+        A request that must not be carried out is an entry too: it changes nothing but what its sender is told.
+        """
+        self.position += 1
+        if isinstance(entry, SetMembers):
+            self._set_members(entry.generation, entry.workers)
+            return None
+        origin = entry.header
+        desk = self.clients.get(origin.member)
+        if desk is None or (desk.incarnation, desk.next_sequence) != (origin.incarnation, origin.sequence):
+            return self.rejection(entry, "identity", f"{origin} is not the next request of a worker of this generation")
+        try:
+            answer = self._apply_change(entry)
+        except ProtocolError as error:
+            answer = self.rejection(entry, "request", str(error))
+        except MemoryError as error:
+            answer = self.rejection(entry, "full", str(error))
+        desk.next_sequence += 1
+        desk.replies = {key: kept for key, kept in desk.replies.items() if key >= origin.acked_before}
+        desk.replies[origin.sequence] = answer
+        return answer
+
+    def rejection(self, entry: WriteRequest | PullRequest, reason: RejectReason, text: str) -> Rejected:
+        """Return what its sender is told about a request that changed nothing."""
+        number = entry.ticket if isinstance(entry, PullRequest) else entry.header.sequence
+        return Rejected(self.index, number, isinstance(entry, PullRequest), reason, text, self.generation)
+
+    def _apply_change(self, entry: WriteRequest) -> ShardReply:
+        worker, sequence = entry.header.member, entry.header.sequence
+        match entry:
+            case InitRequest():
+                self._init_key(entry)
+            case PushRequest():
+                return self._apply_push(worker, entry)
+            case JoinClock():
+                self.clock_members.add(worker)
+                for key in self.keys.values():
+                    key.tracker.join_clock(worker)
+            case LeaveClock():
+                self._leave_clocks([worker])
+            case _:
+                assert_never(entry)
+        return Ack(self.index, sequence)
+
+    def _set_members(self, generation: int, workers: tuple[JobMember, ...]) -> None:
+        """Only these workers belong to the job now."""
+        self.generation, self.workers = generation, workers
+        lives = {worker.name: worker.incarnation for worker in workers}
+        known = {name: desk.incarnation for name, desk in self.clients.items()}
+        self._leave_clocks([name for name in self.clock_members if name not in known or lives.get(name) != known[name]])
+        self.clients = {
+            name: desk if (desk := self.clients.get(name)) and desk.incarnation == life else ClientRecord(life)
+            for name, life in lives.items()
+        }
+
+    def _leave_clocks(self, workers: Sequence[str]) -> None:
+        self.clock_members.difference_update(workers)
+        for key in self.keys.values():
+            key.tracker.leave_clock(workers)
+
+    def _init_key(self, entry: InitRequest) -> None:
+        spec = entry.spec
+        known = self.keys.get(spec.key)
+        if known is not None:
+            check_request(
+                known.spec == spec, f"{spec.key} is {known.spec} already, and {entry.header.member} says {spec}"
+            )
+            return
+        if isinstance(spec.rule, Assign):
+            is_bsp = isinstance(self.job.consistency, Bsp)
+            mode = type(self.job.consistency).__name__.lower()
+            check_request(is_bsp, f"{spec.key} without an optimizer on the server, which {mode} needs; give it a rule")
+        table = self._initial_storage(entry)
+        self._check_capacity(table.num_bytes, spec.key)
+        tally = ConsistencyTracker(self.job.consistency)
+        for worker in sorted(self.clock_members):
+            tally.join_clock(worker)
+        self.keys[spec.key] = ShardKey(spec, table, tally)
+
+    def _initial_storage(self, entry: InitRequest) -> DenseStorage | SparseRowStorage:
+        spec, value, rows = entry.spec, entry.value, entry.rows
+        if value is None or rows is None:
+            return self._make_storage(spec, () if value is None else (value,), None)
+        self._make_storage(spec, (), None).validate_push(value, rows)
+        check_request(
+            not (isinstance(spec.rule, Sgd) and spec.rule.dampening), f"given rows of {spec.key} under dampening"
+        )
+        return self._make_storage(spec, (value, *initial_state(spec.rule, value)), rows)
+
+    def _apply_push(self, worker: str, push: PushRequest) -> PushReply:
+        key = self._find_key(push.key)
+        push = decode_push(push, key.spec) if push.codec else push
+        values, sums, is_known = push.values, push.pooling, key.tracker.is_duplicate(worker, push)
+        key.storage.validate_push(values, push.rows, sums)
+        if self.num_bytes + key.storage.max_growth_bytes(push.rows) > self.job.capacity_bytes:
+            self._check_capacity(key.storage.growth_bytes(push.rows), push.key)
+        if not is_known and isinstance(self.job.consistency, Bsp):
+            key.pending[push.slice_index] = PendingGradient(
+                push.slice_index, values if sums is None else sums.pool(values), push.rows
+            )
+        if key.tracker.record(worker, push, is_duplicate=is_known):
+            rows = push.rows
+            if key.pending:
+                (values, rows), sums = sum_gradients([key.pending[portion] for portion in sorted(key.pending)]), None
+                key.pending.clear()
+            key.storage.update(key.tracker.version, values, rows, sums)
+        return PushReply(self.index, push.header.sequence, key.tracker.version, not is_known)
+
+    def _check_capacity(self, more_bytes: int, key: str) -> None:
+        if more_bytes and self.num_bytes + more_bytes > self.job.capacity_bytes:
+            raise MemoryError(
+                f"shard {self.index} keeps {self.num_bytes} of at most {self.job.capacity_bytes} bytes and has no room "
+                f"for {more_bytes} more of {key}; give the job more servers or a larger capacity_bytes"
+            )
+
+    def _find_key(self, name: str) -> ShardKey:
+        key = self.keys.get(name)
+        if key is None:
+            raise invalid_request(f"there is no key {name!r} on shard {self.index}; init comes before push and pull")
+        return key
+
+    def can_read(self, pull: PullRequest) -> bool:
+        """Tell whether the answer to a pull can be given now; a ProtocolError where it never can."""
+        key = self._find_key(pull.key)
+        key.storage.validate_pull(pull.rows)
+        desk = self.clients.get(pull.header.member)
+        sees_own = desk is not None and desk.next_sequence >= pull.header.sequence
+        return sees_own and key.tracker.can_read(pull.header.member, pull.min_version)
+
+    def read(self, pull: PullRequest) -> PullReply:
+        """Return the answer to a pull that may read."""
+        key = self._find_key(pull.key)
+        version = key.tracker.version
+        if pull.exact_version and version == pull.min_version + 1 and key.storage.keeps_previous:
+            version, values = pull.min_version, key.storage.read_previous(pull.rows)
+            values = values if pull.pooling is None else pull.pooling.pool(values)
+        elif pull.pooling is not None and isinstance(key.storage, SparseRowStorage):
+            values = key.storage.read_pooled(pull.rows, pull.pooling)
+        else:
+            values = key.storage.read(pull.rows)
+        return PullReply(self.index, pull.ticket, pull.key, version, values)
+
+    def digest(self) -> str:
+        """Return a word that is the same for shards that are the same, bit for bit."""
+        _, plain, tensors = encode_message(self.state)
+        facts = hashlib.blake2b(json.dumps(plain).encode(), digest_size=16)
+        for tensor in tensors:
+            facts.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return facts.hexdigest()
+
+
+def _key_state(key: ShardKey) -> KeyState:
+    found = key.storage.snapshot()
+    earlier, earlier_rows = (None, None) if found.previous is None else (found.previous.values, found.previous.rows)
+    return KeyState(
+        key.spec, key.tracker.progress, found.tensors, found.rows, tuple(key.pending.values()), earlier, earlier_rows
+    )
+
+
+def decode_push(push: PushRequest, spec: KeySpec) -> PushRequest:
+    """Return a push whose values are what its code says.
+
+    Raises:
+        ProtocolError: no such range has these bytes.
+    """
+    count, dtype = spec.high - spec.low, DTYPES[spec.dtype]
+    code = find_codec(push.codec)
+    num_bytes = code.encoded_bytes((count,), dtype.itemsize)
+    check_request(
+        not spec.width and len(push.values) == num_bytes,
+        f"{len(push.values)} bytes of {push.codec} pushed to {spec.key}, which takes {num_bytes}",
+    )
+    try:
+        values = decompress(code, push.values, torch.empty(count, dtype=dtype))
+    except (IndexError, RuntimeError) as error:
+        raise invalid_request(f"bytes pushed to {spec.key} that {push.codec} cannot have written") from error
+    return replace(push, values=values, codec="")
+
+
+def sum_gradients(pending: Sequence[PendingGradient]) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of gradients in their order, and its rows."""
+    first, *others = pending
+    if first.rows is None:
+        total = first.values.clone()
+        for one in others:
+            total += one.values
+        return total, None
+    numbers = [one.rows.numpy() for one in pending if one.rows is not None]
+    rows = np.unique(np.concatenate(numbers))
+    total = first.values.new_zeros((len(rows), *first.values.shape[1:]))
+    for one, own in zip(pending, numbers, strict=True):
+        total[torch.from_numpy(rows.searchsorted(own))] += one.values
+    return total, torch.from_numpy(rows)
+
+
+def replay_journal(
+    job: JobConfig, index: int, entries: Iterable[JournalEntry], state: ShardState | None = None
+) -> PsShard:
+    """Return the shard that a journal makes, from the beginning or from a saved state."""
+    shard = PsShard(job, index, state)
+    for entry in entries:
+        shard.apply(entry)
+    return shard

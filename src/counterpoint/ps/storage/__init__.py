@@ -1,0 +1,1 @@
+"""Store the values and optimizer state of keys on one shard, and update them."""

@@ -1,0 +1,107 @@
+"""The secret of a job: read from a file or a descriptor, shown to nobody."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from counterpoint.errors import LaunchError
+
+MIN_DIGITS = 64
+MAX_BYTES = 4096
+
+
+class JobKey:
+    """What the processes of one job know and nobody else; its text form hides it.
+
+    Example:
+        >>> JobKey(bytes(32))
+        JobKey(hidden)
+    """
+
+    __slots__ = ("secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if 2 * len(secret) < MIN_DIGITS:
+            raise LaunchError(f"a job key of {len(secret)} bytes; it has at least {MIN_DIGITS // 2}: take a new one")
+        self.secret = secret
+
+    def __repr__(self) -> str:
+        return "JobKey(hidden)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a job key is not copied into files or messages; give the other process a descriptor")
+
+
+def new_key() -> JobKey:
+    """Return a key that nobody has had."""
+    return JobKey(secrets.token_bytes(32))
+
+
+def write_key(key: JobKey, path: Path) -> None:
+    """The key is in a new file that only its owner may read.
+
+    Raises:
+        LaunchError: there is a file already, or none can be made.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write a job key to {path}: {os_error_text(error)}; give a new file's name"
+        ) from error
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(key.secret.hex() + "\n")
+
+
+def read_key(path: Path) -> JobKey:
+    """Return the key in a file.
+
+    Raises:
+        LaunchError: it cannot be read, others may read it, too, or it holds no key.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot read the job key in {path}: {os_error_text(error)}; give the file with the key"
+        ) from error
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) and mode & 0o077:
+        os.close(fd)
+        raise LaunchError(
+            f"the job key in {path} may be read by others (mode {mode & 0o777:o}); whoever reads it is part of "
+            f"the job: make a new one, and chmod 600 {path}"
+        )
+    return read_key_from(fd, str(path))
+
+
+def read_key_from(fd: int, name: str = "") -> JobKey:
+    """Return the key that a descriptor gives, and close it.
+
+    Args:
+        fd: of a pipe or a file, read to its end.
+        name: what errors call it.
+
+    Raises:
+        LaunchError: it gives no key.
+    """
+    place = name or f"descriptor {fd}"
+    try:
+        with os.fdopen(fd, "rb") as file:
+            text = file.read(MAX_BYTES + 1).strip()
+    except OSError as error:
+        raise LaunchError(f"cannot read the job key from {place}: {os_error_text(error)}; open it before") from error
+    if len(text) > MAX_BYTES or len(text) < MIN_DIGITS or len(text) % 2 or text.strip(b"0123456789abcdefABCDEF"):
+        raise LaunchError(
+            f"{place} holds no job key; a key is an even number of hexadecimal digits, {MIN_DIGITS} at least: "
+            "openssl rand -hex 32 makes one"
+        )
+    return JobKey(bytes.fromhex(text.decode("ascii")))
+
+
+def os_error_text(error: OSError) -> str:
+    """Return what the system says, in lower case."""
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,191 @@
+"""The end of the wire that waits for callers."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+from collections.abc import Callable
+from math import inf
+from typing import Final, TypeAlias
+
+from counterpoint.errors import PeerError
+from counterpoint.rpc.address import RpcAddress, UnixAddress, open_listen_socket, shared_memory_with
+from counterpoint.rpc.buffers import ReceiveBufferPool
+from counterpoint.rpc.channel import RpcChannel
+from counterpoint.rpc.connection import (
+    Connection,
+    ConnectionRole,
+    ConnectionState,
+    OnEnd,
+    OnRpcMessage,
+    set_socket_options,
+)
+from counterpoint.rpc.event_loop import READ, EventLoop
+from counterpoint.rpc.frame import DEFAULT_LIMITS, RpcLimits, RpcMessage
+from counterpoint.rpc.handshake import NONCE_BYTES, JobCredentials, server_handshake
+
+ACCEPTS_PER_TURN: Final = 16
+ACCEPT_RETRY_S: Final = 1.0  # before the next caller is let in when this process has no descriptor left
+OUT_OF_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+ReplyFunction: TypeAlias = Callable[[RpcMessage], RpcMessage]
+
+
+def listen(
+    loop: EventLoop,
+    address: RpcAddress,
+    credentials: JobCredentials,
+    on_message: OnRpcMessage,
+    *,
+    on_end: OnEnd | None = None,
+    limits: RpcLimits = DEFAULT_LIMITS,
+) -> Listener:
+    """Return a server that listens there; its ``place`` says which port it has got.
+
+    Args:
+        loop: that looks after it.
+        place: where.
+        secret: of the job.
+        on_letter: called with the connection and each letter that comes; a ProtocolError of it ends the connection.
+        on_end: called with each connection that ends, strangers included, and why; None after a goodbye.
+        limits: for each connection.
+
+    Raises:
+        LaunchError: the place is taken, or is beyond loopback and there is no key.
+    """
+    listener, found = open_listen_socket(address, is_keyed=credentials.key is not None)
+    with loop.lock:
+        server = Listener(loop, listener, found, credentials, limits)
+        server.on_message, server.on_end = on_message, on_end
+        loop.watch(server, READ)
+    return server
+
+
+def request_handler(reply: ReplyFunction) -> OnRpcMessage:
+    """Return what answers every letter, in the order in which they come."""
+    return lambda connection, letter: connection.send(reply(letter))
+
+
+class Listener:
+    """A place where callers come; each that has the key is a connection.
+
+    Args:
+        loop: that looks after it.
+        listener: the socket.
+        place: where it is.
+        secret: of the job.
+        limits: for its connections.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listen_socket: socket.socket,
+        address: RpcAddress,
+        credentials: JobCredentials,
+        limits: RpcLimits,
+    ) -> None:
+        self._loop = loop
+        self._socket = listen_socket
+        self._credentials = credentials
+        self._limits = limits
+        self._pool = ReceiveBufferPool()
+        self._connections: dict[Connection, None] = {}  # in the order in which they came
+        self._count = 0
+        self.on_message: OnRpcMessage | None = None
+        self.on_end: OnEnd | None = None
+        self.address = address
+        self.deadline = inf
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Those who have proved that they have the key, and have not ended."""
+        return [
+            connection
+            for connection in self._connections
+            if connection.state in {ConnectionState.OPEN, ConnectionState.CLOSING}
+        ]
+
+    @property
+    def num_unauthenticated(self) -> int:
+        """Those who have not."""
+        return len(self._connections) - len(self.connections)
+
+    def close(self) -> None:
+        """Nobody is let in any more, strangers are gone, and the connections close."""
+        with self._loop.lock:
+            self._stop_listening()
+            for connection in list(self._connections):
+                if connection.state is ConnectionState.OPEN:
+                    connection.close()
+                else:
+                    connection.abort()
+
+    def abort(self) -> None:
+        """Nobody is let in any more; connections end by themselves."""
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        self._loop.unwatch(self)
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._socket.fileno()
+
+    def on_ready(self, events: int) -> None:
+        """Somebody has come."""
+        del events
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                peer, address = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in OUT_OF_RESOURCES:
+                    self.deadline = self._loop.clock() + ACCEPT_RETRY_S
+                    self._loop.watch(self, 0)
+                return  # or the caller has gone already
+            self._accept(peer, address)
+
+    def on_timeout(self) -> None:
+        """Callers are let in again."""
+        self.deadline = inf
+        self._loop.watch(self, READ)
+
+    def _accept(self, peer: socket.socket, address: object) -> None:
+        """A stranger has a short while to greet, and the one who has had most of it goes when there are too many."""
+        if len(self._connections) - self.num_unauthenticated >= self._limits.max_connections:
+            peer.close()
+            return
+        if self.num_unauthenticated >= self._limits.max_unauthenticated:
+            next(
+                connection
+                for connection in self._connections
+                if connection.state in {ConnectionState.CONNECTING, ConnectionState.HANDSHAKE}
+            ).abort()
+        self._count += 1
+        name = (
+            f"caller {self._count} at {self.address}"
+            if isinstance(self.address, UnixAddress)
+            else f"caller {_format_address(address)}"
+        )
+        peer.setblocking(False)
+        set_socket_options(peer, self._limits)
+        greeting = server_handshake(
+            self._credentials, self._credentials.security_mode(self.address), secrets.token_bytes(NONCE_BYTES)
+        )
+        channel = RpcChannel(greeting, self._limits, self._pool, shared_memory_with(peer))
+        connection = Connection(self._loop, peer, channel, self._limits, role=ConnectionRole.SERVER, name=name)
+        self._connections[connection] = None
+        connection.start(self.on_message, self._on_end)
+
+    def _on_end(self, connection: Connection, error: PeerError | None) -> None:
+        del self._connections[connection]
+        if self.on_end is not None:
+            self.on_end(connection, error)
+
+
+def _format_address(address: object) -> str:
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "of a socket"

@@ -1,0 +1,1 @@
+"""Communication of one rank: sends, collectives, gradient buckets overlapped with backward, the server's loop."""

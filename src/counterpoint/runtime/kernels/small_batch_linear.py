@@ -1,0 +1,56 @@
+"""The output of a linear layer for few samples, as a rank has them that takes its part of a batch.
+
+Matrix libraries rearrange both operands before they multiply. For few samples that takes longer than the product
+itself, which here reads the weights once, as they lie in memory.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from counterpoint.fabric.shm.native import LinearArgs, native
+
+MAX_SAMPLES = 64
+"""From here on rearranging pays."""
+
+
+def small_batch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias``, up to rounding, without noting it for autograd.
+
+    Args:
+        x: (..., inputs).
+        weight: (outputs, inputs).
+        bias: (outputs), if there is one.
+    """
+    library = native().library
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    num_samples = x.numel() // max(weight.shape[-1], 1)
+    if (
+        library is None
+        or x.shape[-1:] != weight.shape[1:]
+        or (bias is not None and bias.shape != weight.shape[:1])
+        or not 0 < num_samples <= MAX_SAMPLES
+        or torch.get_num_threads() > 1
+        or not all(dtype_and_device(one) == (torch.float32, "cpu") and one.is_contiguous() for one in tensors)
+    ):
+        return F.linear(x, weight, bias)
+    found = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    layer = LinearArgs(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        y=found.data_ptr(),
+        rows=num_samples,
+        inputs=weight.shape[1],
+        outputs=weight.shape[0],
+    )
+    return found if library.cp_linear(byref(layer)) else F.linear(x, weight, bias)
+
+
+def dtype_and_device(tensor: Tensor) -> tuple[torch.dtype, str]:
+    """Return the type of a tensor's numbers and of the device they are on."""
+    return tensor.dtype, tensor.device.type

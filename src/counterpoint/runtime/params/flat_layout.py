@@ -1,0 +1,110 @@
+"""How the parameters of one unit lie back to back in a flat buffer; the same on every rank of a slice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+ShardSpan: TypeAlias = tuple[Fraction, Fraction]
+WHOLE: ShardSpan = (Fraction(0), Fraction(1))
+SMALL_BYTES = 64 << 10
+"""A gradient up to this size is moved together with others; a larger one at once, while it is in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlot:
+    """One parameter in an arena: its name, local shape, first element, option group; and one past its last element."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    group: int
+    stop: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.start + math.prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Where the parameters of one unit and dtype lie in their arena; the same on every rank of a slice.
+
+    Args:
+        dtype: of all of them.
+        slots: back to back, those of one option group together.
+        cut_anywhere: whether a share may end within a parameter.
+
+    Attributes:
+        num_elements: length of the arena.
+    """
+
+    dtype: torch.dtype
+    slots: tuple[ParamSlot, ...]
+    may_split_params: bool
+    num_elements: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_elements", self.slots[-1].stop if self.slots else 0)
+
+    def element_range(self, span: ShardSpan) -> tuple[int, int]:
+        """Return the elements from and to of a part of the arena."""
+        low, high = (int(self.num_elements * at) for at in span)
+        return self._align_to_param(low), self._align_to_param(high)
+
+    def shard_bounds(self, num_parts: int) -> list[int]:
+        """Return the ``num_state_slots + 1`` elements where its shares begin and end."""
+        return [self._align_to_param(self.num_elements * index // num_parts) for index in range(num_parts + 1)]
+
+    def _align_to_param(self, element: int) -> int:
+        if self.may_split_params or element == 0:
+            return element
+        return min(slot.stop for slot in self.slots if slot.stop >= element)
+
+    def as_param_shape(self, flat: Tensor, start: int, stop: int) -> Tensor:
+        """Return the numbers of a range in a parameter's shape where they are one and a share may not end within it."""
+        if self.may_split_params:
+            return flat
+        shapes = (slot.shape for slot in self.slots if (slot.start, slot.stop) == (start, stop))
+        return flat.view(next(shapes, (stop - start,)))
+
+    def slots_in(self, span: ShardSpan) -> Iterator[tuple[ParamSlot, int, int]]:
+        """Yield each parameter that has elements in a part, with the elements from and to."""
+        low, high = self.element_range(span)
+        for slot in self.slots:
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                yield slot, start, stop
+
+    def optimizer_ranges(self, span: ShardSpan) -> list[tuple[int, int, int]]:
+        """Return ``(group, start, stop)`` of every tensor an optimizer is given for a part of the arena."""
+        found: list[tuple[int, int, int]] = []
+        for slot, start, stop in self.slots_in(span):
+            if self.may_split_params and found and found[-1][0] == slot.group:
+                found[-1] = (slot.group, found[-1][1], stop)
+            else:
+                found.append((slot.group, start, stop))
+        return found
+
+
+def is_small(slot: ParamSlot, layout: FlatLayout) -> bool:
+    """Tell whether a gradient waits for others with which it is moved."""
+    return (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES
+
+
+def build_layouts(
+    params: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]], *, may_split_params: bool
+) -> tuple[FlatLayout, ...]:
+    """Return one layout per dtype for parameters given as ``(name, local shape, dtype, option group)``."""
+    layouts = []
+    for dtype in dict.fromkeys(dtype for _, _, dtype, _ in params):
+        slots: list[ParamSlot] = []
+        for name, shape, _, group in sorted((item for item in params if item[2] == dtype), key=lambda item: item[3]):
+            slots.append(ParamSlot(name, shape, slots[-1].stop if slots else 0, group))
+        layouts.append(FlatLayout(dtype, tuple(slots), may_split_params))
+    return tuple(layouts)

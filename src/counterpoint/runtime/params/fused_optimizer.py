@@ -1,0 +1,170 @@
+"""Updates in one pass over memory: gradients of all replicas are added up where the weights are updated.
+
+Optimizers of torch keep their state and their options; only the arithmetic of a step is done by the native library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref, c_void_p
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, optim
+from torch.autograd.graph import increment_version
+
+from counterpoint.fabric.shm.native import DTYPES, OptimizerStep, native
+from counterpoint.runtime.params.shared_params import GradRange
+from counterpoint.runtime.params.sparse_grads import add_rows
+
+OptimizerOptions = Mapping[str, Any]
+
+
+class GradSource(Protocol):
+    """Tells what adds up to the gradient of a tensor, range by range; nothing where it has none."""
+
+    def __call__(self, *, as_rows: bool) -> Sequence[GradRange]:
+        """Return the ranges; rows of tables may be left as such, or are added up."""
+
+
+def own_grad(param: Tensor, *, as_rows: bool) -> list[GradRange]:
+    """Return the gradient of a parameter that nothing is added to, if it has one, as a :class:`GradSource` does."""
+    return [] if param.grad is None else [GradRange(0, param.numel(), [param.grad])]
+
+
+def is_param_contiguous(param: Tensor) -> bool:
+    """Tell whether a parameter and its gradient, if it has one, are flat memory in the same order."""
+    tensors = [param] if param.grad is None else [param, param.grad]
+    return all(one.layout == torch.strided and one.is_contiguous() for one in tensors)
+
+
+def supports_fused_update(optimizer: optim.Optimizer) -> bool:
+    """Tell whether a step of this optimizer can be taken here, with its options as they stand."""
+    if native().library is None or type(optimizer) not in FUSED_OPTIMIZERS:
+        return False
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or group.get("capturable"):
+            return False
+        if any(tensor.dtype not in {torch.float32, torch.float64} or not tensor.is_cpu for tensor in group["params"]):
+            return False
+    return True
+
+
+def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) -> bool:
+    """Tell whether a step changes only weights with a gradient, and by a multiple of it, so that rows can be added."""
+    return type(optimizer) is optim.SGD and not options["momentum"] and not options["weight_decay"]
+
+
+def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) -> None:
+    """Take one step on all tensors of an optimizer that have a gradient; :func:`supports_fused_update` has said that it can.
+
+    Args:
+        optimizer: keeps the state, as after a step of its own.
+        sums: of each tensor, by identity.
+    """
+    for group in optimizer.param_groups:
+        as_rows = supports_row_updates(optimizer, group)
+        for tensor in group["params"]:
+            stretches = sources[id(tensor)](as_rows=as_rows)
+            if stretches:
+                update_tensor(optimizer, group, tensor, stretches)
+                increment_version(tensor)
+
+
+def update_tensor(
+    optimizer: optim.Optimizer, options: OptimizerOptions, weights: Tensor, grad_ranges: Sequence[GradRange]
+) -> None:
+    """Take one step on one tensor; :func:`supports_fused_update` has said that this is possible.
+
+    Args:
+        optimizer: keeps the state, as after a step of its own.
+        options: of the tensor's group.
+        weights: the tensor.
+        gradient: what adds up to it, range by range; there are rows only where :func:`supports_row_updates` says so.
+    """
+    library = native().library
+    assert library is not None, "whoever comes here has asked"
+    number, describe = FUSED_OPTIMIZERS[type(optimizer)]
+    step = describe(optimizer.state[weights], options, weights)
+    step.kind, step.dtype = number, DTYPES[weights.dtype]
+    step.maximize = int(bool(options.get("maximize")))
+    first, begin = [step.state0, step.state1, step.state2], grad_ranges[0].start if grad_ranges else 0
+    for stretch in grad_ranges:
+        low, high = stretch.start - begin, stretch.stop - begin
+        if not stretch.parts:
+            factor = float(options["lr"]) * (1.0 if step.maximize else -1.0)
+            add_rows(weights.detach().view(-1)[low:high], stretch.table_offset, stretch.row_grads, factor)
+            continue
+        skipped_bytes = low * weights.element_size()
+        step.count, step.weights = high - low, weights.data_ptr() + skipped_bytes
+        step.state0, step.state1, step.state2 = (None if at is None else at + skipped_bytes for at in first)
+        step.num_parts = len(stretch.parts)
+        step.parts = (c_void_p * len(stretch.parts))(*(part.data_ptr() for part in stretch.parts))
+        library.cp_update(byref(step))
+
+
+def _sgd(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
+    step = OptimizerStep(
+        lr=float(options["lr"]),
+        weight_decay=float(options["weight_decay"]),
+        beta1=float(options["momentum"]),
+        beta2=float(options["dampening"]),
+        nesterov=int(bool(options["nesterov"])),
+    )
+    if options["momentum"]:
+        step.is_first = int(state.get("momentum_buffer") is None)
+        if step.is_first:
+            state["momentum_buffer"] = torch.empty_like(weights)
+        step.state0 = state["momentum_buffer"].data_ptr()
+    return step
+
+
+def _adam(state: dict[str, Any], options: OptimizerOptions, weights: Tensor, *, decoupled: bool) -> OptimizerStep:
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())):
+            state[name] = torch.zeros_like(weights)
+    state["step"] += 1
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    return OptimizerStep(
+        lr=float(options["lr"]),
+        weight_decay=float(options["weight_decay"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=float(options["eps"]),
+        turn=float(state["step"]),
+        decoupled=int(decoupled or bool(options.get("decoupled_weight_decay"))),
+        state0=state["exp_avg"].data_ptr(),
+        state1=state["exp_avg_sq"].data_ptr(),
+        state2=state["max_exp_avg_sq"].data_ptr() if options["amsgrad"] else None,
+    )
+
+
+def _adagrad(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
+    state["step"] += 1
+    decayed = 1 + (float(state["step"]) - 1) * float(options["lr_decay"])
+    return OptimizerStep(
+        lr=float(options["lr"]) / decayed,
+        weight_decay=float(options["weight_decay"]),
+        eps=float(options["eps"]),
+        state0=state["sum"].data_ptr(),
+    )
+
+
+def _adam_plain(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
+    return _adam(state, options, weights, decoupled=False)
+
+
+def _adam_decoupled(state: dict[str, Any], options: OptimizerOptions, weights: Tensor) -> OptimizerStep:
+    return _adam(state, options, weights, decoupled=True)
+
+
+FUSED_OPTIMIZERS: dict[
+    type[optim.Optimizer], tuple[int, Callable[[dict[str, Any], OptimizerOptions, Tensor], OptimizerStep]]
+] = {
+    optim.SGD: (0, _sgd),
+    optim.Adam: (1, _adam_plain),
+    optim.AdamW: (1, _adam_decoupled),
+    optim.Adagrad: (2, _adagrad),
+}
+"""Whose steps can be taken here: their number in the library, and how they are described to it."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules: in which order a stage runs forwards and backwards of its microbatches."""

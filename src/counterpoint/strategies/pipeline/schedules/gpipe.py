@@ -1,0 +1,31 @@
+"""Fill and drain: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from counterpoint.strategies.pipeline.schedules.schedule import PipelineAction, StageReplica
+
+
+def gpipe(replica: StageReplica) -> Iterator[PipelineAction]:
+    """Run all microbatches forward, then all backward, the last one first.
+
+    All m microbatches of a replica are in flight at once; the bubble is ``(n-1)/(m+n-1)`` for n stages. With v chunks
+    per stage all microbatches go through one chunk before the next: ``v m`` in flight, and, for ``m >= n``, a bubble of
+    ``(n-1)/(v m+n-1)``.
+
+    Source:
+        Huang et al., GPipe: Efficient Training of Giant Neural Networks, NeurIPS 2019, section 2; with chunks
+        Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023.
+    """
+    for chunk in range(replica.chunks):
+        for micro in replica.micros:
+            yield PipelineAction("F", micro, chunk)
+    for chunk in reversed(range(replica.chunks)):
+        for micro in reversed(replica.micros):
+            yield PipelineAction("B", micro, chunk)
+
+
+def in_flight(replica: StageReplica) -> int:
+    """Return every microbatch on every chunk."""
+    return replica.chunks * len(replica.micros)

@@ -1,0 +1,115 @@
+"""A disk that stops, fills up or loses its cache at the operation a test names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from counterpoint.checkpoint.file_ops import LocalFileOps
+
+
+class SimulatedCrash(BaseException):
+    """The process died here; no ``except Exception`` may catch it, and nothing more reaches the disk."""
+
+
+class FailingDisk(LocalFileOps):
+    """The real disk until operation number ``at`` (from 1); then every operation ends in ``failure``.
+
+    Not a frozen value: it counts what was done to it.
+
+    Args:
+        at: the first operation that fails; 0 for none, to count.
+        failure: makes the exception; a ``SimulatedCrash`` stands for kill -9.
+        free: what ``free_bytes`` answers from operation ``at`` on; None asks the real disk.
+    """
+
+    def __init__(
+        self, fail_at: int = 0, failure: Callable[[], BaseException] = SimulatedCrash, free: int | None = None
+    ) -> None:
+        self.log: list[str] = []
+        self._fail_at = fail_at
+        self._failure = failure
+        self._free = free
+        self._paths: dict[int, Path] = {}
+        self._unsynced_files: set[Path] = set()
+        self._unsynced_names: list[tuple[str, Path, Path]] = []
+
+    def drop_unsynced(self) -> None:
+        """The disk is as after a power cut at the worst moment: what was not synced has never happened."""
+        for path in self._unsynced_files:
+            if path.exists():
+                os.truncate(path, 0)
+        for kind, source, target in reversed(self._unsynced_names):
+            if not target.exists():
+                continue
+            if kind == "rename":
+                target.rename(source)
+            elif kind == "create":
+                target.unlink()
+
+    def make_folder(self, path: Path) -> None:
+        """A new folder stands at ``path``."""
+        self._step("make_folder", path)
+        super().make_folder(path)
+
+    def create(self, path: Path) -> int:
+        """A new empty file stands at ``path``."""
+        self._step("create", path)
+        descriptor = super().create(path)
+        self._paths[descriptor] = path
+        self._unsynced_files.add(path)
+        self._unsynced_names.append(("create", path, path))
+        return descriptor
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        """All of ``data`` is appended; where this operation fails, half of it."""
+        try:
+            self._step("write", self._paths[descriptor])
+        except OSError:
+            super().write(descriptor, data[: len(data) // 2])
+            raise
+        super().write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        """The file's bytes are safe."""
+        self._step("sync", self._paths[descriptor])
+        super().sync(descriptor)
+        self._unsynced_files.discard(self._paths[descriptor])
+
+    def sync_folder(self, path: Path) -> None:
+        """The folder's names are safe."""
+        self._step("sync_folder", path)
+        super().sync_folder(path)
+        self._unsynced_names = [entry for entry in self._unsynced_names if entry[2].parent != path]
+
+    def rename(self, source: Path, target: Path) -> None:
+        """What stood at ``source`` stands at ``target``."""
+        self._step("rename", target)
+        super().rename(source, target)
+        self._unsynced_files = {target / path.name if path.parent == source else path for path in self._unsynced_files}
+
+        def moved(path: Path) -> Path:
+            return target / path.name if path.parent == source else path
+
+        self._unsynced_names = [(kind, moved(first), moved(second)) for kind, first, second in self._unsynced_names]
+        self._unsynced_names.append(("rename", source, target))
+
+    def unlink(self, path: Path) -> None:
+        """The file is gone."""
+        self._step("unlink", path)
+        super().unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """The folder is gone."""
+        self._step("remove_folder", path)
+        super().remove_folder(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """Return what the test wants, or the truth."""
+        return super().free_bytes(path) if self._free is None or len(self.log) < self._fail_at else self._free
+
+    def _step(self, word: str, path: Path) -> None:
+        self.log.append(f"{word} {path.name}")
+        if self._fail_at and len(self.log) >= self._fail_at:
+            raise self._failure()

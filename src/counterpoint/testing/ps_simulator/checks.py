@@ -1,0 +1,247 @@
+"""The update rules of bsp, ssp and asp in sequence: of the server's, nothing is used but the order of its journal.
+
+What must hold of a finished run, said a second time and in other words than in the code that is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from counterpoint.ps.coordinator import Coordinator
+from counterpoint.ps.job_config import Bsp, JobConfig, Ssp
+from counterpoint.ps.messages import (
+    JoinClock,
+    JournalEntry,
+    KeySpec,
+    LeaveClock,
+    PushReply,
+    PushRequest,
+    SetMembers,
+    WriteRequest,
+)
+from counterpoint.ps.placement import shard_of_row
+from counterpoint.ps.replication import PrimaryReplica
+from counterpoint.ps.server import ServerNode
+from counterpoint.ps.shard import PsShard, replay_journal
+from counterpoint.ps.storage.key_storage import initial_rows
+from counterpoint.ps.update_rules import Adagrad, Adam, Assign, Sgd
+from counterpoint.testing.ps_simulator.cluster import ObservedHistory, entry_id
+from counterpoint.testing.ps_simulator.simulated_worker import (
+    RANGE_KEY,
+    TABLE_KEY,
+    initial_range,
+    key_specs,
+    slice_gradient,
+)
+
+
+def check_values(job: JobConfig, index: int, pushes: Sequence[PushRequest], shard: PsShard) -> Iterator[str]:
+    """Yield where gradients in a journal, or a shard in the end, are not what one machine with torch's optimizer makes.
+
+    Args:
+        job: what was done.
+        index: the shard.
+        pushes: of its journal, in order.
+        shard: as it is in the end.
+    """
+    is_bsp = isinstance(job.consistency, Bsp)
+    for spec in key_specs(job, index):
+        rows = torch.arange(spec.high)
+        param = nn.Parameter(initial_rows(spec, rows) if spec.width else initial_range(spec))
+        optimizer = make_torch_optimizer(spec, param)
+        versions = [param.detach().clone()]
+        for update in _group_updates(job, [push for push in pushes if push.key == spec.key]):
+            yield from _check_gradients(index, update, versions)
+            param.grad = _sum_gradients(update, param)
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+                optimizer.step()
+            versions.append(param.detach().clone())
+        own = rows[shard_of_row(rows, job.num_shards) == index] if spec.width else None
+        found, wanted = shard.keys[spec.key].storage.read(own), param.detach() if own is None else param.detach()[own]
+        is_same = torch.allclose(found, wanted, rtol=1e-12, atol=1e-14) if is_bsp else torch.equal(found, wanted)
+        if not is_same:
+            yield f"{spec.key} of shard {index} is {found.tolist()}, and its rule says {wanted.tolist()}"
+
+
+def _group_updates(job: JobConfig, pushes: Sequence[PushRequest]) -> Iterator[list[PushRequest]]:
+    """Yield the pushes that make one update, each portion once."""
+    first: dict[int, PushRequest] = {}
+    for push in pushes:
+        first.setdefault(push.slice_index, push)
+    if not isinstance(job.consistency, Bsp):
+        yield from ([push] for push in first.values())
+        return
+    size = job.consistency.slices_per_step
+    for start in range(0, len(first), size):
+        yield [first[portion] for portion in range(start, start + size) if portion in first]
+
+
+def _check_gradients(index: int, update: Sequence[PushRequest], versions: Sequence[Tensor]) -> Iterator[str]:
+    for push in update:
+        read = versions[push.read_version] if push.rows is None else versions[push.read_version][push.rows]
+        if not torch.equal(slice_gradient(read, push.slice_index), push.values):
+            yield f"push {entry_id(push)} of {push.key} on shard {index} is not the gradient at version {push.read_version}"
+
+
+def _sum_gradients(update: Sequence[PushRequest], param: Tensor) -> Tensor:
+    """Return the gradient of one update."""
+    total = torch.zeros_like(param)
+    for push in update:
+        if push.rows is None:
+            total = total + push.values if len(update) > 1 else push.values
+        else:
+            total[push.rows] += push.values
+    named = [push.rows for push in update if push.rows is not None]
+    if not named:
+        return total
+    rows = torch.cat(named).unique()  # type: ignore[no-untyped-call]
+    return torch.sparse_coo_tensor(rows[None], total[rows], total.shape, check_invariants=False, is_coalesced=True)
+
+
+def make_torch_optimizer(spec: KeySpec, param: nn.Parameter) -> torch.optim.Optimizer:
+    """Return torch's own optimizer for the rule of a key."""
+    match spec.rule:
+        case Assign():
+            return torch.optim.SGD([param], 1.0)
+        case Sgd():
+            return torch.optim.SGD([param], spec.rule.lr, spec.rule.momentum, foreach=False)
+        case Adagrad():
+            return torch.optim.Adagrad([param], spec.rule.lr, foreach=False)
+        case Adam():
+            return torch.optim.Adam([param], spec.rule.lr, (spec.rule.beta1, spec.rule.beta2), foreach=False)
+
+
+def check_run(
+    job: JobConfig, coordinator: Coordinator, nodes: Sequence[ServerNode], history: ObservedHistory
+) -> list[str]:
+    """Return what is wrong with a run that is over."""
+    found: list[str] = []
+    for index, keepers in enumerate(coordinator.state.replicas):  # whoever kept it before may not have heard of it yet
+        keeping = [node for node in nodes if node.name in {keepers.primary, keepers.backup}]
+        found += _check_shard(job, index, keeping, history)
+    return [*found, *_check_tasks(job, coordinator), *_check_snapshots(job, history)]
+
+
+def _check_shard(job: JobConfig, index: int, nodes: Sequence[ServerNode], history: ObservedHistory) -> Iterator[str]:
+    journal = history.journals.get(index, {})
+    entries = [journal[position] for position in sorted(journal)]
+    if sorted(journal) != list(range(len(journal))):
+        yield f"the journal of shard {index} has gaps: {sorted(journal)}"
+        return
+    copies = shard_copies(index, nodes)
+    if not copies:
+        yield f"nobody keeps shard {index} in the end"
+        return
+    yield from check_acknowledged(index, entries, history)
+    yield from check_replicas(job, index, entries, nodes, history)
+    yield from check_replay(job, index, entries, copies)
+    if isinstance(job.consistency, Ssp):
+        yield from check_staleness(job.consistency.staleness, index, entries)
+    yield from check_values(job, index, [entry for entry in entries if isinstance(entry, PushRequest)], copies[0][1])
+
+
+def shard_copies(index: int, nodes: Sequence[ServerNode]) -> list[tuple[str, PsShard]]:
+    """Return the copies of a shard with their servers' names, that of the first keeper first."""
+    found = [(node.name, held) for node in nodes if (held := node.shard_replicas.get(index)) is not None]
+    found.sort(key=lambda one: not isinstance(one[1], PrimaryReplica))
+    return [(name, held.shard) for name, held in found if held.shard is not None]
+
+
+def check_acknowledged(index: int, entries: Sequence[JournalEntry], history: ObservedHistory) -> Iterator[str]:
+    """Yield pushes that a worker was told are counted, and that are not in the journal."""
+    names = {entry_id(entry) for entry in entries}
+    for shard, name in history.acknowledged:
+        if shard == index and name not in names:
+            yield f"an acknowledged update is lost: push {name} on shard {index}"
+
+
+def check_replicas(
+    job: JobConfig, index: int, entries: Sequence[JournalEntry], nodes: Sequence[ServerNode], history: ObservedHistory
+) -> Iterator[str]:
+    """Yield keepers that lack a part of the journal, or have more than it and than what they have noted as uncertain.
+
+    A server that keeps the shard alone may be ahead of its journal by what its disk does not have yet.
+    """
+    for node in nodes:
+        held = node.shard_replicas.get(index)
+        shard = None if held is None else held.shard
+        if held is None or shard is None or shard.position < len(entries):
+            has = "nothing" if shard is None else f"{shard.position} entries"
+            yield f"{node.name} keeps {has} of shard {index}, whose journal has {len(entries)}"
+        elif shard.position > len(entries) and not (isinstance(held, PrimaryReplica) and held.has_no_backup):
+            noted = history.uncommitted((node.name, node.membership.incarnation), index)
+            more = [noted[at] for at in range(len(entries), shard.position) if at in noted]
+            if replay_journal(job, index, [*entries, *more]).digest() != shard.digest():
+                yield f"shard {index} on {node.name} is not what it has noted of {shard.position} entries"
+
+
+def check_replay(
+    job: JobConfig, index: int, entries: Sequence[JournalEntry], copies: Sequence[tuple[str, PsShard]]
+) -> Iterator[str]:
+    """Yield data that is not counted exactly once, and copies that are not what the journal makes, bit for bit."""
+    counted: dict[str, list[int]] = {RANGE_KEY: [], TABLE_KEY: []}
+    shard = PsShard(job, index)
+    for position, entry in enumerate(entries, 1):
+        answer = shard.apply(entry)
+        if isinstance(entry, PushRequest) and isinstance(answer, PushReply) and answer.is_new:
+            counted[entry.key].append(entry.slice_index)
+        due = [(name, copy) for name, copy in copies if copy.position == position]
+        digest = shard.digest() if due else ""
+        for name, copy in due:
+            if copy.digest() != digest:
+                yield f"shard {index} on {name} is not what its journal says after {position} entries"
+    for key, portions in counted.items():
+        if sorted(portions) != list(range(job.data.num_slices * job.data.num_epochs)):
+            yield f"{key} of shard {index} has counted portions {sorted(portions)}"
+
+
+def check_staleness(staleness: int, index: int, entries: Sequence[JournalEntry]) -> Iterator[str]:
+    """Yield pushes whose gradient had not seen what the slowest had pushed ``staleness`` clocks before."""
+    for key in (RANGE_KEY, TABLE_KEY):
+        clocks: dict[tuple[str, int], int] = {}
+        slowest_at, seen, slowest = [0], set[int](), 0
+        for entry in entries:
+            match entry:
+                case JoinClock():
+                    clocks[requester(entry)] = slowest
+                case LeaveClock():
+                    clocks.pop(requester(entry), None)
+                case SetMembers():
+                    lives = {(worker.name, worker.incarnation) for worker in entry.workers}
+                    clocks = {life: clock for life, clock in clocks.items() if life in lives}
+                case PushRequest() if entry.key == key:
+                    clock = clocks.get(requester(entry), 1 << 40)
+                    if slowest_at[entry.read_version] < clock - staleness:
+                        yield f"push {entry_id(entry)} of {key} on shard {index} is staler than {staleness}"
+                    clocks[requester(entry)] = clock + 1
+                    if entry.slice_index not in seen:
+                        seen.add(entry.slice_index)
+                        slowest_at.append(slowest)
+                case _:
+                    pass
+            slowest = min(clocks.values(), default=slowest)
+            slowest_at[-1] = slowest
+
+
+def requester(entry: WriteRequest) -> tuple[str, int]:
+    """Return who asked."""
+    return entry.header.member, entry.header.incarnation
+
+
+def _check_tasks(job: JobConfig, coordinator: Coordinator) -> Iterator[str]:
+    done = sorted(coordinator.state.tasks.done)
+    starts = range(0, job.data.num_slices, job.data.slices_per_task)
+    if done != [(epoch, start) for epoch in range(job.data.num_epochs) for start in starts]:
+        yield f"tasks done are {done}"
+
+
+def _check_snapshots(job: JobConfig, history: ObservedHistory) -> Iterator[str]:
+    """Yield cuts whose parts have not counted the same data."""
+    for cut in sorted({cut for cut, _ in history.snapshots}):
+        states = [history.snapshots.get((cut, index)) for index in range(job.num_shards)]
+        counted = {key.progress.applied_slices for state in states if state is not None for key in state.keys}
+        if len(counted) > 1 or None in states:
+            yield f"the parts of cut {cut} have counted different data: {sorted(counted)}"

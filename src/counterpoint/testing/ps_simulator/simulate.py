@@ -1,0 +1,226 @@
+"""One seed: a job, its machines, their bad days, and the verdict on what came out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from counterpoint.errors import CounterpointError
+from counterpoint.ps.actions import COORDINATOR
+from counterpoint.ps.client import PsClient
+from counterpoint.ps.coordinator import COORDINATOR_LOG, Coordinator
+from counterpoint.ps.job_config import Asp, Bsp, Consistency, DataConfig, JobConfig, RetryPolicy, Ssp, Timeouts
+from counterpoint.ps.replication import shard_log_name
+from counterpoint.ps.server import ServerNode
+from counterpoint.ps.write_ahead_log import decode_log
+from counterpoint.testing.ps_simulator.checks import check_run
+from counterpoint.testing.ps_simulator.cluster import (
+    FaultRates,
+    ObservedHistory,
+    SimulatedCluster,
+    SimulatedHost,
+    draw_faults,
+)
+from counterpoint.testing.ps_simulator.simulated_worker import SimulatedWorker
+
+TIMEOUTS = Timeouts(heartbeat_s=0.5, failure_timeout_s=3.0, lease_s=6.0, resend_s=1.0)
+RETRY_POLICY = RetryPolicy(max_failures=1000, max_preemptions=10_000)
+DRAIN_TIMEOUT_S = 200.0
+"""Virtual time after the last fault within which a job must be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What one seed came to.
+
+    Attributes:
+        seed: which.
+        job: what was done.
+        faults: what went wrong.
+        events: how much happened.
+        seconds: of virtual time.
+        violations: what must not be, and was.
+        history: all that was seen.
+    """
+
+    seed: int
+    job: JobConfig
+    faults: FaultRates
+    events: int
+    seconds: float
+    violations: tuple[str, ...]
+    history: ObservedHistory
+
+
+def draw_job(random: Random) -> JobConfig:
+    """Return a small job: a way of counting, one to three servers, some data."""
+    step = random.choice((2, 3, 4))
+    consistency: Consistency = random.choice((Bsp(step), Ssp(random.randrange(3)), Asp()))
+    is_bsp = isinstance(consistency, Bsp)
+    task = 1 if is_bsp else random.choice((1, 2, 3))
+    work = DataConfig(step * random.choice((2, 3)), random.choice((1, 2)), task, step if is_bsp else 0)
+    return JobConfig("j" * random.randrange(1, 4), consistency, random.choice((1, 2, 3)), work, RETRY_POLICY, TIMEOUTS)
+
+
+def simulate(
+    seed: int, *, faults: FaultRates | None = None, draw_job: Callable[[Random], JobConfig] = draw_job
+) -> SimulationResult:
+    """Return what a seed comes to.
+
+    Args:
+        seed: of everything that is left to chance.
+        faults: what goes wrong; drawn from the seed, if not given.
+        draw_job: makes the job.
+    """
+    with torch.inference_mode():  # tensors of a few numbers are made by the thousand: nothing is kept for a backward
+        return _simulate(seed, faults, draw_job)
+
+
+def _simulate(seed: int, faults: FaultRates | None, draw_job: Callable[[Random], JobConfig]) -> SimulationResult:
+    random = Random(seed)
+    job = draw_job(random)
+    bad = draw_faults(random) if faults is None else faults
+    world = SimulatedCluster(random, bad, tick_s=0.5)
+    cast = _SimulatedJob(world, job)
+    cast.start()
+    try:
+        while not cast.is_finished and world.now < bad.stop_s + DRAIN_TIMEOUT_S and not world.history.violations:
+            world.step()
+    except CounterpointError as error:
+        world.history.violations.append(f"a machine stopped at {world.now:.1f} s: {error}")
+    found = [*world.history.violations, *(host.worker.error for host in cast.workers if host.worker)]
+    if not any(found):
+        book = cast.running_coordinator
+        found += (
+            [cast.describe_progress()]
+            if book is None or not cast.is_finished
+            else check_run(job, book, cast.nodes, world.history)
+        )
+    return SimulationResult(seed, job, bad, world.num_events, world.now, tuple(filter(None, found)), world.history)
+
+
+class _SimulatedJob:
+    """The machines of a job, and what befalls them."""
+
+    def __init__(self, world: SimulatedCluster, job: JobConfig) -> None:
+        self.cluster, self.job = world, job
+        self.random = world.random
+        self.coordinator = SimulatedHost(COORDINATOR, self._coordinator)
+        self.servers = [SimulatedHost(f"server-{index}", self._node) for index in range(job.num_servers)]
+        self.workers = [SimulatedHost(f"worker-{index}", self._client) for index in range(self.random.randrange(1, 4))]
+        self.failure_probability = self.random.choice((0.0, 0.1))
+
+    def start(self) -> None:
+        """Everybody starts, and their troubles begin."""
+        spare = [SimulatedHost(f"server-{self.job.num_servers}", self._node)] if self.job.num_servers > 1 else []
+        self.servers += spare
+        for host in (self.coordinator, *self.servers):
+            self.cluster.add_host(host, self.random.random())
+        for host in self.workers:
+            self.cluster.add_host(host, 5 * self.random.random())
+        faults = self.cluster.faults
+        for every_s, what in (
+            (faults.crash_every_s, self._crash),
+            (faults.pause_every_s, self._pause),
+            (faults.partition_every_s, self._break_link),
+        ):
+            if every_s:
+                self._repeat(every_s, what)
+
+    def _coordinator(self, host: SimulatedHost, _token: int) -> Coordinator:
+        raw = host.disk.read(COORDINATOR_LOG)
+        lines, size = decode_log(raw)
+        host.disk.truncate(COORDINATOR_LOG, size)
+        return Coordinator(self.job, lines, self.cluster.now)
+
+    def _node(self, host: SimulatedHost, token: int) -> ServerNode:
+        logs = {}
+        for shard in range(self.job.num_shards):
+            lines, size = decode_log(host.disk.read(shard_log_name(shard)))
+            host.disk.truncate(shard_log_name(shard), size)
+            for position, entry in enumerate(lines):
+                self.cluster.history.add_entry(shard, position, entry)
+            if lines:
+                logs[shard] = lines
+        return ServerNode(self.job, host.name, token, logs=logs)
+
+    def _client(self, host: SimulatedHost, token: int) -> PsClient:
+        client = PsClient(self.job, host.name, token)
+        host.worker = SimulatedWorker(client, self.random, self.failure_probability if self.cluster.has_faults else 0.0)
+        return client
+
+    @property
+    def running_coordinator(self) -> Coordinator | None:
+        """The coordinator, if it is up."""
+        return self.coordinator.machine if isinstance(self.coordinator.machine, Coordinator) else None
+
+    @property
+    def nodes(self) -> list[ServerNode]:
+        """The servers that are up."""
+        return [host.machine for host in self.servers if isinstance(host.machine, ServerNode)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all data is counted, everybody is well, and the servers agree on who they are."""
+        machine = self.coordinator.machine
+        if not isinstance(machine, Coordinator):
+            return False
+        book = machine.state
+        if book.tasks.todo or book.tasks.doing or book.snapshot is not None or not book.replicas:
+            return False
+        self.cluster.is_healed = True
+        up = {node.name for node in self.nodes if node.generation == book.generation}
+        return all(one.is_backup_ready and {one.primary, one.backup} - {""} <= up for one in book.replicas)
+
+    def describe_progress(self) -> str:
+        """Say how far it came."""
+        if self.running_coordinator is None:
+            return "no progress: there is no coordinator"
+        queue = self.running_coordinator.state.tasks
+        errors = [host.worker.error for host in self.workers if host.worker and host.worker.error]
+        return (
+            f"no progress: {len(queue.done)} tasks done, {len(queue.doing)} given, {len(queue.todo)} left, "
+            f"keepers {self.running_coordinator.state.replicas}, cut {self.running_coordinator.state.snapshot} after {self.cluster.now:.0f} s {errors}"
+        )
+
+    def _repeat(self, every_s: float, what: Callable[[], None]) -> None:
+        def now() -> None:
+            if self.cluster.has_faults:
+                what()
+                self._repeat(every_s, what)
+
+        self.cluster.schedule(self.cluster.now + self.random.expovariate(1 / every_s), now)
+
+    def _crash(self) -> None:
+        host = self.random.choice([self.coordinator, *self.servers, *self.workers])
+        if host.machine is None or (isinstance(host.machine, ServerNode) and not self._is_redundant(host)):
+            return
+        self.cluster.crash(host, 0.2 + 6 * self.random.random())
+
+    def _is_redundant(self, host: SimulatedHost) -> bool:
+        """Tell whether another server has everything that this one has."""
+        coordinator = self.running_coordinator
+        if self.job.num_servers == 1:
+            return True
+        if coordinator is None or not coordinator.state.replicas:
+            return False
+        up = {one.identity for one in self.servers if one.machine is not None}
+        lives = {name: life.joined.incarnation for name, life in coordinator.state.members.items()}
+        for keepers in coordinator.state.replicas:
+            if host.name in {keepers.primary, keepers.backup, keepers.former_replica}:
+                other = keepers.backup if host.name == keepers.primary else keepers.primary
+                if not keepers.is_backup_ready or (other, lives.get(other, 0)) not in up:
+                    return False
+        return True
+
+    def _pause(self) -> None:
+        host = self.random.choice([self.coordinator, *self.servers, *self.workers])
+        host.paused_until = self.cluster.now + self.random.choice((0.5, 2.0, 8.0)) * self.random.random()
+
+    def _break_link(self) -> None:
+        names = [host.name for host in (self.coordinator, *self.servers, *self.workers)]
+        first, second = self.random.sample(names, 2)
+        self.cluster.broken_links[frozenset((first, second))] = self.cluster.now + 10 * self.random.random()

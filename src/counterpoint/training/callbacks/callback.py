@@ -1,0 +1,148 @@
+"""What happens in a run, told to whoever listens: progress bars, run folders, a user's own callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from counterpoint.compiler.compile import CompiledPlan
+from counterpoint.planner.choose import PlanChoice
+from counterpoint.program.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """A run is about to take its first step.
+
+    Args:
+        compiled: the plan, its program and its proof.
+        first_step: the number of the first step; above 0 for a resumed run.
+        num_steps: steps of the whole run.
+        batch_size: samples of one global batch.
+        choice: what the plan was weighed against, where that was left open.
+    """
+
+    compiled: CompiledPlan
+    first_step: int
+    num_steps: int
+    batch_size: int
+    choice: PlanChoice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """One step is done.
+
+    Args:
+        step: its number, from 0.
+        epoch: the epoch its batch belongs to.
+        loss: mean over the samples of the batch (of this worker's part under an asynchronous server).
+        num_samples: samples of the batch (of this worker's part).
+        seconds: how long it took, reading the batch included.
+        grad_norm: global norm; nan when it was not needed.
+        fault: why the step was left out; empty when it was applied.
+        options: learning rate and so on, of the first group.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    num_samples: int
+    seconds: float
+    grad_norm: float
+    skip_reason: str
+    options: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEnd:
+    """The model was measured on held-out data after so many steps."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecorded:
+    """One step was measured word by word on every rank."""
+
+    step: int
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint was written."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The run is over; ``error`` says why if it ended early."""
+
+    num_steps: int
+    error: BaseException | None = None
+
+
+class Callback:
+    """Listens to a run; every method may be left out. Called on rank 0 only, unless ``on_every_rank`` is set."""
+
+    on_every_rank = False
+
+    def on_start(self, event: RunStart) -> None:
+        """A run begins."""
+        return
+
+    def on_step(self, event: StepEnd) -> None:
+        """A step is done."""
+        return
+
+    def on_evaluation(self, event: EvaluationEnd) -> None:
+        """Held-out data was measured."""
+        return
+
+    def on_trace(self, event: TraceRecorded) -> None:
+        """A step was measured word by word."""
+        return
+
+    def on_checkpoint(self, event: CheckpointSaved) -> None:
+        """A checkpoint was written."""
+        return
+
+    def on_end(self, event: RunEnd) -> None:
+        """The run is over."""
+        return
+
+
+def callbacks_on_every_rank(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the callbacks that want to listen on every rank."""
+    return [callback for callback in callbacks if callback.on_every_rank]
+
+
+@dataclass(slots=True)
+class History(Callback):
+    """Keeps every event of a run in memory.
+
+    Args:
+        steps: all steps, in order.
+        evaluations: all evaluations, in order.
+    """
+
+    steps: list[StepEnd] = field(default_factory=list)
+    evaluations: list[EvaluationEnd] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step."""
+        return [step.loss for step in self.steps]
+
+    def on_step(self, event: StepEnd) -> None:
+        """Keep a step."""
+        self.steps.append(event)
+
+    def on_evaluation(self, event: EvaluationEnd) -> None:
+        """Keep an evaluation."""
+        self.evaluations.append(event)

@@ -1,0 +1,1 @@
+"""What a run shows: progress renderers, the HTML report, TensorBoard files, calibrated simulation."""

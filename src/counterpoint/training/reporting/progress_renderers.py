@@ -1,0 +1,260 @@
+"""The faces of progress: each takes records (plain JSON objects) and shows them in its own way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+ProgressRecord: TypeAlias = Mapping[str, Any]
+RELAY_PREFIX = "\x1e"
+"""What a relayed record starts with: RFC 7464's record separator, which no text line begins with."""
+
+
+class ProgressRenderer(Protocol):
+    """Shows records."""
+
+    @property
+    def redraws(self) -> bool:
+        """Whether a new record replaces the one before, so that many do no harm."""
+        ...
+
+    def show(self, record: ProgressRecord) -> None:
+        """The record is visible."""
+        ...
+
+    def write_line(self, text: str) -> None:
+        """A line that is no record is visible."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+def make_renderer(mode: str, stream: TextIO, clock: Callable[[], float]) -> ProgressRenderer:
+    """Return the view of a mode; ``auto`` looks at the stream."""
+    if mode == "off":
+        return LineRenderer(stream, lambda record: None)
+    if mode == "json":
+        return LineRenderer(stream, format_json)
+    if mode == "relay":
+        return LineRenderer(stream, lambda record: RELAY_PREFIX + format_json(record), redraws=True)
+    if mode == "rich" or (mode == "auto" and can_redraw(stream)):
+        return BarRenderer(stream, clock)
+    return LineRenderer(stream, format_text)
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal on which a line can be drawn again."""
+    if not stream.isatty():
+        return False
+    from rich.console import Console
+
+    return not Console(file=stream).is_dumb_terminal
+
+
+class LineRenderer:
+    """One line for each record, on the stream at once.
+
+    Args:
+        stream: where to.
+        write: the line of a record; None for a record that is not shown.
+        redraws: whether the reader draws each record over the one before.
+    """
+
+    def __init__(
+        self, stream: TextIO, format_record: Callable[[ProgressRecord], str | None], *, redraws: bool = False
+    ) -> None:
+        self.stream = stream
+        self.format_record = format_record
+        self.redraws = redraws
+
+    def show(self, record: ProgressRecord) -> None:
+        """The record is a line."""
+        line = self.format_record(record)
+        if line is not None:
+            self.write_line(line)
+
+    def write_line(self, text: str) -> None:
+        """The line is on the stream."""
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        """Every line is on the stream."""
+        self.stream.flush()
+
+
+class BarRenderer:
+    """A bar with the figures behind it, drawn again with every step; other records stand above it.
+
+    It draws only when it is told to: there is no thread that could still draw when the run has ended.
+
+    Args:
+        stream: a terminal.
+        clock: seconds that only grow.
+    """
+
+    redraws = True
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        from rich.console import Console
+
+        self.console: Console = Console(file=stream, force_terminal=True, highlight=False)
+        self.clock = clock
+        self.progress_bar: Progress | None = None
+        self.task: TaskID | None = None
+
+    def show(self, record: ProgressRecord) -> None:
+        """The record is in the bar, or a line above it."""
+        kind = record["event"]
+        if kind == "step":
+            self.update_bar(record)
+            return
+        text = format_text(record)
+        if text is not None:
+            self.write_line(text)
+        if kind == "start":
+            self.start_bar(record)
+        elif kind == "end":
+            self.close()
+
+    def write_line(self, text: str) -> None:
+        """The line stands above the bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def start_bar(self, record: ProgressRecord) -> None:
+        """An empty bar is there."""
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.progress_bar = Progress(
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=self.console,
+            auto_refresh=False,
+            get_time=self.clock,
+            expand=True,
+        )
+        self.task = self.progress_bar.add_task("", total=record["num_steps"], completed=record["step"], figures="")
+        self.progress_bar.start()
+
+    def update_bar(self, record: ProgressRecord) -> None:
+        """The bar is as long as the record says."""
+        if self.progress_bar is not None and self.task is not None:
+            self.progress_bar.update(self.task, completed=record["step"], figures=format_metrics(record))
+            self.progress_bar.refresh()
+
+    def close(self) -> None:
+        """The bar stays as it is, and the cursor is back."""
+        if self.progress_bar is not None:
+            self.progress_bar.stop()
+            self.progress_bar = None
+
+
+def format_json(record: ProgressRecord) -> str:
+    """Return the record as one line of JSON; a number that is not finite is null.
+
+    Example:
+        >>> format_json({"event": "step", "loss": float("nan")})
+        '{"event": "step", "loss": null}'
+    """
+    return json.dumps({key: to_jsonable(value) for key, value in record.items()})
+
+
+def to_jsonable(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the value with null for every number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): to_jsonable(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def parse_relayed(text: str) -> ProgressRecord | None:
+    """Return the record that a ``relay`` view wrote as this line; None if it is just a line."""
+    if not text.startswith(RELAY_PREFIX):
+        return None
+    record: ProgressRecord = json.loads(text[len(RELAY_PREFIX) :])
+    return record
+
+
+def format_text(record: ProgressRecord) -> str | None:
+    """Return the record as one line for people; None where there is nothing to say."""
+    at = f"step {record['step']}/{record['num_steps']}"
+    match record["event"]:
+        case "start":
+            return format_headline(record)
+        case "step":
+            return f"{at} {format_metrics(record)}"
+        case "evaluation":
+            return f"{at} held-out {' '.join(f'{name} {format_number(value)}' for name, value in record['metrics'].items())}"
+        case "saved":
+            return f"{at} saved {record['path']}"
+        case "end" if record["error"] is not None and not record["error"].startswith("PeerError"):  # it is told later
+            return f"{at} ended early: {record['error']}"
+    return None
+
+
+def format_headline(record: ProgressRecord) -> str:
+    """Return what is trained how, with the arithmetic of the global batch."""
+    ranks, size, micros = record["num_ranks"], record["batch_size"], record["num_micros"]
+    name = f"{record['name']}: " if record["name"] else ""
+    batch = f"batch {size}" + (f" = {micros} microbatches of {size // micros}" if micros > 1 else "")
+    resumed = f", resumed at step {record['step']}" if record["step"] else ""
+    return f"{name}{record['plan']} on {ranks} rank{'s' if ranks > 1 else ''}, {batch}{resumed}"
+
+
+def format_metrics(record: ProgressRecord) -> str:
+    """Return loss, throughput, time of a step and time left.
+
+    Example:
+        >>> format_metrics({"loss": 2.31, "samples_per_s": 812.4, "step_s": 0.1311, "eta_s": 115.2, "skipped": 0})
+        'loss 2.31 812 samples/s step 131 ms eta 1m55s'
+    """
+    parts = [
+        f"loss {format_number(record['loss'])}",
+        f"{format_number(record['samples_per_s'], 3)} samples/s",
+        f"step {format_step_time(record['step_s'])}",
+        f"eta {format_duration(record['eta_s'])}",
+    ]
+    return " ".join([*parts, f"skipped {record['skipped']}"] if record["skipped"] else parts)
+
+
+def format_number(value: float | None, digits: int = 4) -> str:
+    """Return a number with so many digits, or all before the point if they are more.
+
+    Example:
+        >>> format_number(0.0123456), format_number(12345.6), format_number(None)
+        ('0.01235', '12346', 'nan')
+    """
+    if value is None or not math.isfinite(value):
+        return "nan"
+    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def format_step_time(seconds: float | None) -> str:
+    """Return the time of one step: 0.131 is ``131 ms``."""
+    if seconds is None or not math.isfinite(seconds):
+        return "? ms"
+    return f"{format_number(seconds * 1000, 3)} ms" if seconds < 1 else f"{format_number(seconds, 3)} s"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return a long time in its two largest units.
+
+    Example:
+        >>> format_duration(9.4), format_duration(115), format_duration(3 * 3600 + 125), format_duration(90000)
+        ('9s', '1m55s', '3h02m', '1d01h')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // smaller:02d}{smaller_name}"
+    return f"{whole}s"

@@ -1,0 +1,177 @@
+"""A curve of any length in bounded memory: a run may take a million steps, a picture needs a thousand points.
+
+What a run's report tells: collected while the run goes on, written as one page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from counterpoint.compiler.compile import CompiledPlan
+from counterpoint.program.trace import Trace
+from counterpoint.training.reporting.progress_renderers import format_step_time
+from counterpoint.viz.plan_comparison import PlanComparison
+from counterpoint.viz.report import (
+    EvaluationPoint,
+    ReportData,
+    ReportHeading,
+    StatCard,
+    StepTimelines,
+    TrainingCurves,
+    write_report,
+)
+
+MAX_POINTS = 2000
+
+
+@dataclass(slots=True)
+class DownsampledSeries:
+    """Points in order of x; when they are too many, neighbours become their mean. Changes with every point.
+
+    Args:
+        most: how many points are kept at most, an even number.
+        stride: how many values one kept point stands for.
+        points: ``(x of the last value, mean of the values)``.
+        open: values that do not fill a point yet.
+    """
+
+    max_points: int = MAX_POINTS
+    stride: int = 1
+    points: list[tuple[float, float]] = field(default_factory=list)
+    pending: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, x: float, y: float) -> None:
+        """The value is on the curve; one that is not finite is not drawn."""
+        if not math.isfinite(y):
+            return
+        self.pending.append((x, y))
+        if len(self.pending) == self.stride:
+            self.points.append(mean_point(self.pending))
+            self.pending.clear()
+        if len(self.points) == self.max_points:
+            self.points = [mean_point(list(pair)) for pair in list(pairwise(self.points))[::2]]
+            self.stride *= 2
+
+    def all_points(self) -> tuple[tuple[float, float], ...]:
+        """Return all points, the last value included."""
+        return tuple(self.points) + ((mean_point(self.pending),) if self.pending else ())
+
+
+def mean_point(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return the last x and the mean of the y."""
+    return points[-1][0], math.fsum(y for _, y in points) / len(points)
+
+
+SIMULATION_NOTE = (
+    "The simulated step has the program of the measured one, and costs that are fitted to it: "
+    "medians for computing, the fastest rank's time for what ranks do together."
+)
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """What is known of a run by now; changes with every line of its metrics.
+
+    Args:
+        title: of the report.
+        compiled: the plan and its program.
+        num_steps: steps of the whole run.
+        batch_size: samples of one global batch.
+        configuration: the text from which the run can be repeated.
+        weighing: how the plan was chosen, where that was left open.
+        step: steps that are done.
+        loss: by step.
+        rate: samples per second, by step.
+        held_out: every evaluation.
+        measured: one step, word by word.
+        simulated: the same step on the simulator's clock.
+        skipped: steps that were left out.
+        ended: whether the run is over.
+        error: why it ended early, if it did.
+    """
+
+    title: str
+    compiled: CompiledPlan | None = None
+    num_steps: int = 0
+    batch_size: int = 0
+    configuration: str = ""
+    plan_comparison: PlanComparison | None = None
+    step: int = 0
+    loss: DownsampledSeries = field(default_factory=DownsampledSeries)
+    rate: DownsampledSeries = field(default_factory=DownsampledSeries)
+    evaluations: list[EvaluationPoint] = field(default_factory=list)
+    measured: Trace | None = None
+    simulated: Trace | None = None
+    skipped: int = 0
+    has_ended: bool = False
+    error: str | None = None
+
+    def load(self, line: Mapping[str, Any]) -> None:
+        """What a line of the metrics says is known, whether it was written now or before a resume."""
+        if line["event"] == "step":
+            self.step = line["step"]
+            self.skipped += bool(line["skip_reason"])
+            self.loss.add(self.step, parse_number(line["loss"]))
+            if line["seconds"]:
+                self.rate.add(self.step, line["num_samples"] / line["seconds"])
+        elif line["event"] == "evaluation":
+            metrics = tuple((name, parse_number(value)) for name, value in line["metrics"].items())
+            self.evaluations.append(EvaluationPoint(line["step"], metrics))
+
+    @property
+    def ended_early(self) -> str:
+        """Why the run is not finished; empty if it is."""
+        if not self.has_ended:
+            return f"killed, or still running; this page was written after step {self.step} of {self.num_steps}"
+        return f"{self.error}, after step {self.step} of {self.num_steps}" if self.error is not None else ""
+
+
+def parse_number(value: float | None) -> float:
+    """Return the number that a line of JSON holds; null is nan."""
+    return math.nan if value is None else value
+
+
+def render_report(summary: RunSummary) -> str:
+    """Return the report as a page."""
+    assert summary.compiled is not None, "the run has started"
+    plan = summary.compiled.plan
+    ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+    return write_report(
+        ReportData(
+            ReportHeading(summary.title, f"{plan} on {ranks}", summary.ended_early),
+            tuple(summary_cards(summary)),
+            TrainingCurves(summary.loss.all_points(), summary.rate.all_points(), tuple(summary.evaluations)),
+            summary.compiled.program,
+            StepTimelines(summary.simulated, summary.measured, SIMULATION_NOTE if summary.measured else ""),
+            summary.configuration,
+            summary.plan_comparison,
+        )
+    )
+
+
+def summary_cards(summary: RunSummary) -> list[StatCard]:
+    """Return the numbers to see first: the result, then the speed."""
+    last = summary.evaluations[-1:]
+    found = [StatCard(f"held-out {name.replace('_', ' ')}", value) for one in last for name, value in one.metrics]
+    if loss := summary.loss.all_points():
+        found.append(StatCard("training loss", loss[-1][1]))
+    found += [
+        StatCard("steps", f"{summary.step} of {summary.num_steps}"),
+        StatCard("global batch", summary.batch_size, "samples"),
+    ]
+    if rate := summary.rate.all_points():
+        found.append(StatCard("throughput", median(value for _, value in rate), "samples/s"))
+    for name, trace in (("measured step", summary.measured), ("simulated step", summary.simulated)):
+        if trace is not None:
+            value, unit = format_step_time(trace.step_s).split()
+            found.append(StatCard(name, value, unit))
+    if summary.simulated is not None and summary.simulated.num_ranks > 1:
+        found.append(StatCard("ranks not computing, simulated", f"{100 * summary.simulated.bubble:.0f}", "%"))
+    if summary.skipped:
+        found.append(StatCard("skipped steps", summary.skipped))
+    return found

@@ -1,0 +1,116 @@
+"""TensorBoard's event files without TensorBoard: a run is read by it although nothing of it is installed.
+
+An event file is a list of records: length, masked CRC32C of the length, an ``Event`` message in protobuf's wire
+format, masked CRC32C of the message. Field numbers are those of TensorFlow's event.proto and summary.proto.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+POLYNOMIAL = 0x82F63B78  # Castagnoli, reversed
+WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION = 1, 2, 3, 5, 7  # of Event
+VALUE, TAG, SIMPLE_VALUE, STATUS, START = 1, 1, 2, 1, 1  # of Summary, Summary.Value and SessionLog
+VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5  # wire types
+
+
+def table_entry(byte: int) -> int:
+    """Return the CRC32C of one byte without the inversions."""
+    for _ in range(8):
+        byte = (byte >> 1) ^ (POLYNOMIAL if byte & 1 else 0)
+    return byte
+
+
+TABLE = tuple(table_entry(byte) for byte in range(256))
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC32C of the data.
+
+    Example:
+        >>> hex(crc32c(b"123456789"))
+        '0xe3069283'
+    """
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked_crc(data: bytes) -> bytes:
+    """Return the checksum as it stands in a record: turned and shifted, so that it is not that of its own file."""
+    crc = crc32c(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def frame_record(message: bytes) -> bytes:
+    """Return a message with its length and checksums."""
+    length = struct.pack("<Q", len(message))
+    return length + masked_crc(length) + message + masked_crc(message)
+
+
+def encode_varint(number: int) -> bytes:
+    """Return a number from 0 in groups of 7 bits, lowest first."""
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)
+
+
+def field_key(field: int, wire: int) -> bytes:
+    """Return what stands before a field's value."""
+    return encode_varint(field << 3 | wire)
+
+
+def length_delimited_field(field: int, content: bytes) -> bytes:
+    """Return a field that holds a message or a text."""
+    return field_key(field, BYTES) + encode_varint(len(content)) + content
+
+
+class TensorBoardWriter:
+    """An event file that grows; whatever was written can be read at once.
+
+    Args:
+        folder: where TensorBoard looks; a new file is made in it.
+        clock: seconds since 1970.
+        first_step: steps that were done before this run; what an earlier file says about later ones is then void.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float], first_step: int = 0) -> None:
+        self.clock = clock
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file: BinaryIO = (folder / f"events.out.tfevents.{clock():.6f}.counterpoint").open("wb", buffering=0)
+        self.write_event(length_delimited_field(FILE_VERSION, b"brain.Event:2"))
+        if first_step:  # what an earlier file says about the steps from this one on is void
+            self.write_event(
+                step_field(first_step + 1)
+                + length_delimited_field(SESSION, field_key(STATUS, VARINT) + encode_varint(START))
+            )
+
+    def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """The values are at that step of the curves that their names say."""
+        summary = b"".join(length_delimited_field(VALUE, encode_scalar(tag, value)) for tag, value in values.items())
+        self.write_event(step_field(step) + length_delimited_field(SUMMARY, summary))
+
+    def write_event(self, content: bytes) -> None:
+        """One more event is in the file, whole."""
+        self.file.write(frame_record(field_key(WALL_TIME, DOUBLE) + struct.pack("<d", self.clock()) + content))
+
+    def close(self) -> None:
+        """The file is closed."""
+        self.file.close()
+
+
+def step_field(step: int) -> bytes:
+    """Return the field that says to which step an event belongs."""
+    return field_key(STEP, VARINT) + encode_varint(step)
+
+
+def encode_scalar(tag: str, value: float) -> bytes:
+    """Return a ``Summary.TensorRef``."""
+    return length_delimited_field(TAG, tag.encode()) + field_key(SIMPLE_VALUE, FLOAT) + struct.pack("<f", value)

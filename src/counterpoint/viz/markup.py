@@ -1,0 +1,56 @@
+"""Elements of XML and HTML as text; whatever comes from outside is escaped here and nowhere else."""
+
+from __future__ import annotations
+
+import html
+import re
+
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def escape(text: str) -> str:
+    """Return text that is only text in XML and HTML, in attributes too; characters that XML has not become U+FFFD."""
+    return html.escape(_NOT_IN_XML.sub("\ufffd", text), quote=True)
+
+
+def tag(name: str, *content: str, **attributes: str | float) -> str:
+    """Return an element around content that is markup already; ``font_size`` is the attribute font-size.
+
+    Without content it closes itself, as SVG allows for every element and HTML for those that have none.
+    """
+    head = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(value) if isinstance(value, str) else format_coordinate(value)}"'
+        for key, value in attributes.items()
+    )
+    return f"<{name}{head}>{''.join(content)}</{name}>" if content else f"<{name}{head}/>"
+
+
+def label(text: str, **attributes: str | float) -> str:
+    """Return an SVG text element."""
+    return tag("text", escape(text), **attributes)
+
+
+def format_coordinate(value: float) -> str:
+    """Write a number for an attribute: two decimals at most, and no exponent."""
+    return f"{round(value, 2) + 0.0:.2f}".rstrip("0").rstrip(".")
+
+
+def svg_picture(width: float, height: float, title: str, description: str, *content: str) -> str:
+    """Return an inline SVG that says what it shows.
+
+    Its text is of a grey that reads on light and on dark; a page that gives ``svg`` a colour of its own wins.
+    """
+    return tag(
+        "svg",
+        tag("title", escape(title)),
+        tag("desc", escape(description)),
+        *content,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {format_coordinate(width)} {format_coordinate(height)}",
+        width="100%",
+        role="img",
+        color="#747b85",
+        fill="currentColor",
+        font_family="system-ui, sans-serif",
+        font_size=12,
+    )

@@ -1,0 +1,219 @@
+"""A run as one HTML file: nothing else is needed to read it, now or in ten years."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterpoint.program.program import Program
+from counterpoint.program.text import format_program
+from counterpoint.program.trace import Trace
+from counterpoint.viz.ascii_timeline import abbreviate_program
+from counterpoint.viz.chart import ChartSeries, Points, draw_chart, moving_average
+from counterpoint.viz.event_style import instruction_kind
+from counterpoint.viz.markup import escape, tag
+from counterpoint.viz.number_format import format_number
+from counterpoint.viz.page import (
+    StatCard as StatCard,
+    draw_stat_cards,
+    scroll_area,
+    timeline_figure,
+    write_page,
+    write_table,
+)
+from counterpoint.viz.plan_comparison import PlanComparison, draw_plan_comparison
+from counterpoint.viz.svg_timeline import draw_comparison, draw_timeline
+
+MAX_EVALUATIONS = 20
+MAX_PROGRAM_CHARS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class ReportHeading:
+    """What a report is about.
+
+    Args:
+        title: of the run.
+        plan: the plan as it is written.
+        ended_early: why the run ended before its last step; empty when it is finished.
+        note: a sentence below; may be empty.
+    """
+
+    title: str
+    plan: str
+    ended_early: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPoint:
+    """What was measured on held-out data after so many steps: ``(name, value)`` per metric."""
+
+    step: int
+    metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCurves:
+    """What changed from step to step.
+
+    Args:
+        loss: ``(step, loss)``.
+        throughput: ``(step, samples per second)``.
+        held_out: every evaluation.
+    """
+
+    loss: Points = ()
+    throughput: Points = ()
+    evaluations: tuple[EvaluationPoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimelines:
+    """One step on the simulator's clock and on the real one; ``note`` is a sentence about them."""
+
+    simulated: Trace | None = None
+    measured: Trace | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """Everything that a report shows.
+
+    Args:
+        heading: title, plan, and how the run ended.
+        figures: the numbers to see first.
+        curves: loss, throughput and evaluations.
+        program: what every rank did.
+        timelines: one step.
+        configuration: the text from which the run can be repeated.
+        weighing: how the plan was chosen, where it was.
+    """
+
+    heading: ReportHeading
+    stat_cards: tuple[StatCard, ...]
+    curves: TrainingCurves
+    program: Program
+    timelines: StepTimelines
+    configuration: str
+    plan_comparison: PlanComparison | None = None
+
+
+def write_report(data: ReportData) -> str:
+    """Return a self-contained HTML page: it loads nothing, runs nothing, and shows text from outside as text."""
+    return write_page(
+        data.heading.title,
+        _heading_section(data.heading),
+        draw_stat_cards(data.stat_cards),
+        _training_section(data.curves),
+        _evaluation_section(data.curves.evaluations),
+        _program_section(data.program, data.timelines.simulated),
+        _step_section(data.timelines),
+        *(draw_plan_comparison(data.plan_comparison) if data.plan_comparison is not None else ()),
+        _configuration_section(data.configuration),
+    )
+
+
+def _heading_section(heading: ReportHeading) -> str:
+    status = (
+        tag("p", escape(f"ended early: {heading.ended_early}"), class_="status bad")
+        if heading.ended_early
+        else tag("p", "finished", class_="status good")
+    )
+    plan = tag("p", tag("code", escape(heading.plan)))
+    note = tag("p", escape(heading.note), class_="quiet") if heading.note else ""
+    return tag("header", tag("h1", escape(heading.title)), plan, status, note)
+
+
+def _training_section(curves: TrainingCurves) -> str:
+    charts = []
+    if curves.loss:
+        held_out = tuple(
+            (one.step, value) for one in curves.evaluations for name, value in one.metrics if name == "loss"
+        )
+        lines = _with_mean("loss", curves.loss)
+        if held_out:
+            lines.append(ChartSeries("held out", held_out, "dots"))
+        charts.append(draw_chart(lines, title="loss by step", x_label="step", y_label="loss"))
+    if curves.throughput:
+        charts.append(
+            draw_chart(
+                _with_mean("samples/s", curves.throughput),
+                title="throughput by step",
+                x_label="step",
+                y_label="samples/s",
+                y_low=0.0,
+            )
+        )
+    if not charts:
+        return ""
+    figures = tag("div", *(tag("figure", chart) for chart in charts), class_="charts")
+    return tag("section", tag("h2", "Training"), figures)
+
+
+def _with_mean(name: str, points: Points) -> list[ChartSeries]:
+    """Return a line, and for many points a faint one with the mean of neighbours over it."""
+    window = len(points) // 40
+    if window < 2:
+        return [ChartSeries(name, points)]
+    return [ChartSeries("each step", points, "faint"), ChartSeries(f"mean of {window}", moving_average(points, window))]
+
+
+def _evaluation_section(evaluations: Sequence[EvaluationPoint]) -> str:
+    if not evaluations:
+        return ""
+    names = list(dict.fromkeys(name for one in evaluations for name, _ in one.metrics))
+    shown = evaluations[-MAX_EVALUATIONS:]
+    rows = [
+        (format_number(one.step), *(_format_metric(dict(one.metrics).get(name)) for name in names)) for one in shown
+    ]
+    earlier = len(evaluations) - len(shown)
+    note = tag("p", f"{earlier} earlier evaluations are not shown.", class_="quiet") if earlier else ""
+    return tag("section", tag("h2", "Held-out data"), write_table(["step", *names], rows, "held-out metrics"), note)
+
+
+def _format_metric(value: float | None) -> str:
+    return " " if value is None else format_number(value)
+
+
+def _program_section(program: Program, simulated: Trace | None) -> str:
+    parts = [tag("h2", "Program"), _program_block(abbreviate_program(program, width=132), "rows of the program")]
+    whole = format_program(program)
+    if len(whole) <= MAX_PROGRAM_CHARS:
+        summary = tag("summary", f"all words of {program.num_ranks} rows")
+        parts.append(tag("details", summary, _program_block(whole, "all rows of the program")))
+    if simulated is not None:
+        parts += [tag("h3", "Its step on the simulator's clock"), timeline_figure(draw_timeline(simulated))]
+    return tag("section", *parts)
+
+
+def _program_block(text: str, name: str) -> str:
+    return scroll_area("pre", "\n".join(map(_colour_line, text.splitlines())) or " ", name)
+
+
+def _colour_line(line: str) -> str:
+    """Write a line of words, each in the colour of its kind."""
+    return " ".join(_colour_instruction(word) for word in line.split(" "))
+
+
+def _colour_instruction(text: str) -> str:
+    if not text[:1].isalpha() or not any(letter.isdigit() for letter in text):
+        return escape(text)
+    return tag("span", escape(text), class_=instruction_kind(text))
+
+
+def _step_section(timelines: StepTimelines) -> str:
+    simulated, measured = timelines.simulated, timelines.measured
+    if measured is None:
+        return ""
+    drawing = draw_timeline(measured) if simulated is None else draw_comparison(simulated, measured)
+    title = "One step, measured" if simulated is None else "One step, simulated and measured"
+    note = tag("p", escape(timelines.note), class_="quiet") if timelines.note else ""
+    return tag("section", tag("h2", title), note, timeline_figure(drawing))
+
+
+def _configuration_section(text: str) -> str:
+    if not text:
+        return ""
+    return tag("section", tag("h2", "Configuration"), scroll_area("pre", escape(text), "configuration"))

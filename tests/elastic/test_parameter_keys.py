@@ -1,0 +1,96 @@
+"""Which parameters are one key is the first worker's word: whoever comes later finds them, or is told why not."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from counterpoint.elastic.parameter_keys import BYTES_PER_ROW, agree_on_layout, rows_to_text, text_to_rows
+from counterpoint.errors import PlanError
+from counterpoint.ps.in_process import LocalJob
+from counterpoint.ps.job_config import Asp, Bsp, JobConfig
+from tests.elastic.worker_fixtures import (
+    SGD,
+    InterleavedWorkers,
+    build_seeded,
+    make_numeric_data,
+    make_slices,
+    max_relative_difference,
+    mlp,
+    train_single_process,
+)
+
+APART, TOGETHER = 0, 1 << 16
+
+
+def two_groups(parameters):
+    first, *others = parameters
+    return optim.SGD([{"params": [first], "lr": 0.1}, {"params": others}], lr=0.3)
+
+
+@pytest.mark.parametrize(("first", "second"), [(APART, TOGETHER), (TOGETHER, APART)])
+def test_workers_that_ask_for_other_keys_train_those_of_the_first(first, second):
+    data = make_numeric_data()
+    crew = InterleavedWorkers(make_slices(data, Bsp(4)))
+    crew.join("a", mlp(), key_bytes=first)
+    keys = [one.key for one in crew.remote_modules["a"].weights]
+    crew.join("b", mlp(), key_bytes=second)
+    assert [one.key for one in crew.remote_modules["b"].weights] == keys
+    crew.run_rounds()
+    assert max_relative_difference(crew.model(), train_single_process(mlp(), data, crew.portions)) < 1e-12
+
+
+def test_keys_of_several_modules_are_no_matter_for_a_code():
+    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    crew.join("a", mlp(), key_bytes=TOGETHER)
+    told = r"several modules in one key, '0\.weight\+bias to 3\.weight\+bias', and code='int8' looks at one"
+    with pytest.raises(PlanError, match=told):
+        crew.join("b", mlp(), code="int8")
+
+
+def test_a_code_goes_on_with_keys_of_one_module_each():
+    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    crew.join("a", mlp(), code="int8")
+    assert len(crew.join("b", mlp(), key_bytes=TOGETHER).weights) == 2
+
+
+def test_another_model_is_told_what_differs():
+    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    crew.join("a", mlp(), key_bytes=TOGETHER)
+    deeper = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)))
+    told = r"another model: none there alone, 2\.bias, 2\.weight here alone; give the model with which it was begun"
+    with pytest.raises(PlanError, match=told):
+        crew.join("b", deeper, key_bytes=TOGETHER)
+
+
+def test_another_optimizer_of_a_part_is_told_where_it_differs():
+    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    crew.join("a", mlp(), key_bytes=TOGETHER)
+    with pytest.raises(
+        PlanError, match=r"keeps 0\.weight and 0\.bias in one key, but here they have not the same rule"
+    ):
+        crew.join("b", mlp(), two_groups, key_bytes=APART)
+
+
+def test_another_rate_is_told_with_both():
+    crew = InterleavedWorkers(make_slices(make_numeric_data(), Asp()))
+    crew.join("a", mlp(), SGD)
+    with pytest.raises(PlanError, match=r"Sgd\(lr=0\.3.* already, and b says .*Sgd\(lr=0\.1"):
+        crew.join("b", mlp(), lambda parameters: optim.SGD(parameters, lr=0.1))
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_names_of_a_large_model_are_kept_whole_and_are_the_first_worker_s(num_servers):
+    draw = torch.Generator().manual_seed(0)
+    names = torch.randint(0, 1 << 40, (500,), generator=draw).tolist()
+    layout = {f"{number:x}": [f"{number:x}.weight", "bias"] for number in names}
+    job = LocalJob(JobConfig("names", Asp(), num_servers))
+    with job.join("a") as first, job.join("b") as second:
+        assert agree_on_layout(first, layout) == layout
+        assert agree_on_layout(second, {"other": ["weight"]}) == layout
+
+
+@pytest.mark.parametrize("length", [0, 1, BYTES_PER_ROW, 100 * BYTES_PER_ROW])
+def test_a_text_is_what_its_rows_say(length):
+    draw = torch.Generator().manual_seed(length)
+    text = "".join(map(chr, torch.randint(32, 127, (length,), generator=draw).tolist()))
+    assert rows_to_text(text_to_rows(text)) == text

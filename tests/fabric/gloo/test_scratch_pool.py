@@ -1,0 +1,57 @@
+"""What one collective has worked in the next one takes, and there is never more of it than was in use at once."""
+
+import pytest
+import torch
+
+from counterpoint.fabric.gloo.ops import MIN_POOLED_BYTES, ScratchLease, ScratchPool
+
+MANY = MIN_POOLED_BYTES // 4
+
+
+def test_what_was_cleared_is_taken_again():
+    workspace = ScratchPool()
+    desk = ScratchLease(workspace)
+    first = desk.empty(MANY, torch.float32)
+    desk.clear()
+    assert ScratchLease(workspace).empty(MANY, torch.float32).data_ptr() == first.data_ptr()
+
+
+def test_what_is_in_use_is_nobody_elses():
+    workspace = ScratchPool()
+    first, second = (ScratchLease(workspace).empty(MANY, torch.float32) for _ in range(2))
+    assert first.fill_(1.0).data_ptr() != second.fill_(2.0).data_ptr()
+    assert first.unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
+def test_a_tensor_has_the_numbers_and_the_dtype_that_are_asked_for(dtype):
+    desk = ScratchLease(ScratchPool())
+    for count in (0, 1, MIN_POOLED_BYTES, MIN_POOLED_BYTES + 1):
+        tensor = desk.empty(count, dtype)
+        assert (tensor.shape, tensor.dtype) == ((count,), dtype)
+
+
+def test_the_smallest_that_is_large_enough_is_taken_and_none_that_is_much_too_large():
+    workspace = ScratchPool()
+    rooms = [workspace.acquire(size * MIN_POOLED_BYTES) for size in (2, 3, 8)]
+    workspace.release(rooms)
+    assert workspace.acquire(2 * MIN_POOLED_BYTES + 1).data_ptr() == rooms[1].data_ptr()
+    assert workspace.acquire(MIN_POOLED_BYTES).data_ptr() == rooms[0].data_ptr()
+    assert workspace.acquire(MIN_POOLED_BYTES).numel() == MIN_POOLED_BYTES
+
+
+def test_no_more_is_kept_than_was_in_use_at_once():
+    workspace = ScratchPool()
+    for size in (4, 40, 9, 80):
+        desk = ScratchLease(workspace)
+        desk.empty(size * MIN_POOLED_BYTES, torch.uint8)
+        desk.clear()
+    assert workspace.num_bytes == 80 * MIN_POOLED_BYTES
+
+
+def test_small_memory_is_not_kept():
+    workspace = ScratchPool()
+    desk = ScratchLease(workspace)
+    desk.empty(MIN_POOLED_BYTES - 1, torch.uint8)
+    desk.clear()
+    assert workspace.num_bytes == 0

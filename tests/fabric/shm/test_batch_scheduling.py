@@ -1,0 +1,34 @@
+"""Where ranks outnumber cores, one that wakes up does not take the core of one that computes, while they are joined."""
+
+import os
+
+import pytest
+
+from counterpoint.fabric.shm.transport import BatchScheduling
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the kernel schedules in another way")
+
+
+@pytest.mark.parametrize(("cores", "policy"), [(1, "SCHED_BATCH"), (2, "SCHED_OTHER"), (3, "SCHED_OTHER")])
+def test_ranks_yield_only_where_they_outnumber_the_cores(cores, policy):
+    yielding = BatchScheduling(num_ranks=2, num_cores=cores)
+    assert os.sched_getscheduler(0) == getattr(os, policy)
+    yielding.restore()
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_where_it_is_forbidden_ranks_go_on_as_they_are(monkeypatch):
+    def forbidden(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    assert not BatchScheduling(num_ranks=2, num_cores=1).is_enabled
+
+
+def test_who_has_asked_for_another_policy_keeps_it():
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        BatchScheduling(num_ranks=2, num_cores=1).restore()
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -1,0 +1,31 @@
+"""Random programs end on every transport as they do in one process."""
+
+import pytest
+
+from tests.fabric.conftest import SHARED
+from tests.fabric.random_programs import RandomProgram, differing
+from tests.fabric.run_ranks import on_gloo, on_local, on_shm
+
+
+def run(play, seeds):
+    for seed in seeds:
+        num_ranks = 2 + seed % 4
+        program = RandomProgram(seed, num_ranks)
+        expected, found = on_local(program, num_ranks), play(program, num_ranks)
+        assert all(isinstance(one, dict) for one in found), (seed, [one for one in found if not isinstance(one, dict)])
+        for mine, theirs in zip(found, expected, strict=True):
+            wrong = differing(mine, theirs, is_exact=play is not on_gloo)
+            assert not wrong, (seed, [vars(step) for step in program.steps if step.index in wrong])
+
+
+@pytest.mark.process
+@SHARED[1]
+def test_random_programs_end_as_in_one_process():
+    """A notice in shared memory was overwritten that a member had yet to read: ranks crashed, or seemed to disagree."""
+    run(on_shm, (1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_random_programs_end_as_in_one_process(processes):
+    run(processes, range(100, 300))

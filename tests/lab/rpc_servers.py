@@ -1,0 +1,30 @@
+"""A job of a parameter server on one host of the lab: it prints at which port it listens."""
+
+import sys
+
+import torch
+
+from counterpoint.rpc.address import TcpAddress, UnixAddress
+from counterpoint.rpc.event_loop import EventLoop
+from counterpoint.rpc.frame import RpcMessage
+from counterpoint.rpc.handshake import JobCredentials
+from counterpoint.rpc.job_key import new_key
+from counterpoint.rpc.listener import listen, request_handler
+from counterpoint.testing.rpc_client import RpcClient
+
+secret = JobCredentials(new_key())
+with EventLoop() as loop:
+    echo = request_handler(lambda letter: RpcMessage("echo", letter.fields, letter.tensors))
+    outside = listen(loop, TcpAddress(sys.argv[1], 0), secret, echo)
+    inside = [
+        listen(loop, place, JobCredentials(None), echo) for place in (TcpAddress("127.0.0.1", 0), UnixAddress("lab"))
+    ]
+    clients = [
+        RpcClient(loop, outside.address, secret),
+        *(RpcClient(loop, each.address, JobCredentials(None)) for each in inside),
+    ]
+    for client in clients:
+        client.request(RpcMessage("ask", {}, [torch.ones(1000)])).wait(10.0)
+    sys.stdout.write(f"ready {str(outside.address).rpartition(':')[2]}\n")
+    sys.stdout.flush()
+    loop.wait_for(lambda: False, 120.0, "the end of the scan")

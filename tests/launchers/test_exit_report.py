@@ -1,0 +1,154 @@
+"""The first line names the root cause, never a consequence."""
+
+import re
+import signal
+
+import pytest
+
+from counterpoint.launchers.exit_report import (
+    ErrorRecord,
+    RankExit,
+    exit_code,
+    find_root_cause,
+    format_report,
+    wait_for_others_s,
+)
+
+
+def ended(rank, returncode=1, at=10.0, seconds=4.2, **more):
+    return RankExit(rank, 100 + rank, returncode, seconds, at, **more)
+
+
+def raised(kind, at, *, peer=False, text="went wrong"):
+    return ErrorRecord(kind, text, "job.py:40", peer, at)
+
+
+def test_a_killed_rank_explains_the_peers_that_failed_before_it_was_seen():
+    outcomes = [ended(0, error=raised("PeerError", 1.0, peer=True)), ended(1, -9, at=3.0), ended(2, -15, stopped_s=2.0)]
+    assert format_report(outcomes).splitlines() == [
+        "rank 1 was killed by SIGKILL (pid 101, after 4.2 s); if nobody sent it, the kernel ran out of memory: "
+        "see dmesg, use fewer ranks or smaller batches",
+        "ranks 0 and 2 stopped because of rank 1",
+    ]
+    assert exit_code(outcomes) == 137
+
+
+def test_an_exception_explains_peer_errors_that_came_first_in_time():
+    outcomes = [ended(0, error=raised("PeerError", 1.0, peer=True)), ended(2, error=raised("ValueError", 2.0))]
+    assert format_report(outcomes).splitlines() == [
+        "rank 2 failed: ValueError: went wrong at job.py:40",
+        "rank 0 stopped because of rank 2",
+    ]
+    assert exit_code(outcomes) == 1
+
+
+def test_of_ranks_that_disagree_it_is_told_where_each_stood():
+    """Only the one that was stopped first was named, and it was none of the two."""
+    text = "ranks 0 and 1 disagree on collective 3 of their group"
+    places = {0: "job.py:51", 1: "job.py:60", 2: "job.py:51"}
+    records = {rank: ErrorRecord("PeerError", text, place, True, 3.0 - rank) for rank, place in places.items()}
+    assert format_report(
+        [*(ended(rank, error=record) for rank, record in records.items()), ended(3, -15, stopped_s=2.0)]
+    ) == (
+        f"rank 1 failed: PeerError: {text} at job.py:60\n"
+        "ranks 0 and 2 stood at job.py:51, rank 1 stood at job.py:60\n"
+        "rank 3 stopped because of rank 1"
+    )
+
+
+def test_of_two_failures_of_their_own_the_earlier_is_the_cause_and_the_other_is_told():
+    outcomes = [ended(0, error=raised("KeyError", 2.0)), ended(1, error=raised("OSError", 1.0, text="full\ndisk"))]
+    assert format_report(outcomes).splitlines() == [
+        "rank 1 failed: OSError: full at job.py:40",
+        "  disk",
+        "also: rank 0 failed: KeyError: went wrong at job.py:40",
+    ]
+
+
+def test_a_crash_on_the_way_out_after_an_exception_does_not_hide_the_exception():
+    outcomes = [ended(0, -signal.SIGABRT, error=raised("ValueError", 2.0))]
+    assert format_report(outcomes) == "rank 0 failed: ValueError: went wrong at job.py:40"
+    assert exit_code(outcomes) == 1
+
+
+def test_the_same_error_on_many_ranks_is_told_once():
+    outcomes = [ended(rank, error=raised("ValueError", 2.0 + rank)) for rank in range(3)]
+    assert format_report(outcomes).splitlines() == [
+        "rank 0 failed: ValueError: went wrong at job.py:40",
+        "ranks 1 and 2 failed in the same way",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "wait_s"), [(0.5, 0.25), (4.0, 1.0), (3600.0, 2.0)])
+def test_an_exception_that_may_come_to_all_ranks_is_waited_for_by_how_long_the_first_took(seconds, wait_s):
+    """Two ranks were given a wrong batch size; on a busy machine one was stopped before it had seen that itself."""
+    assert wait_for_others_s([ended(0, seconds=seconds, error=raised("PlanError", 10.0))], []) == wait_s
+
+
+def test_nobody_is_waited_for_long_once_one_has_noticed_that_another_is_gone():
+    peer = raised("PeerError", 11.0, peer=True)
+    cause = ended(0, error=raised("ValueError", 10.0))
+    assert wait_for_others_s([cause], [peer]) == wait_for_others_s([cause, ended(1, error=peer)], []) == 0.25
+    assert wait_for_others_s([ended(0, -signal.SIGKILL)], []) == 0.25
+    assert wait_for_others_s([ended(1, error=peer)], []) == 1.0  # the cause is still to come
+
+
+def test_an_error_raised_because_we_stopped_the_rank_is_no_cause():
+    outcomes = [ended(0, 3, at=5.0), ended(1, error=raised("Terminated", 6.0), stopped_s=5.5)]
+    assert find_root_cause(outcomes) is outcomes[0]
+    assert format_report(outcomes).splitlines()[0].startswith("rank 0 ended with exit code 3 (pid 100, after 4.2 s)")
+    assert exit_code(outcomes) == 3
+
+
+def test_when_all_blame_their_peers_the_first_one_is_named():
+    outcomes = [ended(rank, error=raised("PeerError", 5.0 - rank, peer=True)) for rank in range(3)]
+    assert find_root_cause(outcomes) is outcomes[2]
+
+
+def test_a_rank_that_ended_well_too_early_explains_those_that_waited_for_it():
+    waited = raised("PeerError", 9.0, peer=True, text="rank 0 waited 6.0 s at here:1 for ranks 1 and 2 of 3")
+    outcomes = [ended(0, error=waited), ended(1, 0, at=1.0), ended(2, 0, at=0.5)]
+    assert format_report(outcomes).splitlines() == [
+        "rank 2 ended with exit code 0 (pid 102, after 4.2 s), but others waited for it; every rank has to do all of "
+        "the steps",
+        "rank 0 stopped because of rank 2",
+    ]
+    assert exit_code(outcomes) == 1
+
+
+def test_a_rank_that_ended_well_and_is_not_waited_for_explains_nothing():
+    waited = raised("PeerError", 9.0, peer=True, text="rank 0 waited 6.0 s at here:1 for rank 2 of 13")
+    outcomes = [ended(0, error=waited), ended(1, 0, at=1.0), ended(3, 0, at=12.0)]
+    assert find_root_cause(outcomes) is outcomes[0]
+
+
+def test_a_run_in_which_nobody_failed_has_no_culprit():
+    assert find_root_cause([ended(0, 0), ended(1, 0)]) is None
+    assert format_report([ended(0, 0)]) == ""
+    assert exit_code([ended(0, 0)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (signal.SIGSEGV, "killed by SIGSEGV .*; native code crashed"),
+        (signal.SIGTERM, "killed by SIGTERM .*; something outside this run sent it: a scheduler or a person"),
+        (64, "killed by SIGRTMAX"),
+    ],
+)
+def test_a_signal_has_its_name_and_a_remedy(number, text):
+    assert re.search(text, format_report([ended(0, -number)]))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": 1}', '{"kind": "E", "time_s": "x"}'])
+def test_a_record_that_cannot_be_read_is_no_record(tmp_path, content):
+    (tmp_path / "rank-0.json").write_text(content)
+    assert ErrorRecord.read(tmp_path / "rank-0.json") is None
+    assert ErrorRecord.read(tmp_path / "rank-1.json") is None
+
+
+def test_the_first_record_of_a_rank_stays(tmp_path):
+    path = tmp_path / "rank-0.json"
+    raised("ValueError", 1.0).write(path)
+    raised("PeerError", 2.0, peer=True).write(path)
+    assert ErrorRecord.read(path) == raised("ValueError", 1.0)

@@ -1,0 +1,19 @@
+"""What `docs/mistakes.md` promises to say of each mistake."""
+
+import re
+from functools import cache
+
+from tests.house.source import ROOT
+
+PAGE = ROOT / "docs" / "mistakes.md"
+
+
+@cache
+def documented_messages(title):
+    """Return the texts that stand under a heading of the page, each on one line."""
+    _, found, rest = PAGE.read_text(encoding="utf-8").partition(f"### {title}\n")
+    assert found, f"the page has no heading {title!r}"
+    part = re.split(r"^##", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return [
+        " ".join(block.split()) for block in re.findall(r"^```text\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL)
+    ]

@@ -1,0 +1,125 @@
+"""Mistakes that nothing fails of by itself: each is told in the words of the page, within two seconds."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from counterpoint.training.distributed_world import RankThreads, recommend_threads
+from counterpoint.world.topology import Core, Topology
+from tests.mistakes import silent_mistakes as unseen
+from tests.mistakes.documented import documented_messages
+from tests.mistakes.rank_processes import run_on_ranks
+from tests.process.test_faults import variables
+
+pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
+
+CORES = Topology((Core((0, 2)), Core((1, 3))))
+
+
+def heard(scene):
+    """What each rank told, its seconds, and its notices; all scenes after which ranks go on are played at once."""
+    scenes = unseen.GO_ON if scene in unseen.GO_ON else (scene,)
+    found = run_on_ranks(scenes, unseen.NUM_RANKS)
+    answers, seconds, notices = zip(*(one[scene.__name__] for one in found), strict=True)
+    return list(answers), max(seconds), list(notices)
+
+
+def masked(text):
+    """The text without numbers that are others on every machine."""
+    return re.sub(r"pid \d+|\d+ threads?", "N", text)
+
+
+def test_workers_that_are_forked_beside_threads_are_told_of_once_on_each_rank():
+    """Not in every epoch, though each starts other workers."""
+    _, _, notices = heard(unseen.workers_that_are_forked_late)
+    assert [[masked(text) for text in texts] for texts in notices] == [
+        [masked(text) for text in documented_messages("Workers that are forked")]
+    ] * unseen.NUM_RANKS
+
+
+def test_noise_that_depends_on_the_number_of_ranks_is_told():
+    _, seconds, notices = heard(unseen.noise_for_many_samples_at_once)
+    assert notices == [documented_messages("Noise that depends on the number of ranks")] * unseen.NUM_RANKS
+    assert seconds < 2
+
+
+def test_an_optimizer_of_another_model_is_refused_on_all_ranks():
+    answers, seconds, _ = heard(unseen.an_optimizer_from_before)
+    assert answers == documented_messages("An optimizer that was built too early") * unseen.NUM_RANKS
+    assert seconds < 2
+
+
+def test_samples_that_all_of_horovods_ranks_are_fed_are_told_of_once():
+    _, seconds, notices = heard(unseen.the_same_samples_under_horovod)
+    assert notices == [documented_messages("The same samples under Horovod's face"), []]
+    assert seconds < 2
+
+
+def test_replicas_that_differ_are_told_of_in_the_next_step_on_all_ranks():
+    answers, seconds, _ = heard(unseen.weights_changed_unseen)
+    assert answers == documented_messages("Replicas that differ")[:1] * unseen.NUM_RANKS
+    assert seconds < 2
+
+
+def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
+    answers, seconds, _ = heard(unseen.weights_changed_in_place)
+    told = documented_messages("Weights changed in a loop")[0]
+    assert answers[1] == told
+    assert answers[0].startswith("PeerError: ")
+    assert f"stopped because of rank 1: {told}" in answers[0]
+    assert seconds < 2
+
+
+def test_ranks_with_more_threads_than_cores_have_fewer_now():
+    (first, second), _, _ = heard(unseen.more_threads_than_cores)
+    assert re.match(r"counterpoint: 2 ranks x \d+ threads on \d+ cores?; setting \d+ threads? each, ", first[0])
+    assert second == ("", first[1])
+    assert first[1] == int(re.search(r"setting (\d+)", first[0])[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("threads", "is_wanted", "num_ranks", "expected"),
+    [(1, False, 2, 1), (2, False, 2, 1), (2, True, 2, 2), (1, False, 3, 1), (2, True, 3, 1)],
+)
+def test_threads_that_were_asked_for_stay_unless_ranks_alone_are_too_many(threads, is_wanted, num_ranks, expected):
+    ranks = [RankThreads("host", (0, 1, 2, 3), threads, is_wanted)] * num_ranks
+    found, note = recommend_threads(ranks, CORES, num_cpus=4)
+    assert found == expected
+    assert bool(note) is (threads * num_ranks > 2)
+
+
+def test_the_notice_of_threads_is_that_of_the_page():
+    notes = [
+        recommend_threads([RankThreads("host", (0, 1, 2, 3), 2, is_requested=False)] * count, CORES, num_cpus=4)[1]
+        for count in (2, 4)
+    ]
+    bound = recommend_threads(
+        [RankThreads("host", (0,), 1, is_requested=False)] * 2, Topology((Core((0,)),)), num_cpus=4
+    )[1]
+    assert [*notes, bound] == documented_messages("More threads than cores")
+
+
+STARTED = """
+import os, sys, torch
+os.environ.pop("OMP_NUM_THREADS")  # torchrun sets it; mpirun and srun do not
+torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
+from tests.mistakes.silent_mistakes import step_of
+with step_of():
+    sys.stdout.write(f"{torch.get_num_threads()} threads\\n")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_another_launcher_have_fewer_threads_too(tmp_path):
+    (tmp_path / "script.py").write_text(STARTED)
+    torchrun = Path(sys.executable).with_name("torchrun")
+    found = subprocess.run(
+        [torchrun, "--nproc-per-node", "2", tmp_path / "script.py"],
+        env=variables(), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    notes = [line for line in found.stderr.splitlines() if line.startswith("counterpoint: 2 ranks x ")]
+    assert len(notes) == 1
+    assert found.stdout.split() == [re.search(r"setting (\d+)", notes[0])[1], "threads"] * 2  # type: ignore[index]

@@ -1,0 +1,116 @@
+"""Times of the pieces of a model: between sizes, of other pieces, of another model, as text."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.model.model_profile import BatchSizeProfile, Overheads, format_profile, parse_profile
+from counterpoint.model.spec import linear_chain
+from tests.model.profiles import build_profile, layer_profile
+
+MODEL = linear_chain(3, width=8)
+TIMING = build_profile(MODEL, [layer_profile(1.0, 2.0), layer_profile(2.0, 4.0), layer_profile(4.0, 8.0)], samples=4)
+
+
+def with_point(samples, *forward_s):
+    """The timing with another size of microbatches behind it."""
+    pieces = tuple(layer_profile(seconds) for seconds in forward_s)
+    return replace(
+        TIMING, points=(*TIMING.batch_sizes, BatchSizeProfile(samples, pieces, layer_profile(sum(forward_s))))
+    )
+
+
+def refused(text):
+    with pytest.raises(PlanError) as caught:
+        parse_profile(text)
+    return str(caught.value)
+
+
+def test_between_two_sizes_times_are_on_the_line_between_them():
+    assert [one.forward_s for one in with_point(8, 3.0, 2.0, 5.0).at_microbatch_size(6).layers] == [2.0, 2.0, 4.5]
+
+
+def test_on_a_slower_machine_everything_takes_longer_and_has_as_many_bytes():
+    timing = replace(TIMING, update_s_per_byte=2.0, add_s_per_byte=1.0, fixed=Overheads(0.5))
+    slower = timing.scale(1.5)
+    assert [one.forward_s for one in slower.at_microbatch_size(4).layers] == [1.5, 3.0, 6.0]
+    assert [one.output_bytes for one in slower.at_microbatch_size(4).layers] == [
+        one.output_bytes for one in timing.at_microbatch_size(4).layers
+    ]
+    assert (slower.update_s_per_byte, slower.add_s_per_byte, slower.overheads) == (3.0, 1.5, Overheads(0.75))
+
+
+def test_beyond_all_sizes_times_are_in_proportion():
+    assert with_point(8, 3.0, 2.0, 5.0).at_microbatch_size(16).unpartitioned.forward_s == 20.0
+    assert [one.forward_s for one in TIMING.at_microbatch_size(2).layers] == [0.5, 1.0, 2.0]
+
+
+def test_below_all_sizes_times_are_on_the_line_of_the_two_smallest_and_never_less_than_in_proportion():
+    found = [one.forward_s for one in with_point(8, 1.5, 2.0, 9.0).at_microbatch_size(2).layers]
+    assert found == [0.75, 2.0, 2.0], "rising by half, not at all, and by more than in proportion"
+
+
+def test_a_size_that_was_measured_is_as_measured():
+    assert TIMING.at_microbatch_size(4) is TIMING.batch_sizes[0]
+
+
+def test_a_model_weighed_by_its_times_costs_seconds_of_a_sample_both_ways():
+    assert [piece.cost for piece in TIMING.with_measured_costs(MODEL, 4).layers] == [3 / 4, 6 / 4, 12 / 4]
+
+
+def test_another_cut_of_the_model_gets_the_times_of_its_part_of_the_work():
+    whole = replace(MODEL.blocks[0], pieces=(replace(MODEL.layers[0], name="a", cost=1.5),))
+    rest = replace(MODEL.blocks[1], pieces=(replace(MODEL.layers[2], name="b", cost=1.5),))
+    found = TIMING.match_to(replace(MODEL, blocks=(whole, rest))).batch_sizes[0].layers
+    assert [one.forward_s for one in found] == [2.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            linear_chain(3, width=16),
+            "it has block0.weight with 256 bytes, where this model has block0.weight with 1024",
+        ),
+        (linear_chain(4, width=8), "it has 3 parameters, but this model has 4"),
+        (replace(MODEL, params=MODEL.params[::-1]), "it has block0.weight with 256 bytes, where this model has block2"),
+    ],
+)
+def test_a_timing_of_another_model_is_refused_by_name(model, words):
+    with pytest.raises(PlanError, match=f"the timing is of Chain, and this is another model.*{words}.*profile JOB"):
+        TIMING.match_to(model)
+
+
+def test_a_timing_for_inputs_of_another_shape_is_refused():
+    *others, last = MODEL.blocks
+    longer = replace(last, pieces=(replace(last.layers[0], output_bytes=64),))
+    with pytest.raises(PlanError, match="its output has 32 bytes per sample, but that of this model has 64"):
+        TIMING.match_to(replace(MODEL, blocks=(*others, longer)))
+
+
+def test_a_timing_reads_back_as_it_was_written():
+    assert parse_profile(format_profile(with_point(8, 3.0, 2.0, 5.0))) == with_point(8, 3.0, 2.0, 5.0)
+
+
+def test_a_text_that_is_no_timing_is_refused():
+    assert refused("{").startswith("this is no timing: Expecting property name")
+    assert refused("[]").startswith("this is no timing: it has no 'counterpoint profile'")
+    assert refused('{"counterpoint profile": 7}').startswith("the timing is of version 7, but only version 3 can be")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text.pop("points"), "no 'points'"),
+        (lambda text: text["points"].clear(), "its sizes of microbatches are \\[\\]"),
+        (lambda text: text["fixed"].update(step_s=-1.0), "-1.0 is no time and no size"),
+        (lambda text: text["points"][0]["pieces"].pop(), "it has 3 pieces, but for 4 samples 2 times"),
+    ],
+)
+def test_a_timing_with_figures_that_cannot_be_is_refused(change, words):
+    loaded = json.loads(format_profile(TIMING))
+    change(loaded)
+    with pytest.raises(PlanError, match=words):
+        parse_profile(json.dumps(loaded))

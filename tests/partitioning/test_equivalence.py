@@ -1,0 +1,102 @@
+"""A model in pieces, detached between them, trains and evaluates as the model itself does."""
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint.partitioning.partition import partition_model
+from counterpoint.partitioning.traced import TracedPartition
+from tests.partitioning.models import ALL, cnn, gpt, long_skip
+from tests.partitioning.segment_runs import in_segments, seed, worst_of
+
+
+@pytest.mark.parametrize("granularity", ["blocks", "tensor_parallel"])
+@pytest.mark.parametrize("name", ALL)
+def test_losses_gradients_and_buffers_equal_those_of_the_model(name, granularity):
+    model, inputs = ALL[name]()
+    assert worst_of(partition_model(model, inputs, granularity=granularity), model, inputs) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_evaluation_in_pieces_equals_evaluation(name):
+    model, inputs = ALL[name]()
+    assert worst_of(partition_model(model, inputs, granularity="blocks"), model, inputs, training=False) <= 1e-12
+
+
+@pytest.mark.parametrize("bounds", [(0, 16), (0, 1, 16), (0, 6, 16), (0, 3, 4, 15, 16)])
+def test_any_run_of_pieces_may_be_one_segment(bounds):
+    model, inputs = gpt()
+    assert worst_of(partition_model(model, inputs, granularity="blocks"), model, inputs, bounds) <= 1e-12
+
+
+def test_a_model_that_is_not_cut_runs_as_it_is():
+    model, inputs = gpt()
+    cut = partition_model(model, inputs, granularity="whole")
+    model.zero_grad()
+    seed("")
+    values = cut.segment(0, 1, training=True)(cut.flatten_inputs(inputs), {}, {}, seed)
+    assert torch.equal(values[0].detach(), in_segments(TracedPartition(model, inputs), model, inputs, (0, 16))[3][0])
+
+
+def test_batch_norm_counts_its_batches_in_the_buffers_it_was_given():
+    model, inputs = cnn()
+    *_, buffers, _ = in_segments(TracedPartition(model, inputs), model, inputs)
+    assert int(buffers["1.num_batches_tracked"]) == 1
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_a_piece_takes_only_what_it_reads_itself():
+    cut = TracedPartition(*long_skip())
+    made = cut.values(training=True)
+    parts = [cut.segment(index, index + 1, training=True) for index in range(5)]
+    assert [[made[at].producer for at in part.inputs] for part in parts] == [[-1], [0], [1], [2], [-1, -1, 0, 3]]
+    assert [[made[at].consumers for at in part.outputs] for part in parts] == [[(1, 4)], [(2,)], [(3,)], [(4,)], []]
+
+
+def test_a_tied_parameter_has_its_first_name_in_both_of_its_pieces():
+    cut = TracedPartition(*gpt())
+    assert "tok.weight" in cut.spec.blocks[0].params
+    assert "tok.weight" in cut.spec.blocks[-1].params
+    assert cut.spec.units[0, 3] == ("tok.weight",)
+
+
+def test_the_output_gets_back_its_nesting():
+    model, inputs = long_skip()
+    *_, values = in_segments(cut := TracedPartition(model, inputs), model, inputs)
+    output = cut.unflatten_output(values)
+    assert list(output) == ["z", "late", "nothing", "three"]
+    assert (output["nothing"], output["three"]) == (None, 3)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 9])
+def test_another_number_of_samples_is_traced_when_it_comes(samples):
+    model, (tokens,) = gpt()
+    cut = TracedPartition(model, (tokens,))
+    assert worst_of(cut, model, (torch.randint(0, 11, (samples, tokens.shape[1])),)) <= 1e-12
+
+
+def test_cutting_leaves_no_mark_on_the_model():
+    model, inputs = cnn()
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    for granularity in ("whole", "blocks", "tensor_parallel"):
+        partition_model(model, inputs, granularity=granularity)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert [model.training, model[1].training] == [True, False]
+
+
+def test_a_chain_may_do_what_cannot_be_traced():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum() > 0 else self.layer(x * 2)
+
+    model, inputs = nn.Sequential(Odd(), Odd(), nn.Sequential(nn.ReLU(), Odd())), (torch.randn(3, 4),)
+    cut = partition_model(model, inputs, granularity="blocks")
+    assert [block.name for block in cut.spec.blocks] == ["0", "1", "2.1"]
+    assert worst_of(cut, model, inputs) <= 1e-12

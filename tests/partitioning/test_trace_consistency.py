@@ -1,0 +1,148 @@
+"""Every trace of a model is cut alike, whatever its number of samples, and hands each value on once."""
+
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from counterpoint.errors import PlanError
+from counterpoint.partitioning.export_trace import export_graph
+from counterpoint.partitioning.split_trace import choose_split_points
+from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.testing.parity import relative_difference, train
+from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
+from tests.partitioning.models import ALL, Residual, fixed_heads, residual
+from tests.partitioning.segment_runs import clone_tensors, forward, seed, worst_of
+
+
+@pytest.mark.parametrize("prefer", ["blocks", "pairs"])
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_values_cross_every_cut_for_another_number_of_samples(name, prefer):
+    cut = TracedPartition(*ALL[name](), prefer=prefer)
+    layouts = cut.split_trace(training=True), cut.split_trace(training=True, num_samples=2)
+    first, other = (
+        [(one.node.name, one.producer, one.consumers) for one in layout.boundary_values] for layout in layouts
+    )
+    assert first == other
+
+
+@pytest.mark.parametrize("samples", [1, 3, 9])
+def test_a_pair_that_a_block_ends_in_runs_for_another_number_of_samples(samples):
+    model, inputs = residual()
+    assert worst_of(TracedPartition(model, inputs), model, (torch.randn(samples, 8),)) <= 1e-12
+
+
+@pytest.mark.parametrize("prefer", ["blocks", "pairs"])
+@pytest.mark.parametrize("make", [residual, fixed_heads])
+def test_no_value_is_twice_between_two_blocks(make, prefer):
+    model, inputs = make()
+    cut = TracedPartition(model, inputs, prefer=prefer)
+    bounds = [block.first_layer for block in cut.spec.blocks] + [len(cut.spec.layers)]
+    for _, _, gave in forward(cut, bounds, inputs, *clone_tensors(model), training=True):
+        assert not [pair for pair in combinations(gave, 2) if torch.equal(*pair)]
+
+
+def test_bytes_between_blocks_count_a_value_once():
+    assert TracedPartition(*residual()).spec.blocks[0].output_bytes == 16 * 8
+
+
+def test_choosing_where_to_cut_leaves_the_trace_as_it_is():
+    model, inputs = residual()
+    traced = export_graph(model, inputs, training=True)
+    before = str(traced.graph)
+    choose_split_points(traced, model, {}, "blocks")
+    assert str(traced.graph) == before
+
+
+@pytest.mark.parametrize("strategy", ["zero3(2)", "pipeline(2)", "data(2) + overlap"])
+def test_a_step_takes_batches_of_two_sizes(strategy):
+    name, *passes = strategy.split(" + ")
+    model, make = Residual(), partial(optim.SGD, lr=0.1)
+    with cp.parallelize(model, make, F.cross_entropy, strategy=name, passes=tuple(passes), num_microbatches=2) as step:
+        losses = [float(step(torch.randn(size, 8), torch.arange(size) % 4)) for size in (8, 4)]
+    assert all(loss > 0 for loss in losses)
+
+
+def untrained():
+    torch.manual_seed(3)
+    return Residual()
+
+
+def batch(size):
+    return torch.randn(size, 8, generator=torch.Generator().manual_seed(size)), torch.arange(size) % 4
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["pipeline(2, balance=(1,5))", "zero3(2)", "pipeline(2, replicas=(1,2))", "tensor(2) * pipeline(2)"],
+)
+def test_training_equals_solo_with_an_uneven_last_batch(strategy):
+    subject = ParityModel("residual", untrained, tuple(map(batch, (24, 24, 7))), F.cross_entropy)
+    solo, ours = (train(subject, plan_for(plan, 4), TrainConfig()) for plan in ("solo", strategy))
+    assert max(relative_difference(ours.params[name], value) for name, value in solo.params.items()) <= 1e-12
+
+
+class TwoPairs(nn.Module):
+    """Two pairs of layers as functions, both in the one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.randn(6, 6)) for _ in range(4))
+
+    def forward(self, x):
+        x = torch.tanh(F.linear(F.relu(F.linear(x, self.a)), self.b))
+        return F.linear(F.relu(F.linear(x, self.c)), self.d)
+
+
+def test_two_pairs_in_one_module_are_two_pieces():
+    model, inputs = TwoPairs(), (torch.randn(3, 6),)
+    cut = TracedPartition(model, inputs)
+    assert [piece.params for piece in cut.spec.layers if piece.tp] == [("a", "b"), ("c", "d")]
+    assert worst_of(cut, model, inputs) <= 1e-12
+
+
+def test_random_numbers_drawn_between_the_layers_keep_a_pair_from_being_sliced():
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            x = torch.tanh(self.layers[0](x))
+            inner, beside = torch.relu(self.layers[1](x)), F.dropout(x, 0.5, self.training)
+            return torch.tanh(self.layers[2](inner)) + beside
+
+    model, inputs = Draws(), (torch.randn(6, 6),)
+    cut = TracedPartition(model, inputs, prefer="pairs")
+    assert not [piece for piece in cut.spec.layers if piece.tp]
+    assert worst_of(cut, model, inputs) <= 1e-12
+
+
+class Wide(nn.Module):
+    """What goes around the pair does so only when told to."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.skips = skips
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        first = torch.tanh(self.layers[0](x))
+        out = self.layers[2](torch.relu(self.layers[1](first)))
+        return self.layers[3](torch.tanh(out + first if self.skips(self, x) else out))
+
+
+def test_other_pieces_in_evaluation_are_refused():
+    cut = TracedPartition(Wide(lambda model, x: model.training), (torch.randn(3, 6),), prefer="pairs")
+    with pytest.raises(PlanError, match="other pieces in evaluation with 3 samples than in training with 3"):
+        cut.segment(0, 1, training=False)
+
+
+def test_a_model_that_hands_on_other_values_for_a_batch_of_one_is_refused():
+    cut = TracedPartition(model := Wide(lambda model, x: len(x) > 1), (torch.randn(3, 6),))
+    with pytest.raises(PlanError, match=r"for 1 samples the model hands on other values than for 3: tanh"):
+        cut.segment(2, 3, training=True)((torch.randn(1, 6), torch.randn(1, 6)), *clone_tensors(model), seed)

@@ -1,0 +1,83 @@
+"""Where nothing fits: by how much, and which change would fit; every remedy is checked by carrying it out."""
+
+from dataclasses import replace
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import Block
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.choose import choose_plan, choose_plan_from
+from counterpoint.planner.memory_suggestions import PlanningProblem, suggest_changes
+from counterpoint.planner.ranking import predict_plan, predict_rank_bytes
+from tests.planner.models import layers, memory
+
+WEIGHTS = layers(4, cost=1e9)
+"""Four layers of 16 KiB of weights, and next to nothing between them."""
+
+
+def heavy_between(num_blocks=4, output_bytes=64_000):
+    """Small weights, large activations."""
+    model = layers(num_blocks, width=8)
+    pieces = [replace(piece, output_bytes=output_bytes, split=None) for piece in model.layers]
+    return replace(model, blocks=tuple(Block((piece,), at) for at, piece in enumerate(pieces)))
+
+
+def remedies(model, room, plans, batch_size=16):
+    question = PlanningProblem(model, memory(room), batch_size)
+    found = [predict_plan(plan, model, memory(room), batch_size=batch_size) for plan in plans]
+    assert not any(one.fits for one in found)
+    return question, list(suggest_changes(found, plans, question))
+
+
+def test_it_says_by_how_many_bytes_the_leanest_plan_is_too_large():
+    least = min(
+        max(predict_rank_bytes(Plan.parse(text), WEIGHTS, memory(1), batch_size=16)) for text in ("data(2)", "zero3(2)")
+    )
+    with pytest.raises(PlanError) as caught:
+        choose_plan_from([Plan.parse("data(2)"), Plan.parse("zero3(2)")], WEIGHTS, memory(5000), batch_size=16)
+    said = (
+        f"no plan fits: zero(2, level=3) holds least, {least} of 5000 bytes on its fullest rank, {least - 5000} bytes"
+    )
+    assert str(caught.value).startswith(said)
+
+
+def test_every_remedy_fits_when_it_is_carried_out():
+    for model, room in ((WEIGHTS, 120_000), (heavy_between(), 1_200_000)):
+        question, found = remedies(model, room, [Plan.parse("data(2)")])
+        assert found
+        for remedy in found:
+            held = predict_rank_bytes(remedy.plan, model, question.cluster, batch_size=remedy.batch_size)
+            assert max(held) == remedy.memory_bytes <= room
+
+
+def test_another_level_of_zero_comes_first_where_only_data_was_asked_for():
+    _, found = remedies(WEIGHTS, 200_000, [Plan.parse("data(2)")])
+    assert found[0].change == "another plan"
+    assert "zero" in str(found[0].plan) or "pipeline" in str(found[0].plan)
+
+
+def test_large_activations_are_recomputed_cut_up_or_left_to_a_smaller_batch():
+    _, found = remedies(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
+    changes = [remedy.change for remedy in found]
+    assert "recomputing what backwards need" in changes
+    assert "2 microbatches instead of 1" in changes
+    assert "a batch of 12 samples instead of 16" in changes
+
+
+def test_the_batch_that_fits_is_the_largest_one():
+    question, found = remedies(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
+    smaller = next(remedy for remedy in found if remedy.change.startswith("a batch of"))
+    more = smaller.batch_size + smaller.plan.global_num_microbatches
+    assert max(predict_rank_bytes(smaller.plan, question.model, question.cluster, batch_size=more)) > 1_600_000
+
+
+def test_where_weights_do_not_fit_the_fewest_ranks_that_hold_them_are_named():
+    said = r"the smallest change that fits: 4 ranks instead of 2 \(pipeline\(4\) with 16 microbatches: 66560 bytes\)"
+    with pytest.raises(PlanError, match=said):
+        choose_plan(2, WEIGHTS, memory(100_000), 16)
+
+
+def test_where_nothing_helps_it_says_what_was_tried():
+    with pytest.raises(PlanError, match="neither recomputation nor more microbatches, a smaller batch or more ranks"):
+        choose_plan(2, WEIGHTS, memory(1000), 16)

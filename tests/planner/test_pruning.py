@@ -1,0 +1,108 @@
+"""Plans that are surely slower are not played, and the choice is the same as if they had been."""
+
+from dataclasses import replace
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.plan.plan import DEFAULT_PASSES, Plan
+from counterpoint.planner.choice_report import explain_skipped
+from counterpoint.planner.choose import PREDICTED_TOLERANCE, rank_and_choose, simulator_for_problem
+from counterpoint.planner.enumerate import enumerate_plans
+from counterpoint.planner.incremental_simulator import StepTooSlow
+from counterpoint.planner.memory_suggestions import PlanningProblem
+from counterpoint.planner.ranking import (
+    PlanRanking,
+    attribute_time,
+    build_simulator,
+    merge_rankings,
+    rank_with_simulator,
+)
+from counterpoint.world.cluster import Cluster, Level, Link
+from tests.planner.search.spaces import COPIES, FLAT, HOSTS, MODELS, WIRE
+
+UNLIKE = Cluster(link=WIRE, speeds=(1.0, 0.5))
+CARDS = Cluster(levels=(Level("host", 4, Link(5e-6, 5e9)), Level("network", 2, WIRE, is_shared=True)))
+SLOW = replace(HOSTS, slow_links=((1, 2, 0.25),))
+CLUSTERS = {"flat": FLAT, "hosts": HOSTS, "copies": COPIES, "unlike": UNLIKE, "cards": CARDS, "slow": SLOW}
+
+
+def listed(name):
+    """Every fifth plan for a model, with the passes that plans have."""
+    return [replace(plan, passes=DEFAULT_PASSES) for plan in [*enumerate_plans(8, MODELS[name], batch_size=48)][::5]]
+
+
+def question(name, cluster):
+    return PlanningProblem(MODELS[name], CLUSTERS[cluster], 48)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_left_out_changes_no_choice_and_is_slower_than_was_asked_for(cluster, name):
+    asked, plans = question(name, cluster), listed(name)
+    every, near = (rank_and_choose(plans, asked, within) for within in (None, PREDICTED_TOLERANCE))
+    assert near.plan == every.plan
+    seconds = {found.plan: found.step_s for found in every.ranking.predictions}
+    assert all(seconds[found.plan] == found.step_s for found in near.ranking.predictions)
+    best_s = every.ranking.eligible[0].step_s
+    assert all(seconds[plan] > PREDICTED_TOLERANCE * best_s for plan in near.ranking.pruned if plan in seconds)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_rank_does_more_by_itself_than_a_step_takes(cluster, name):
+    replay = build_simulator(MODELS[name], CLUSTERS[cluster], 48)
+    for plan in listed(name)[::2]:
+        try:
+            played = replay.simulate(plan)
+        except PlanError:
+            continue
+        assert played is None or replay.simulate(plan, max_step_s=played.breakdowns[0].step_s) == played
+
+
+def test_what_ranks_of_a_host_send_counts_as_one_after_the_other():
+    apart, replays = Plan.parse("pipeline(4) * data(2)"), {}
+    for is_shared in (True, False):
+        network = Level("network", 2, Link(0.0, 1e6), is_shared=is_shared)
+        replays[is_shared] = build_simulator(MODELS["layers"], Cluster(levels=(CARDS.levels[0], network)), 48)
+    each, together = replays[False].least_s(apart), replays[True].least_s(apart)
+    assert 1.5 * each < together <= replays[True].figures(apart).step_s
+
+
+def test_plans_are_ranked_alike_in_whatever_order_they_are_asked_for():
+    asked, plans = question("layers", "cards"), listed("layers")
+    there, back = (rank_and_choose(given, asked).ranking for given in (plans, plans[::-1]))
+    assert [found.step_s for found in there.eligible] == [found.step_s for found in back.eligible]
+    assert set(there.pruned) == set(back.pruned)
+
+
+def test_one_rank_alone_does_all_that_its_step_takes():
+    replay = build_simulator(MODELS["layers"], FLAT, 48)
+    step_s = replay.summary(Plan()).step_s
+    with pytest.raises(StepTooSlow):
+        replay.simulate(Plan(), max_step_s=0.999 * step_s)
+
+
+def test_plans_that_were_left_out_are_told():
+    replay = build_simulator(MODELS["layers"], Cluster(), 48)
+    plans = [Plan.parse("data(4)"), Plan(), Plan.parse("data(2)")]
+    ranking = rank_with_simulator(plans, replay, tolerance=1.1)
+    assert ranking.pruned == (Plan(), Plan.parse("data(2)"))
+    told = "solo and 1 more plans of the list are surely slower: what one of the ranks does alone, or"
+    assert explain_skipped(ranking)[0].startswith(told)
+
+
+def test_of_two_rankings_only_what_neither_has_played_is_slower():
+    replay = build_simulator(MODELS["layers"], Cluster(), 48)
+    quick = PlanRanking((), (), (), (Plan(), Plan.parse("data(2)")))
+    assert merge_rankings(quick, rank_with_simulator([Plan()], replay)).pruned == (Plan.parse("data(2)"),)
+
+
+def test_what_is_split_later_is_split_as_if_at_once():
+    asked, plans = question("tied", "hosts"), listed("tied")[:20]
+    replay = simulator_for_problem(asked)
+    near = rank_with_simulator(plans, replay, tolerance=PREDICTED_TOLERANCE).predictions
+    assert any(found.free_links_s is None for found in near)
+    assert [attribute_time(found, replay) for found in near] == [
+        one for one in rank_with_simulator(plans, replay).predictions if one.plan in {found.plan for found in near}
+    ]

@@ -1,0 +1,175 @@
+"""What ranks do in the tests of real processes: functions that run in every one of them."""
+
+import os
+import signal
+import sys
+from contextlib import closing
+
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Subset
+
+import counterpoint as cp
+from counterpoint.launchers.environment import detect
+from counterpoint.testing.parity import relative_difference
+from counterpoint.training.distributed_world import open_world
+from tests.equivalence import async_pipeline_cases as streamed
+from tests.equivalence.fit_cases import Fitted
+from tests.training.trainers import ADAMW, build_seeded, dataset, equal_bits, make_trainer, mlp, params_of, state_of
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def plan_of(text, num_microbatches):
+    return cp.Plan.parse(text, num_microbatches=num_microbatches)
+
+
+def stream(cases):
+    """Return what came of each case on this process's ranks."""
+    found = []
+    for fields in cases:
+        case = streamed.Case(**fields)
+        with closing(open_world(detect(), case.plan.num_ranks, 30.0)) as world:
+            found.append(streamed.train(case, world))
+    return found
+
+
+def train(rows, expected, folder, served, saved, periods):
+    """Return what came of all plans of one start of the processes."""
+    apart = [compare([row], came_to)[0] for row, came_to in periods]
+    compared = compare(rows, expected)
+    return {"compared": compared, "served": serve(served), "saved": go_on(folder, saved), "periods": apart}
+
+
+def compare(rows, expected):
+    """Return for each plan how far its parameters, losses and metric are from what solo came to."""
+    params, losses, metric = expected
+    found = []
+    for text, num_microbatches in rows:
+        with make_trainer(plan_of(text, num_microbatches)) as one:
+            history = one.fit(dataset(), batch_size=12, epochs=2, eval_dataset=dataset(7))
+            mine = params_of(one.model)
+        worst = max(relative_difference(mine[name], value) for name, value in params.items())
+        off = max(abs(own / other - 1) for own, other in zip(history.losses, losses, strict=True))
+        found.append([worst, off, abs(history.evaluations[-1].metrics["loss"] / metric - 1)])
+    return found
+
+
+def serve(rows):
+    """Return for each plan with an asynchronous server the first and the last loss, and the weights."""
+    found = []
+    for text in rows:
+        with make_trainer(plan_of(text, 2)) as one:
+            history = one.fit(dataset(48), batch_size=12, epochs=8, eval_dataset=dataset(48))
+            losses = [event.metrics["loss"] for event in history.evaluations]
+            found.append((losses[0], losses[-1], params_of(one.model)))
+    return found
+
+
+def go_on(folder, rows):
+    """Return for each plan whether a run that was saved in mid-epoch goes on bit for bit."""
+    found = []
+    for at, (text, num_microbatches) in enumerate(rows):
+        states = []
+        for name, resume, steps in [("a", None, 8), ("b", None, 2), ("b", f"{folder}/{at}b", 8)]:
+            with make_trainer(plan_of(text, num_microbatches)) as one:
+                one.fit(dataset(), batch_size=12, epochs=2, max_steps=steps, checkpoint_dir=f"{folder}/{at}{name}",
+                        save_every=2, resume=resume)  # fmt: skip
+                states.append(state_of(one.model))
+        found.append([equal_bits(states[0], states[2]), equal_bits(states[0], states[1])])
+    return found
+
+
+class Dies(cp.Callback):
+    """Kills rank 1 behind a step, at once and without a word."""
+
+    on_every_rank = True
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, event):
+        if rank() == 1 and event.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_apart(fields, folder, dies, resume):
+    """Return the parameters after a fit whose stages save each for itself, in which rank 1 may die."""
+    return Fitted(**fields).fit(folder, callbacks=[Dies(dies)], resume=folder if resume else None)
+
+
+def text_of(run):
+    """Return the error that a run ends with, as text."""
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def tell(text):
+    """Write one line where the launcher reads it."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+class ListensBadly(cp.Callback):
+    """Fails on rank 1 between two steps, where no other rank can see it."""
+
+    on_every_rank = True
+
+    def on_step(self, event):
+        if rank() == 1 and event.step == 1:
+            raise OSError("the disk is full")
+
+
+def fail():
+    """Tell what this rank is told when rank 1 has another model; then train until rank 1 fails."""
+    deeper = build_seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    model = mlp() if rank() == 0 else deeper
+    tell(text_of(lambda: make_trainer("data(2)", model).fit(dataset(), batch_size=12)))
+    failing = make_trainer("data(2)", callbacks=[ListensBadly()])
+    told = text_of(lambda: failing.fit(dataset(), batch_size=12))
+    tell(told)
+    raise cp.PeerError("rank 1 has failed") if rank() == 0 else OSError(told)
+
+
+def shard_by_hand(*sizes):
+    """Train in a loop of one's own; in each step the ranks pass batches of these sizes."""
+    inputs, targets = dataset().tensors
+    step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)")
+    for lengths in sizes:
+        step(inputs[: lengths[rank()]], targets[: lengths[rank()]])
+
+
+def pass_own_batches():
+    """Train in a loop of one's own on batches of one size that differ from rank to rank."""
+    inputs, targets = dataset().tensors
+    step = cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="data(2)")
+    step(inputs[rank() :: 2], targets[rank() :: 2])
+
+
+def shard_the_dataset():
+    """Train on half of a dataset on each rank, as a sampler would have chosen it."""
+    make_trainer("data(2)").fit(Subset(dataset(), range(rank(), 46, 2)), batch_size=12)
+
+
+def measure_and_train():
+    """Return which plan ``auto`` has taken after trials, what these took, and what was trained under it."""
+    with cp.Trainer(
+        mlp(),
+        loss=F.cross_entropy,
+        optimizer=ADAMW,
+        strategy="auto",
+        num_measured_plans=2,
+        progress="off",
+        batch_norm="deferred",
+    ) as one:
+        history = one.fit(dataset(), batch_size=12)
+        assert one.choice is not None, "it was left open"
+        trials = {str(trial.plan): trial.step_s for trial in one.choice.trials}
+        return {
+            "plan": str(one.choice.plan), "trials": trials, "params": params_of(one.model), "losses": history.losses
+        }  # fmt: skip

@@ -1,0 +1,64 @@
+"""Loops of one's own in real processes: every rank passes the same batch, and one that does not is told."""
+
+import pytest
+
+from counterpoint.launchers import run_command, script_command
+from tests.process import rank_functions as ranks
+from tests.process.forked_ranks import run_forked
+from tests.process.test_faults import variables
+
+pytestmark = pytest.mark.process
+
+
+def told(fn, *args):
+    """What each of two ranks is told that runs the function."""
+    return run_forked(fn, ranks=2, args=args)
+
+
+def test_ranks_with_batches_of_different_sizes_do_not_train():
+    """They did, each on a part of its own, and the losses looked well."""
+    first, second = told(ranks.shard_by_hand, [12, 16])
+    assert first.startswith("DataError: rank 0 was given a batch of 12 samples, rank 1 one of 16; ")
+    assert second.startswith("DataError: rank 1 was given a batch of 16 samples, rank 0 one of 12; ")
+
+
+def test_a_batch_that_is_another_on_one_rank_later_ends_the_run():
+    first, second = told(ranks.shard_by_hand, [12, 12], [12, 16])
+    assert first.startswith("DataError: rank 0 counts 12 samples in step 1, but the ranks together 14, ")
+    assert second.startswith("DataError: rank 1 counts 16 samples in step 1, but the ranks together 14, ")
+
+
+def test_ranks_whose_batches_differ_in_content_do_not_train():
+    """A DistributedSampler gave each rank samples of its own, and each trained on a part of them: half were lost."""
+    first, second = told(ranks.pass_own_batches)
+    assert first.startswith("DataError: rank 0 and rank 1 were given different batches of 23 samples; ")
+    assert second.startswith("DataError: rank 1 and rank 0 were given different batches of 23 samples; ")
+
+
+def test_ranks_that_shard_the_dataset_themselves_do_not_train():
+    first, second = told(ranks.shard_the_dataset)
+    assert first.startswith("DataError: rank 0 and rank 1 were given different datasets, ")
+    assert second.startswith("DataError: rank 1 and rank 0 were given different datasets, ")
+
+
+UNGUARDED = """
+import torch, counterpoint as cp
+from tests.data.samples import Numbers
+model = torch.nn.Linear(1, 1)
+trainer = cp.Trainer(model, loss=lambda a, b: (a.squeeze(1) - b).square().mean(),
+                     optimizer=lambda params: torch.optim.SGD(params, 0.01), progress="off")
+trainer.fit(Numbers(), batch_size=6, num_workers=1)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_trains_when_a_worker_imports_it_is_ended_with_the_remedy(tmp_path, monkeypatch):
+    """Its worker met the other ranks as one of them, and all waited."""
+    monkeypatch.setenv("PYTHONPATH", variables()["PYTHONPATH"])  # the script imports from these tests
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    lines = []
+    command = script_command(tmp_path / "script.py")
+    result = run_command(command, 1, on_line=lambda line: lines.append(line.text))
+    assert result.report.startswith("rank 0 failed: DataError: loader worker 0 (pid ")
+    assert "main part under `if __name__ == '__main__':`" in result.report
+    assert any("LaunchError: this is loader worker 0, which imports the script of" in text for text in lines)

@@ -1,0 +1,48 @@
+"""Only the stages that need samples read them: the first for its inputs, the last for its labels."""
+
+from collections import Counter
+
+import pytest
+
+from tests.process import read_counts as reading
+from tests.process.forked_ranks import run_forked
+
+pytestmark = pytest.mark.process
+EVERYTHING = Counter(dict.fromkeys(range(12), 3))
+READERS = {
+    "gpipe(3)": (0, 2),
+    "pipeline(3)": (0, 2),
+    "interleaved(3)": (0, 2),
+    "zero_bubble(3)": (0, 2),
+    "zero_bubble(3, chunks_per_stage=2)": (0,),  # whose first stage has the last chunk, too
+    "pipedream(3)": (0, 2),
+    "pipedream_2bw(3)": (0, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_forked(reading.count_reads, ranks=3, args=[list(READERS)])
+
+
+@pytest.mark.parametrize("strategy", READERS)
+def test_stages_in_the_middle_read_no_sample_and_the_ends_each_one_once(found, strategy):
+    """All ranks look at the first and the last sample to see that they were given the same dataset."""
+    built, trained, measured = zip(*(one[list(READERS).index(strategy)] for one in found), strict=True)
+    looked_at = Counter(trained[1])
+    assert set(looked_at) <= {0, 11}
+    for rank in range(3):
+        is_reader = rank in READERS[strategy]
+        assert Counter(trained[rank]) - looked_at == (EVERYTHING if is_reader else Counter())
+        assert measured[rank] == (list(range(10)) if is_reader else [])
+        assert len(built[rank]) <= 3 or strategy == "pipedream(3)", "one microbatch, by which the model is traced"
+
+
+def test_replicas_of_a_stage_read_their_own_microbatches():
+    """The first stage has two, which take turns; the last one has the labels of all."""
+    found = run_forked(reading.count_reads, ranks=3, args=[["pipeline(2, replicas=(2,1))"]])
+    first, second, last = (Counter(one[0][1]) for one in found)
+    looked_at = (last - EVERYTHING) + Counter()
+    assert set(looked_at) <= {0, 11}
+    assert (first - looked_at) + (second - looked_at) == EVERYTHING
+    assert (first - looked_at).total() == 18

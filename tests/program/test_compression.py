@@ -1,0 +1,138 @@
+"""Codes of sums: their text, their bytes by the formulas, and what a program may not do with them."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from counterpoint.errors import PlanError, ProgramError
+from counterpoint.plan.plan import Plan
+from counterpoint.program.comm_volume import row_traffic
+from counterpoint.program.compression import CODECS, find_codec, ring_volume_factor
+from counterpoint.program.text import parse_instruction, parse_program
+from counterpoint.program.verify.verifier import Bounds, verify
+
+
+@pytest.mark.parametrize(
+    ("code", "shape", "size"),
+    [
+        ("fp16", (10, 30), 600), ("bf16", (), 2),
+        ("int8", (1024,), 1024 + 4), ("int8", (1025,), 1025 + 8), ("int8", (0,), 0),
+        ("sign", (1024,), 128 + 4), ("sign", (9,), 2 + 4),
+        ("twobit", (32, 2), 16), ("twobit:0.1", (5,), 2),
+        ("topk", (1000,), 10 * 8), ("topk:0.01", (101,), 2 * 8), ("topk:1", (3,), 24), ("topk", (0,), 0),
+        ("powersgd", (100, 50), 150 * 4), ("powersgd:2", (100, 5, 10), 300 * 4), ("powersgd", (100,), 400),
+        ("powersgd:4", (8, 8), 64 * 4), ("powersgd", (1, 9), 36), ("powersgd", (0, 5), 0),
+        ("adasum", (3, 5), 60),
+    ],
+)  # fmt: skip
+def test_the_bytes_of_a_float32_parameter_follow_from_its_shape(code, shape, size):
+    assert find_codec(code).encoded_bytes(shape, 4) == size
+
+
+def test_scales_values_and_factors_are_as_wide_as_the_gradients():
+    assert find_codec("int8").encoded_bytes((2000,), 8) == 2000 + 2 * 8
+    assert find_codec("topk:0.1").encoded_bytes((20,), 2) == 2 * (4 + 2)
+    assert find_codec("powersgd:2").encoded_bytes((30, 20), 8) == 2 * 50 * 8
+    assert find_codec("fp16").encoded_bytes((20,), 8) == 40
+
+
+@pytest.mark.parametrize("code", CODECS)
+def test_a_sum_is_added_up_on_the_way_or_gathered(code):
+    once = Fraction(3, 2) if code in {"fp16", "bf16", "powersgd"} else 3
+    assert ring_volume_factor(code, 4) == once
+    assert ring_volume_factor(code, 1) == 0
+    assert ring_volume_factor("", 4) == Fraction(3, 2)
+
+
+def test_words_send_encoded_bytes():
+    words = (
+        parse_program(
+            "F0.0 B0.0 all_reduce_start:topk(grad0)@0,1,2 all_reduce_wait:topk(grad0)@0,1,2 all_reduce:fp16(grad0)@0,1"
+        )
+        .rank_programs[0]
+        .body
+    )
+    sizes = {"": 100, "topk": 8, "fp16": 50}
+    assert [sent for _, sent in row_traffic(0, words, lambda value, code="": sizes[code])] == [0, 0, 16, 0, 50]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("int9", "there is no code 'int9'; the codes are fp16, bf16, int8,"),
+        ("int8:3", "the code int8 takes no number, so 'int8:3' is none; write int8"),
+        ("topk:1.5", "the part of 'topk:1.5' is 1.5, but must be between 0 and 1"),
+        ("topk:0", "the part of 'topk:0' is 0, but must be between 0 and 1"),
+        ("powersgd:1.5", "the rank of 'powersgd:1.5' is 1.5, but must be a whole number from 1"),
+        ("twobit:0.0", "the threshold of 'twobit:0.0' is 0.0, but must be above 0"),
+        ("topk:-1", "the part of 'topk:-1' is no positive number in digits; write topk:0.01"),
+    ],
+)
+def test_what_is_no_code_is_refused_in_a_plan_as_in_a_program(code, why):
+    with pytest.raises(ProgramError) as caught:
+        find_codec(code)
+    assert str(caught.value).startswith(why)
+    with pytest.raises(PlanError) as caught_plan:
+        Plan.parse(f"data(2, compress={code})")
+    assert str(caught_plan.value) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("compress=int8, update=sharded", r"update=sharded with the code int8, but a code is about whole gradients"),
+        ("reduce=adasum, update=sharded", r"update=sharded with the code adasum"),
+        ("compress=int8, reduce=adasum", r"compress=int8 and reduce=adasum, but adasum needs whole gradients"),
+        ("compress=adasum", r"compress=adasum and reduce=sum, but adasum needs whole gradients; give reduce=adasum"),
+        ("reduce=mean", r"data has no reduce='mean'; give reduce=sum or reduce=adasum"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, why):
+    with pytest.raises(PlanError, match=why):
+        Plan.parse(f"data(2, {options})")
+
+
+@pytest.mark.parametrize(
+    "word", ["reduce_scatter:int8(grad0)@0,1", "all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"]
+)
+def test_only_sums_of_gradients_have_a_code(word):
+    with pytest.raises(ProgramError, match=r"only sums of gradients have a code, but .* is none; leave out :int8"):
+        parse_instruction(word)
+
+
+@pytest.mark.parametrize(
+    ("rows", "law", "why"),
+    [
+        (("F0.0 B0.0 all_reduce:int8(grad0)@0,1 commit@0,1 U0", "F0.1 B0.1 all_reduce:sign(grad0)@0,1 commit@0,1 U0"), 3,
+         r"rank 1 calls all_reduce:sign\(grad0\)@0,1 where rank 0 of the same group called all_reduce:int8\(grad0\)"),
+        (("F0.0 B0.0 reduce_scatter(grad0)@0,1 all_reduce:int8(grad0)@0,1 commit@0,1 U0",
+          "F0.1 B0.1 reduce_scatter(grad0)@0,1 all_reduce:int8(grad0)@0,1 commit@0,1 U0"), 6, r"different parts of this gradient"),
+        (("F0.0 B0.0 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0",
+          "F0.1 B0.1 all_reduce_start:int8(grad0)@0,1 all_reduce_wait(grad0)@0,1 commit@0,1 U0"), 3, r"for what it never started"),
+    ],
+)  # fmt: skip
+def test_programs_that_code_what_cannot_be_are_refused(rows, law, why):
+    with pytest.raises(ProgramError, match=why) as caught:
+        verify(parse_program("\n".join(rows)), Bounds(), [(0,)])
+    assert caught.value.rule == law
+
+
+def test_a_gradient_that_was_shared_out_has_no_code():
+    """The parts of two pairs are summed over the pairs, as ZeRO's are over replicas."""
+    text = "F0.{0} B0.{0} reduce_scatter(grad0)@{1} all_reduce:int8(grad0)@{2} commit@0-3 U0 all_gather(weight0)@{1}"
+    rows = [text.format(rank, "0,1" if rank < 2 else "2,3", "0,2" if rank % 2 == 0 else "1,3") for rank in range(4)]
+    with pytest.raises(ProgramError, match="this gradient was shared out; only whole ones have a code") as caught:
+        verify(parse_program("\n".join(rows)), Bounds(), [(0,)])
+    assert caught.value.rule == 6
+
+
+def test_the_table_of_the_documentation_has_the_bytes_of_the_formulas():
+    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
+    lines = page.partition("\n## Codes of sums\n")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    assert [row[0].partition(":")[0] for row in rows] == list(CODECS)
+    for code, size, each, sent, _ in rows:
+        assert int(size) == find_codec(code).encoded_bytes((1000, 1000), 4)
+        assert float(each) == pytest.approx(int(size) / 1e6, abs=1e-4)
+        assert int(sent) == ring_volume_factor(code, 4) * int(size)

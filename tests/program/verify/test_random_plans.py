@@ -1,0 +1,191 @@
+"""What holds for every composition: its text, its walk, its laws, its bytes, and its refusal when it makes no sense."""
+
+from dataclasses import replace
+from itertools import chain as joined
+from math import lcm
+
+from hypothesis import given, settings, strategies as st
+
+from counterpoint.compiler.compile import compile as compile_plan, count_bytes
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import linear_chain
+from counterpoint.plan.plan import Plan
+from counterpoint.program.execution_order import check_rendezvous_sends, execution_order
+from counterpoint.program.instruction import Backward, Collective, Forward
+from counterpoint.program.program import weight_versions_needed
+from counterpoint.program.text import format_program, parse_program
+from counterpoint.program.verify.verifier import Bounds, verify
+from counterpoint.strategies.data import Data
+from counterpoint.strategies.pipeline.pipeline import Pipeline
+from tests.program.verify.random_plans import (
+    SCHEDULES,
+    any_strategy,
+    async_pipelines,
+    can_be_composed,
+    compile_text,
+    delayed_plans,
+    legal_cases,
+)
+
+LAWS = settings(max_examples=120)
+
+
+@LAWS
+@given(legal_cases())
+def test_a_legal_composition_compiles_and_keeps_every_law(case):
+    model, plan, samples = case
+    made = compile_plan(plan, model, samples_per_micro=samples)
+    assert made.program.num_ranks == plan.num_ranks == len(made.cost.ranks)
+
+
+@LAWS
+@given(legal_cases())
+def test_a_program_reads_back_as_it_was_written(case):
+    model, plan, _ = case
+    program = compile_plan(plan, model).program
+    assert parse_program(format_program(program)) == program
+
+
+@LAWS
+@given(legal_cases())
+def test_a_plan_reads_back_as_it_was_written(case):
+    _, plan, _ = case
+    assert Plan.parse(str(plan), num_microbatches=plan.num_microbatches).strategies == plan.strategies
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
+@LAWS
+@given(legal_cases())
+def test_the_walk_comes_to_every_word_once_and_goes_through_each_row_in_order(case):
+    model, plan, _ = case
+    rows = compile_plan(plan, model).program.unroll(1)
+    visited = list(execution_order(rows))
+    for rank, row in enumerate(rows):
+        assert [index for at, index in visited if at == rank] == list(range(len(row)))
+    check_rendezvous_sends(rows)
+
+
+@LAWS
+@given(legal_cases())
+def test_the_words_move_the_bytes_that_the_formulas_say_on_every_rank(case):
+    model, plan, samples = case
+    made = compile_plan(plan, model, samples_per_micro=samples)
+    assert count_bytes(made.program, made.model, samples) == made.cost.sent_bytes()
+
+
+@LAWS
+@given(legal_cases())
+def test_all_work_of_the_global_batch_is_done_once_by_the_ranks_of_each_slice(case):
+    model, plan, _ = case
+    made = compile_plan(plan, model)
+    slices = {row.tp_rank for row in made.program.rank_programs}
+    computes = [(rank, word) for rank, word in made.program.instructions() if isinstance(word, Forward | Backward)]
+    forwards = [(rank, word) for rank, word in computes if isinstance(word, Forward)]
+    inputs = [(rank, word) for rank, word in computes if isinstance(word, Backward) and word.computes_input_grad]
+    weights = [(rank, word) for rank, word in computes if isinstance(word, Backward) and word.computes_weight_grad]
+    for words in (forwards, inputs, weights):
+        done = [(word.block, word.micro, made.program.rank_programs[rank].tp_rank) for rank, word in words]
+        every = [(b, m, s) for b in range(made.model.num_blocks) for m in made.program.micros for s in slices]
+        assert sorted(done) == sorted(every)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 13))
+def test_no_pipeline_waits_for_ever_however_many_stages_chunks_and_microbatches_it_has(kind, stages, count):
+    order, chunks = kind
+    plan = Plan((Pipeline(stages, order, chunks_per_stage=chunks),), count)
+    rows = compile_plan(plan, linear_chain(stages * chunks, width=12)).program.unroll(1)
+    check_rendezvous_sends(rows)
+    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_no_pipeline_waits_for_ever_however_unequal_its_replicas_are(order, replicas):
+    plan = Plan((Pipeline(len(replicas), order, tuple(replicas)),), 2 * lcm(*replicas))
+    rows = compile_plan(plan, linear_chain(len(replicas), width=12)).program.unroll(1)
+    check_rendezvous_sends(rows)
+    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+
+
+@LAWS
+@given(legal_cases())
+def test_overlap_moves_words_but_neither_adds_work_nor_changes_what_enters_an_update(case):
+    model, plan, _ = case
+    plain = compile_plan(Plan(plan.strategies, plan.num_microbatches), model)
+    early = compile_plan(Plan(plan.strategies, plan.num_microbatches, ("overlap",)), model)
+    for before, after in zip(plain.program.rank_programs, early.program.rank_programs, strict=True):
+        ends = [word for word in after.body if not (isinstance(word, Collective) and word.phase == "start")]
+        assert len(ends) == len(before.body)
+    entered = [[(e.rank, e.unit, e.shard, e.contributions) for e in made.symbolic.updates] for made in (plain, early)]
+    assert sorted(entered[0], key=str) == sorted(entered[1], key=str)
+
+
+@settings(max_examples=200)
+@given(st.lists(any_strategy(), min_size=1, max_size=4))
+def test_strategies_in_an_order_without_meaning_are_a_mistake_in_the_plan(strategies):
+    try:
+        compile_plan(Plan(tuple(strategies), 2), linear_chain(4, width=12))
+        refused = False
+    except PlanError:
+        refused = True
+    assert refused == (not can_be_composed(strategies))
+
+
+@settings(max_examples=40)
+@given(legal_cases(), st.integers(2, 3))
+def test_a_synchronous_program_keeps_the_laws_step_after_step(case, times):
+    model, plan, _ = case
+    made = compile_plan(plan, model)
+    rows = made.program.unroll(times)
+    assert [len(row) for row in rows] == [times * len(row.body) for row in made.program.rank_programs]
+    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+
+
+@settings(max_examples=40)
+@given(delayed_plans(), st.integers(1, 3))
+def test_a_stream_of_late_gradients_keeps_every_law_and_sends_what_a_sum_in_each_step_does(case, times):
+    model, plan = case
+    made = compile_plan(plan, model)
+    inside = replace(plan, strategies=(*plan.strategies[:-1], Data(plan.strategies[-1].degree)))
+    assert made.sent_bytes() == compile_plan(inside, model).sent_bytes()
+    assert parse_program(format_program(made.program)) == made.program
+    assert made.cost.staleness == max(entry.staleness for entry in made.symbolic.updates) == 1
+    rows = made.program.unroll(times)
+    assert len(list(execution_order(rows))) == len(list(joined(*rows)))
+
+
+@settings(max_examples=40)
+@given(async_pipelines(), st.integers(1, 3))
+def test_a_pipeline_without_a_flush_keeps_every_law_and_its_formulas_are_what_the_program_does(case, times):
+    model, plan = case
+    made = compile_plan(plan, model)
+    replicas, sliced = (
+        plan.strategies[-1].stage_ranks,
+        len(made.program.rank_programs) // sum(plan.strategies[-1].stage_ranks),
+    )
+    for rank, row in enumerate(made.program.rank_programs):
+        stage = [stage for stage, count in enumerate(replicas) for _ in range(count * sliced)][rank]
+        ahead = (sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage]
+        assert made.symbolic.peak_in_flight[rank] == made.cost.ranks[rank].in_flight == ahead + 1
+        assert weight_versions_needed(row.prologue + row.body + row.epilogue) == made.cost.ranks[rank].weight_versions
+    assert made.cost.staleness == max(entry.staleness for entry in made.symbolic.updates)
+    assert parse_program(format_program(made.program)) == made.program
+    check_rendezvous_sends(made.program.unroll(times), made.cost.recv_buffer_depth)
+
+
+@LAWS
+@given(legal_cases())
+def test_every_kind_of_step_is_a_program_and_their_parts_of_all_steps_are_all(case):
+    model, plan, _ = case
+    made = compile_plan(plan, model)
+    assert sum(turn.frequency for turn in made.step_variants) == 1
+    assert made.step_variants[-1].program == made.program
+    for turn in made.step_variants:
+        assert count_bytes(turn.program, made.model, 1) == turn.sent_bytes
+
+
+def test_a_promise_that_says_nothing_is_kept_by_every_program():
+    made = compile_text("pipeline(2) * data(2)", m=2)
+    ledger = verify(made.program, Bounds(None), made.model.units)
+    assert len(ledger.updates) == 4

@@ -1,0 +1,144 @@
+"""What the laws say of replicas that update apart, and of gradients that are set aside."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from counterpoint.compiler.compile import bounds_from
+from counterpoint.errors import ProgramError
+from counterpoint.program.text import format_program, parse_program
+from counterpoint.program.verify.verifier import verify
+from counterpoint.strategies.sync_schedule import SyncSchedule
+from tests.program.verify.random_plans import compile_text
+
+MEETING = "data(4, sync_every=8)"
+LATE = "data(2, staleness=1)"
+
+
+def broken(plan, *edits, **promise):
+    """The error of a program in which some words were replaced wherever they stand."""
+    made = compile_text(plan, blocks=1)
+    text = format_program(made.program)
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    with pytest.raises(ProgramError) as caught:
+        verify(parse_program(text), replace(bounds_from(made.cost), **promise), made.model.units)
+    return caught.value
+
+
+def test_the_kinds_of_steps_of_post_local_sgd_read_as_written():
+    turns = {turn.name: turn for turn in compile_text("data(2, sync_every=8, sync_first=100)", blocks=1).step_variants}
+    first_rows = {name: format_program(turn.program).splitlines()[0] for name, turn in turns.items()}
+    assert first_rows == {
+        "all_reduce": "F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0",
+        "local": "F0.0 B0.0 commit@0,1:0 U0",
+        "sync": "F0.0 B0.0 commit@0,1:0 U0 all_reduce_mean(weight0)@0,1",
+    }
+    assert [turn.frequency for turn in turns.values()] == [0, Fraction(7, 8), Fraction(1, 8)]
+
+
+def test_a_rhythm_says_which_step_is_which():
+    rhythm = SyncSchedule(sync_every=3, sync_first=2)
+    names = [rhythm.kind_at(number, has_delayed_grad=False) for number in range(9)]
+    assert names == ["all_reduce", "all_reduce", "local", "local", "sync", "local", "local", "sync", "local"]
+    assert [SyncSchedule(staleness=1).kind_at(number, has_delayed_grad=number > 0) for number in range(3)] == [
+        "fill",
+        "steady",
+        "steady",
+    ]
+    assert SyncSchedule().kind_at(7, has_delayed_grad=False) == "step"
+
+
+def test_sixteen_steps_with_a_meeting_in_every_eighth_send_what_two_sums_of_the_weights_do():
+    made = compile_text(MEETING, blocks=3)
+    weights = sum(param.num_bytes for param in made.model.params)
+    sent = [sum(bytes_) for bytes_ in zip(*(made.variant_at(step).sent_bytes for step in range(16)), strict=True)]
+    assert sent == [2 * 2 * Fraction(3, 4) * weights] * 4
+    assert made.sent_bytes() == tuple(bytes_ / 16 for bytes_ in sent)
+
+
+@pytest.mark.parametrize("plan", ["data(4)", "zero1(4)", "data(2) * server(2)", "data(4, sync_every=8)",
+                                  "data(4, staleness=1)", "pipeline(2) * data(2)"])  # fmt: skip
+def test_more_microbatches_add_up_before_the_one_sum_and_send_no_gradient_more(plan):
+    """Activations between stages aside; zero2 and zero3 free whole gradients, and share them out each time."""
+    one, many = (compile_text(plan, m=m, blocks=2).sent_bytes() for m in (2, 8))
+    activations = 6 * 256 * 4 if "pipeline" in plan else 0
+    assert [after - before for before, after in zip(one, many, strict=True)] == [activations] * len(one)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fact"),
+    [
+        (" all_reduce_mean(weight0)@0-3", "", "that no mean over all of them has made alike"),
+        (
+            "U0 all_reduce_mean(weight0)@0-3",
+            "all_reduce_mean(weight0)@0-3 U0",
+            "that no mean over all of them has made alike",
+        ),
+        (
+            "all_reduce_mean(weight0)@0-3",
+            "all_reduce_mean(weight0)@0-3 all_reduce_mean(weight0)@0-3",
+            "of different replicas, each counted once",
+        ),
+        ("commit@0-3:0", "commit@0-3:1", "those whose samples share one mean must all say the same of it"),
+        ("commit@0-3:0", "commit@0-3:0,1", "rank 0 updates unit 0 with gradients counted never B0.1"),
+        ("commit@0-3:0", "commit@0-3", "of different replicas, each counted once"),
+        ("all_reduce_mean(weight0)", "all_reduce(weight0)", "weights are gathered, copied or averaged"),
+        (
+            "all_reduce_mean(weight0)",
+            "all_reduce_mean(grad0)",
+            "gradients are summed or shared out, never gathered or copied",
+        ),
+    ],
+)
+def test_replicas_that_do_not_end_alike_or_count_apart_break_law_6(old, new, fact):
+    error = broken(MEETING, (old, new))
+    assert fact in str(error)
+    assert error.rule == 6
+
+
+def test_a_quiet_step_may_end_apart_only_if_that_is_promised():
+    made = compile_text(MEETING, blocks=1)
+    quiet = next(turn for turn in made.step_variants if turn.name == "local")
+    with pytest.raises(ProgramError, match="no mean over all of them has made alike"):
+        verify(quiet.program, replace(bounds_from(made.cost), sent_bytes=None), made.model.units)
+    verify(quiet.program, replace(bounds_from(made.cost), apart=True), made.model.units)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fact"),
+    [
+        (
+            " swap_grad_buffers(grad0) commit@0,1 |",
+            " commit@0,1 |",
+            "without a gradient that has come since the update before",
+        ),
+        (
+            "all_reduce_wait(delayed_grad0)@0,1 swap_grad_buffers(grad0)",
+            "swap_grad_buffers(grad0) all_reduce_wait(delayed_grad0)@0,1",
+            "update unit 0 with different gradients",
+        ),
+        (
+            "swap_grad_buffers(grad0) commit@0,1 U0",
+            "commit@0,1 swap_grad_buffers(grad0) U0",
+            "no commit stands between the gradients",
+        ),
+        (" | free(delayed_grad0)", " | ", "gradients counted never B0.4"),
+        ("U0 |", "free(delayed_grad0) U0 |", "only the end of a stream drops a gradient that was set aside"),
+    ],
+)
+def test_a_gradient_set_aside_is_decided_on_and_applied(old, new, fact):
+    error = broken(LATE, (old, new))
+    assert fact in str(error)
+    assert error.rule == 6
+
+
+def test_gradients_that_nobody_sums_are_missed():
+    error = broken(LATE, ("all_reduce_start(delayed_grad0)@0,1 ", ""), ("all_reduce_wait(delayed_grad0)@0,1 ", ""))
+    assert "rank 0 updates unit 0 with gradients counted never B0.1, B0.3" in str(error)
+
+
+def test_late_gradients_break_a_promise_of_fresh_ones():
+    assert "a gradient 1 updates old; the plan promises at most 0" in str(broken(LATE, staleness=0))

@@ -1,0 +1,228 @@
+"""A job of real processes on a bad day: servers, workers, coordinator are killed at random; others join and leave."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from counterpoint.errors import CounterpointError
+from counterpoint.launchers.exec_wrapper import PR_SET_PDEATHSIG
+from counterpoint.launchers.server_processes import start_servers
+from counterpoint.ps.actions import COORDINATOR
+from counterpoint.ps.coordinator import COORDINATOR_LOG
+from counterpoint.ps.coordinator_state import CoordinatorState
+from counterpoint.ps.job_config import JobConfig
+from counterpoint.ps.process.disk_layout import log_path, read_records
+from tests.ps.process.chaos_workloads import ChaosWorkload, CountingWorkload, TrainingWorkload
+
+WORK_S = 110.0
+"""In which all data has to be counted."""
+LIVE_S = 60.0
+"""In which the first worker has to be there."""
+COORDINATOR_REST_S = 6.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.ps.process.chaos_workloads"])  # torch is imported once, not by each worker
+EXPELLED = "the job goes on without this life", "does not belong to the job; say hello as a new one"
+
+
+@dataclass
+class ChaosRun:
+    """What befell a job, and what it was worth in the end.
+
+    Attributes:
+        seed: of what befell it.
+        job: which.
+        kills: how many of whom.
+        num_joined: workers that were started.
+        num_cuts: that were asked for.
+        num_expelled: workers that the job went on without, for nobody had heard of them for too long.
+        seconds: from the start to the result.
+        values: what the errand reads in the end.
+        errors: what went wrong, none if all data was counted.
+    """
+
+    seed: int
+    job: JobConfig
+    kills: dict[str, int] = field(default_factory=dict)
+    num_joined: int = 0
+    num_cuts: int = 0
+    num_expelled: int = 0
+    seconds: float = 0.0
+    values: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def run(seed, folder, errand: ChaosWorkload, *, num_strikes=8):
+    """A job has been done to its end in spite of everything; what came out of it."""
+    random = Random(seed)
+    found = ChaosRun(seed, errand.draw_job(random))
+    began = time.monotonic()
+    spares = 1 if found.job.num_servers > 1 else 0
+    with ExitStack() as stack:
+        servers = stack.enter_context(start_servers(found.job, folder=folder, num_spares=spares, is_journaled=True))
+        observer = stack.enter_context(servers.join("observer"))
+        fate = ChaosMonkey(found, servers, observer, random, errand.main, folder)
+        stack.callback(fate.close)
+        for _ in range(2):
+            fate.add_worker()
+        fate.wait_for(lambda: fate.is_over or len(observer.view.workers) > 1, LIVE_S, "a worker to join")
+        pause = threading.Event()
+        for _ in range(num_strikes):
+            if not fate.is_over:
+                pause.wait(2 * random.random())
+                fate.inject_fault()
+        fate.wait_for(fate.is_over_or_restart, WORK_S, "the end")
+        if not found.errors:
+            found.values = errand.read(observer)
+    found.seconds = time.monotonic() - began
+    return found
+
+
+class ChaosMonkey:
+    """Kills processes and starts workers."""
+
+    def __init__(self, ordeal, servers, observer, random, main, folder):
+        self.ordeal, self.servers, self.observer, self.random = ordeal, servers, observer, random
+        self.main, self.folder = main, folder
+        self.workers = {}
+        self.lasting = set()
+        self.is_done = False
+        self.kill_rank = {}
+
+    def add_worker(self):
+        """One more worker begins; it may leave of its own will after a while."""
+        self.ordeal.num_joined += 1
+        name = f"worker-{self.ordeal.num_joined}"
+        most = self.random.choice((0, 0, 20))
+        self.lasting |= {name} if not most else set()
+        arguments = self.main, self.stderr_path(name), (str(self.servers.contact_path), name, str(most))
+        self.workers[name] = CONTEXT.Process(target=run_worker, args=arguments, name=name, daemon=True)
+        self.workers[name].start()
+
+    def stderr_path(self, name):
+        """Where a worker's standard error goes."""
+        return self.folder / f"{name}.txt"
+
+    @property
+    def is_over(self):
+        """Whether a worker has found that all is done, or something has gone wrong."""
+        for name, worker in list(self.workers.items()):
+            if worker.exitcode is None:
+                continue
+            if worker.exitcode:
+                self.record_exit(self.stderr_path(name).read_text())
+            self.is_done = self.is_done or (worker.exitcode == 0 and name in self.lasting)
+            del self.workers[name]
+        try:
+            self.servers.check()
+        except CounterpointError as error:
+            self.ordeal.errors.append(str(error))
+        return bool(self.ordeal.errors) or self.is_done
+
+    def record_exit(self, last_words):
+        """A worker has ended by itself: it was wrong, or too slow for a busy machine, and then others do its work."""
+        if any(words in last_words for words in EXPELLED):
+            self.ordeal.num_expelled += 1
+        else:
+            self.ordeal.errors.append(last_words[-2000:])
+
+    def is_over_or_restart(self):
+        """Whether it is over; somebody works until it is."""
+        if not self.is_over and not self.workers:
+            self.add_worker()
+        return self.is_over
+
+    def wait_for(self, holds, deadline_s, what):
+        """The condition holds, or it has gone wrong; then it says so."""
+        pause, end = threading.Event(), time.monotonic() + deadline_s
+        while not holds() and not self.ordeal.errors:
+            if time.monotonic() > end:
+                self.ordeal.errors.append(f"waited {deadline_s:g} s for {what}; {self.state()}")
+            pause.wait(0.1)
+
+    def state(self):
+        """Who belongs to the job, who keeps what, and which data is left, as the coordinator's log says."""
+        lines, _ = read_records(log_path(self.folder, COORDINATOR_LOG))
+        book = CoordinatorState(self.ordeal.job, lines)
+        queue = book.tasks
+        return (
+            f"members {sorted(book.members)}, keepers {book.replicas}, being done {list(queue.doing.values())}, to do "
+            f"{len(queue.todo)} of epoch {queue.epoch}, cut {book.snapshot}, {queue.stop_reason or book.loss_reason or 'not lost'}"
+        )
+
+    def inject_fault(self):
+        """Somebody is killed, a worker joins, or a cut is asked for."""
+        what = self.random.choice(("worker", "server", "server", COORDINATOR, "join", "join", "cut"))
+        if what == "cut":
+            self.ordeal.num_cuts += 1
+            self.observer.checkpoint()
+        elif what == "join" or not self.workers:
+            if len(self.workers) < 3:
+                self.add_worker()
+        elif what == "worker":
+            self.kill_worker(self.random.choice(sorted(self.workers)))
+        else:
+            self.kill_machine(what)
+
+    def kill_worker(self, name):
+        """The worker is gone without a word."""
+        kill_process(self.workers.pop(name))
+        self.count("worker")
+
+    def kill_machine(self, what):
+        """The coordinator or a server is gone; a server only when others have everything that it has."""
+        if what == COORDINATOR:
+            if COORDINATOR not in self.kill_rank or time.monotonic() - self.kill_rank[COORDINATOR] > COORDINATOR_REST_S:
+                self.kill_rank[COORDINATOR] = time.monotonic()
+                self.servers.kill(COORDINATOR)
+                self.count(COORDINATOR)
+            return
+        view = self.observer.view
+        lives = {member.name: member.incarnation for member in view.servers}
+        are_up = all(lives.get(name) != life for name, life in self.kill_rank.items() if name != COORDINATOR)
+        if lives and are_up and all(keepers.is_complete for keepers in view.shards):
+            name = self.random.choice(sorted(lives))
+            self.kill_rank[name] = lives[name]
+            self.servers.kill(name)
+            self.count("server")
+
+    def count(self, what):
+        """One more was killed."""
+        self.ordeal.kills[what] = self.ordeal.kills.get(what, 0) + 1
+
+    def close(self):
+        """No worker is left."""
+        for worker in self.workers.values():
+            kill_process(worker)
+
+
+def run_worker(main, errors, arguments):
+    """This process is a worker, as long as the one that it was forked from lives."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    main(*arguments)
+
+
+def kill_process(worker):
+    """The worker is gone without a word."""
+    worker.kill()
+    worker.join()
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    kind, *seeds = sys.argv[1:]
+    for number in map(int, seeds):
+        with tempfile.TemporaryDirectory(prefix="counterpoint-") as scratch:
+            came = run(number, Path(scratch), {"counting": CountingWorkload, "training": TrainingWorkload}[kind]())
+        sys.stdout.write(f"{number} {came.job.consistency} {came.job.num_servers} {came.kills} {came.num_joined} "
+                         f"{came.num_cuts} {came.seconds:.1f} s {came.errors or came.values}\n")  # fmt: skip

@@ -1,0 +1,105 @@
+"""Messages as letters: small ones that leave together are one, and nothing else may come as one."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from counterpoint.errors import ProtocolError
+from counterpoint.ps.message_codec import encode_message
+from counterpoint.ps.messages import Ack, PullReply
+from counterpoint.ps.process.message_framing import (
+    BATCH_BYTES,
+    BATCH_KIND,
+    BATCHED_TYPES,
+    MAX_BATCH_MESSAGES,
+    MessageAssembler,
+    MessageBatch,
+)
+from counterpoint.rpc.frame import RpcMessage
+from tests.ps.message_examples import MESSAGES
+from tests.ps.test_message_codec import ODD, changed, places, seen
+
+SMALL = [message for message in MESSAGES if isinstance(message, BATCHED_TYPES)]
+LARGE = PullReply(0, 8, "weight", 4, torch.zeros(BATCH_BYTES // 4))
+
+
+def letters_of(messages):
+    bundle = MessageBatch()
+    found: list[RpcMessage] = []
+    for message in messages:
+        if not bundle.add(message):
+            found += bundle.drain()
+    return [*found, *bundle.drain()]
+
+
+def travelled(letter, fields=None):
+    said = json.loads(json.dumps(dict(letter.fields) if fields is None else fields))
+    return MessageAssembler().feed(RpcMessage(letter.kind, said, tuple(letter.tensors)))
+
+
+def test_small_messages_are_one_letter_and_come_back_in_their_order():
+    (letter,) = letters_of(SMALL)
+    assert letter.kind == BATCH_KIND
+    assert [seen(message) for message in travelled(letter)] == [seen(message) for message in SMALL]
+
+
+def test_one_message_alone_is_a_letter_of_its_own_kind():
+    (letter,) = letters_of([Ack(0, 1)])
+    assert letter.kind == "done"
+    assert travelled(letter) == [Ack(0, 1)]
+
+
+def test_a_large_message_travels_alone_and_in_its_place():
+    found = [travelled(letter) for letter in letters_of([Ack(0, 1), Ack(0, 2), LARGE, Ack(0, 3)])]
+    assert [[encode_message(message)[0] for message in one] for one in found] == [
+        ["done", "done"],
+        ["pulled"],
+        ["done"],
+    ]
+
+
+def test_a_bundle_is_no_longer_than_a_letter_can_be():
+    assert [len(travelled(letter)) for letter in letters_of([Ack(0, 1)] * 150)] == [
+        MAX_BATCH_MESSAGES,
+        MAX_BATCH_MESSAGES,
+        22,
+    ]
+
+
+WRONG = {
+    "nothing": {"messages": []},
+    "no list": {"messages": {}},
+    "something beside it": {"messages": [["done", {"shard": 0, "sequence": 1}, 0]], "more": 1},
+    "a number": {"messages": [3]},
+    "too many tensors": {"messages": [["done", {"shard": 0, "sequence": 1}, 1]]},
+    "a truth for a number": {"messages": [["done", {"shard": 0, "sequence": 1}, False]]},
+    "a bundle": {"messages": [[BATCH_KIND, {"messages": []}, 0]]},
+    "a piece": {"messages": [["piece", {"whole": 1, "at": 0}, 0]]},
+    "a whole and a broken message": {"messages": [["done", {"shard": 0, "sequence": 1}, 0], ["done", {}, 0]]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bundle_of_what_is_no_message_is_refused_as_a_whole(name):
+    with pytest.raises(ProtocolError, match="malformed message"):
+        travelled(RpcMessage(BATCH_KIND), WRONG[name])
+
+
+def test_tensors_that_no_message_has_are_refused():
+    (letter,) = letters_of([Ack(0, 1), Ack(0, 2)])
+    with pytest.raises(ProtocolError, match="1 tensors, of which its messages have 0"):
+        travelled(RpcMessage(letter.kind, letter.fields, (torch.zeros(1),)))
+
+
+@given(data=st.data(), odd=ODD.filter(lambda value: value == value))
+def test_a_bundle_with_another_value_somewhere_is_read_or_a_protocol_error(data, odd):
+    (letter,) = letters_of(SMALL[:4])
+    path = data.draw(st.sampled_from(list(places(dict(letter.fields)))[1:]))
+    fields = changed(dict(letter.fields), path, odd)
+    try:
+        found = MessageAssembler().feed(RpcMessage(BATCH_KIND, fields, tuple(letter.tensors)))
+    except ProtocolError:
+        found = []
+    assert len(found) in {0, 4}

@@ -1,0 +1,200 @@
+"""Bugs that have been made elsewhere, planted one at a time: a checker that finds none of them proves nothing."""
+
+from dataclasses import replace
+
+from counterpoint.ps.actions import COORDINATOR, SendMessage
+from counterpoint.ps.consistency import ConsistencyTracker
+from counterpoint.ps.coordinator import Coordinator
+from counterpoint.ps.coordinator_state import CoordinatorState, TaskQueue
+from counterpoint.ps.messages import BackupReady, InstallSnapshot, ShardReplicas
+from counterpoint.ps.replication import BackupReplica, PrimaryReplica
+from counterpoint.ps.server import ServerNode
+from counterpoint.ps.shard import PsShard
+from counterpoint.testing.ps_simulator.cluster import SimulatedDisk
+
+
+def answers_before_the_backup_has_it(planting):
+    append = PrimaryReplica.append
+
+    def hasty(self, origin, entry, now):
+        yield from append(self, origin, entry, now)
+        while self.pending and self.keepers.is_complete:
+            yield from self.apply(self.pending.popleft())
+
+    planting.setattr(PrimaryReplica, "append", hasty)
+
+
+def computes_a_portion_from_two_steps(planting):
+    read = PsShard.read
+    planting.setattr(PsShard, "read", lambda self, pull: read(self, replace(pull, exact_version=False)))
+
+
+def counts_a_portion_again(planting):
+    is_known = ConsistencyTracker.is_duplicate
+    planting.setattr(
+        ConsistencyTracker, "is_duplicate", lambda self, worker, push: is_known(self, worker, push) and False
+    )
+    planting.setattr("counterpoint.ps.consistency.IntervalSet.add", lambda self, number: None)
+
+
+def sends_before_it_writes(planting):
+    on_event = Coordinator.on_event
+
+    def eager(self, message, now):
+        return sorted(on_event(self, message, now), key=lambda action: not isinstance(action, SendMessage))
+
+    planting.setattr(Coordinator, "on_event", eager)
+
+
+def drops_a_task_that_fails_three_times(planting):
+    give_back = TaskQueue._requeue
+
+    def forgetful(self, task, outcome, text):
+        give_back(self, task, outcome, text)
+        if self.todo[0].attempt >= 3:
+            self.todo.popleft()
+
+    planting.setattr(TaskQueue, "_requeue", forgetful)
+
+
+def drops_the_tasks_of_the_dead(planting):
+    def forgetful(self, worker):
+        self.doing = {place: one for place, one in self.doing.items() if one[1] != worker}
+
+    planting.setattr(TaskQueue, "reclaim", forgetful)
+
+
+def calls_a_backup_complete_that_has_nothing(planting):
+    lead = ServerNode._become_primary
+
+    def hasty(self, index, keepers, now):
+        yield from lead(self, index, keepers, now)
+        if keepers.backup and not keepers.is_complete:
+            yield SendMessage(COORDINATOR, BackupReady(self.membership.origin(), index))
+
+    planting.setattr(ServerNode, "_become_primary", hasty)
+
+
+def keeps_entries_in_the_order_they_come(planting):
+    keep = BackupReplica.apply_replication
+
+    def careless(self, job, message):
+        if (
+            not isinstance(message, InstallSnapshot)
+            and self.shard is not None
+            and message.position > self.shard.position
+        ):
+            message = replace(message, position=self.shard.position)
+        yield from keep(self, job, message)
+
+    planting.setattr(BackupReplica, "apply_replication", careless)
+
+
+def reads_without_regard_to_clocks(planting):
+    planting.setattr(ConsistencyTracker, "can_read", lambda self, worker, least: self.version >= least)
+
+
+def waits_for_those_who_rest(planting):
+    planting.setattr(ConsistencyTracker, "leave_clock", lambda self, workers: None)
+
+
+def updates_before_the_step_is_whole(planting):
+    lacks = ConsistencyTracker.num_missing
+    planting.setattr(ConsistencyTracker, "num_missing", lambda self: max(0, lacks(self) - 1))
+
+
+def cuts_without_draining(planting):
+    planting.setattr(TaskQueue, "is_quiesced", True)
+
+
+def goes_on_behind_a_torn_line(planting):
+    planting.setattr(SimulatedDisk, "truncate", lambda self, log, num_bytes: None)
+
+
+def promotes_an_empty_backup(planting):
+    lead = ServerNode._become_primary
+
+    def forgetful(self, index, keepers, now):
+        if isinstance(self.holdings.get(index), BackupReplica):
+            self.holdings.pop(index)
+        yield from lead(self, index, keepers, now)
+
+    planting.setattr(ServerNode, "_become_primary", forgetful)
+
+
+def installs_without_the_state_of_the_rule(planting):
+    again = PrimaryReplica.retransmit
+
+    def forgotten(message):
+        keys = tuple(replace(k, tensors=(k.tensors[0], *(p * 0 for p in k.tensors[1:]))) for k in message.state.keys)
+        return replace(message, state=replace(message.state, keys=keys))
+
+    def careless(self, origin, now):
+        for action in again(self, origin, now):
+            if isinstance(action, SendMessage) and isinstance(action.message, InstallSnapshot):
+                yield SendMessage(action.to, forgotten(action.message))
+            else:
+                yield action
+
+    planting.setattr(PrimaryReplica, "retransmit", careless)
+
+
+def gives_a_new_life_an_old_number(planting):
+    join = CoordinatorState._join
+
+    def confused(self, line):
+        join(self, replace(line, incarnation=1 + sum(map(ord, line.name))))
+        self.incarnation = 0
+
+    planting.setattr(CoordinatorState, "_join", confused)
+
+
+def gives_up_the_last_copy(planting):
+    def rash(self, name):
+        return self.job.num_servers > 1 and any(name == one.primary and not one.is_complete for one in self.keepers)
+
+    def forgetful(keepers, heard):
+        if keepers.backup and keepers.backup not in heard:
+            backup = min((name for name in heard if name != keepers.primary), default="")
+            return ShardReplicas(keepers.primary, backup)
+        return keepers
+
+    planting.setattr(CoordinatorState, "may_hold_last_copy", rash)
+    planting.setattr("counterpoint.ps.coordinator.assign_replicas", forgetful)
+
+
+def answers_whoever_asks(planting):
+    """Neither primaries nor backups look at the generation."""
+    request, keep, kept = ServerNode._on_request, ServerNode._on_replicate, ServerNode._on_replication_ack
+
+    def as_of_now(self, message):
+        return replace(message, header=replace(message.header, generation=self.generation))
+
+    planting.setattr(ServerNode, "_on_request", lambda self, message, now: request(self, as_of_now(self, message), now))
+    planting.setattr(ServerNode, "_on_replicate", lambda self, message: keep(self, as_of_now(self, message)))
+    planting.setattr(
+        ServerNode, "_on_replication_ack", lambda self, message, now: kept(self, as_of_now(self, message), now)
+    )
+
+
+MUTANTS = {
+    answers_before_the_backup_has_it: 3,
+    answers_whoever_asks: 2,
+    calls_a_backup_complete_that_has_nothing: 20,
+    computes_a_portion_from_two_steps: 31,
+    counts_a_portion_again: 0,
+    cuts_without_draining: 20,
+    drops_a_task_that_fails_three_times: 103,
+    drops_the_tasks_of_the_dead: 3,
+    gives_a_new_life_an_old_number: 7,
+    gives_up_the_last_copy: 3,
+    goes_on_behind_a_torn_line: 0,
+    installs_without_the_state_of_the_rule: 3,
+    keeps_entries_in_the_order_they_come: 0,
+    promotes_an_empty_backup: 3,
+    reads_without_regard_to_clocks: 10,
+    sends_before_it_writes: 13,
+    updates_before_the_step_is_whole: 0,
+    waits_for_those_who_rest: 47,
+}
+"""Each with the first seed that finds it, so that an ordinary test need not try all before."""

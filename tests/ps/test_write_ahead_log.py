@@ -1,0 +1,55 @@
+import pytest
+
+from counterpoint.errors import CheckpointError
+from counterpoint.ps.message_codec import encode_message
+from counterpoint.ps.messages import DataTask, ShardReplicas
+from counterpoint.ps.write_ahead_log import (
+    LeaseExpired,
+    LogRecord,
+    MemberJoined,
+    MemberLeft,
+    ReplicasAssigned,
+    TaskAssigned,
+    TaskReported,
+    decode_log,
+    encode_record,
+)
+from tests.ps.message_examples import PUSH
+
+LINES: list[LogRecord] = [
+    MemberJoined("worker-1", "worker", 99, 3, ""),
+    ReplicasAssigned(0, ShardReplicas("a", "b", True)),
+    TaskAssigned("worker-1", 0, DataTask(0, 0, 2)),
+    TaskAssigned("worker-1", 1, None),
+    TaskReported("worker-1", 2, DataTask(0, 0, 2), "done", 4, ""),
+    LeaseExpired(DataTask(0, 2, 4)),
+    MemberLeft("worker-1"),
+]
+RAW = b"".join(encode_record(line) for line in LINES)
+
+
+def test_lines_come_back_as_they_were():
+    assert decode_log(RAW) == (LINES, len(RAW))
+
+
+def test_an_entry_with_tensors_comes_back():
+    (entry,), _ = decode_log(encode_record(PUSH))
+    assert entry.origin == PUSH.header
+    assert [one.tolist() for one in encode_message(entry)[2]] == [one.tolist() for one in encode_message(PUSH)[2]]
+
+
+def test_wherever_a_log_is_torn_the_whole_lines_before_are_there():
+    ends = [sum(len(encode_record(line)) for line in LINES[:count]) for count in range(len(LINES) + 1)]
+    for size in range(0, len(RAW), 7):
+        lines, kept = decode_log(RAW[:size])
+        assert kept == max(end for end in ends if end <= size)
+        assert lines == LINES[: ends.index(kept)]
+
+
+def test_zeros_at_the_end_are_cut_off():
+    assert decode_log(RAW[:-30] + bytes(30))[0] == LINES[:-1]
+
+
+def test_damage_before_whole_lines_is_no_crash_and_is_said():
+    with pytest.raises(CheckpointError, match="damaged at byte 0"):
+        decode_log(RAW[:60] + bytes([RAW[60] ^ 1]) + RAW[61:])

@@ -1,0 +1,94 @@
+"""A linear layer's weight gradient is written where it belongs, unless somebody wants it otherwise."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from counterpoint.runtime.kernels.weight_grad import GradSinks, InPlaceGradMode, run_backward
+
+
+class RecordingGradSink:
+    """A place for one gradient."""
+
+    def __init__(self, weight):
+        self.memory, self.is_used, self.accepts_grads = torch.full_like(weight, torch.nan), False, True
+        self.is_deferred = False
+
+    def submit(self, job):
+        job()
+
+    def target(self):
+        was_used, self.is_used = self.is_used, True
+        return self.memory.detach(), was_used
+
+
+def layer():
+    torch.manual_seed(0)
+    found = nn.Linear(5, 3).double()
+    return found, RecordingGradSink(found.weight), torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+
+
+def expected(module, x, loss):
+    return torch.autograd.grad(loss(module, x), [x, module.bias, module.weight])
+
+
+def once(module, x):
+    return module(x).square().sum()
+
+
+def twice(module, x):
+    return (module(x).sum() * module(2 * x)).square().sum()
+
+
+def recomputed(module, x):
+    return checkpoint(module, x, use_reentrant=False).square().sum()
+
+
+@pytest.mark.parametrize("loss", [once, twice, recomputed])
+def test_gradients_are_torchs(loss):
+    module, spot, x = layer()
+    to_input, to_bias, to_weight = expected(module, x, loss)
+    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
+        run_backward([loss(module, x)], [None])
+    assert torch.allclose(x.grad, to_input)
+    assert torch.allclose(module.bias.grad, to_bias)
+    assert module.weight.grad is None
+    assert torch.allclose(spot.memory, to_weight)
+
+
+def test_other_weights_are_left_alone():
+    module, _, x = layer()
+    with InPlaceGradMode(GradSinks()):
+        module(x).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_a_gradient_that_is_differentiated_is_torchs_own():
+    module, spot, x = layer()
+    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
+        (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    found, spot.accepts_grads = module.weight.grad + (spot.memory if spot.is_used else 0), False
+    module.weight.grad = None
+    (slope,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert torch.allclose(found, module.weight.grad)
+
+
+def test_a_gradient_that_is_no_steps_is_handed_over():
+    module, spot, x = layer()
+    spot.accepts_grads = False
+    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
+        (found,) = torch.autograd.grad(once(module, x), module.weight)
+    assert not spot.is_used
+    assert torch.allclose(found, expected(module, x, once)[2])
+
+
+def test_a_graph_that_is_compiled_stays_one_graph():
+    module, spot, x = layer()
+    *_, to_weight = expected(module, x, once)
+    whole = torch.compile(module, backend="eager", fullgraph=True)
+    with InPlaceGradMode(GradSinks({id(module.weight): spot})):
+        run_backward([once(whole, x)], [None])
+    assert torch.allclose(spot.memory if spot.is_used else module.weight.grad, to_weight)

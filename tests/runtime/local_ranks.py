@@ -1,0 +1,68 @@
+"""Ranks of a small model, built and asked what they hold while they run."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from counterpoint.data.sampler import split_batch
+from counterpoint.fabric.local import LocalWorld
+from counterpoint.plan.plan import Plan
+from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.options import TrainingOptions
+
+WIDTH = 6
+ADAMW = partial(optim.AdamW, lr=1e-2)
+
+
+def chain(num_layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers))).double()
+
+
+def make_batch(num_micros, num_samples=None):
+    draw = torch.Generator().manual_seed(1)
+    count = 2 * num_micros if num_samples is None else num_samples
+    batch = [torch.randn(count, WIDTH, generator=draw).double() for _ in range(2)]
+    return SlicedBatch((batch[0], batch[1]), tuple(split_batch(count, num_micros)))
+
+
+@contextmanager
+def build_team(plan, *, num_microbatches=1, model=None, optimizer=ADAMW, passes=(), **options):
+    """Yield the ranks of a plan, built but not yet run."""
+    model = chain(4) if model is None else model
+    found = replace(Plan.parse(plan, num_microbatches=num_microbatches), passes=passes)
+    with LocalWorld(found.num_ranks, 10.0) as world:
+        face = OptimizerSpec(optimizer, dict(model.named_parameters()))
+        one = LocalRanks(world, found, model, F.mse_loss, face, TrainingOptions(**options))
+        one.build(make_batch(found.global_num_microbatches).inputs(0), 2)
+        yield one
+
+
+def observe_calls(team, observe):
+    """Run a step; return for each rank what ``look(rank)`` saw before and after every call of its row."""
+    seen: dict[int, list[Any]] = {at: [] for at in team.ranks}
+
+    def clock(at, rank):
+        seen[at].append(observe(rank))
+        return float(len(seen[at]))
+
+    for at, rank in team.ranks.items():
+        rank.interpreter.clock = partial(clock, at, rank)
+    team.step(0, make_batch(team.num_micros))
+    return seen
+
+
+def flat_params_of(rank):
+    return [arena for store in rank.interpreter.store.units.values() for arena in store.arenas]
+
+
+def storage_bytes(tensor):
+    """Bytes of memory behind a tensor."""
+    return 0 if tensor is None else tensor.untyped_storage().size()

@@ -1,0 +1,118 @@
+"""One pass over memory does what torch's optimizers do."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from counterpoint.fabric.shm.native import native
+from counterpoint.runtime.params.fused_optimizer import (
+    fused_update,
+    is_param_contiguous,
+    own_grad,
+    supports_fused_update,
+    update_tensor,
+)
+from counterpoint.runtime.params.shared_params import GradRange
+
+pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
+RULES: dict[str, Any] = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "decay": partial(optim.SGD, lr=0.1, weight_decay=0.01),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "up": partial(optim.SGD, lr=0.1, momentum=0.5, maximize=True),
+    "adam": partial(optim.Adam, lr=0.01, weight_decay=0.1),
+    "adamw": partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+    "amsgrad": partial(optim.AdamW, lr=0.01, betas=(0.8, 0.9), amsgrad=True, maximize=True),
+    "adagrad": partial(optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.5),
+}
+
+
+def both(rule, dtype, num_parts, num_steps=4):
+    """Take steps with the sum of some gradients in torch's way and in one pass; return both weights and optimizers."""
+    draw = torch.Generator().manual_seed(num_parts)
+    start = torch.randn(5001, generator=draw, dtype=dtype)
+    theirs, ours = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    one, other = RULES[rule]([theirs]), RULES[rule]([ours])
+    for _ in range(num_steps):
+        parts = [torch.randn(5001, generator=draw, dtype=dtype) for _ in range(num_parts)]
+        theirs.grad = sum(parts[1:], parts[0])
+        one.step()
+        with torch.no_grad():
+            update_tensor(other, other.param_groups[0], ours, [GradRange(0, ours.numel(), parts)])
+    return theirs, ours, one, other
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_end_with_the_weights_of_torch(rule, num_parts):
+    theirs, ours, _, _ = both(rule, torch.float64, num_parts)
+    assert torch.allclose(ours, theirs, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_in_float32_are_torchs_within_rounding(rule):
+    theirs, ours, _, _ = both(rule, torch.float32, 2)
+    assert torch.allclose(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_is_kept_as_torch_keeps_it(rule):
+    theirs, ours, one, other = both(rule, torch.float64, 2)
+    expected, found = one.state[theirs], other.state[ours]
+    assert {key for key, value in expected.items() if value is not None} == found.keys()
+    assert all(torch.allclose(found[key], value, rtol=1e-13) for key, value in expected.items() if value is not None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda weights: optim.RMSprop([weights]),
+        lambda weights: optim.SGD([nn.Parameter(weights.detach().bfloat16())], lr=0.1),
+        lambda weights: optim.Adam([weights], capturable=True),
+        lambda weights: type("Own", (optim.SGD,), {})([weights], lr=0.1),
+    ],
+    ids=["another rule", "another dtype", "capturable", "a class of the user's"],
+)
+def test_what_is_not_known_to_be_the_same_is_left_to_torch(optimizer):
+    assert not supports_fused_update(optimizer(nn.Parameter(torch.zeros(3))))
+
+
+def weights_and_rule(rule="adamw"):
+    weights = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    return weights, RULES[rule](weights)
+
+
+def test_gradients_that_stay_on_their_rank_are_applied_as_torch_applies_them():
+    (theirs, ours), _ = weights_and_rule()
+    one, other = RULES["adamw"]([theirs]), RULES["adamw"]([ours])
+    theirs.grad, ours.grad = torch.arange(3.0).double(), torch.arange(3.0).double()
+    one.step()
+    fused_update(other, {id(ours): partial(own_grad, ours)})
+    assert torch.allclose(ours, theirs, rtol=1e-13)
+
+
+def test_a_weight_without_a_gradient_stays_and_has_no_state():
+    weights, rule = weights_and_rule()
+    weights[0].grad = torch.ones_like(weights[0])
+    fused_update(rule, {id(weight): partial(own_grad, weight) for weight in weights})
+    assert weights[1].equal(torch.ones_like(weights[1]))
+    assert weights[1] not in rule.state
+
+
+def test_autograd_notices_that_a_weight_it_has_kept_was_updated():
+    (weight, _), _ = weights_and_rule()
+    x = torch.ones_like(weight).requires_grad_()
+    kept = (x * weight).sum()
+    weight.grad = torch.ones_like(weight)
+    fused_update(RULES["sgd"]([weight]), {id(weight): partial(own_grad, weight)})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_a_weight_that_does_not_lie_row_by_row_is_left_to_torch():
+    assert not is_param_contiguous(nn.Parameter(torch.ones(2, 3).t()))
+    assert is_param_contiguous(nn.Parameter(torch.ones(2, 3)))

@@ -1,0 +1,69 @@
+"""Gradients of matrices are written where they belong, wherever that is, unless somebody listens to autograd."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from counterpoint.runtime.autograd.deferred_weight_grad import build_grad_sinks
+from tests.runtime.local_ranks import WIDTH, build_team, make_batch
+
+WIDE = 96
+MATRIX = (WIDE, WIDE)
+
+
+def wide():
+    torch.manual_seed(0)
+    widths = [WIDTH, WIDE, WIDE, WIDE, WIDTH]
+    return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).double()
+
+
+class Copies(TorchDispatchMode):
+    """Counts tensors of a matrix's shape that are copied or added to another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_move = func in {torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.clone.default}
+        self.count += is_move and tuple(args[0].shape) == MATRIX
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("plan", "micros"), [("solo", 3), ("data(2)", 2), ("zero(2, level=2)", 2), ("pipeline(2, schedule=gpipe)", 3)]
+)
+def test_no_gradient_of_a_matrix_is_copied_or_added_to_another(plan, micros):
+    with build_team(
+        plan, num_microbatches=micros, model=wide(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    ) as one:
+        one.step(0, make_batch(one.plan.global_num_microbatches))
+        with Copies() as seen:
+            one.step(1, make_batch(one.plan.global_num_microbatches))
+        assert seen.count == 0
+
+
+@pytest.mark.parametrize("plan", ["solo", "zero(2, level=2)"])
+def test_a_hook_on_a_weight_hears_of_its_gradient(plan):
+    with build_team(plan, num_microbatches=2, model=wide()) as one:
+        store, heard = one.ranks[0].interpreter.store, []
+        param = next(param for param in store.params.values() if tuple(param.shape) == MATRIX)
+        param.register_hook(lambda gradient: heard.append(gradient.shape))
+        assert id(param) not in build_grad_sinks(store, None).weight_sinks
+        one.step(0, make_batch(one.plan.global_num_microbatches))
+    assert set(heard) == {MATRIX}
+
+
+def test_weights_with_several_versions_are_left_to_autograd():
+    with build_team("pipedream(2)", num_microbatches=2, model=wide()) as one:
+        store = one.ranks[0].interpreter.store
+        assert store.weight_versions is not None
+        assert not build_grad_sinks(store, None).weight_sinks
+
+
+def test_small_weights_are_left_to_autograd():
+    with build_team("solo") as one:
+        assert not build_grad_sinks(one.ranks[0].interpreter.store, None).weight_sinks

@@ -1,0 +1,35 @@
+"""Replicas of one host train without torch's compiler, which takes seconds and memory to load."""
+
+import subprocess
+import sys
+
+import pytest
+from torch import nn, optim
+
+from counterpoint.runtime.optimizer_spec import DISABLE_CACHE_ATTRIBUTE, OPTIMIZER_METHODS, without_dynamo_import
+
+TRAINING = """
+import sys, torch
+from functools import partial
+from torch import nn, optim
+import counterpoint as cp
+
+with cp.parallelize(nn.Linear(4, 4), partial(optim.AdamW, lr=0.1), nn.functional.mse_loss, strategy="data(2)") as step:
+    step(torch.ones(4, 4), torch.ones(4, 4))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_training_does_not_load_the_compiler():
+    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+def test_torch_is_afterwards_as_it_was():
+    methods = [getattr(optim.Optimizer, name).__wrapped__ for name in OPTIMIZER_METHODS]
+    before = [vars(method).get(DISABLE_CACHE_ATTRIBUTE) for method in methods]
+    with without_dynamo_import():
+        optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert [vars(method).get(DISABLE_CACHE_ATTRIBUTE) for method in methods] == before

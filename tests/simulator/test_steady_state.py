@@ -1,0 +1,54 @@
+"""A step of a stream is what it adds to a run, which is less than one body from its first word to its last."""
+
+import pytest
+
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.ranking import predict_plan, predict_trace
+from counterpoint.program.trace import Trace
+from counterpoint.simulator.simulate import (
+    find_representatives,
+    run_rank_programs,
+    simulate_breakdown,
+    simulate_variant,
+)
+from counterpoint.world.cluster import Cluster, Link
+from tests.planner.models import layers
+from tests.simulator.programs import FakeCosts, compile_text
+
+STREAMS = ["pipedream(2)", "pipedream(4)", "pipedream(2, replicas=(2,1))", "pipedream_2bw(3)"]
+
+
+def run_s(turn, costs, times):
+    """The length of a whole run of so many bodies."""
+    rows = turn.stream.unroll(times)
+    _, clock = run_rank_programs(rows, find_representatives(turn.stream, rows), costs)
+    return max(stop for spans in clock.intervals.values() for _, _, stop, _ in spans)
+
+
+@pytest.mark.parametrize("link_s", [0.0, 0.5, 2.0, 7.0])
+@pytest.mark.parametrize("text", STREAMS)
+def test_a_step_of_a_stream_is_what_it_adds_to_a_long_run(text, link_s):
+    (turn,), costs = (
+        compile_text(text, m=6 if "2bw" in text else 2 if "replicas" in text else 1).step_variants,
+        FakeCosts(link_s=link_s),
+    )
+    added_s = (run_s(turn, costs, 84) - run_s(turn, costs, 24)) / 60
+    (spent,) = simulate_breakdown(turn, [costs])
+    assert spent.step_s == pytest.approx(added_s, rel=0.02)
+    assert simulate_variant(turn, costs).step_s == spent.step_s
+
+
+def test_a_trace_of_a_stream_keeps_how_long_a_step_takes():
+    (turn,) = compile_text("pipedream(2)", m=1).step_variants
+    trace = simulate_variant(turn, FakeCosts(link_s=2.0))
+    assert trace.steady_step_s is not None
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_what_is_predicted_of_a_stream_is_less_than_its_longest_body():
+    plan, model, cluster = Plan.parse("pipedream(4)"), layers(4, width=256, cost=1e9), Cluster(link=Link(1e-3, 1e5))
+    found = predict_plan(plan, model, cluster, batch_size=16)
+    body = predict_trace(plan, model, cluster, batch_size=16)
+    assert found.step_s == body.step_s < body.span_s
+    parts = (found.compute_s, found.communication_s, found.idle_s, found.update_s)
+    assert sum(parts) == pytest.approx(found.step_s)

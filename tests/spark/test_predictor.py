@@ -1,0 +1,63 @@
+"""Batches of columns through a model, as a task of Spark's does it."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from counterpoint import DataError
+from counterpoint.spark.barrier_fit import named_tensors
+from counterpoint.spark.predictor import Predictor
+from counterpoint.spark.training_spec import LocalBytes, meta_copy
+from tests.spark.models import Sum
+
+pd = pytest.importorskip("pandas", reason="there is no pandas; pip install 'counterpoint[spark]'")
+
+
+class ReturnsPair(nn.Module):
+    """No tensor."""
+
+    def forward(self, x):
+        return x, x
+
+
+def predict(model, *columns, run):
+    values = LocalBytes(save(dict(named_tensors(model))))
+    names = tuple(f"column_{at}" for at in range(len(columns)))
+    predictor = Predictor(run, meta_copy(model), values, names, torch.float64, batch_rows=2)
+    return list(predictor(iter([tuple(map(pd.Series, columns))])))
+
+
+def test_the_class_of_the_greatest_output_and_all_outputs_come_out():
+    model = nn.Linear(2, 3).double()
+    rows = [np.array([1.0, 2.0]), np.array([0.5, 0.25]), np.array([-1.0, 4.0])]
+    (found,) = predict(model, rows, run="linear")
+    expected = model(torch.tensor(np.stack(rows))).detach()
+    assert np.allclose(np.stack(found["raw"]), expected.numpy(), rtol=1e-12)
+    assert found["prediction"].tolist() == expected.argmax(1).tolist()
+
+
+def test_one_output_is_the_prediction_and_inputs_may_be_several():
+    (found,) = predict(Sum(), [np.array([1.0, 2.0]), np.array([3.0, 4.0])], [10, 20], run="sum")
+    assert found["prediction"].tolist() == [13.0, 27.0]
+    assert [list(raw) for raw in found["raw"]] == [[13.0], [27.0]]
+
+
+def test_a_batch_without_rows_has_no_predictions():
+    (found,) = predict(nn.Linear(2, 3), [], run="empty")
+    assert len(found) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "column", "message"),
+    [
+        (nn.Linear(2, 3), [np.array([1.0, 2.0]), None], r"nothing \(null\) in column column_0"),
+        (nn.Linear(2, 3), [np.array([1.0, 2.0]), np.array([1.0])], "column column_0 has values of shapes"),
+        (ReturnsPair(), [np.array([1.0, 2.0])], "the model gives tuple for 1 samples"),
+        (nn.Unflatten(1, (1, 2)), [np.array([1.0, 2.0])], r"the model gives \[1, 1, 2\] for 1 samples"),
+    ],
+)
+def test_what_is_no_sample_or_no_prediction_is_named(model, column, message, request):
+    with pytest.raises(DataError, match=message):
+        predict(model, column, run=request.node.name)

@@ -1,0 +1,110 @@
+"""Orders of a pipeline: what each replica does when, and how much it has in flight."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from counterpoint.strategies.pipeline.schedules.registry import find_schedule
+from counterpoint.strategies.pipeline.schedules.schedule import StageReplica
+
+KINDS = [
+    ("gpipe", 1), ("gpipe", 2), ("one_f_one_b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1),
+    ("zero_bubble", 2),
+]  # fmt: skip
+
+
+def turns(name, stage, replicas, micros, chunks=1):
+    """Write turns as in the papers; a prime marks the second chunk."""
+    place = StageReplica(stage, replicas, tuple(micros), chunks)
+    return " ".join(
+        f"{turn.kind}{turn.micro}{chr(39) * turn.chunk}" for turn in find_schedule(name, chunks).actions(place)
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "stage", "read"),
+    [
+        ("gpipe", 0, "F0 F1 F2 B2 B1 B0"),
+        ("gpipe", 1, "F0 F1 F2 B2 B1 B0"),
+        ("one_f_one_b", 0, "F0 F1 B0 F2 B1 B2"),
+        ("one_f_one_b", 1, "F0 B0 F1 B1 F2 B2"),
+        ("zero_bubble", 0, "F0 F1 Bi0 Bw0 F2 Bi1 Bw1 Bi2 Bw2"),
+        ("zero_bubble", 1, "F0 Bi0 F1 Bi1 Bw0 F2 Bi2 Bw1 Bw2"),
+    ],
+)
+def test_an_order_of_two_stages_reads_as_in_its_paper(order, stage, read):
+    assert turns(order, stage, (1, 1), range(3)) == read
+
+
+@pytest.mark.parametrize(
+    ("order", "stage", "read"),
+    [
+        ("interleaved", 0, "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"),
+        ("interleaved", 1, "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3"),
+        ("zero_bubble", 0, "F0 F1 F2 F0' Bi0' Bw0' F1' Bi1' Bw1' F3 Bi0 Bw0 F2' Bi2' Bw2' Bi1 Bw1 F3' Bi3' Bw3' "
+                           "Bi2 Bw2 Bi3 Bw3"),
+        ("zero_bubble", 1, "F0 F0' F1 F1' Bi0' Bw0' F2 Bi0 Bw0 F2' Bi1' Bw1' F3 Bi1 Bw1 F3' Bi2' Bw2' Bi2 Bi3' Bi3 "
+                           "Bw2 Bw3' Bw3"),
+    ],
+)  # fmt: skip
+def test_two_chunks_on_each_of_two_stages_take_turns_as_in_the_paper(order, stage, read):
+    assert turns(order, stage, (1, 1), range(4), 2) == read
+
+
+def test_the_warmup_is_what_pipedream_computes():
+    replicas = (12, 3, 1)
+    assert [StageReplica(stage, replicas, tuple(range(99))).warmup for stage in range(3)] == [1, 1, 0]
+    assert [StageReplica(stage, (1,) * 4, tuple(range(9))).warmup for stage in range(4)] == [3, 2, 1, 0]
+
+
+def test_fewer_microbatches_than_warmup_fill_and_drain():
+    assert turns("one_f_one_b", 0, (1,) * 4, range(2)) == "F0 F1 B0 B1"
+    assert turns("interleaved", 0, (1,) * 4, range(1), 2) == "F0 F0' B0' B0"
+    assert turns("zero_bubble", 0, (1,) * 4, range(2)) == "F0 F1 Bi0 Bw0 Bi1 Bw1"
+    assert turns("zero_bubble", 3, (1,) * 4, range(1), 2) == "F0 F0' Bi0' Bw0' Bi0 Bw0"
+
+
+def test_microbatches_that_do_not_divide_into_groups_of_as_many_as_stages_make_larger_groups():
+    assert turns("interleaved", 1, (1, 1), range(5), 2).startswith("F0 F1 F2 F0' B0' F1' B1' F2' B2' F3 B0")
+
+
+@given(st.sampled_from(KINDS), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
+def test_every_order_does_each_microbatch_forward_before_backward_and_once(kind, replicas, count):
+    name, chunks = kind
+    replicas = tuple(replicas) if chunks == 1 else (1,) * len(replicas)
+    for stage in range(len(replicas)):
+        place = StageReplica(stage, replicas, tuple(range(count)), chunks)
+        done: list[tuple[object, ...]] = [tuple(turn) for turn in find_schedule(name, chunks).actions(place)]
+        kinds = ["F", "Bi", "Bw"] if name == "zero_bubble" else ["F", "B"]
+        assert sorted(done) == sorted((what, m, c) for what in kinds for m in range(count) for c in range(chunks))
+        for before, after in pairwise(kinds):
+            pairs = [((before, *rest), (after, *rest)) for what, *rest in done if what == before]
+            assert all(done.index(first) < done.index(second) for first, second in pairs)
+
+
+@given(st.sampled_from(KINDS), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 9))
+def test_no_more_is_in_flight_than_an_order_says(kind, replicas, count):
+    name, chunks = kind
+    order = find_schedule(name, chunks)
+    replicas = tuple(replicas) if chunks == 1 else (1,) * len(replicas)
+    for stage in range(len(replicas)):
+        place = StageReplica(stage, replicas, tuple(range(count)), chunks)
+        now, peak = 0, 0
+        for turn in order.actions(place):
+            now += Counter({"F": 1, "B": -1, "Bw": -1})[turn.kind]
+            peak = max(peak, now)
+        assert peak <= order.in_flight(place)
+        assert peak == order.in_flight(place) or (name, chunks) == ("zero_bubble", 2)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_in_flight_is_what_the_papers_say(n):
+    """In microbatches of a whole stage: 1F1B n - s, zero bubble n, interleaved n (1 + (n-1)/(n v)) on the first one."""
+    for name, chunks, first in [("one_f_one_b", 1, n), ("zero_bubble", 1, n), ("zero_bubble", 2, 2 * n),
+                                ("interleaved", 2, 3 * n - 1), ("interleaved", 4, 5 * n - 1)]:  # fmt: skip
+        place = StageReplica(0, (1,) * n, tuple(range(4 * n)), chunks)
+        assert find_schedule(name, chunks).in_flight(place) == first
+    last = StageReplica(n - 1, (1,) * n, tuple(range(4 * n)))
+    assert [find_schedule(name, 1).in_flight(last) for name in ("gpipe", "one_f_one_b", "zero_bubble")] == [4 * n, 1, n]

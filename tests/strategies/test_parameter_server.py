@@ -1,0 +1,122 @@
+"""Who keeps which unit, and who talks to whom."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, strategies as st
+
+from counterpoint.errors import PlanError
+from counterpoint.plan.plan import Plan
+from counterpoint.program.instruction import ApplyPushes
+from counterpoint.program.text import format_program
+from counterpoint.ps.placement import assign
+from tests.program.verify.random_plans import compile_text
+
+sizes = st.dictionaries(st.integers(0, 20).map(lambda block: (block,)), st.integers(0, 99), max_size=9)
+
+
+@given(sizes, st.integers(1, 4))
+def test_no_server_has_more_than_the_largest_unit_above_another(found, num_servers):
+    owner = assign(found, num_servers)
+    load = [sum(found[unit] for unit in owner if owner[unit] == server) for server in range(num_servers)]
+    assert owner.keys() == found.keys()
+    assert max(load) - min(load) <= max(found.values(), default=0)
+
+
+def test_equal_units_go_round_the_servers():
+    assert assign({(0,): 5, (1,): 5, (2,): 5}, 2) == {(0,): 0, (1,): 1, (2,): 0}
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_a_server_without_units_is_legal_and_idle(consistency):
+    made = compile_text(f"{consistency}(2, servers=3)", blocks=1)
+    rows = format_program(made.program).splitlines()
+    assert rows[3:] == (["commit@0-4"] * 2 if consistency == "bsp" else ["0/1:"] * 2)
+
+
+def test_units_with_the_same_workers_are_served_together():
+    made = compile_text("asp(3)", blocks=3)
+    assert [word for _, word in made.program.instructions() if isinstance(word, ApplyPushes)] == [
+        ApplyPushes(((0,), (1,), (2,)), (0, 1, 2))
+    ]
+
+
+def test_asynchrony_promises_no_bound_and_bsp_promises_freshness():
+    assert compile_text("asp(2)").cost.staleness is None
+    assert compile_text("bsp(2)").cost.staleness == 0
+    assert compile_text("data(2) * asp(2)").cost.staleness is None
+
+
+@pytest.mark.parametrize(("staleness", "bound"), [(0, 2), (1, 6), (3, 14)])
+def test_a_bounded_server_promises_how_old_gradients_may_be(staleness, bound):
+    made = compile_text(f"ssp(3, staleness={staleness})")
+    assert made.cost.staleness == bound
+    assert not made.is_synchronous
+    assert compile_text("ssp(1)").cost.staleness == 0
+
+
+def test_a_worker_that_fetches_now_and_then_is_sent_fewer_bytes():
+    """In two steps of three the servers send nothing."""
+    made = compile_text("asp(2, fetch_every=3)")
+    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
+    assert [turn.name for turn in made.step_variants] == ["local", "sync"]
+    assert made.sent_bytes() == (size, size, Fraction(2 * size, 3))
+
+
+def test_a_code_makes_pushes_smaller_and_answers_not():
+    made = compile_text("asp(2, compress=twobit)")
+    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
+    assert made.sent_bytes() == (size / 16, size / 16, 2 * size)
+
+
+def test_workers_meet_a_center_now_and_then_and_send_nothing_between():
+    made = compile_text("easgd(2, alpha=0.5, tau=4)")
+    size = made.model.unit_bytes((0,)) + made.model.unit_bytes((1,))
+    assert made.sent_bytes() == (size / 4, size / 4, size / 2)
+    assert not made.is_synchronous
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("server(2, consistency=asp, staleness=1)", "asp has none: give consistency=ssp, staleness=1"),
+        ("ssp(2, staleness=-1)", "staleness=-1 of server is a number of pushes, from 0"),
+        ("server(2, compress=powersgd:2)", "compress=powersgd:2 of server is about what all workers sum together"),
+        ("server(2, compress=2bit)", "there is no code '2bit'; the codes are"),
+        ("ssp(2, fetch_every=2)", "ssp has no option 'fetch_every=2'"),
+        (
+            "server(2, consistency=ssp, fetch_every=2)",
+            "fetch_every=2 of server is a number of steps, from 1, and 1 but",
+        ),
+        ("asp(2, fetch_every=0)", "fetch_every=0 of server is a number of steps"),
+        ("asp(2, fetch_every=2) * data(2)", "has steps that are not all alike, and data(2) stands behind it"),
+        ("easgd(2, alpha=1, tau=1)", "alpha=1 of easgd draws a worker no way or past the center"),
+        ("easgd(2, servers=0, tau=1)", "easgd(2, servers=0, tau=1) never meets a center"),
+    ],
+)
+def test_what_a_server_cannot_mean_says_what_to_write(text, said):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("zero(2) * easgd(2, alpha=0.5, tau=1)", "stands behind zero or a shared update"),
+        ("server(2) * easgd(2, alpha=0.5, tau=1)", "stands behind server, whose workers update nothing"),
+        ("tree(2) * easgd(2, alpha=0.5, tau=1)", "stands behind tree, of whose copies only the first updates"),
+        (
+            "tensor(2) * easgd(2, alpha=0.5, tau=1)",
+            "stands behind tensor, whose slices need a center each; write data(...) instead",
+        ),
+        ("easgd(2, alpha=0.5, tau=1) * tensor(2)", "stands behind an asynchronous server"),
+        ("easgd(2, alpha=0.5, tau=1) * data(2)", "stands after an asynchronous server"),
+        ("easgd(2, alpha=0.5, tau=1) * zero(2)", "stands in a plan whose weights live on servers"),
+        ("easgd(2, alpha=0.5, tau=1) * easgd(2, alpha=0.5, tau=1)", "stands behind server"),
+    ],
+)
+def test_a_center_is_refused_where_it_cannot_stand(text, said):
+    with pytest.raises(PlanError) as caught:
+        compile_text(text)
+    assert said in str(caught.value)

@@ -1,0 +1,184 @@
+"""The folder of a run: complete after it, readable at every moment, one run's and no other's."""
+
+import json
+import math
+import struct
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import yaml
+
+from counterpoint.errors import PlanError
+from counterpoint.model.spec import linear_chain
+from counterpoint.plan.plan import Plan
+from counterpoint.program.instruction import Backward
+from counterpoint.program.text import parse_program
+from counterpoint.training.callbacks.callback import RunEnd
+from counterpoint.training.callbacks.run_folder import RunFolder
+from counterpoint.training.reporting.calibration import calibrate, simulate_calibrated
+from counterpoint.training.reporting.run_report import DownsampledSeries
+from counterpoint.training.reporting.tensorboard import TensorBoardWriter, crc32c
+from tests.model.profiles import build_profile, layer_profile
+from tests.training.callback_events import PLAN, Clock, make_run_start, make_step_end, make_trace_recorded, send_events
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def event_records(path):
+    """Every message of an event file, its checksums verified."""
+    data, messages = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        for part, at in ((data[:8], 8), (data[12 : 12 + length], 12 + length)):
+            crc = crc32c(part)
+            assert struct.unpack_from("<I", data, at)[0] == (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+        messages.append(data[12 : 12 + length])
+        data = data[16 + length :]
+    return messages
+
+
+def test_a_finished_run_leaves_every_file_and_no_draft(tmp_path):
+    send_events(RunFolder(tmp_path / "run", config="job: digits\n", clock=Clock()))
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    events = names - {"config.yaml", "metrics.jsonl", "plan.yaml", "program.txt", "report.html", "trace.json"}
+    assert len(names) == 7
+    assert events == {"events.out.tfevents.0.000000.counterpoint"}
+
+
+def test_plan_and_program_can_be_read_back(tmp_path):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    assert str(Plan.from_yaml((tmp_path / "plan.yaml").read_text())) == PLAN
+    assert parse_program((tmp_path / "program.txt").read_text()).num_ranks == 4
+
+
+def test_a_plan_that_was_cut_by_a_timing_has_it_beside_it(tmp_path):
+    timing = build_profile(linear_chain(2), [layer_profile(1.0, 2.0), layer_profile(1.0, 2.0)])
+    RunFolder(tmp_path).write_plan(replace(Plan.parse("pipeline(2, balance=(1,1))"), profile=timing))
+    assert (tmp_path / "plan.profile.json").exists()
+    assert Plan.from_file(tmp_path / "plan.yaml").profile == timing
+
+
+def test_metrics_have_a_line_for_every_step_and_evaluation(tmp_path):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    found = lines(tmp_path)
+    assert [(line["event"], line["step"]) for line in found] == [
+        *(("step", number) for number in (1, 2, 3, 4)), ("evaluation", 4), ("end", 4)
+    ]  # fmt: skip
+    assert found[1]["loss"] == 0.5
+    assert found[0]["grad_norm"] is None, "nan is no JSON"
+    assert found[4]["metrics"] == {"accuracy": 0.75}
+
+
+def test_a_line_is_on_disk_as_soon_as_its_step_is_done(tmp_path):
+    folder = RunFolder(tmp_path, clock=Clock())
+    folder.on_start(make_run_start())
+    folder.on_step(make_step_end(0))
+    assert len(lines(tmp_path)) == 1
+    folder.on_end(RunEnd(1))
+
+
+def test_tensorboard_finds_the_curves_of_steps_and_evaluations(tmp_path):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    version, *messages = event_records(next(tmp_path.glob("events.*")))
+    assert version.endswith(b"brain.Event:2")
+    assert sum(b"train/loss" in message for message in messages) == 4
+    second = messages[1]
+    assert second[9:11] == b"\x10\x02", "step 2"
+    assert b"train/loss\x15" + struct.pack("<f", 0.5) in second
+    assert b"held_out/accuracy\x15" + struct.pack("<f", 0.75) in messages[-1]
+
+
+def test_a_resumed_run_tells_tensorboard_that_later_steps_are_void(tmp_path):
+    TensorBoardWriter(tmp_path, Clock(), first_step=7).close()
+    _, restart = event_records(next(tmp_path.glob("events.*")))
+    assert restart[9:] == b"\x10\x08" + b"\x3a\x02\x08\x01", "session log: start, from step 8 on"
+
+
+def test_the_checksum_is_crc32c():
+    assert crc32c(b"\x00" * 32) == 0x8A9136AA, "RFC 3720, appendix B.4"
+
+
+def test_the_trace_has_the_measured_and_the_simulated_ranks_side_by_side(tmp_path):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert names == {f"{source} rank {rank}" for source in ("measured", "simulated") for rank in range(4)}
+
+
+def test_the_simulator_gives_back_a_step_that_it_made_itself():
+    start = make_run_start()
+    measured = make_trace_recorded(start).trace
+    assert simulate_calibrated(start.compiled, measured).step_s == pytest.approx(measured.step_s)
+
+
+def test_a_word_that_was_not_measured_costs_what_its_like_cost():
+    start = make_run_start()
+    costs = calibrate(start.compiled.model, make_trace_recorded(start).trace)
+    assert costs.lookup(("forward", (99,))) == pytest.approx(1.0)
+    assert costs.lookup(("push", (0,))) == 0.0
+    whole = costs.compute_s(Backward(0, 0), Fraction(1))
+    assert costs.compute_s(Backward(0, 0, part="weight"), Fraction(1)) == whole / 2 > 0
+
+
+def test_the_report_of_a_run_that_failed_says_why_and_where(tmp_path):
+    send_events(RunFolder(tmp_path, title="my run", clock=Clock()), error=ValueError("the loss is <nan>"))
+    text = (tmp_path / "report.html").read_text()
+    assert "<title>my run</title>" in text
+    assert "ended early: ValueError: the loss is &lt;nan&gt;, after step 4 of 4" in text
+    assert lines(tmp_path)[-1] == {"event": "end", "step": 4, "error": "ValueError: the loss is <nan>"}
+
+
+def test_a_report_seen_while_the_run_goes_on_does_not_say_that_it_is_finished(tmp_path):
+    clock = Clock()
+    folder = RunFolder(tmp_path, clock=clock)
+    folder.on_start(make_run_start(10))
+    clock.now = 31.0
+    folder.on_step(make_step_end(0))
+    assert "killed, or still running; this page was written after step 1 of 10" in folder.report_path.read_text()
+    folder.on_end(RunEnd(10))
+    assert "still running" not in folder.report_path.read_text()
+
+
+def test_another_run_does_not_write_into_the_folder_of_the_first(tmp_path):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(PlanError, match="holds a run already"):
+        RunFolder(tmp_path).on_start(make_run_start())
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_was_and_forgets_what_came_after(tmp_path):
+    send_events(RunFolder(tmp_path, clock=Clock()))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "st')
+    folder = RunFolder(tmp_path, clock=Clock())
+    folder.on_start(make_run_start(4, first_step=2))
+    folder.on_step(make_step_end(2, loss=9.0))
+    folder.on_end(RunEnd(3))
+    assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 9.0), (3, None)]
+    assert folder.summary.loss.all_points() == ((1, 1.0), (2, 0.5), (3, 9.0))
+
+
+def test_the_configuration_is_kept_as_it_was_given(tmp_path):
+    send_events(RunFolder(tmp_path, config="job: digits\n", clock=Clock()))
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"job": "digits"}
+    assert "job: digits" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_ended_before_it_began_leaves_nothing(tmp_path):
+    RunFolder(tmp_path / "run").on_end(RunEnd(0, ValueError("no data")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_long_curve_keeps_its_ends_and_its_mean_in_bounded_memory():
+    curve = DownsampledSeries(max_points=8)
+    for x in range(1, 1001):
+        curve.add(x, float(x))
+    curve.add(1001, math.nan)
+    points = curve.all_points()
+    assert len(points) <= 8
+    assert points[-1][0] == 1000
+    assert curve.points[0] == (curve.stride, (curve.stride + 1) / 2)

@@ -1,0 +1,256 @@
+"""A run that was interrupted goes on as if nothing had happened, also under another plan; nothing else goes on."""
+
+import re
+import shutil
+from functools import partial
+
+import pytest
+from torch import optim
+
+import counterpoint as cp
+from counterpoint.checkpoint import step_folders
+from tests.training.trainers import (
+    STRATEGIES,
+    StopAt,
+    batch_norm_mlp,
+    dataset,
+    equal_bits,
+    fit,
+    list_rank_threads,
+    make_trainer,
+    max_difference,
+    mlp,
+    params_of,
+    state_of,
+)
+
+COSINE = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=8)
+ONE_CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=10)
+SETTINGS = {"lr_scheduler": COSINE, "clip_norm": 0.5}
+OPTIMIZERS = {
+    "sgd with momentum": partial(optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "amsgrad": partial(optim.Adam, lr=1e-2, amsgrad=True),
+    "nadam": optim.NAdam,
+    "asgd": optim.ASGD,
+    "rprop": optim.Rprop,
+    "rmsprop": partial(optim.RMSprop, centered=True, momentum=0.5),
+    "adafactor": partial(optim.Adafactor, lr=1e-2),
+}
+
+
+def interrupted(folder, strategy, model, **options):
+    """Interrupt a run after step 3 (of 8, four in an epoch), when step 2 has been saved."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(strategy, model(), fit_options=saving(folder), epochs=2, callbacks=[StopAt(2)], **options)
+    assert [path.name for path in step_folders(folder)] == ["step-00000002"]
+
+
+def saving(folder):
+    return {"checkpoint_dir": folder, "save_every": 2}
+
+
+def resumed(folder, strategy, model, **options):
+    return fit(strategy, model(), fit_options={"resume": folder}, epochs=2, **options)
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "pipeline(2) * data(2)", "pipeline(2, schedule=gpipe)",
+                                      "zero_bubble(2, chunks_per_stage=2)"])  # fmt: skip
+def test_an_interrupted_run_goes_on_bit_for_bit(strategy, tmp_path):
+    whole, history = fit(strategy, batch_norm_mlp(), fit_options=saving(tmp_path / "a"), epochs=2, **SETTINGS)
+    interrupted(tmp_path / "b", strategy, batch_norm_mlp, **SETTINGS)
+    going_on = {"resume": tmp_path / "b", **saving(tmp_path / "b")}
+    found, rest = fit(strategy, batch_norm_mlp(), fit_options=going_on, epochs=2, **SETTINGS)
+    assert [step.step for step in rest.steps] == list(range(2, 8))
+    assert [(step.loss, step.options["lr"]) for step in rest.steps] == [
+        (step.loss, step.options["lr"]) for step in history.steps[2:]
+    ]
+    assert equal_bits(found, whole)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("strategy", ["solo", "zero(2, level=3)"])
+def test_every_optimizer_keeps_its_state(optimizer, strategy, tmp_path):
+    whole, _ = fit(strategy, epochs=2, optimizer=optimizer)
+    interrupted(tmp_path, strategy, mlp, optimizer=optimizer)
+    assert equal_bits(resumed(tmp_path, strategy, mlp, optimizer=optimizer)[0], whole)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a sequence"])
+def test_milestones_still_stand_where_they_did_after_a_resume(together, tmp_path):
+    """A checkpoint held their numbers as texts, so that the rate never dropped."""
+
+    def build(optimizer):
+        steps = optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+        first = optim.lr_scheduler.ConstantLR(optimizer, total_iters=1)
+        return optim.lr_scheduler.SequentialLR(optimizer, [first, steps], [1]) if together else steps
+
+    whole, history = fit("data(2)", epochs=2, lr_scheduler=build)
+    interrupted(tmp_path, "data(2)", mlp, lr_scheduler=build)
+    found, rest = resumed(tmp_path, "data(2)", mlp, lr_scheduler=build)
+    assert [step.options["lr"] for step in rest.steps] == [step.options["lr"] for step in history.steps[2:]]
+    assert equal_bits(found, whole)
+
+
+def test_options_that_a_schedule_changes_beside_the_learning_rate_go_on(tmp_path):
+    """OneCycleLR turns the momentum as well; it is set anew only at the end of the next step."""
+    settings = {"lr_scheduler": ONE_CYCLE, "optimizer": partial(optim.SGD, lr=0.05, momentum=0.9)}
+    whole, _ = fit("data(2)", epochs=2, **settings)
+    interrupted(tmp_path, "data(2)", mlp, **settings)
+    assert equal_bits(resumed(tmp_path, "data(2)", mlp, **settings)[0], whole)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("data(2)", "zero(4, level=3)"),
+        ("zero(4, level=3)", "data(2)"),
+        ("data(2)", "pipeline(2)"),
+        ("pipeline(2)", "data(2)"),
+        ("data(2)", "tensor(2)"),
+        ("tensor(2)", "data(2)"),
+        ("tensor(2) * data(2)", "pipeline(2) * zero(2, level=2)"),
+        ("server(2)", "solo"),
+        ("solo", "server(2)"),
+        ("zero(2, level=1)", "tensor(2)"),
+    ],
+)
+def test_a_run_goes_on_under_another_plan(before, after, tmp_path):
+    names = params_of(batch_norm_mlp())
+    whole, history = fit(before, batch_norm_mlp(), epochs=2, **SETTINGS)
+    interrupted(tmp_path, before, batch_norm_mlp, **SETTINGS)
+    found, rest = resumed(tmp_path, after, batch_norm_mlp, **SETTINGS)
+    assert max_difference(found, whole, names) <= 1e-12
+    assert rest.losses == pytest.approx(history.losses[2:], rel=1e-12)
+
+
+def test_after_an_interruption_the_model_has_the_weights_of_the_last_step():
+    for strategy in ["solo", *STRATEGIES]:
+        model = mlp()
+        with pytest.raises(KeyboardInterrupt):
+            fit(strategy, model, callbacks=[StopAt(1)])
+        assert equal_bits(state_of(model), fit(strategy, fit_options={"max_steps": 2})[0]), strategy
+    assert list_rank_threads() == []
+
+
+def refused(folder, data=None, model=None, **options):
+    """Return why a run does not go on from a folder; its model and the folder are as they were."""
+    model, listing = mlp() if model is None else model, sorted(map(str, folder.rglob("*")))
+    before, batch_size = state_of(model), options.pop("batch_size", 12)
+    with pytest.raises(cp.CheckpointError) as caught:
+        fit("data(2)", model, data, batch_size=batch_size, fit_options={"resume": folder}, **options)
+    assert equal_bits(state_of(model), before)
+    assert sorted(map(str, folder.rglob("*"))) == listing
+    assert list_rank_threads() == []
+    return str(caught.value)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with two checkpoints."""
+    fit("data(2)", fit_options=saving(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"data": dataset(47)}, "dataset {'num_samples': 46, .*}, this run has {'num_samples': 47, .*}"),
+        ({"batch_size": 8}, "batch size 12, this run has 8"),
+        ({"seed": 7}, "seed 0, this run has 7"),
+        ({"optimizer": partial(optim.SGD, lr=0.1)}, "optimizer AdamW, this run has SGD"),
+        ({"optimizer": lambda params: optim.AdamW([{"params": [param]} for param in params])},
+         "number of parameter groups 1, this run has 6"),
+    ],
+)  # fmt: skip
+def test_a_run_with_other_samples_or_another_optimizer_does_not_go_on(options, what, saved):
+    assert re.match(
+        rf".* was saved with {what}; a run goes on only with the samples and the optimizer it had; resume with the "
+        r"same, or start a new run$",
+        refused(saved, **options),
+    )
+
+
+def test_a_checkpoint_of_another_model_lists_what_differs(saved):
+    text = refused(saved, model=batch_norm_mlp())
+    assert re.search(r"is a checkpoint of another model: \d+ differences\n", text)
+    assert "missing: 1.weight float64[8]" in text
+    assert "unexpected: 0.bias float64[8]" in text
+    frozen = mlp()
+    frozen[0].bias.requires_grad_(False)
+    assert "changed: 0.bias is float64[8] there, float64[8] frozen here" in refused(saved, model=frozen)
+
+
+def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(saved):
+    with pytest.raises(cp.CheckpointError, match=r"is of step 4, but this run ends at step 3; epochs and steps count"):
+        fit("data(2)", fit_options={"resume": saved, "max_steps": 3})
+
+
+def test_frozen_parameters_are_the_saved_ones_under_a_cut_too(tmp_path):
+    """The ranks of a pipeline hold copies of them."""
+
+    def half_frozen(bias):
+        model = mlp()
+        model[0].bias.requires_grad_(False).fill_(bias)
+        return model
+
+    fit("pipeline(2)", half_frozen(1.0), fit_options=saving(tmp_path))
+    whole, _ = fit("pipeline(2)", half_frozen(1.0), epochs=2)
+    found, _ = fit("pipeline(2)", half_frozen(0.0), epochs=2, fit_options={"resume": tmp_path})
+    assert equal_bits(found, whole)
+
+
+def flip_a_byte(folder):
+    shard = folder / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+
+
+def test_a_flipped_byte_is_found_before_anything_is_loaded(saved):
+    newest = step_folders(saved)[-1]
+    flip_a_byte(newest)
+    text = refused(newest)
+    assert text.startswith(f"{newest.name}/shard-00000.safetensors is damaged: ")
+    assert "nothing was loaded" in text
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(saved):
+    older, newest = step_folders(saved)
+    flip_a_byte(newest)
+    with pytest.warns(RuntimeWarning, match=f"^{newest.name}/.* is damaged: .*; resumed from {older.name} instead$"):
+        _, history = fit("data(2)", fit_options={"resume": saved})
+    assert [step.step for step in history.steps] == [2, 3]
+
+
+def test_a_folder_without_checkpoints_and_a_missing_one_are_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    text = refused(tmp_path)
+    assert text == (
+        f"no checkpoint in {tmp_path}: it holds notes.txt; a checkpoint is a folder step-… with a manifest.json"
+    )
+    assert refused(tmp_path / "none").startswith(f"there is nothing at {tmp_path / 'none'}; give a folder")
+
+
+def test_a_checkpoint_is_never_overwritten_by_another_run(saved):
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    with pytest.raises(cp.CheckpointError, match="exists and is not what is being saved; a checkpoint is never over"):
+        fit("data(2)", fit_options=saving(saved), seed=3)
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    fit("zero(2, level=2)", epochs=2, fit_options={"checkpoint_dir": tmp_path, "save_every": 1, "keep_last": 2})
+    assert [path.name for path in step_folders(tmp_path)] == ["step-00000007", "step-00000008"]
+
+
+def test_saving_by_hand_before_the_first_step_is_refused(tmp_path):
+    with pytest.raises(cp.CheckpointError, match=r"^there is nothing to save before the first step; call fit\(...\)"):
+        make_trainer("data(2)").save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_copied_checkpoint_folder_is_all_that_is_needed(saved, tmp_path):
+    whole, _ = fit("data(2)", epochs=2)
+    shutil.copytree(saved, tmp_path / "elsewhere")
+    found, _ = fit("data(2)", epochs=2, fit_options={"resume": tmp_path / "elsewhere"})
+    assert equal_bits(found, whole)

@@ -1,0 +1,129 @@
+"""The public face of elastic training, over servers in this thread."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from counterpoint.elastic.ps_worker import TaskEnded
+from counterpoint.errors import PlanError
+from counterpoint.ps.in_process import LocalJob
+from counterpoint.ps.update_rules import UniformInit
+from counterpoint.training.elastic_trainer import ElasticTrainer
+from tests.elastic.worker_fixtures import (
+    SGD,
+    embedding_bag_model,
+    make_lookup_data,
+    make_numeric_data,
+    max_relative_difference,
+    mlp,
+    train_single_process,
+)
+
+
+def elastic(data, **options):
+    return ElasticTrainer(**{"dataset": data, "batch_size": 8, "epochs": 2, "consistency": "bsp(2)", **options})
+
+
+def train(plan, session, model=None, **options):
+    return plan.train(session, model or mlp(), **{"loss": F.cross_entropy, "optimizer": SGD, **options})
+
+
+def test_a_model_is_trained_and_measured():
+    plan, model = elastic(make_numeric_data()), mlp()
+    report = train(plan, LocalJob(plan.job).join("a"), model, evaluation=make_numeric_data(10))
+    assert report.is_complete
+    assert len(report.losses) == 12
+    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), plan.data_slices)) < 1e-12
+    inputs, targets = make_numeric_data(10).tensors
+    assert report.evaluations[-1].metrics["loss"] == pytest.approx(
+        float(F.cross_entropy(model(inputs), targets).detach())
+    )
+
+
+def test_held_out_rows_are_looked_up_on_the_servers():
+    plan = elastic(make_lookup_data(), consistency="asp", evaluate_every=2)
+    options = {"tables": {"0.weight": UniformInit(-1, 1)}, "evaluation": make_lookup_data(10)}
+    report = train(plan, LocalJob(plan.job).join("a"), embedding_bag_model(), **options)
+    assert [found.step for found in report.evaluations] == [2, 4, 6, 6]
+
+
+def test_a_worker_that_is_terminated_gives_its_task_back():
+    plan = elastic(make_numeric_data(40), task_portions=2)
+    servers = LocalJob(plan.job)
+
+    def loss(outputs, targets):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return F.cross_entropy(outputs, targets)
+
+    report = train(plan, servers.join("a"), loss=loss)
+    assert not report.is_complete
+    assert [event.outcome for event in report.events if isinstance(event, TaskEnded)] == ["preempted"]
+    model = mlp()
+    assert train(plan, servers.join("b"), model).is_complete
+    assert max_relative_difference(model, train_single_process(mlp(), make_numeric_data(40), plan.data_slices)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("bsp", "bsp\\(4\\)"), ("ssp(-1)", "ssp"), (3, "there is no consistency 3")]
+)
+def test_a_consistency_that_does_not_exist_is_refused(text, told):
+    with pytest.raises(PlanError, match=told):
+        elastic(make_numeric_data(), consistency=text)
+
+
+def test_a_session_of_another_job_is_refused():
+    session = LocalJob(elastic(make_numeric_data()).job).join("a")
+    with pytest.raises(PlanError, match="build both from one Elastic"):
+        train(elastic(make_numeric_data(), epochs=3), session)
+
+
+def test_batch_norm_is_every_worker_s_own_if_that_is_meant():
+    plan = elastic(make_numeric_data())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double()
+    session = LocalJob(plan.job).join("a")
+    adam = partial(torch.optim.Adam, lr=0.01)
+    assert train(plan, session, model, optimizer=adam, buffers="own").is_complete
+    assert int(model.get_buffer("1.num_batches_tracked")) == 12
+
+
+def test_without_servers_the_same_lines_train_the_same_model_under_any_optimizer():
+    plan, model = elastic(make_numeric_data(), servers=0), mlp()
+    rmsprop = partial(torch.optim.RMSprop, lr=0.01)
+    report = train(plan, LocalJob(plan.job).join("a"), model, optimizer=rmsprop, evaluation=make_numeric_data(10))
+    assert report.is_complete
+    assert (
+        max_relative_difference(model, train_single_process(mlp(), make_numeric_data(), plan.data_slices, rmsprop))
+        < 1e-12
+    )
+    assert len(report.losses) == 12
+    assert [found.step for found in report.evaluations] == [12]
+
+
+def test_batch_norm_without_servers_is_every_worker_s_own_if_that_is_meant():
+    plan = elastic(make_numeric_data(), servers=0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).double()
+    with pytest.raises(PlanError, match="buffers='own'"):
+        train(plan, LocalJob(plan.job).join("a"), model)
+    assert train(plan, LocalJob(plan.job).join("a"), model, buffers="own").is_complete
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"code": "int8"}, "code= is about what lies on servers"),
+        ({"tables": {"0.weight": UniformInit(-1, 1)}}, "tables= is about"),
+    ],
+)
+def test_what_is_about_servers_is_refused_without_them(options, told):
+    plan = elastic(make_numeric_data(), servers=0)
+    with pytest.raises(PlanError, match=told):
+        train(plan, LocalJob(plan.job).join("a"), **options)
+
+
+def test_asynchrony_without_servers_is_refused():
+    with pytest.raises(PlanError, match="take every step together"):
+        elastic(make_numeric_data(), servers=0, consistency="asp")

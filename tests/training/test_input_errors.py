@@ -1,0 +1,309 @@
+"""What a user may get wrong: each error says what, the rule and the remedy, and leaves nothing half-done."""
+
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils.data import TensorDataset
+
+import counterpoint as cp
+from counterpoint.data.sampler import Sampler
+from tests.training.trainers import (
+    ADAMW,
+    STRATEGIES,
+    StopAt,
+    build_seeded,
+    dataset,
+    equal_bits,
+    fit,
+    list_rank_threads,
+    make_generator,
+    make_trainer,
+    max_difference,
+    mlp,
+    state_of,
+)
+
+FAMILIES = ["solo", *STRATEGIES, "server(2, consistency=asp)"]
+
+
+class Forgetful(nn.Module):
+    """One of its layers is never called; and no pair of them could be sliced."""
+
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class Moody(nn.Module):
+    """What it computes depends on the values, which no trace can follow."""
+
+    def forward(self, x):
+        return x * 2 if float(x.abs().sum()) > 0 else x * 3
+
+
+class Winding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(6, 8), Moody(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.branch(self.first(x)))
+
+
+def refused(error, model, strategy="data(2)", **options):
+    """Return the error's text; the model, torch's random state and the threads are as they were."""
+    before, random = state_of(model), torch.get_rng_state()
+    with pytest.raises(error) as caught:
+        cp.Trainer(model, **{"loss": F.cross_entropy, "optimizer": ADAMW, "strategy": strategy, **options}).fit(
+            dataset(), batch_size=12
+        )
+    assert equal_bits(state_of(model), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert list_rank_threads() == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"strategy": "zro(2)"}, "there is no strategy 'zro'; did you mean zero? the strategies are solo, data, zero"),
+        ({"clip_nrm": 1.0}, "there is no option 'clip_nrm'; did you mean clip_norm? the options are seed, clip_norm"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 would leave no gradient; give a positive norm, or None"),
+        ({"clip_value": 0.0}, "clip_value=0.0 would leave no gradient; give a positive number, or None"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore' is not one of error, skip"),
+        ({"strategy": "pipeline(8)"},
+         "the pipeline has 8 stages, but the model has only 3 blocks; every stage needs one: give at most 3 stages"),
+        ({"strategy": "data(2)", "num_microbatches": 5},
+         "a batch of 12 samples does not divide into the 10 microbatches of data(2) with num_microbatches=5; all "
+         "microbatches of a full batch have one size: give batch_size=10 or 20, or another number of microbatches"),
+        ({"optimizer": lambda params: optim.SGD(list(params)[2:], lr=0.1)},
+         "the optimizer does not hold 0.weight, 0.bias; give it all trainable parameters, or freeze these with "
+         "requires_grad_(False)"),
+        ({"optimizer": lambda _: optim.SGD(mlp().parameters(), lr=0.1)},
+         "the optimizer holds 6 tensors that the model does not train, the first of the shape (8, 6); it lacks "
+         "0.weight, 0.bias, 2.weight, 2.bias, 4.weight and others, so it was built for another model, or before this "),
+        ({"optimizer": "adam"},
+         "optimizer='adam' is neither an optimizer nor a way to make one; pass a torch optimizer on the model's "),
+        ({"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau},
+         "ReduceLROnPlateau steps by a metric, but a trainer steps its schedule after every step, without one; take"),
+        ({"optimizer": partial(optim.Adafactor, lr=0.1), "strategy": "tensor(2)"},
+         "Adafactor may look at whole tensors, but under tensor(2) a rank has only a slice of "),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_says_why_and_what_can(options, text):
+    assert refused(cp.PlanError, mlp(), **options).startswith(text)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_composition_for_another_number_of_ranks_says_which_axes_it_has(num_ranks):
+    found = cp.Plan.parse("pipeline(2) * data(2)")
+    with pytest.raises(cp.PlanError) as caught:
+        found.require_ranks(num_ranks)
+    there = "there is 1" if num_ranks == 1 else "there are 3"
+    assert str(caught.value) == (
+        f"{found} needs 4 ranks (stage=2, data=2), but {there}; start 4 ranks, or change the numbers in the plan"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (nn.Sequential(nn.Flatten()), "the model has 0 parameters, none of them trainable, so there is nothing to"),
+        (mlp().requires_grad_(False), "the model has 6 parameters, none of them trainable, so there is nothing to"),
+    ],
+)
+def test_a_model_with_nothing_to_train_is_refused(model, text):
+    assert refused(cp.PlanError, model).startswith(f"{text} train; pass a model with parameters that require")
+
+
+@pytest.mark.parametrize("strategy", [name for name in FAMILIES if name != "tensor(2)"])
+def test_unused_parameters_are_named_under_every_strategy(strategy):
+    text = refused(cp.DataError, build_seeded(Forgetful), strategy=strategy)
+    assert text.startswith("no gradient reached never.weight, never.bias: the loss does not depend on them; freeze")
+    assert text.endswith("or pass unused_parameters='zero' to train on with gradients of zeros")
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor(2)"])
+def test_unused_parameters_may_have_gradients_of_zeros_under_every_strategy(strategy):
+    """Weight decay still moves them, and by as much under every plan."""
+    mine, theirs = (fit(one, build_seeded(Forgetful), unused_parameters="zero")[0] for one in (strategy, "solo"))
+    assert max_difference(mine, theirs) <= 1e-12
+    assert not torch.equal(theirs["never.weight"], build_seeded(Forgetful).never.weight)
+
+
+def broken_at(step):
+    """Return the data with one sample that is not a number, in the batch of one step."""
+    inputs, targets = dataset().tensors
+    inputs[Sampler(46, 12).batch(0, step)[4]] = torch.nan
+    return TensorDataset(inputs, targets)
+
+
+@pytest.mark.parametrize("strategy", FAMILIES)
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(strategy):
+    model = mlp()
+    expected, _ = fit(strategy, fit_options={"max_steps": 2})
+    with pytest.raises(cp.DataError) as caught:
+        fit(strategy, model, broken_at(2))
+    assert re.match(
+        r"step 2 cannot be applied: the loss of microbatch \d on rank \d is nan; the parameters are as they were "
+        r"before the step; look at the samples .* or pass nonfinite='skip' to leave such steps out on all ranks; if "
+        r"weights are not finite by now, an earlier step's gradient was not, though its loss was: check_finite='gradients' "
+        r"finds that step$",
+        str(caught.value),
+    )
+    assert equal_bits(state_of(model), expected)
+    assert list_rank_threads() == []
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_a_skipped_step_changes_nothing_on_any_rank(strategy):
+    skipped, history = fit(strategy, data=broken_at(1), nonfinite="skip", fit_options={"max_steps": 2})
+    assert equal_bits(skipped, fit(strategy, fit_options={"max_steps": 1})[0])
+    assert [bool(step.skip_reason) for step in history.steps] == [False, True]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run():
+    text = "21 steps in a row were skipped, the last one, step 20, because the loss of microbatch 0 on rank 0 is nan;"
+    with pytest.raises(cp.DataError, match=re.escape(text)):
+        fit("data(2)", loss=lambda x, y: F.cross_entropy(x, y) * float("nan"), nonfinite="skip", epochs=6)
+
+
+def exploding(outputs, _):
+    """A finite loss whose gradient is not."""
+    return torch.sqrt(outputs - outputs.detach()).mean()
+
+
+@pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
+def test_a_gradient_that_is_not_finite_is_seen_when_gradients_are_watched(strategy):
+    text = refused(cp.DataError, mlp(), strategy=strategy, loss=exploding, check_finite="gradients")
+    assert re.match(r"step 0 cannot be applied: a gradient on rank \d is not finite; the parameters are as", text)
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (partial(F.cross_entropy, reduction="none"), r"has the shape \(3,\)"),
+        (lambda outputs, targets: F.cross_entropy(outputs, targets).item(), "is a float"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_of_torch_is_refused(loss, what):
+    text = refused(cp.DataError, mlp(), strategy="data(2)", num_microbatches=2, loss=loss)
+    assert re.match(f"the loss of microbatch 0 {what}; it must be a tensor of one number, the mean over the", text)
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(10, 6, sparse=True), nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+
+
+@pytest.mark.parametrize("strategy", ["data(2)", "zero(2, level=2)", "pipeline(2)", "server(2)"])
+def test_sparse_gradients_train_under_every_plan(strategy):
+    tokens = TensorDataset(torch.randint(0, 10, (24, 4), generator=make_generator()), dataset(24).tensors[1])
+    sgd = partial(optim.SGD, lr=0.1)
+    mine, alone = (fit(one, build_seeded(Bag), tokens, optimizer=sgd, clip_norm=0.5)[0] for one in (strategy, "solo"))
+    assert max_difference(mine, alone) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["pipeline(2)", "tensor(2)"])
+def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_cut(strategy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = refused(cp.PlanError, build_seeded(Winding), strategy=strategy)
+    assert text.startswith("tracing the model stopped in module 'branch' (Moody) at ")
+    assert "train it with a strategy that needs no cut (data, zero of level 1 or 2, server)" in text
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in {"pipeline(2)", "tensor(2)"}])
+def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_cut(strategy):
+    """Under level 3 the second rank copied the model after the first had freed its weights, and torch crashed."""
+    mine, theirs = (fit(one, build_seeded(Winding))[0] for one in (strategy, "solo"))
+    assert max_difference(mine, theirs) <= 1e-12
+
+
+def test_a_loader_in_place_of_a_dataset_is_refused():
+    with pytest.raises(cp.DataError, match=r"^a DataLoader is no map-style dataset: .* pass the dataset itself"):
+        make_trainer("solo").fit(torch.utils.data.DataLoader(dataset()), batch_size=12)
+
+
+def test_a_time_to_save_without_a_place_is_refused():
+    with pytest.raises(
+        cp.PlanError, match=r"^save_every=2 says when, but not where; give checkpoint_dir=FOLDER as well$"
+    ):
+        make_trainer("solo").fit(dataset(), batch_size=12, save_every=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 3.5), ("batch_size", -4), ("epochs", 0), ("epochs", -1), ("max_steps", -1), ("keep_last", 0),
+     ("evaluate_every", 0), ("save_every", 0)],
+)  # fmt: skip
+def test_a_number_to_count_with_is_whole_and_at_least_one(name, value, tmp_path):
+    """Some of these were found out after the last step, some after the first, some never."""
+    calls, options = [], {"batch_size": 12, "checkpoint_dir": tmp_path / "new", "eval_dataset": dataset(), name: value}
+    with pytest.raises(cp.PlanError, match=f"^{name}={value} is no number to count with; give a whole number, 1 or"):
+        make_trainer("solo", loss=lambda *_: calls.append(1)).fit(dataset(), **options)
+    assert not calls
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_in_the_place_of_checkpoints_is_found_before_the_first_step(below, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        cp.CheckpointError, match=r"file is a file, but checkpoints need a folder; choose another path$"
+    ):
+        make_trainer("solo", callbacks=[StopAt(0)]).fit(
+            dataset(), batch_size=12, checkpoint_dir=tmp_path / "file" / below
+        )
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
+def test_an_error_of_torch_says_in_which_step_and_microbatch_it_was(strategy):
+    inputs, targets = dataset(12).tensors
+    targets[Sampler(12, 12).batch(0, 0)[7]] = 99
+    with pytest.raises(IndexError, match="Target 99 is out of bounds") as caught:
+        fit(strategy, data=TensorDataset(inputs, targets))
+    assert any(re.fullmatch(r"in step 0 on rank \d, microbatch 2", note) for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"share_params_on_host": "off"}, r"^share_params_on_host='off' is a str; give True or False$"),
+        ({"retain_freed_memory": None}, r"^retain_freed_memory=None is a NoneType; give True or False$"),
+        ({"clip_norm": True}, r"^clip_norm=True is a bool; give a positive number$"),
+        ({"timeout_s": "3"}, r"^timeout_s='3' is a str; give a positive number$"),
+        ({"optimizer": partial(optim.LBFGS, lr=1.0)}, r"^LBFGS.step needs a closure that computes the loss again"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(options, text):
+    chosen = {"optimizer": partial(optim.SGD, lr=0.1), **options}
+    with pytest.raises(cp.PlanError, match=text):
+        cp.parallelize(mlp(), loss=F.cross_entropy, **chosen)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)"])
+def test_a_parameter_that_is_frozen_after_the_first_step_is_named(strategy):
+    model = mlp()
+    with cp.parallelize(model, partial(optim.SGD, lr=0.1), F.cross_entropy, strategy=strategy) as step:
+        batch = torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+        step(*batch)
+        next(model.parameters()).requires_grad_(requires_grad=False)
+        with pytest.raises(cp.DataError, match=r"^0\.weight of the model was frozen between two steps"):
+            step(*batch)
