@@ -1,4 +1,4 @@
-"""The tree as the rules of the house read it: files, their syntax, and what is defined in them."""
+"""Read the tree for the rules of tests/house: files, their syntax, and what they define."""
 
 import ast
 import re
@@ -37,18 +37,18 @@ def definitions(path: Path) -> list[Definition]:
 
 
 def num_lines(function: Function) -> int:
-    """Lines of the body, without signature and docstring."""
+    """Return the lines of the body, without signature and docstring."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def all_lines(definition: Definition) -> int:
-    """Lines from ``def`` or ``class`` to the end, signature and docstring among them."""
+    """Return the lines from ``def`` or ``class`` to the end, signature and docstring among them."""
     return (definition.end_lineno or 0) - definition.lineno + 1
 
 
 def inside_functions(path: Path) -> list[Definition]:
-    """The functions and classes that only the function around them can call."""
+    """Return the functions and classes that are defined inside functions."""
     return [
         node
         for function in functions(path)
@@ -58,7 +58,7 @@ def inside_functions(path: Path) -> list[Definition]:
 
 
 def dotted(node: ast.AST) -> str:
-    """``os.environ`` for the expression that reads it; empty for anything but names and dots."""
+    """Return ``os.environ`` for the expression that reads it; empty for anything but names and dots."""
     match node:
         case ast.Name(id=name):
             return name
@@ -69,7 +69,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module, and every name of a module, that the file imports anywhere in it."""
+    """Yield every module, and every name of a module, that a file imports anywhere in it."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -78,6 +78,6 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def words(identifier: str) -> list[str]:
-    """``["ring", "all", "reduce"]`` for ring_all_reduce as for RingAllReduce."""
+    """Return ``["ring", "all", "reduce"]`` for ring_all_reduce as for RingAllReduce."""
     parts = re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", identifier)
     return [part.lower() for part in parts if part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from counterpoint.errors import PlanError
-from counterpoint.strategies.pipeline.pipeline.schedules import (
+from counterpoint.strategies.pipeline.schedules import (
     gpipe,
     interleaved_1f1b as interleaved,
     one_f_one_b,
