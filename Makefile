@@ -1,10 +1,10 @@
-# Everything here needs Python 3.11, make and git; each target sets up what it needs, once.
+# Needs Python 3.11, make and git; each target installs what it needs, once.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN    := .venv/bin
 READY  := .venv/ready
 CLAIM  ?=
 SEEDS  ?= 0:100000
-APART  := -n auto --maxprocesses 4 --dist worksteal  # a process of pytest for each core: most tests keep one core busy
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal  # one pytest process per core
 
 .PHONY: setup spark check test test-all soak golden docs bench demo clean
 setup: $(READY)  ## a virtual environment with the pinned tools and this package, editable
@@ -16,22 +16,22 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	touch $@
 
-spark: $(READY)  ## what the tests of Spark need beside: PySpark (456 MB, once), and Java where there is none
+spark: $(READY)  ## install what the Spark tests need: PySpark (456 MB), and Java where there is none
 	$(BIN)/python -m pip install -qq -c constraints.txt pyspark pandas pyarrow
 	command -v java >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless; }
 
-check: $(READY)  ## what needs no training: format, lint, types, imports, the rules of the house
+check: $(READY)  ## format, lint, types, import contracts, rules of names and code
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/pytest tests/house
-test: $(READY)  ## every test but the slow ones and those that need a GPU
-	$(BIN)/pytest $(APART) -m "not slow and not gpu and not alone"
-	$(BIN)/pytest -m "alone and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
-test-all: $(READY)  ## every test, the laws on fresh random examples
+test: $(READY)  ## every test except the slow ones and those that need a GPU
+	$(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not serial"
+	$(BIN)/pytest -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
+test-all: $(READY)  ## every test, with new random plans
 	$(BIN)/pytest --hypothesis-profile=explore
-soak: $(READY)  ## 100,000 simulated worlds of a parameter server, in all cores; SEEDS=40000:100000 goes on from there
+soak: $(READY)  ## 100,000 simulated parameter-server jobs on all cores; SEEDS=40000:100000 continues from there
 	$(BIN)/python -m tests.ps.simulator_soak $(SEEDS)
-golden: $(READY)  ## rewrite tests/golden with what is produced now; read the difference before you commit it
+golden: $(READY)  ## rewrite tests/golden; read the diff before you commit it
 	$(BIN)/pytest --golden
-docs: $(READY)  ## the pages, every warning an error, every example in them run
+docs: $(READY)  ## build the pages and run their examples; a warning is an error
 	$(BIN)/sphinx-build -q -W --keep-going --nitpicky -b html docs docs/_build/html
 	$(BIN)/sphinx-build -q -W --keep-going --nitpicky -b doctest docs docs/_build/doctest
 bench: $(READY)  ## one claim (make bench CLAIM=parity) or all of them
