@@ -8,7 +8,7 @@ from tests.browser.chromium import browsing, find_chromium
 from tests.viz.html_validity import find_html_errors
 
 pytestmark = [
-    pytest.mark.lab,
+    pytest.mark.integration,
     pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium; Debian has it as chromium"),
 ]
 HEADINGS = "[...document.querySelectorAll('h2')].map(h => h.textContent)"

@@ -43,7 +43,7 @@ def test_an_exchange_of_sizes_that_do_not_fit_is_refused_on_all_ranks(backend):
     assert first.startswith("PeerError: all_to_all: rank 1 gives 2 numbers to rank 0, which expects 1; the sizes")
 
 
-@pytest.mark.alone
+@pytest.mark.serial
 def test_a_wait_with_a_deadline_ends_by_it():
     waiting, _ = on_ranks(faults.late, 2)
     assert re.search(

@@ -48,7 +48,7 @@ def in_sum(how, fabric):
 WAITS = {in_recv: "x1.0 with rank 0", in_any: "any message with rank 0", in_sum: "all_reduce sum of grad0 with rank 0"}
 
 
-@pytest.mark.alone
+@pytest.mark.serial
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     began = time.monotonic()

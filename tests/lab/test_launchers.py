@@ -17,7 +17,7 @@ from tests.lab.launch_systems import (
 )
 from tests.process.test_launchers import losses_of
 
-pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.integration, pytest.mark.timeout(180)]
 needs_mpirun = pytest.mark.skipif(bool(why_no_mpirun()), reason=why_no_mpirun())
 needs_mpi4py = pytest.mark.skipif(bool(why_no("mpi4py")), reason=why_no("mpi4py"))
 needs_ray = pytest.mark.skipif(bool(why_no("ray")), reason=why_no("ray"))

@@ -12,7 +12,7 @@ from tests.lab.mpi_scenarios import as_text
 from tests.process.test_faults import variables
 
 REASON = why_no_mpirun() or why_no("mpi4py")
-pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [pytest.mark.process, pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
 SCENES = [
     "round_about", "in_a_message", "in_a_sum", "serve", "pick", "sums", "shares", "ballots", "casts", "values",
     "groups", "verbs", "nans", "narrow", "swap",

@@ -10,7 +10,7 @@ from tests.lab.server_job import says_nothing_but_the_greeting
 
 HERE = Path(__file__).parent
 
-pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.lab.ps_worker import plan
 from tests.lab.server_job import COUNTERPOINT, PORT, READY_S, FarJob, says_nothing_but_the_greeting
 from tests.ps.process.conftest import wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 SCAN = Path(__file__).with_name("scan.py")
 LONG_S = 150.0
 

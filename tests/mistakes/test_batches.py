@@ -10,7 +10,7 @@ from tests.mistakes.documented import documented_messages
 from tests.mistakes.test_models import heard
 from tests.training.trainers import max_difference, mlp, params_of
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
+pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where nothing else runs
 SIZES, ENDS, EMPTY = "Batches of different sizes", "A rank that runs out of batches", "An empty batch on a rank"
 TOLD = [
     (scenes.sizes_that_differ, SIZES, [(4, 4, 2), (4, 4, 4)]),

@@ -10,7 +10,7 @@ from tests.mistakes import mistake_scripts as scenes
 from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
+pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where nothing else runs
 
 
 def check_disagreement(scene):

@@ -8,7 +8,7 @@ from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks
 from tests.training.trainers import batch_norm_mlp, dataset, equal_bits, mlp, params_of
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
+pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where nothing else runs
 ANOTHER = "Another dtype, device or model on a rank"
 REFUSED = [
     (scenes.weights_that_share_memory, "Weights that share memory", 0),
@@ -28,7 +28,7 @@ REFUSED = [
 
 def heard(scene):
     """What each rank told of a scene: its answer, its seconds, its notices."""
-    found = run_on_ranks(scenes.UNIFORM_CLUSTER, scenes.NUM_RANKS)
+    found = run_on_ranks(scenes.ALIKE, scenes.NUM_RANKS)
     return [list(column) for column in zip(*(one[scene.__name__] for one in found), strict=True)]
 
 

@@ -14,7 +14,7 @@ from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks
 from tests.process.test_faults import variables
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]  # two seconds, where nothing else runs
+pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where nothing else runs
 
 CORES = Topology((Core((0, 2)), Core((1, 3))))
 

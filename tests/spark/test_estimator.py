@@ -11,9 +11,9 @@ from tests.spark.models import Layers, Sum
 
 ml = pytest.importorskip("pyspark.ml", reason="there is no PySpark; pip install 'counterpoint[spark]'")
 pytestmark = [
-    pytest.mark.lab,
+    pytest.mark.integration,
     pytest.mark.process,
-    pytest.mark.alone,
+    pytest.mark.serial,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

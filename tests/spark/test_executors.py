@@ -25,9 +25,9 @@ from tests.spark.training_helpers import (
 )
 
 pytestmark = [
-    pytest.mark.lab,
+    pytest.mark.integration,
     pytest.mark.process,
-    pytest.mark.alone,
+    pytest.mark.serial,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 DATA = make_samples(23)

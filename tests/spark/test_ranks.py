@@ -12,9 +12,9 @@ from tests.spark import rank_functions as ranked
 from tests.spark.training_helpers import TOLERANCE, make_net, make_samples, mse, split_partitions, train_single_process
 
 pytestmark = [
-    pytest.mark.lab,
+    pytest.mark.integration,
     pytest.mark.process,
-    pytest.mark.alone,
+    pytest.mark.serial,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 DATA = make_samples(23)
