@@ -37,7 +37,7 @@ class Forgetful(Data):
     def lower(self, program, model):
         whole = super().lower(program, model)
         rows = [replace(row, body=tuple(w for w in row.body if not hasattr(w, "verb"))) for row in whole.rank_programs]
-        return replace(whole, rows=tuple(rows))
+        return replace(whole, rank_programs=tuple(rows))
 
 
 class Optimistic(Data):

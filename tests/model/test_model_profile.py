@@ -18,7 +18,7 @@ def with_point(samples, *forward_s):
     """The timing with another size of microbatches behind it."""
     pieces = tuple(layer_profile(seconds) for seconds in forward_s)
     return replace(
-        TIMING, points=(*TIMING.batch_sizes, BatchSizeProfile(samples, pieces, layer_profile(sum(forward_s))))
+        TIMING, batch_sizes=(*TIMING.batch_sizes, BatchSizeProfile(samples, pieces, layer_profile(sum(forward_s))))
     )
 
 
@@ -33,7 +33,7 @@ def test_between_two_sizes_times_are_on_the_line_between_them():
 
 
 def test_on_a_slower_machine_everything_takes_longer_and_has_as_many_bytes():
-    timing = replace(TIMING, update_s_per_byte=2.0, add_s_per_byte=1.0, fixed=Overheads(0.5))
+    timing = replace(TIMING, update_s_per_byte=2.0, add_s_per_byte=1.0, overheads=Overheads(0.5))
     slower = timing.scale(1.5)
     assert [one.forward_s for one in slower.at_microbatch_size(4).layers] == [1.5, 3.0, 6.0]
     assert [one.output_bytes for one in slower.at_microbatch_size(4).layers] == [
@@ -61,8 +61,8 @@ def test_a_model_weighed_by_its_times_costs_seconds_of_a_sample_both_ways():
 
 
 def test_another_cut_of_the_model_gets_the_times_of_its_part_of_the_work():
-    whole = replace(MODEL.blocks[0], pieces=(replace(MODEL.layers[0], name="a", cost=1.5),))
-    rest = replace(MODEL.blocks[1], pieces=(replace(MODEL.layers[2], name="b", cost=1.5),))
+    whole = replace(MODEL.blocks[0], layers=(replace(MODEL.layers[0], name="a", cost=1.5),))
+    rest = replace(MODEL.blocks[1], layers=(replace(MODEL.layers[2], name="b", cost=1.5),))
     found = TIMING.match_to(replace(MODEL, blocks=(whole, rest))).batch_sizes[0].layers
     assert [one.forward_s for one in found] == [2.0, 5.0]
 
@@ -85,7 +85,7 @@ def test_a_timing_of_another_model_is_refused_by_name(model, words):
 
 def test_a_timing_for_inputs_of_another_shape_is_refused():
     *others, last = MODEL.blocks
-    longer = replace(last, pieces=(replace(last.layers[0], output_bytes=64),))
+    longer = replace(last, layers=(replace(last.layers[0], output_bytes=64),))
     with pytest.raises(PlanError, match="its output has 32 bytes per sample, but that of this model has 64"):
         TIMING.match_to(replace(MODEL, blocks=(*others, longer)))
 

@@ -39,8 +39,8 @@ STRANDS = [
 def test_damage_to_a_strand_is_caught_by_the_law_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:
         verify_damaged(damage)
-    assert caught.value.rule == damage.law
-    assert damage.said in str(caught.value)
+    assert caught.value.rule == damage.rule
+    assert damage.message in str(caught.value)
 
 
 def test_a_strand_that_the_model_does_not_have_is_refused():

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from counterpoint.cli.error_handling import FAILED
-from counterpoint.launchers.machine import place_ranks, this_host
+from counterpoint.launchers.machine import place_on_this_host, this_host
 from counterpoint.launchers.variables import (
     ALLOCATOR_VARIABLES,
     THREADS_VARIABLE,
@@ -107,7 +107,7 @@ def check_torch(_ranks: int) -> Iterator[Finding]:
 
 def check_cores(ranks: int) -> Iterator[Finding]:
     """Look at cores against ranks and threads."""
-    cores, placed = this_host().num_usable, place_ranks(ranks).ranks[0].threads
+    cores, placed = this_host().num_usable, place_on_this_host(ranks).ranks[0].threads
     threads = requested_threads() or placed
     fact = f"{ranks} ranks x {threads} threads on {cores} cores"
     if ranks * threads > cores:
@@ -122,7 +122,7 @@ def check_topology(ranks: int) -> Iterator[Finding]:
     yield Finding("topology", "good", str(this_host()))
     bindings: tuple[Binding, ...] = ("core", "numa")
     for bind in bindings:
-        places = place_ranks(ranks, bind=bind).ranks[:RANKS_SHOWN]
+        places = place_on_this_host(ranks, bind=bind).ranks[:RANKS_SHOWN]
         cpus = [f"rank {rank} on {','.join(map(str, found.cpus)) or 'any'}" for rank, found in enumerate(places)]
         rest = [f"{ranks - RANKS_SHOWN} more"] if ranks > RANKS_SHOWN else []
         yield Finding(

@@ -26,10 +26,10 @@ from counterpoint.planner.choose import PlanChoice
 from counterpoint.planner.ranking import PlanRanking, Prediction, format_plan
 from counterpoint.viz.plan_comparison import write_comparison_page
 
-COLUMNS = tuple(
+PLAN_TABLE = tuple(
     TableColumn(title, wraps=True) if title in TEXT_COLUMNS else TableColumn(title, "right") for title in COLUMNS
 )
-TRIAL_COLUMNS = (
+TRIAL_TABLE = (
     TableColumn(TRIAL_COLUMNS[0], wraps=True), *(TableColumn(title, "right") for title in TRIAL_COLUMNS[1:])
 )  # fmt: skip
 
@@ -61,7 +61,7 @@ def print_result(request: PlanRequest, ranking: PlanRanking, result: PlanChoice 
     notes = format_remarks(ranking, top)
     if isinstance(result, PlanChoice) and result.trials:
         typer.echo("")
-        print_table(TRIAL_COLUMNS, trial_rows(result))
+        print_table(TRIAL_TABLE, trial_rows(result))
     notes += explain_choice(result) if isinstance(result, PlanChoice) else [str(result), *explain_skipped(ranking)]
     typer.echo("\n".join(["", *notes]), nl=True)
 
@@ -70,7 +70,7 @@ def print_plans(ranking: PlanRanking, top: int | None) -> None:
     """The table of the plans is on standard output, if there are any."""
     found, shown = ranking.predictions, ranking.predictions[:top]
     if shown:
-        print_table(COLUMNS, [table_row(one, found[0]) for one in shown])
+        print_table(PLAN_TABLE, [table_row(one, found[0]) for one in shown])
 
 
 def describe_source(result: PlanChoice | PlanError) -> str:

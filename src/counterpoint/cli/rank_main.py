@@ -26,23 +26,23 @@ from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.trainer import Trainer
 
 
-def run_job(job: RankJob) -> None:
+def run_job(rank_job: RankJob) -> None:
     """The job is trained and measured, and its folder is complete; the first rank has said so."""
-    config = fill_from_job(job.config)
+    config = fill_from_job(rank_job.config)
     training, output = config.training, config.output
     job = find_job(config.job)
     assert training.batch_size is not None, "the job has one"
     data, held_out = job.build_data()
-    folder = RunFolder(job.folder, title=f"counterpoint train {config.job}", config=config.to_yaml())
+    folder = RunFolder(rank_job.folder, title=f"counterpoint train {config.job}", config=config.to_yaml())
     trainer = Trainer(
         job.build_model(training.seed),
         loss=job.loss,
         optimizer=with_lr(choose_optimizer(job, training.optimizer), training.lr),
         lr_scheduler=choose_schedule(job, config, len(data)),
-        strategy=job.plan,
+        strategy=rank_job.plan,
         num_microbatches=config.plan.num_microbatches,
         passes=config.plan.passes,
-        callbacks=[ProgressCallback(job.progress, name=config.job, interval_s=output.interval_s), folder],
+        callbacks=[ProgressCallback(rank_job.progress, name=config.job, interval_s=output.interval_s), folder],
         seed=training.seed,
         clip_norm=training.clip_norm,
         clip_by=training.clip_by,
@@ -60,13 +60,13 @@ def run_job(job: RankJob) -> None:
             eval_dataset=held_out,
             metrics=job.metrics,
             evaluate_every=output.evaluate_every,
-            checkpoint_dir=job.folder / "checkpoints",
+            checkpoint_dir=rank_job.folder / "checkpoints",
             save_every=output.save_every,
             checkpoint_mode=output.checkpoint_mode,
             keep_last=output.keep_last,
-            resume=job.resume,
+            resume=rank_job.resume,
         )
-        if trainer.rank == 0 and job.progress != "json":
+        if trainer.rank == 0 and rank_job.progress != "json":
             typer.echo(format_final_metric(job, history))
             typer.echo(f"report: {folder.report_path}")
 

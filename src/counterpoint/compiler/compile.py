@@ -83,11 +83,11 @@ def compile(  # noqa: A001 - read as cp.compile
         first = StepVariant("fill", begun, made.symbolic, begun_bytes, shares["fill"])
         return replace(
             made,
-            turns=(first, StepVariant("steady", body_as_step(made.program), made.symbolic, sent, shares["steady"])),
+            step_variants=(first, StepVariant("steady", body_as_step(made.program), made.symbolic, sent, shares["steady"])),
         )
     every = [(name, _compile_one(plan.variant(name), asked)) for name in shares]
     return replace(
-        every[-1][1], plan=plan, turns=tuple(_build_step_variant(name, made, shares[name]) for name, made in every)
+        every[-1][1], plan=plan, step_variants=tuple(_build_step_variant(name, made, shares[name]) for name, made in every)
     )
 
 

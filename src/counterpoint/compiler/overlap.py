@@ -18,7 +18,7 @@ def overlap(program: Program) -> Program:
     another order still call alike. The wait stays where the collective stood. Gradients that go through several
     collectives keep them as they are. Results cannot change, because nothing reads or writes the gradient in between.
     """
-    return replace(program, rows=tuple(map_row(row, _overlap_instructions) for row in program.rank_programs))
+    return replace(program, rank_programs=tuple(map_row(row, _overlap_instructions) for row in program.rank_programs))
 
 
 def _overlap_instructions(words: Instructions) -> list[Instruction]:

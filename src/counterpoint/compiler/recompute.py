@@ -39,7 +39,7 @@ def recompute(program: Program, policy: Recomputation, blocks: Collection[int]) 
         blocks: which blocks.
     """
     again = partial(_insert_recomputation, policy=policy, blocks=blocks)
-    return replace(program, rows=tuple(map_row(row, again) for row in program.rank_programs))
+    return replace(program, rank_programs=tuple(map_row(row, again) for row in program.rank_programs))
 
 
 def _insert_recomputation(words: Instructions, policy: Recomputation, blocks: Collection[int]) -> list[Instruction]:

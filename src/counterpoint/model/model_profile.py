@@ -56,7 +56,7 @@ class LayerProfile:
 
     def scale_seconds(self, factor: float) -> LayerProfile:
         """Return the piece with all its seconds times a factor."""
-        return replace(self.scale(factor), output_bytes=self.output_bytes, kept_bytes=self.saved_bytes)
+        return replace(self.scale(factor), output_bytes=self.output_bytes, saved_bytes=self.saved_bytes)
 
     def add(self, other: LayerProfile) -> LayerProfile:
         """Return the figures of one after the other."""
@@ -95,7 +95,7 @@ class BatchSizeProfile:
             return self
         factor = self.single_microbatch.seconds / self.unpartitioned.seconds if self.unpartitioned.seconds else 1.0
         return replace(
-            self, pieces=tuple(one.scale_seconds(factor) for one in self.layers), whole=self.single_microbatch
+            self, layers=tuple(one.scale_seconds(factor) for one in self.layers), unpartitioned=self.single_microbatch
         )
 
     def block_time(self, block: Block) -> LayerProfile:
@@ -111,7 +111,7 @@ class BatchSizeProfile:
         """Return the point for the pieces of another cut, given the counted work of both; see :func:`shared_out`."""
         columns = zip(*(astuple(piece) for piece in self.layers), strict=True)
         rows = zip(*(redistribute_by_cost(column, costs, other_costs) for column in columns), strict=True)
-        return replace(self, pieces=tuple(LayerProfile(*row) for row in rows))
+        return replace(self, layers=tuple(LayerProfile(*row) for row in rows))
 
     def scale(self, factor: float) -> BatchSizeProfile:
         """Return all figures times a factor."""
@@ -138,7 +138,9 @@ class BatchSizeProfile:
             else of(self.single_microbatch, other.single_microbatch)
         )
         pieces = tuple(map(of, self.layers, other.layers))
-        return replace(self, pieces=pieces, whole=of(self.unpartitioned, other.unpartitioned), alone=alone)
+        return replace(
+            self, layers=pieces, unpartitioned=of(self.unpartitioned, other.unpartitioned), single_microbatch=alone
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +229,10 @@ class ModelProfile:
         """Return what all of it takes on a machine on which everything takes so many times as long."""
         return replace(
             self,
-            points=tuple(point.scale_seconds(factor) for point in self.batch_sizes),
+            batch_sizes=tuple(point.scale_seconds(factor) for point in self.batch_sizes),
             update_s_per_byte=factor * self.update_s_per_byte,
             add_s_per_byte=factor * self.add_s_per_byte,
-            fixed=Overheads(*(factor * seconds for seconds in astuple(self.overheads))),
+            overheads=Overheads(*(factor * seconds for seconds in astuple(self.overheads))),
         )
 
     def at_microbatch_size(self, samples: int) -> BatchSizeProfile:
@@ -276,7 +278,7 @@ class ModelProfile:
         if [one.name for one in pieces] == [one.name for one in self.layers]:
             return self
         costs = [one.cost for one in self.layers], [one.cost for one in pieces]
-        return replace(self, pieces=pieces, points=tuple(point.redistribute(*costs) for point in self.batch_sizes))
+        return replace(self, layers=pieces, batch_sizes=tuple(point.redistribute(*costs) for point in self.batch_sizes))
 
     def with_measured_costs(self, model: ModelSpec, samples: int) -> ModelSpec:
         """Return a model whose pieces cost what they take in seconds per sample, forward and backward, and the loss.
@@ -293,7 +295,7 @@ class ModelProfile:
         times = self.match_to(model).at_microbatch_size(samples).layers
         weighed = [replace(piece, cost=time.seconds / samples) for piece, time in zip(model.layers, times, strict=True)]
         blocks = (
-            replace(one, pieces=tuple(weighed[one.first_layer : one.first_layer + len(one.layers)]))
+            replace(one, layers=tuple(weighed[one.first_layer : one.first_layer + len(one.layers)]))
             for one in model.blocks
         )
         return replace(model, blocks=tuple(blocks))
@@ -473,8 +475,8 @@ def _parse_fields(kind: type[T], entry: dict[str, Any]) -> T:
     return kind(
         **{
             field.name: _parse_number(entry[field.name], is_signed=field.name in SIGNED_FIELDS)
-            for field in fields(kind)
-        }  # type: ignore[arg-type]
+            for field in fields(kind)  # type: ignore[arg-type]
+        }
     )
 
 

@@ -107,7 +107,7 @@ def shift_microbatch(word: Instruction, by: int) -> Instruction:
         case Send(value) | Recv(value) | Free(value) | Collective(_, value):
             if value.micro is None:
                 return word
-            return replace(word, value=TensorRef(value.name, value.blocks, value.micro + by))
+            return replace(word, tensor=TensorRef(value.name, value.blocks, value.micro + by))
         case _:
             return word
 

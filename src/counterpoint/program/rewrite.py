@@ -54,7 +54,7 @@ def replicate(program: Program, times: int, *, same_samples: bool = False) -> Pr
         same_samples: whether the copies read the same microbatches; else each copy reads its own.
     """
     if program.num_identical_copies:
-        return replace(program, folded=program.num_identical_copies * times)
+        return replace(program, num_identical_copies=program.num_identical_copies * times)
     stride = 0 if same_samples else len(program.micros)
     return Program(
         tuple(
@@ -116,7 +116,7 @@ def expand(program: Program, rule: Callable[[int, Instruction], Iterable[Instruc
         return (new for old in words for new in rule(rank, old))
 
     rows = (map_row(row, partial(spread, rank=rank)) for rank, row in enumerate(program.rank_programs))
-    return replace(program, rows=tuple(rows))
+    return replace(program, rank_programs=tuple(rows))
 
 
 def insert_before_commit(program: Program, extra: Callable[[int, RankProgram], Sequence[Instruction]]) -> Program:
@@ -129,7 +129,7 @@ def insert_before_commit(program: Program, extra: Callable[[int, RankProgram], S
             rows.append(row)
             continue
         rows.append(replace(row, body=row.body[:at] + tuple(new) + row.body[at:]))
-    return replace(program, rows=tuple(rows))
+    return replace(program, rank_programs=tuple(rows))
 
 
 def widen_commits(program: Program, times: int) -> Program:
@@ -151,7 +151,7 @@ def widen_commits(program: Program, times: int) -> Program:
             by_identity[id(word.group)] = (word.group, by_members[inner])
         return by_identity[id(word.group)][1]
 
-    return replace(program, rows=tuple(map_row(row, partial(map, widened)) for row in program.rank_programs))
+    return replace(program, rank_programs=tuple(map_row(row, partial(map, widened)) for row in program.rank_programs))
 
 
 def order_by_grad_completion(row: RankProgram, units: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -166,7 +166,7 @@ def parse_tensor_ref(text: str) -> TensorRef:
     found = _TENSOR_REF_PARTS.match(text)
     if found is None or not re.fullmatch(_TENSOR_REF, text):
         raise ProgramError(f"{text!r} is not a value; expected one such as x1.2, g0.0, grad3 or weight0+4")
-    name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'grad', 'late', 'weight']", found[1])
+    name = cast("Literal['x', 'g', 's', 'ds', 'y', 'dx', 'grad', 'delayed_grad', 'weight']", found[1])
     blocks = parse_edge(found[2]) if name in {"s", "ds"} else parse_unit(found[2])
     return TensorRef(name, blocks, None if found[3] is None else int(found[3]))
 

@@ -43,7 +43,7 @@ def edit(text, edits):
 
 def verify_damaged(damaged):
     """Check the damaged program against what the whole one promised."""
-    made = compile_text(damaged.plan, **dict(damaged.given))
+    made = compile_text(damaged.plan, **dict(damaged.options))
     program = parse_program(edit(format_program(made.program), damaged.edits))
     assert program != made.program
     verify(program, bounds_from(made.cost), made.model.units, count_bytes(program, made.model, 1))

@@ -145,8 +145,8 @@ RELEASES = [
 def test_damage_is_caught_by_the_law_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:
         verify_damaged(damage)
-    assert caught.value.rule == damage.law
-    assert damage.said in str(caught.value)
+    assert caught.value.rule == damage.rule
+    assert damage.message in str(caught.value)
 
 
 def test_a_unit_that_nobody_computes_a_gradient_for_is_not_updated():

@@ -104,7 +104,7 @@ def test_a_quiet_step_may_end_apart_only_if_that_is_promised():
     quiet = next(turn for turn in made.step_variants if turn.name == "local")
     with pytest.raises(ProgramError, match="no mean over all of them has made alike"):
         verify(quiet.program, replace(bounds_from(made.cost), sent_bytes=None), made.model.units)
-    verify(quiet.program, replace(bounds_from(made.cost), apart=True), made.model.units)
+    verify(quiet.program, replace(bounds_from(made.cost), replicas_may_diverge=True), made.model.units)
 
 
 @pytest.mark.parametrize(

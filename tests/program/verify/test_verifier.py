@@ -177,8 +177,8 @@ BYTES = [
 def test_damage_is_caught_by_the_law_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:
         verify_damaged(damage)
-    assert caught.value.rule == damage.law
-    assert damage.said in str(caught.value)
+    assert caught.value.rule == damage.rule
+    assert damage.message in str(caught.value)
 
 
 ALONG_A_ROW = [
@@ -214,7 +214,7 @@ ALONG_A_ROW = [
 def test_damage_along_a_row_is_caught_by_the_law_that_names_it(damage):
     with pytest.raises(ProgramError) as caught:
         verify_damaged(damage)
-    assert caught.value.rule == damage.law
+    assert caught.value.rule == damage.rule
 
 
 CROSSING = """\
