@@ -49,7 +49,7 @@ def all_reduce_by_fabric(fabric):
 def make_contenders(kind, auto, gloo):
     """Return what is compared: ``sum(tensor)`` by name."""
     everybody = tuple(range(gloo.num_ranks))
-    strand = GlooChannel(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.deadline_s)
+    strand = GlooChannel(gloo.rank, everybody, gloo.connection("schedules", everybody), gloo.timeout_s)
     if kind == "sums":  # ranks 0, 1 on one host, 2, 3 on the other
         return {
             "connect": all_reduce_by_fabric(auto),

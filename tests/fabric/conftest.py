@@ -32,11 +32,11 @@ def play(request):
 
 @pytest.fixture(params=[*PROCESSES, HOSTS])
 def processes(request):
-    """Return ``processes(scene, num_ranks, deadline_s, present)`` on a transport between processes."""
+    """Return ``processes(scene, num_ranks, timeout_s, present)`` on a transport between processes."""
     return request.param
 
 
 @pytest.fixture(params=PROCESSES)
 def neighbours(request):
-    """Return ``neighbours(scene, num_ranks, deadline_s, present)``, as ``processes``, all of them on one host."""
+    """Return ``neighbours(scene, num_ranks, timeout_s, present)``, as ``processes``, all of them on one host."""
     return request.param

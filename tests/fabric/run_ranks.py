@@ -24,35 +24,35 @@ def result_or_error(scene, fabric):
         return f"{type(error).__name__}: {error}"
 
 
-def on_local(scene, num_ranks, deadline_s=10.0):
-    with LocalWorld(num_ranks, deadline_s) as world:
+def on_local(scene, num_ranks, timeout_s=10.0):
+    with LocalWorld(num_ranks, timeout_s) as world:
         return world.run(lambda fabric: result_or_error(scene, fabric))
 
 
-def on_gloo(scene, num_ranks, deadline_s=10.0, present=None):
-    return on_processes("gloo", scene, num_ranks, deadline_s, present)
+def on_gloo(scene, num_ranks, timeout_s=10.0, present=None):
+    return on_processes("gloo", scene, num_ranks, timeout_s, present)
 
 
-def on_shm(scene, num_ranks, deadline_s=10.0, present=None):
-    return on_processes("shm", scene, num_ranks, deadline_s, present)
+def on_shm(scene, num_ranks, timeout_s=10.0, present=None):
+    return on_processes("shm", scene, num_ranks, timeout_s, present)
 
 
-def on_hosts(hosts, scene, num_ranks, deadline_s=10.0, present=None):
+def on_hosts(hosts, scene, num_ranks, timeout_s=10.0, present=None):
     """Play it in processes that meet as if they were on several hosts, one name for each rank; more ranks wrap."""
     names = [f"h{hosts[rank % len(hosts)]}" for rank in range(num_ranks)]
-    return on_processes("auto", scene, num_ranks, deadline_s, present, names)
+    return on_processes("auto", scene, num_ranks, timeout_s, present, names)
 
 
-def on_processes(transport, scene, num_ranks, deadline_s, present, hosts=None):
+def on_processes(transport, scene, num_ranks, timeout_s, present, hosts=None):
     """Play it in processes; None for a rank that ended without an answer, or was not present."""
     come = range(num_ranks) if present is None else present
     hosts = [None] * num_ranks if hosts is None else hosts
-    parts = {rank: (scene, (rank, num_ranks, deadline_s, transport, hosts[rank])) for rank in come}
-    found = run_processes(rank_main, parts, deadline_s)
+    parts = {rank: (scene, (rank, num_ranks, timeout_s, transport, hosts[rank])) for rank in come}
+    found = run_processes(rank_main, parts, timeout_s)
     return [found.get(rank) for rank in range(num_ranks)]
 
 
-def run_processes(part, parts, deadline_s):
+def run_processes(part, parts, timeout_s):
     """Return by rank what ``part(pipe, *parts[rank], listener, port)`` has sent from a process of each rank's own.
 
     The listener is, on rank 0, a socket that listens at the port where the ranks meet.
@@ -66,12 +66,12 @@ def run_processes(part, parts, deadline_s):
             player.start()
             theirs.close()
             players[rank] = (player, ours)
-        return {rank: receive_answer(*player, deadline_s) for rank, player in players.items()}
+        return {rank: receive_answer(*player, timeout_s) for rank, player in players.items()}
 
 
-def receive_answer(player, pipe, deadline_s):
+def receive_answer(player, pipe, timeout_s):
     try:
-        answer = pipe.recv() if pipe.poll(deadline_s + 20) else "silence"
+        answer = pipe.recv() if pipe.poll(timeout_s + 20) else "silence"
     except EOFError:
         answer = None
     player.join(10)
@@ -83,11 +83,11 @@ def receive_answer(player, pipe, deadline_s):
 def rank_main(pipe, scene, who, listener, port):
     """Be one rank in a process of its own."""
     torch.set_num_threads(1)
-    rank, num_ranks, deadline_s, transport, host = who
+    rank, num_ranks, timeout_s, transport, host = who
     address = Address("127.0.0.1", port, None if listener is None else listener.detach())
 
     def entered(_):
-        fabric = connect(rank, num_ranks, address, job="test", timeout_s=deadline_s, transport=transport, host=host)
+        fabric = connect(rank, num_ranks, address, job="test", timeout_s=timeout_s, transport=transport, host=host)
         try:
             return scene(fabric)
         finally:

@@ -58,7 +58,7 @@ def test_over_many_steps_all_is_sent_or_still_there(steps, code):
         total = gradient + residual
         own = sent(code, total)
         residual, all_sent = total - own, all_sent + own
-    scale = all_reduce(gradient.abs().max() for gradient in gradients) + residual.abs().max() + 1
+    scale = sum(gradient.abs().max() for gradient in gradients) + residual.abs().max() + 1
     assert torch.allclose(all_sent + residual, torch.stack(gradients).sum(0), rtol=0, atol=float(scale) * 1e-14)
 
 

@@ -52,7 +52,7 @@ WAITS = {in_recv: "x1.0 with rank 0", in_any: "any message with rank 0", in_sum:
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     began = time.monotonic()
-    text = processes(partial(wait, "is late"), 2, deadline_s=0.6)[1]
+    text = processes(partial(wait, "is late"), 2, timeout_s=0.6)[1]
     found = re.match(
         rf"PeerError: rank 1 waited (\d\.\d) s for {WAITS[wait]}: the deadline of 0\.6 s has passed; ", text
     )
@@ -63,7 +63,7 @@ def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
 
 @pytest.mark.parametrize("wait", [in_recv, in_sum])
 def test_a_dead_peer_is_noticed_and_named_at_once(neighbours, wait):
-    dead, text = neighbours(partial(wait, "dies"), 2, deadline_s=10.0)
+    dead, text = neighbours(partial(wait, "dies"), 2, timeout_s=10.0)
     assert dead is None
     assert re.match(rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: rank 0 has ended; look at ", text)
 
@@ -71,7 +71,7 @@ def test_a_dead_peer_is_noticed_and_named_at_once(neighbours, wait):
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [in_recv, in_sum])
 def test_a_dead_peer_beside_which_nobody_is_left_is_noticed_at_once(wait):
-    dead, text = on_hosts((0, 1), partial(wait, "dies"), 2, deadline_s=10.0)
+    dead, text = on_hosts((0, 1), partial(wait, "dies"), 2, timeout_s=10.0)
     assert dead is None
     assert re.match(rf"PeerError: rank 1 waited 0\.\d s for {WAITS[wait]}: the connection was lost \(", text)
 
@@ -113,13 +113,13 @@ def cascade(fabric):
 
 
 def test_the_reason_of_the_first_that_stops_reaches_those_behind_it(processes):
-    texts = processes(cascade, 3, deadline_s=10.0)
+    texts = processes(cascade, 3, timeout_s=10.0)
     assert texts[0].startswith("PeerError: rank 0 waited ")
     assert all("stopped because of rank 2: the loss is nan in step 7" in text for text in texts[:2])
 
 
 def test_a_rank_that_never_comes_is_named(processes):
-    texts = processes(resources_of, 4, deadline_s=1.0, present=[0, 2])
+    texts = processes(resources_of, 4, timeout_s=1.0, present=[0, 2])
     assert texts[1] is texts[3] is None
     for rank in (0, 2):
         assert re.match(rf"PeerError: rank {rank} waited [01]\.\d s at 127.0.0.1:", texts[rank])
@@ -172,7 +172,7 @@ def forgotten(fabric):
 
 def test_a_process_can_end_with_a_collective_under_way(processes):
     began = time.monotonic()
-    ended, text = processes(forgotten, 2, deadline_s=10.0)
+    ended, text = processes(forgotten, 2, timeout_s=10.0)
     assert ended == "ended"
     assert "rank 1 waited " in text
     assert time.monotonic() - began < 8

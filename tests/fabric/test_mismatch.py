@@ -124,7 +124,7 @@ def one_more(fabric):
 def test_a_collective_for_which_a_member_has_left_ends_at_once(processes):
     """In shared memory it lasted until the deadline, as long as the other process lived."""
     began = time.monotonic()
-    text, _ = processes(one_more, 2, deadline_s=10.0)
+    text, _ = processes(one_more, 2, timeout_s=10.0)
     assert re.match(r"PeerError: rank 0 waited 0\.\d s for all_reduce sum of b with rank 1: ", text)
     assert "rank 1 has closed its fabric" in text or "the connection was lost" in text
     assert time.monotonic() - began < 5
@@ -148,7 +148,7 @@ def other_groups(fabric):
 
 
 def test_members_of_different_groups_are_told_whom_they_wait_for(play):
-    texts = play(other_groups, 3, deadline_s=1.0)
+    texts = play(other_groups, 3, timeout_s=1.0)
     assert all(text.startswith("PeerError: ") for text in texts)
     assert all("all_reduce sum of a" in text for text in texts)
 
@@ -161,7 +161,7 @@ def wrong_letter(fabric):
 
 
 def test_a_message_with_another_label_is_refused(play):
-    sender, receiver = play(wrong_letter, 2, deadline_s=3.0)
+    sender, receiver = play(wrong_letter, 2, timeout_s=3.0)
     story = "rank 1 expects x1.0 from rank 0, but its next message is x1.1; messages arrive in the order in which"
     assert receiver.startswith(f"PeerError: {story}")
     assert "stopped because of rank 1: " in sender

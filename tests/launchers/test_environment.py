@@ -27,9 +27,9 @@ def test_what_torchrun_sets_is_read():
     assert detect(WHOLE) == RankEnvironment(1, 4, 1, 2, "10.0.0.1", 29500, "10.0.0.1:29500")
 
 
-@pytest.mark.parametrize(("store_fd", "deadline_s"), [(None, None), (5, 12.5)])
-def test_what_the_supervisor_sets_is_what_a_rank_finds(store_fd, deadline_s):
-    told = RankEnvironment(0, 3, 0, 3, "127.0.0.1", 4000, "job", deadline_s, store_fd)
+@pytest.mark.parametrize(("store_fd", "timeout_s"), [(None, None), (5, 12.5)])
+def test_what_the_supervisor_sets_is_what_a_rank_finds(store_fd, timeout_s):
+    told = RankEnvironment(0, 3, 0, 3, "127.0.0.1", 4000, "job", timeout_s, store_fd)
     assert detect(rank_variables(told)) == told
 
 

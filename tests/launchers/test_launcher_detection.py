@@ -57,7 +57,7 @@ HALVES = [
 def test_half_of_it_is_refused_with_what_is_missing(told, dialect, name):
     with pytest.raises(LaunchError, match=f"but {name} is not set; a rank needs all of") as caught:
         detect({key: value for key, value in told.items() if key != name})
-    rest = [other for other in dialect.needed if other != name]
+    rest = [other for other in dialect.required_variables if other != name]
     assert all(f"{other}={told[other]}" in str(caught.value) for other in rest)
 
 

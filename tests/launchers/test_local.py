@@ -57,9 +57,9 @@ if rank == 0:
 else:
     peer = socket.socket()
     while peer.connect_ex((found.master_addr, found.master_port)): pass
-    print(peer.recv(5).decode(), found.deadline_s, found.store_fd)
+    print(peer.recv(5).decode(), found.timeout_s, found.store_fd)
 """
-    result, lines = run(tmp_path, text, 2, deadline_s=9)
+    result, lines = run(tmp_path, text, 2, timeout_s=9)
     assert result.report == ""
     assert lines == [(1, "out", "hello 9.0 None")]
 

@@ -16,20 +16,20 @@ PLAIN = LaunchSpec("train.py", ("--epochs", "3"), name="digits", ranks_per_host=
 POD = replace(PLAIN, image="registry.example/digits:1")
 FULL = replace(
     PLAIN,
-    hosts=2,
+    num_hosts=2,
     key_file=Path("/home/me/job.key"),
-    deadline_s=120.0,
-    restarts=2,
-    needs=ResourceRequest(cpus_per_rank=4, gpus_per_rank=1, memory_gib=64, minutes=90, grace_s=60),
+    timeout_s=120.0,
+    max_restarts=2,
+    resources=ResourceRequest(cpus_per_rank=4, gpus_per_rank=1, memory_gib=64, minutes=90, grace_s=60),
 )
-NAMED = replace(FULL, host_names=("a", "b"), restarts=0, transport="gloo")
+NAMED = replace(FULL, host_names=("a", "b"), max_restarts=0, transport="gloo")
 FULL_POD = replace(FULL, image="registry.example/digits:1")
 GOLDEN = {
     "local": {"local": replace(PLAIN, transport="shm")},
-    "torchrun": {"torchrun": PLAIN, "torchrun-hosts": replace(NAMED, restarts=2)},
+    "torchrun": {"torchrun": PLAIN, "torchrun-hosts": replace(NAMED, max_restarts=2)},
     "mpi": {"mpi": replace(PLAIN, transport="mpi"), "mpi-hosts": NAMED},
     "slurm": {"slurm": PLAIN, "slurm-full": FULL, "slurm-hosts": NAMED},
-    "ray": {"ray": PLAIN, "ray-full": replace(FULL, needs=replace(FULL.resources, minutes=0))},
+    "ray": {"ray": PLAIN, "ray-full": replace(FULL, resources=replace(FULL.resources, minutes=0))},
     "kubernetes": {"kubernetes": POD, "kubernetes-full": FULL_POD},
     "jobset": {"jobset-full": FULL_POD},
     "kubeflow": {"kubeflow-full": FULL_POD},
@@ -74,16 +74,16 @@ def test_the_key_is_in_no_text_and_no_command(name, tmp_path):
 
 REFUSED = [
     ("spork", PLAIN, "there is no launcher 'spork'; give one of local, torchrun, mpi, slurm, ray, kubernetes"),
-    ("slurm", replace(PLAIN, hosts=0), "0 hosts cannot be had; give 1 or more"),
-    ("slurm", replace(PLAIN, needs=ResourceRequest(cpus_per_rank=0)), "0 cores per rank cannot be had"),
+    ("slurm", replace(PLAIN, num_hosts=0), "0 hosts cannot be had; give 1 or more"),
+    ("slurm", replace(PLAIN, resources=ResourceRequest(cpus_per_rank=0)), "0 cores per rank cannot be had"),
     ("slurm", replace(PLAIN, port=0), "port 0 does not exist"),
     ("slurm", replace(PLAIN, name="My_Job"), "'My_Job' cannot be the name of a job everywhere"),
-    ("slurm", replace(PLAIN, hosts=3, host_names=("a", "b", "a")), "3 hosts are wanted, but a, b, a names 2"),
+    ("slurm", replace(PLAIN, num_hosts=3, host_names=("a", "b", "a")), "3 hosts are wanted, but a, b, a names 2"),
     ("slurm", replace(PLAIN, key_file=Path("/nowhere/key")), "cannot read the job key in /nowhere/key"),
-    ("mpi", replace(PLAIN, hosts=2), "2 hosts are wanted, and mpirun must be told which"),
-    ("mpi", replace(PLAIN, restarts=1), "mpirun ends with the first rank that fails, and 1 restarts are asked for"),
-    ("torchrun", replace(PLAIN, hosts=2), "2 hosts are wanted, and torchrun must be told which"),
-    ("local", replace(PLAIN, hosts=2), "2 hosts and 0 restarts are asked for; `counterpoint run` has this host"),
+    ("mpi", replace(PLAIN, num_hosts=2), "2 hosts are wanted, and mpirun must be told which"),
+    ("mpi", replace(PLAIN, max_restarts=1), "mpirun ends with the first rank that fails, and 1 restarts are asked for"),
+    ("torchrun", replace(PLAIN, num_hosts=2), "2 hosts are wanted, and torchrun must be told which"),
+    ("local", replace(PLAIN, num_hosts=2), "2 hosts and 0 restarts are asked for; `counterpoint run` has this host"),
     ("ray", replace(PLAIN, host_names=("a",)), "Ray chooses the hosts"),
     ("kubernetes", PLAIN, "a pod needs an image that has this package and the script"),
     ("kubeflow", replace(POD, host_names=("a",)), "Kubernetes chooses the hosts itself, and a are named"),

@@ -224,7 +224,7 @@ def make_fabric(
     if transport == "gloo" or len(set(hosts)) == num_ranks:
         return far
     here = tuple(other for other in range(num_ranks) if hosts[other] == hosts[rank])
-    near = ShmFabric(replace(context, here=here), job, generation) if len(here) > 1 else None
+    near = ShmFabric(replace(context, local_ranks=here), job, generation) if len(here) > 1 else None
     return HierarchicalFabric(near, far, hosts)
 
 

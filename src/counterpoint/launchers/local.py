@@ -32,7 +32,7 @@ from counterpoint.launchers.exit_report import (
     format_report,
     wait_for_others_s,
 )
-from counterpoint.launchers.machine import place_ranks
+from counterpoint.launchers.machine import place_on_this_host
 from counterpoint.launchers.ports import LOOPBACK, reserve_port
 from counterpoint.launchers.variables import THREADS_VARIABLE, requested_threads
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding, RankPlacement
@@ -203,7 +203,7 @@ def run_command(  # noqa: PLR0913 - the options of a run, most by keyword
         LaunchError: no rank was started: a bad number, no such command, or the port is taken.
     """
     _check_command(argv, ranks)
-    placement = place_ranks(ranks, threads_per_rank, bind)
+    placement = place_on_this_host(ranks, threads_per_rank, bind)
     if placement.note:
         sys.stderr.write(f"counterpoint: {placement.note}\n")
     with ExitStack() as stack:

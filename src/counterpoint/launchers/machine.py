@@ -23,7 +23,7 @@ def this_host() -> Topology:
     return read_topology(Path("/"), os.sched_getaffinity(0))
 
 
-def place_ranks(ranks: int, threads: int | None = None, bind: Binding = DEFAULT_BINDING) -> HostPlacement:
+def place_on_this_host(ranks: int, threads: int | None = None, bind: Binding = DEFAULT_BINDING) -> HostPlacement:
     """Return where ranks of this host compute: the one answer that launchers apply and the doctor shows.
 
     Args:

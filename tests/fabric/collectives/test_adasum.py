@@ -9,7 +9,7 @@ from counterpoint.fabric.collectives.adasum import adasum, adasum_pair
 def by_the_paper(a, b):
     """Equation of the paper, in plain Python floats."""
     product = sum(x * y for x, y in zip(a, b, strict=True))
-    squares = sum(x * x for x in a), all_reduce(y * y for y in b)
+    squares = sum(x * x for x in a), sum(y * y for y in b)
     first, second = (1 - product / (2 * square) for square in squares)
     return [first * x + second * y for x, y in zip(a, b, strict=True)]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from counterpoint.errors import PlanError
-from counterpoint.fabric.collectives import HostLinks, choose_algorithm, execute as interpret
+from counterpoint.fabric.collectives import HostLinks, choose_algorithm, interpret
 from counterpoint.fabric.collectives.algorithms import ring
 from counterpoint.fabric.collectives.choose import predict_s
 from counterpoint.world.cluster import Link

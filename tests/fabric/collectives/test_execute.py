@@ -12,7 +12,7 @@ from counterpoint.fabric.collectives import (
     ChunkLayout,
     count_traffic,
     execute,
-    execute as interpret,
+    interpret,
     rank_schedule,
 )
 from counterpoint.fabric.collectives.algorithms import fixed_tree, ring, shard_owners

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from counterpoint.fabric.collectives import ALGORITHMS, execute as interpret
+from counterpoint.fabric.collectives import ALGORITHMS, interpret
 from counterpoint.fabric.collectives.algorithms import (
     binomial_tree,
     butterfly,

@@ -141,7 +141,7 @@ def dies(is_formed, fabric):
 @pytest.mark.parametrize("is_formed", [True, False])
 def test_a_rank_that_ends_on_another_host_is_named(is_formed):
     began = time.monotonic()
-    answers = on_hosts((0, 0, 1, 1), partial(dies, is_formed), 4, deadline_s=20.0)
+    answers = on_hosts((0, 0, 1, 1), partial(dies, is_formed), 4, timeout_s=20.0)
     assert time.monotonic() - began < 15
     assert answers[3] is None
     assert all("rank 3 has ended" in text for text in answers[:3]), answers

@@ -69,7 +69,7 @@ def play_and_look(seeds):
     for seed in seeds:
         num_ranks = 2 + seed % 2
         scene = Doomed(seed, num_ranks)
-        texts = on_shm(scene, num_ranks, deadline_s=10.0)
+        texts = on_shm(scene, num_ranks, timeout_s=10.0)
         assert texts[scene.victim] is None
         others = [text for rank, text in enumerate(texts) if rank != scene.victim]
         assert all(f"rank {scene.victim} has ended" in text for text in others), (seed, texts)

@@ -158,7 +158,7 @@ def execute(
             take turns, which is safe on every fabric. All members give the same number.
 
     Returns:
-        What the rank did, as :func:`~counterpoint.fabric.collectives.execute.count` reads it off the schedule.
+        What the rank did, as :func:`~counterpoint.fabric.collectives.execute.count_traffic` reads it off the schedule.
 
     Raises:
         PeerError: another rank has other tensors, is gone or late; the fabric may only be closed.

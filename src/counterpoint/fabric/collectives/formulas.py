@@ -2,7 +2,7 @@
 
 ``K`` ranks, ``n`` elements, ``P`` the largest power of two up to ``K``, ``E = K - P``. Every function here has the
 arguments of the schedule with its name, and nothing of it but the way in which an
-:class:`~counterpoint.fabric.collectives.schedule.Extent` is cut.
+:class:`~counterpoint.fabric.collectives.schedule.ChunkLayout` is cut.
 """
 
 from __future__ import annotations
