@@ -100,15 +100,15 @@ class LabHost:
 
     def close(self) -> None:
         """End the host and every process on it."""
-        if self.store_owner.stdin is not None:
-            self.store_owner.stdin.close()
+        if self.keeper.stdin is not None:
+            self.keeper.stdin.close()
         try:
-            self.store_owner.wait(CLOSED_S)
+            self.keeper.wait(CLOSED_S)
         except subprocess.TimeoutExpired:
-            self.store_owner.kill()  # --kill-child: process 1 goes too
-            self.store_owner.wait()
-        if self.store_owner.stdout is not None:
-            self.store_owner.stdout.close()
+            self.keeper.kill()  # --kill-child: process 1 goes too
+            self.keeper.wait()
+        if self.keeper.stdout is not None:
+            self.keeper.stdout.close()
 
 
 def open_host(name: str, hosts_file: str) -> LabHost:

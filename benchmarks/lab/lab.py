@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.lab import network
+from benchmarks.lab import availability, network
 from benchmarks.lab.commands import FinishedCommand, RunningCommand, start, wait_all
 from benchmarks.lab.host import LabError, LabHost, open_host
 from benchmarks.lab.network import Traffic

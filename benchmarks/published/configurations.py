@@ -40,8 +40,8 @@ from counterpoint.planner.pipeline.partition import (
 class PrintedCost:
     """The formula as it is printed, with 2 (m-1) of the weights, where the text says that (m-1)/m go each way."""
 
-    shares_first: bool = False
-    hands_on: bool = False
+    splits_first_all_reduce: bool = False
+    sends_activations: bool = False
 
     def stage_s(
         self, seconds: NDArray[np.float64], weight_bytes: NDArray[np.float64], replicas: int, bytes_per_s: float

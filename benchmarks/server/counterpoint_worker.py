@@ -33,7 +33,7 @@ def make_step(name, worker, copy):
     workload, batch, ahead = (
         server_workloads.workload(name),
         server_workloads.worker_batches(name, worker),
-        copy.rhythm.pull_ahead,
+        copy.sync.pull_ahead,
     )
 
     def expect(number):
@@ -42,13 +42,13 @@ def make_step(name, worker, copy):
 
     def step(number):
         inputs, targets = batch(number)
-        copy.begin(-1, (inputs,))
+        copy.begin_minibatch(-1, (inputs,))
         if ahead:
             expect(number)
         loss = workload.loss(copy.model(inputs), targets)
         expect(number)
         loss.backward()
-        copy.finish()
+        copy.finish_minibatch()
         return loss.item()
 
     return step

@@ -81,7 +81,7 @@ def dense_step(session):
         while pushing:
             pushing.pop().wait()
         for name in reversed(names):
-            with session.together():
+            with session.batch():
                 pushing.append(session.push(name, gradient))
                 pulling[name] = session.pull(name, out=weights[name])
         return 0.0

@@ -33,7 +33,7 @@ def time_jobs(way, pool, names=TIMED):
             wait_for_servers(name, contact)
         began = time.perf_counter()
         for contact in contacts.values():
-            pool.begin(JobDemand(str(contact), max_workers=most))
+            pool.add_job(JobDemand(str(contact), max_workers=most))
             if way == SEQUENTIAL:
                 pool.wait(DEADLINE_S)
         for _ in () if way == SEQUENTIAL else contacts:

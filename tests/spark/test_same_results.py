@@ -110,7 +110,7 @@ def test_a_schedule_changes_the_learning_rate_of_every_slice():
     assert (
         max_relative_difference(
             train_partitions(split_partitions(DATA, 4, 12), options)[0],
-            train_single_process(DATA, TEN, schedule=halved)[0],
+            train_single_process(DATA, TEN, lr_scheduler=halved)[0],
         )
         < TOLERANCE
     )

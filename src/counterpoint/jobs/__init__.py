@@ -1,1 +1,1 @@
-"""The main jobs that `counterpoint train JOB_NAME` runs: real data, a model, and a bar to reach."""
+"""The main jobs that `counterpoint train NAME` runs: real data, a model, and a bar to reach."""

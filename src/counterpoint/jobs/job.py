@@ -73,7 +73,7 @@ class LargeBatchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """A main job, run by ``counterpoint train JOB_NAME``.
+    """A main job, run by ``counterpoint train NAME``.
 
     Args:
         name: key in the table.

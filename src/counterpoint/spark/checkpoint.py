@@ -71,7 +71,7 @@ def save_slices(
     checkpoint_dir: Path,
     keep_last: int | None,
 ) -> Path:
-    """Write a checkpoint of the whole run, as a :class:`SimulatedWorker` writes it; returns its folder.
+    """Write a checkpoint of the whole run, as a :class:`Trainer` writes it; returns its folder.
 
     Args:
         subject: what is trained.

@@ -75,7 +75,7 @@ class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
         labelCol: column of the target.
         predictionCol: of the model: the class of the greatest output, or the number where there is one.
         rawPredictionCol: of the model: all outputs of a sample.
-        options: further fields of :class:`counterpoint.spark.training_loop.SparkOptions` under ``"bigdl"``, of a ``SimulatedWorker`` under
+        options: further fields of :class:`counterpoint.spark.training_loop.SparkOptions` under ``"bigdl"``, of a ``Trainer`` under
             other plans.
 
     Raises:

@@ -44,7 +44,7 @@ def run_ranks(
     """Run a function as ranks in the tasks of one barrier stage, and return what each returned, by rank.
 
     A rank is a process of its own, started and watched by its task, which knows its place as under any launcher: a
-    ``SimulatedWorker`` in it, or a plan of ``parallelize``, runs over all of them. Where Spark loses an executor, or a task,
+    ``Trainer`` in it, or a plan of ``parallelize``, runs over all of them. Where Spark loses an executor, or a task,
     it starts the whole stage again, and the function begins anew.
 
     Args:

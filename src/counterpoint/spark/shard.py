@@ -49,7 +49,7 @@ class SampleShard:
         return TensorDataset(*self.fields)
 
     def all_samples(self) -> TensorDataset:
-        """Return the samples of all ranks, in the order of their partitions, for ``SimulatedWorker``; all ranks call it.
+        """Return the samples of all ranks, in the order of their partitions, for ``Trainer``; all ranks call it.
 
         Every rank then has all of them, and a trainer's global batches are those of one rank with all the data.
 

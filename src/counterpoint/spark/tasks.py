@@ -245,7 +245,7 @@ class UpdateSlice:
         text = next(one.payload for one in messages if one.kind is ShuffleMessageKind.STATE)
         weights, states = decode_slice(text)
         if self.is_applied:
-            total = sum_gradients(replace(recipe, code="") if self.is_reduced else recipe, messages)
+            total = sum_gradients(replace(recipe, codec="") if self.is_reduced else recipe, messages)
             if self.scale != 1.0:
                 total *= self.scale
             if self.clip_value is not None:

@@ -74,8 +74,8 @@ def partition_microbatches(compiled: CompiledPlan) -> tuple[tuple[int, ...], ...
         PlanError: they cannot: a row goes another way than compute, share, commit, update, join.
 
     Example:
-        >>> from counterpoint.model.spec import chain
-        >>> partition_microbatches(compile_plan(Plan(bigdl(2), num_microbatches=2), chain(1)))
+        >>> from counterpoint.model.spec import linear_chain
+        >>> partition_microbatches(compile_plan(Plan(bigdl(2), num_microbatches=2), linear_chain(1)))
         ((0, 1), (2, 3))
     """
     num_places = compiled.program.num_ranks
@@ -372,7 +372,7 @@ def train_local(
     Example:
         >>> import torch
         >>> model, data = nn.Linear(1, 1), [(torch.ones(1), torch.ones(1))] * 3
-        >>> options = Options(batch_size=2, max_steps=2)
+        >>> options = SparkOptions(batch_size=2, max_steps=2)
         >>> done = train_local(
         ...     [data, data[:1]], model, loss=nn.functional.mse_loss, optimizer=optim.SGD, options=options
         ... )

@@ -62,7 +62,7 @@ def test_batches_are_normalized_as_their_union_is(num_ranks, transport, affine):
 
 
 def cut(whole, num_ranks):
-    return whole.split(list(states.LENGTH_KEYS[:num_ranks]))
+    return whole.split(list(states.LENGTHS[:num_ranks]))
 
 
 def alone_when_uneven(size):
@@ -72,7 +72,7 @@ def alone_when_uneven(size):
     for epoch, lengths in enumerate([[2 * rank for rank in range(size)], [3 * size - rank for rank in range(size)]]):
         for step in range(max(lengths)):
             losses = [
-                training.compute_loss(model, rank, 10 * epoch + step) for rank in range(size) if step < lengths[rank]
+                training.loss_of(model, rank, 10 * epoch + step) for rank in range(size) if step < lengths[rank]
             ]
             optimizer.zero_grad()
             for param in model.parameters():

@@ -168,5 +168,5 @@ def test_rows_are_not_compressed():
 
 def test_a_job_that_counts_otherwise_is_refused():
     member = kvstore.KVStoreMember(stores("dist_async", 1)[0]._store._session, 0, 1)
-    with pytest.raises(PlanError, match=r"which counts by Asp\(\): make the job with job_of"):
+    with pytest.raises(PlanError, match=r"which counts by Asp\(\): make the job with make_job"):
         kvstore.create("dist_sync", member=member)

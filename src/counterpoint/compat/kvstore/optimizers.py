@@ -86,7 +86,7 @@ def to_server_rule(optimizer: object) -> UpdateRule:
     Example:
         >>> from functools import partial
         >>> to_server_rule(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-        Sgd(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, is_nesterov=False)
+        Sgd(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False)
     """
     if isinstance(optimizer, Assign):
         raise PlanError(

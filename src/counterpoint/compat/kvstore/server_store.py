@@ -39,7 +39,7 @@ def make_job(*, num_workers: int, num_servers: int, is_async: bool, wait_s: floa
 
     Example:
         >>> make_job(num_workers=2, num_servers=1, is_async=False).consistency
-        Bsp(portions=2)
+        Bsp(slices_per_step=2)
     """
     consistency = Asp() if is_async else Bsp(num_workers)
     return JobConfig("kvstore", consistency, num_servers, timeouts=Timeouts(lease_s=wait_s))
