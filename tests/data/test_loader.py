@@ -40,7 +40,7 @@ def loading(reading, workers=2, *, first=(0, 0), num_batches=4, prefetch=2, dead
 
 def read_all(loader, spots):
     for spot in spots:
-        loader.fields(spot)
+        loader.get_fields(spot)
 
 
 def refused(dataset, **options):

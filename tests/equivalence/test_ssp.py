@@ -96,7 +96,7 @@ def test_groups_that_push_apart_equal_their_journal_played_back():
     run = parity.train(trained, plan_for("mxnet_mpi(4, groups=2, mode=asgd)", 4), recipe)
     journals = tuple(tuple(replace(one, worker=one.worker // 2) for one in journal) for journal in run.server_updates)
     half = TrainConfig(num_microbatches=2)
-    expected, _ = played_back(trained, half, replace(run, journals=journals), 2)
+    expected, _ = played_back(trained, half, replace(run, server_updates=journals), 2)
     short = [batch for batch in trained.batches if len(batch[1]) % 4]
     assert len(short) == 2  # of 7 and 3 samples: their halves are of 4 and 3, and of 2 and 1, with groups as without
     assert (

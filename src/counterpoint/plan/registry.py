@@ -1,4 +1,4 @@
-"""The strategies by name: what a user may write in a plan."""
+"""The registry of strategies and systems: every name that the text of a plan may have."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from counterpoint.strategies.easgd import ElasticAveraging
 from counterpoint.strategies.options import option_names
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from counterpoint.strategies.renamed import RENAMED
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.systems import (
     bigdl,
     caffe,
-    chainermn as chainer,
-    downpour as distbelief,
-    easgd as elastic_averaging,
+    chainermn,
+    downpour,
+    easgd,
     gpipe,
     horovod,
     hypar_flow,
@@ -40,17 +41,17 @@ BuiltStrategies: TypeAlias = Strategy | tuple[Strategy, ...]
 
 @dataclass(frozen=True, slots=True)
 class StrategyEntry:
-    """One name of the table.
+    """One name of the registry.
 
     Args:
-        make: called with the ranks along the new axis and the options.
-        summary: what it is, in one line.
-        options: the options it takes.
-        parent: the class or function whose docstring says promise, cost and source, and whose annotations say of what
-            kind its options are.
-        instead: options that its users know and that say nothing here: why, and what to write instead.
+        build: called with the number of ranks along the new axis and the options.
+        summary: one line on what it does.
+        options: names of its options.
+        doc_source: the class or function whose docstring has Promise, Cost and Source, and whose annotations are the
+            types of the options.
+        unsupported: options of the original system that have no effect here, each with the reason and the alternative.
         example: a plan that shows it.
-        optimizer: the one that it is published with, where that is a part of it.
+        optimizer: the optimizer of its paper, if that is part of the method.
     """
 
     build: Callable[..., BuiltStrategies]
@@ -62,9 +63,9 @@ class StrategyEntry:
     optimizer: str = ""
 
     def build_strategies(self, degree: int, options: Mapping[str, Any]) -> tuple[Strategy, ...]:
-        """Return what it amounts to for so many ranks."""
-        made = self.build(degree, **options)
-        return made if isinstance(made, tuple) else (made,)
+        """Return the strategies that it stands for."""
+        built = self.build(degree, **options)
+        return built if isinstance(built, tuple) else (built,)
 
 
 def _system_entry(
@@ -73,15 +74,14 @@ def _system_entry(
     unsupported: Mapping[str, str] | None = None,
     example: str = "",
 ) -> StrategyEntry:
-    """Return the line of a system, whose options are what its function takes."""
     return StrategyEntry(build, summary, option_names(build), build, unsupported or {}, example)
 
 
 BUCKET_OPTIONS = ("bucket", "first_bucket", "cycle", "tune")
-"""The options that :class:`Buckets` reads."""
+"""The options that :class:`~counterpoint.strategies.buckets.BucketConfig` parses."""
 
 
-def _build_data(degree: int, **options: Any) -> Strategy:  # noqa: ANN401 - the fields of Data, but for its buckets
+def _build_data(degree: int, **options: Any) -> Strategy:  # noqa: ANN401 - the fields of Data, except its buckets
     buckets = BucketConfig.parse(**{name: options.pop(name) for name in BUCKET_OPTIONS if name in options})
     return Data(degree, buckets=buckets, **options)
 
@@ -89,23 +89,25 @@ def _build_data(degree: int, **options: Any) -> Strategy:  # noqa: ANN401 - the 
 STRATEGIES: dict[str, StrategyEntry] = {
     "data": StrategyEntry(
         _build_data,
-        "replicas on their own samples, gradients summed before the update",
+        "replicas on their own samples, gradients all-reduced before the update",
         ("update", "compress", "reduce", "sync_every", "sync_first", "staleness", *BUCKET_OPTIONS),
         Data,
     ),
-    "zero": StrategyEntry(Zero, "replicas that share out optimizer state, gradients or weights", ("level",), Zero),
-    "zero1": StrategyEntry(partial(Zero, level=1), "zero with shared optimizer state", (), Zero),
-    "zero2": StrategyEntry(partial(Zero, level=2), "zero with shared optimizer state and gradients", (), Zero),
-    "zero3": StrategyEntry(partial(Zero, level=3), "zero with shared optimizer state, gradients and weights", (), Zero),
+    "zero": StrategyEntry(Zero, "replicas that shard optimizer state, gradients or weights", ("level",), Zero),
+    "zero1": StrategyEntry(partial(Zero, level=1), "zero with sharded optimizer state", (), Zero),
+    "zero2": StrategyEntry(partial(Zero, level=2), "zero with sharded optimizer state and gradients", (), Zero),
+    "zero3": StrategyEntry(
+        partial(Zero, level=3), "zero with sharded optimizer state, gradients and weights", (), Zero
+    ),
     "tree": StrategyEntry(
         TreeReduce,
-        "replicas whose gradients go up a tree to the first, which updates, and weights down again",
+        "replicas that reduce gradients up a tree to the first, which updates and sends weights down",
         ("shape", "send"),
         TreeReduce,
     ),
     "pipeline": StrategyEntry(
         Pipeline,
-        "stages of blocks, microbatches flow through them",
+        "stages of consecutive blocks that process microbatches",
         ("schedule", "replicas", "balance", "split_points", "chunks_per_stage", "vertical_sync", "recompute"),
         Pipeline,
     ),
@@ -121,7 +123,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
         ("balance", "split_points", "chunks_per_stage", "recompute"),
         Pipeline,
     ),
-    "tensor": StrategyEntry(Tensor, "layers sliced along named dims", ("dims",), Tensor),
+    "tensor": StrategyEntry(Tensor, "layers sharded along named dims", ("dims",), Tensor),
     "server": StrategyEntry(
         Server,
         "workers that push to servers and pull from them",
@@ -133,7 +135,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "ssp": StrategyEntry(
         partial(Server, consistency="ssp", staleness=1),
-        "a server that updates at every push, and lets no worker run too far ahead",
+        "a server that updates at every push, and bounds how far a worker may be ahead",
         ("servers", "staleness", "compress"),
         Server,
     ),
@@ -145,12 +147,12 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "ddp": _system_entry(
         pytorch.ddp,
-        "PyTorch's DistributedDataParallel: buckets of gradients summed during the backward",
+        "PyTorch's DistributedDataParallel: buckets of gradients all-reduced during the backward",
         pytorch.UNSUPPORTED_IN_DDP,
     ),
     "data_parallel": _system_entry(
         pytorch.data_parallel,
-        "PyTorch's DataParallel: one rank has the weights and updates",
+        "PyTorch's DataParallel: one rank keeps the weights and updates",
         pytorch.UNSUPPORTED_IN_DATA_PARALLEL,
     ),
     "one_device": _system_entry(
@@ -160,12 +162,12 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "mirrored": _system_entry(
         tensorflow.mirrored,
-        "tf.distribute's MirroredStrategy: replicas on one host, a sum, a star or a tree",
+        "tf.distribute's MirroredStrategy: replicas on one host, an all-reduce, a star or a tree",
         tensorflow.UNSUPPORTED_IN_MIRRORED,
     ),
     "multi_worker_mirrored": _system_entry(
         tensorflow.multi_worker_mirrored,
-        "tf.distribute's MultiWorkerMirroredStrategy: replicas on many hosts that sum packs of gradients",
+        "tf.distribute's MultiWorkerMirroredStrategy: replicas on many hosts that all-reduce packs of gradients",
         tensorflow.UNSUPPORTED_IN_MULTI_WORKER_MIRRORED,
     ),
     "central_storage": _system_entry(
@@ -175,18 +177,18 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "bigdl": _system_entry(
         bigdl.bigdl,
-        "BigDL: slices of gradients added up, updated and handed out, as two shuffles of Spark's",
+        "BigDL: shards of gradients reduced, updated and gathered, as two Spark shuffles",
         bigdl.UNSUPPORTED_IN_BIGDL,
     ),
     "horovod": _system_entry(
         horovod.horovod,
-        "Horovod: gradients fused as they come, summed flat or host by host, or by Adasum",
+        "Horovod: fused gradients, all-reduced flat, hierarchically, or by Adasum",
         horovod.UNSUPPORTED_IN_HOROVOD,
     ),
     "chainermn": _system_entry(
-        chainer.chainermn,
-        "ChainerMN: one optimizer with a communicator that knows hosts",
-        chainer.UNSUPPORTED_IN_CHAINERMN,
+        chainermn.chainermn,
+        "ChainerMN: a multi-node optimizer with one of its communicators",
+        chainermn.UNSUPPORTED_IN_CHAINERMN,
         "chainermn(4, communicator=hierarchical, per_host=2)",
     ),
     "gpipe": _system_entry(
@@ -194,7 +196,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "placement": _system_entry(
         gpipe.placement,
-        "modules on ranks that are told, as with torch.distributed.rpc",
+        "modules on given ranks, as with torch.distributed.rpc",
         gpipe.UNSUPPORTED_IN_PLACEMENT,
         "placement(2, modules=block0:0+block1:1+block2:0)",
     ),
@@ -220,7 +222,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "zero_bubble": _system_entry(
         megatron.zero_bubble,
-        "Zero Bubble: a pipeline that puts off the weight parts of backwards; chunks_per_stage=2 for chunks in a V",
+        "Zero Bubble: a pipeline that delays weight gradients; chunks_per_stage=2 for a V schedule",
         megatron.UNSUPPORTED_IN_ZERO_BUBBLE,
     ),
     "hypar_flow": _system_entry(
@@ -231,16 +233,18 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "mpi_caffe": _system_entry(
         caffe.mpi_caffe,
-        "MPI-Caffe: groups of ranks that share the layers they hold, one group behind the other",
+        "MPI-Caffe: a pipeline of groups of ranks, each with tensor-parallel layers",
         example="mpi_caffe(4, comm_group=2)",
     ),
     "firecaffe": _system_entry(caffe.firecaffe, "FireCaffe: a reduction tree", example="firecaffe(4)"),
     "s_caffe": _system_entry(
         caffe.s_caffe,
-        "S-Caffe: chains inside hosts and a tree between them, begun during the backward",
+        "S-Caffe: chains within hosts and a tree between them, during the backward",
         example="s_caffe(4, per_host=2)",
     ),
-    "intel_caffe": _system_entry(caffe.intel_caffe, "Intel-Caffe: each layer summed as soon as it is there"),
+    "intel_caffe": _system_entry(
+        caffe.intel_caffe, "Intel-Caffe: the gradient of each layer all-reduced as soon as it is ready"
+    ),
     "kvstore": _system_entry(
         mxnet.kvstore,
         "MXNet's KVStore: gradients pushed and weights pulled by key, on one host or by servers",
@@ -248,22 +252,22 @@ STRATEGIES: dict[str, StrategyEntry] = {
     ),
     "mxnet_mpi": _system_entry(
         mxnet.mxnet_mpi,
-        "MXNet-MPI: sums inside groups, each of which is one worker of parameter servers",
+        "MXNet-MPI: all-reduces within groups, each of which is one worker of parameter servers",
         mxnet.UNSUPPORTED_IN_MXNET_MPI,
         "mxnet_mpi(4, groups=2)",
     ),
     "downpour": replace(
         _system_entry(
-            distbelief.downpour,
-            "DistBelief's Downpour SGD: workers push to servers with Adagrad, and wait for nobody",
-            distbelief.UNSUPPORTED_IN_DOWNPOUR,
+            downpour.downpour,
+            "DistBelief's Downpour SGD: workers push to servers with Adagrad, without waiting",
+            downpour.UNSUPPORTED_IN_DOWNPOUR,
         ),
         optimizer="Adagrad",
     ),
     "project_adam": _system_entry(
-        distbelief.project_adam,
-        "Project Adam: updates of weights that all share, without locks",
-        distbelief.UNSUPPORTED_IN_PROJECT_ADAM,
+        downpour.project_adam,
+        "Project Adam: lock-free updates of shared weights",
+        downpour.UNSUPPORTED_IN_PROJECT_ADAM,
     ),
     "parameter_server_strategy": _system_entry(
         tensorflow.parameter_server_strategy,
@@ -271,25 +275,25 @@ STRATEGIES: dict[str, StrategyEntry] = {
         tensorflow.UNSUPPORTED_IN_PARAMETER_SERVER_STRATEGY,
     ),
     "easgd": _system_entry(
-        elastic_averaging.easgd,
-        "Elastic averaging SGD: workers that are drawn to a center every tau steps",
-        elastic_averaging.UNSUPPORTED_IN_EASGD,
+        easgd.easgd,
+        "Elastic averaging SGD: workers exchange weights with a center every tau steps",
+        easgd.UNSUPPORTED_IN_EASGD,
     ),
     "numa_caffe": _system_entry(caffe.numa_caffe, "NUMA-Caffe: one replica for each NUMA node"),
 }
 
 
 HAS_STEP_VARIANTS = (Data, Server, ElasticAveraging)
-"""The strategies whose steps need not be alike."""
+"""The strategies that may have several kinds of steps."""
 NEEDS_SERVERS = {
     "server", "bsp", "ssp", "asp", "kvstore", "mxnet_mpi", "downpour", "project_adam",
     "parameter_server_strategy", "easgd",
 }  # fmt: skip
-"""The names whose plans have ranks beside those that compute, so that one worker is no plan for one rank."""
+"""The names whose plans have ranks for servers, so that one worker needs more than one rank."""
 
 
 def find_strategy(name: str) -> StrategyEntry:
-    """Return the strategy of that name.
+    """Return the entry of a name.
 
     Raises:
         PlanError: there is none; the message suggests the nearest name.
@@ -298,4 +302,6 @@ def find_strategy(name: str) -> StrategyEntry:
         return STRATEGIES[name]
     near = difflib.get_close_matches(name.lower(), [*STRATEGIES, "solo"], n=1)
     hint = f"did you mean {near[0]}? " if near else ""
+    if RENAMED.get(name) in STRATEGIES:
+        hint = f"{name} is now called {RENAMED[name]}; "
     raise PlanError(f"there is no strategy {name!r}; {hint}the strategies are solo, {', '.join(STRATEGIES)}")

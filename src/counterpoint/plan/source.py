@@ -1,4 +1,4 @@
-"""Where in a file a plan was written, so that whatever is wrong with it later is told with its line."""
+"""Plan files: their keys, and the line of each key, so that every later error about a plan names its line."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any
 import yaml
 
 from counterpoint.errors import PlanError, ProgramError
+from counterpoint.strategies.renamed import renamed_hint
 
 PLAN_KEYS = ("strategy", "num_microbatches", "passes")
 TOP_LEVEL_KEYS = ("plan", "num_ranks", "profile")
-FORMAT_HELP = "a plan file holds 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'"
+FORMAT_HELP = "a plan file has 'plan:' with 'strategy:', 'num_microbatches:' and 'passes:'"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSource:
-    """The lines of a file at which the fields of a plan stand.
+    """The lines of a file that have the keys of a plan.
 
     Args:
-        file: its name; empty for a text that came from elsewhere.
-        lines: ``(field, line)``, counted from 1.
+        file: its name; empty for a text from elsewhere.
+        lines: ``(key, line)``, counted from 1.
     """
 
     file: str = ""
     lines: tuple[tuple[str, int], ...] = ()
 
     def location(self, field: str) -> str:
-        """Return where a field stands, or the strategy where it is left out: ``plan.yaml:2``.
+        """Return the location of a key, or of the strategy if the key is missing: ``plan.yaml:2``.
 
         Example:
             >>> PlanSource("plan.yaml", (("strategy", 2),)).location("passes")
@@ -42,7 +43,7 @@ class PlanSource:
 
     @contextmanager
     def error_at(self, field: str) -> Iterator[None]:
-        """Put the place of a field before what is said of a plan that cannot be carried out, once."""
+        """Prefix errors that are raised inside with the location of a key, unless they have a location already."""
         try:
             yield
         except (PlanError, ProgramError) as error:
@@ -53,7 +54,7 @@ class PlanSource:
 
 @contextmanager
 def plan_error_at(source: PlanSource | None, field: str) -> Iterator[None]:
-    """Put the place of a field before what is said inside of a plan, if it was read from a file."""
+    """Prefix errors that are raised inside with the location of a key, if the plan was read from a file."""
     if source is None:
         yield
         return
@@ -62,50 +63,49 @@ def plan_error_at(source: PlanSource | None, field: str) -> Iterator[None]:
 
 
 def parse_plan_file(text: str, file: str) -> tuple[dict[str, Any], PlanSource]:
-    """Return the fields of a plan file with their lines; ``num_ranks`` and ``profile`` among them, if they are there.
+    """Return the values of a plan file, ``num_ranks`` and ``profile`` among them if present, and their lines.
 
     Args:
-        text: YAML, as a run's ``plan.yaml`` has it.
+        text: YAML, as in a run's ``plan.yaml``.
         file: its name, for errors.
 
     Raises:
-        PlanError: it is not YAML, or has no plan, or a key that is unknown or stands there twice.
+        PlanError: it is not YAML, has no plan, or has an unknown or duplicate key.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         loaded: Any = yaml.safe_load(text)
-    except yaml.YAMLError as wrong:
-        mark = getattr(wrong, "problem_mark", None)
-        place = f"{file}:{mark.line + 1 if mark is not None else 1}: " if file else ""
-        raise PlanError(f"{place}the plan file is not YAML: {wrong}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        location = f"{file}:{mark.line + 1 if mark is not None else 1}: " if file else ""
+        raise PlanError(f"{location}the plan file is not YAML: {error}") from None
     fields = loaded.get("plan") if isinstance(loaded, Mapping) else None
     if root is None or not isinstance(fields, dict):
         raise PlanError(f"{file}:1: {FORMAT_HELP}" if file else FORMAT_HELP)
     top = _key_lines(root, file)
-    written = PlanSource(file, tuple(top.items()))
-    _check_known_keys(written, "a plan file", TOP_LEVEL_KEYS)
+    _check_known_keys(PlanSource(file, tuple(top.items())), "a plan file", TOP_LEVEL_KEYS)
     inner = next(value for key, value in root.value if key.value == "plan")
-    written = PlanSource(file, tuple(_key_lines(inner, file).items()))
-    _check_known_keys(written, "a plan", PLAN_KEYS)
+    source = PlanSource(file, tuple(_key_lines(inner, file).items()))
+    _check_known_keys(source, "a plan", PLAN_KEYS)
     if "strategy" not in fields:
         raise PlanError(f"{file}:{top['plan']}: {FORMAT_HELP}" if file else FORMAT_HELP)
     outer = [name for name in TOP_LEVEL_KEYS[1:] if name in top]
     fields |= {name: loaded[name] for name in outer}
-    return fields, PlanSource(file, (*written.lines, *((name, top[name]) for name in outer)))
+    return fields, PlanSource(file, (*source.lines, *((name, top[name]) for name in outer)))
 
 
 def _key_lines(node: yaml.Node, file: str) -> dict[str, int]:
     """Return the line of every key of a mapping.
 
     Raises:
-        PlanError: a key stands there twice.
+        PlanError: a key is there twice.
     """
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
         if key.value in lines:
             first = PlanSource(file, ((key.value, lines[key.value]),)).location(key.value)
-            raise PlanError(f"{first}: {key.value} stands there and in line {line}; give it once")
+            raise PlanError(f"{first}: {key.value} is given here and in line {line}; give it once")
         lines[str(key.value)] = line
     return lines
 
@@ -114,6 +114,6 @@ def _check_known_keys(source: PlanSource, owner: str, known: tuple[str, ...]) ->
     for name, _ in source.lines:
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = renamed_hint(name) or (f"; did you mean {near[0]}?" if near else "")
             with source.error_at(name):
-                raise PlanError(f"{owner} has no field {name!r}; its fields are {', '.join(known)}{hint}")
+                raise PlanError(f"{owner} has no key {name!r}; its keys are {', '.join(known)}{hint}")

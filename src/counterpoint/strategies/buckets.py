@@ -1,4 +1,4 @@
-"""How large the pieces are in which gradients are summed while a backward goes on, as values and as text."""
+"""Bucket sizes of all-reduces that overlap with the backward, as values and as text; the assignment to buckets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1, "": 1}
 
 @dataclass(frozen=True, slots=True)
 class BucketConfig:
-    """How gradients are put together that are summed while a backward goes on.
+    """How gradients are grouped into buckets, each of which is all-reduced at once during the backward.
 
     Args:
-        bucket_bytes: how much is summed at once, at most; a larger parameter is summed alone, and 0 sums each alone.
-        first_bytes: the same for the gradients that are ready first, where it is less; a larger one joins them.
-        cycle_ms: gradients that are ready later than the first of their bucket by more wait for the next; 0 for any.
-        tune: whether other sizes are tried while training, and the fastest kept.
+        bucket_bytes: maximum size of a bucket; a larger parameter has its own. 0 gives each parameter its own.
+        first_bytes: maximum size of the first bucket, if smaller; a larger parameter may complete it.
+        cycle_ms: a gradient that is ready more than so many milliseconds after the first one of its bucket starts a
+            new bucket; 0 for no limit.
+        tune: whether other sizes are tried during training and the fastest one is kept.
 
     Source:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.2.
@@ -40,17 +41,19 @@ class BucketConfig:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 0 or self.first_bytes < 0:
             raise PlanError(
-                f"buckets of {self.bucket_bytes} and first {self.first_bytes} bytes cannot be; give 0 or more bytes"
+                f"buckets of {self.bucket_bytes} bytes, the first of {self.first_bytes}, are negative; give 0 or more"
             )
         if not (self.cycle_ms >= 0 and isfinite(self.cycle_ms)):
-            raise PlanError(f"cycle={self.cycle_ms} is no time; give milliseconds, such as cycle=5, or 0 for none")
+            raise PlanError(
+                f"cycle={self.cycle_ms} is not a time; give milliseconds, such as cycle=5, or 0 for no limit"
+            )
 
     @staticmethod
     def parse(bucket: str = "", first_bucket: str = "", cycle: str = "", tune: str = "") -> BucketConfig:
-        """Read the options of a plan; those that are not given are as they are by default.
+        """Parse the options of a plan; empty ones have their defaults.
 
         Raises:
-            PlanError: one is no size, no time, or neither on nor off.
+            PlanError: one is not a size, not a time, or neither on nor off.
         """
         default = DEFAULT_BUCKETS
         if tune not in {"", "on", "off"}:
@@ -58,7 +61,7 @@ class BucketConfig:
         try:
             cycle_ms = float(cycle) if cycle else default.cycle_ms
         except ValueError:
-            raise PlanError(f"cycle={cycle} is no time; give milliseconds, such as cycle=5") from None
+            raise PlanError(f"cycle={cycle} is not a time; give milliseconds, such as cycle=5") from None
         return BucketConfig(
             parse_bytes("bucket", bucket) if bucket else default.bucket_bytes,
             parse_bytes("first_bucket", first_bucket) if first_bucket else default.first_bytes,
@@ -67,7 +70,7 @@ class BucketConfig:
         )
 
     def options(self) -> Iterator[str]:
-        """Yield what a plan has to say about them, as :meth:`parse` reads it: nothing where all is as by default."""
+        """Yield the options of a plan that :meth:`parse` reads; none for defaults."""
         default = DEFAULT_BUCKETS
         if self.bucket_bytes != default.bucket_bytes:
             yield f"bucket={format_bytes(self.bucket_bytes)}"
@@ -84,13 +87,13 @@ DEFAULT_BUCKETS = BucketConfig()
 
 @dataclass(frozen=True, slots=True)
 class ReadyGrad:
-    """A gradient that a backward has made.
+    """A gradient that the backward has completed.
 
     Args:
-        place: which one.
-        arena: in which of the flat buffers it lies.
+        index: identifies the gradient.
+        flat_buffer: index of the flat buffer that holds it; a bucket is within one buffer.
         num_bytes: its size.
-        ready_s: when it was made, in seconds from the beginning of the backward.
+        ready_s: time of its completion, in seconds from the beginning of the backward.
     """
 
     index: int
@@ -100,14 +103,14 @@ class ReadyGrad:
 
 
 def assign_buckets(grads: Iterable[ReadyGrad], sizes: BucketConfig) -> tuple[tuple[int, ...], ...]:
-    """Return the places of each bucket, in the order in which buckets are complete.
+    """Return the indices of the gradients of each bucket, in the order in which buckets are complete.
 
-    Each has gradients of one buffer, at most so many bytes as ``sizes`` says, or a single gradient that is larger. What
-    the first one may not hold joins the small ones before it all the same: alone, these would leave the link idle.
+    Each bucket has gradients of one flat buffer, of at most the size in ``sizes``, or a single larger gradient. A large
+    gradient also joins a first bucket that is not full yet: that bucket alone would be too small to use the link.
 
     Args:
-        made: all gradients, in any order.
-        sizes: of the first bucket, of the others, and how far apart in time the gradients of one may be.
+        grads: all gradients, in any order.
+        sizes: maximum sizes, and the maximum time between gradients of one bucket.
 
     Example:
         >>> grads = [ReadyGrad(index, 0, 10, 0.001 * index) for index in range(5)]
@@ -115,48 +118,47 @@ def assign_buckets(grads: Iterable[ReadyGrad], sizes: BucketConfig) -> tuple[tup
         ((0,), (1, 2, 3), (4,))
     """
     closed: list[list[ReadyGrad]] = []
-    growing: dict[int, list[ReadyGrad]] = {}
+    open_buckets: dict[int, list[ReadyGrad]] = {}
     firsts: set[int] = set()
-    for one in sorted(grads, key=lambda ready: (ready.ready_s, ready.index)):
-        bucket = growing.get(one.flat_buffer)
-        if bucket is not None and not _fits(bucket, one, sizes, is_first=one.flat_buffer in firsts):
-            closed.append(growing.pop(one.flat_buffer))
-            firsts.discard(one.flat_buffer)
-        if not closed and not growing:
-            firsts.add(one.flat_buffer)
-        growing.setdefault(one.flat_buffer, []).append(one)
-    complete = sorted([*closed, *growing.values()], key=lambda bucket: (bucket[-1].ready_s, bucket[-1].index))
+    for grad in sorted(grads, key=lambda ready: (ready.ready_s, ready.index)):
+        bucket = open_buckets.get(grad.flat_buffer)
+        if bucket is not None and not _fits(bucket, grad, sizes, is_first=grad.flat_buffer in firsts):
+            closed.append(open_buckets.pop(grad.flat_buffer))
+            firsts.discard(grad.flat_buffer)
+        if not closed and not open_buckets:
+            firsts.add(grad.flat_buffer)
+        open_buckets.setdefault(grad.flat_buffer, []).append(grad)
+    complete = sorted([*closed, *open_buckets.values()], key=lambda bucket: (bucket[-1].ready_s, bucket[-1].index))
     return tuple(tuple(ready.index for ready in bucket) for bucket in complete)
 
 
 def _fits(bucket: Sequence[ReadyGrad], grad: ReadyGrad, sizes: BucketConfig, *, is_first: bool) -> bool:
-    """Tell whether one more gradient fits into a bucket."""
-    held = sum(ready.num_bytes for ready in bucket)
+    size = sum(ready.num_bytes for ready in bucket)
     in_time = not sizes.cycle_ms or grad.ready_s - bucket[0].ready_s <= sizes.cycle_ms / 1000
-    if not in_time or held + grad.num_bytes > sizes.bucket_bytes:
+    if not in_time or size + grad.num_bytes > sizes.bucket_bytes:
         return False
-    is_larger = grad.num_bytes > sizes.first_bytes > held
-    return not is_first or is_larger or held + grad.num_bytes <= sizes.first_bytes
+    completes_first = grad.num_bytes > sizes.first_bytes > size
+    return not is_first or completes_first or size + grad.num_bytes <= sizes.first_bytes
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """Return a size in bytes.
+    """Parse a size in bytes.
 
     Raises:
-        PlanError: the text is no size.
+        PlanError: the text is not a size.
 
     Example:
         >>> parse_bytes("bucket", "64MiB"), parse_bytes("bucket", "1000"), parse_bytes("bucket", "0")
         (67108864, 1000, 0)
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise PlanError(f"{name}={text} is no size; give whole numbers such as {name}=64MiB, 512KiB, 1000B or 0")
-    return int(found[1]) * _UNITS[found[2]]
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise PlanError(f"{name}={text} is not a size; give whole numbers such as {name}=64MiB, 512KiB, 1000B or 0")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def format_bytes(size: int) -> str:
-    """Write a size in the largest unit of which it is a whole number; :func:`parse_bytes` is its opposite.
+    """Format a size in the largest unit of which it is a multiple; the inverse of :func:`parse_bytes`.
 
     Example:
         >>> format_bytes(64 * 2**20), format_bytes(1000), format_bytes(0)

@@ -9,12 +9,13 @@ from typing import ClassVar, Literal
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.program.compression import find_codec, ring_volume_factor
-from counterpoint.program.instruction import ApplyPushes, Collective, Instruction, Update, grad
+from counterpoint.program.instruction import ApplyPushes, Collective, Instruction, grad
 from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import insert_before_commit, order_by_grad_completion, replicate, widen_commits
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.strategies.delayed_allreduce import DelayedAllReduce
 from counterpoint.strategies.local_sgd import LocalSGD
+from counterpoint.strategies.replica_groups import replica_group, updated_units
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, Strategy
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.zero import Zero
@@ -22,58 +23,61 @@ from counterpoint.strategies.zero import Zero
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Copy the program ``degree`` times and sum the gradients of the copies before every update.
+    """Replicate the program ``degree`` times and all-reduce the gradients before every update.
 
-    With ``update="sharded"`` each copy sums and updates only its share of the weights, which are then joined. Where the
-    copies are on one host, they have weights in common that way, and nothing is sent at all.
+    With ``update="sharded"`` each replica reduces and updates only its shard of the weights, which are gathered
+    afterwards (weight-update sharding). Replicas on one host then share one copy of the weights in memory, and nothing
+    is sent.
 
-    Gradients are summed once per step, after the last of its microbatches: with ``num_microbatches=k`` that is what
-    DDP does with ``no_sync`` around all but one of k backwards, and Horovod with ``backward_passes_per_step=k``.
+    Gradients are all-reduced once per step, after the last microbatch: ``num_microbatches=k`` corresponds to DDP's
+    ``no_sync`` around all but one of k backwards, and to Horovod's ``backward_passes_per_step=k``.
 
-    With ``sync_every=k`` (local SGD) nothing is summed. Each copy updates its weights with the gradient of the mean
-    loss over its own samples, clipped by its own norm, and after every k-th step the weights are averaged, each copy
-    counted alike. Optimizer state (momentum) is never averaged: every copy keeps its own. With ``sync_first=m`` the
-    first m steps sum gradients instead (post-local SGD), and the k-th step is counted from there.
+    With ``sync_every=k`` (local SGD) gradients are not all-reduced. Each replica updates with the gradient of the mean
+    loss over its own samples, clipped by its own norm, and the weights are averaged after every k-th step, with equal
+    weight for each replica. Optimizer state (momentum) is never averaged. With ``sync_first=m`` the first m steps
+    all-reduce gradients (post-local SGD), and the k-th step is counted from there.
 
-    With ``staleness=1`` (double buffering) the gradients of a step are summed while the next one computes, and applied
-    after it: ``w[t+1] = w[t] - lr * g(w[t-1])``. The first step of a fit applies nothing, and what its last step has
-    computed is applied by no step, unless a resumed run goes on from its checkpoint. The norm is that of what is
-    applied.
+    With ``staleness=1`` (double buffering) the gradients of a step are all-reduced while the next step computes, and
+    applied after it: ``w[t+1] = w[t] - lr * g(w[t-1])``. The first step of a fit applies nothing; the gradient of its
+    last step is applied only if a resumed run continues from its checkpoint. Clipping uses the norm of the gradient
+    that is applied.
 
     Args:
-        degree: ranks along the new axis.
+        degree: number of ranks along the new axis.
         update: ``replicated``: every replica updates all parameters; ``sharded``: each updates its shard.
-        compress: the code that gradients travel in: fp16, bf16, int8, twobit:0.5, sign, topk:0.01 or powersgd:1.
-        reduce: ``sum``, or ``adasum`` to average what is parallel in the copies' gradients and add what is orthogonal.
-        sync_every: average weights after so many steps instead of summing gradients in each; 1 sums gradients.
-        sync_first: sum gradients in so many steps at the beginning.
-        staleness: 0 for gradients that are applied in their own step, 1 for the step after it.
-        buckets: in which pieces gradients are summed while the backward of their step goes on; where nothing is
-            summed then (a code, staleness, an update in memory that copies have in common), they say nothing.
+        compress: codec of the gradients: fp16, bf16, int8, twobit:0.5, sign, topk:0.01 or powersgd:1.
+        reduce: ``sum``; or ``adasum``, which averages parallel components of the replicas' gradients and adds
+            orthogonal ones.
+        sync_every: average weights once in so many steps instead of all-reducing gradients; 1 all-reduces gradients.
+        sync_first: number of steps at the beginning that all-reduce gradients.
+        staleness: 0 applies gradients in their own step, 1 in the next one.
+        buckets: bucket sizes for all-reduces that overlap with the backward; without effect where nothing overlaps (a
+            codec, staleness, or a sharded update in shared memory).
 
     Promise:
-        The same numbers as on one rank, to rounding; but not with any option from ``compress`` on. With ``compress``
-        the applied gradient is the sum of what the copies' gradients have become in the code, the same bits on every
-        copy. Each copy keeps what it has not sent and adds it to its next gradient, so that everything is sent in the
-        end (but a sum in fp16 or bf16 is itself rounded to its dtype); a step that is left out changes nothing of it.
-        With ``reduce=adasum`` each parameter's gradient is the adaptive sum of the mean gradients that the copies have
-        of their own samples; copies without samples take no part. They are paired in their order, then the results, as
-        often as needed; one that is left over waits for the next round, so that any number will do. Sparse
-        gradients are summed as they are, whatever these two options say.
+        The same results as single-process training, up to rounding, unless an option from ``compress`` on is given.
+        With ``compress`` the applied gradient is the sum of the decoded gradients, bit-identical on all replicas. Each
+        replica adds its compression error to its next gradient (error feedback), so that everything is sent
+        eventually; a sum in fp16 or bf16 is itself rounded. A skipped step leaves the error feedback unchanged.
+        With ``reduce=adasum`` the gradient of each parameter is the adaptive sum of the replicas' mean gradients;
+        replicas without samples do not take part. Replicas are combined in pairs, recursively; an odd one waits for
+        the next round, so any number of replicas works. Sparse gradients are summed uncompressed with both options.
 
-        With sync_every=k copies differ for at most k-1 steps and are equal after the k-th; they agree in every step
-        whether it counts. An evaluation, and the model after a fit, have the mean of all copies, and neither changes
-        the copies; a checkpoint has every copy's own weights and state. With staleness=1 no gradient is more than one
-        update old.
+        With sync_every=k replicas differ for at most k-1 steps and are equal after the k-th; in every step they agree
+        on whether it is applied. Evaluation, and the model after a fit, use the mean of all replicas, which are not
+        changed by it; a checkpoint has the weights and the optimizer state of every replica. With staleness=1 a
+        gradient is at most one update old.
 
     Cost:
-        Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates. With ``compress``: the encoded
-        bytes ``2 (n-1)/n`` times for fp16, bf16 and powersgd, ``n-1`` times for all others. With ``reduce=adasum``:
-        the gradient bytes ``n-1`` times. With sync_every=k on average ``2 (n-1)/n`` of ``1/k`` of the gradient bytes,
-        all in every k-th step. Sparse gradients, of which only rows travel, are counted as dense ones.
-        Memory per rank: as without it; with a shared update optimizer state ``1/n``, on one host weights ``1/n``, too;
-        with ``compress`` what has not been sent twice, as it is and as it will be if the step is applied. The encoded
-        gradients, of all copies where they are sent ``n-1`` times. With staleness=1 one gradient more.
+        Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes that it updates. With ``compress``: the
+        encoded bytes ``2 (n-1)/n`` times for fp16, bf16 and powersgd, ``n-1`` times for all other codecs. With
+        ``reduce=adasum``: the gradient bytes ``n-1`` times. With sync_every=k on average ``2 (n-1)/n`` of ``1/k`` of
+        the gradient bytes, all in every k-th step. Sparse gradients are counted as dense ones, though only rows are
+        sent.
+        Memory per rank: unchanged; with a sharded update ``1/n`` of the optimizer state, and on one host ``1/n`` of
+        the weights. With ``compress`` two error-feedback buffers (current, and pending until the step is committed)
+        and the encoded gradients, those of all replicas where they are sent ``n-1`` times. With staleness=1 one more
+        gradient.
 
     Source:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.
@@ -110,43 +114,45 @@ class Data:
         self._check_sync_options()
         if (self.update == "sharded") + (self.sync_every > 1) + (self.staleness > 0) > 1:
             raise PlanError(
-                f"{self} combines options of which each says what is done with a gradient; give one of update=sharded, "
-                "sync_every=... and staleness=1"
+                f"{self} combines options that exclude each other; give one of update=sharded, sync_every=... and "
+                "staleness=1"
             )
 
     def _check_codec(self) -> None:
         if self.compress == "adasum" or (self.compress and self.reduce != "sum"):
             raise PlanError(
-                f"data was given compress={self.compress} and reduce={self.reduce}, but adasum needs whole gradients; "
-                "give reduce=adasum without compress"
+                f"data was given compress={self.compress} and reduce={self.reduce}, but adasum needs uncompressed "
+                "gradients; give reduce=adasum without compress"
             )
         if self.codec and self.update == "sharded":
             raise PlanError(
-                f"data was given update=sharded with the code {self.codec}, but a code is about whole gradients, and "
-                "replicas on one host share their update without sending any; give one or the other"
+                f"data was given update=sharded with {self.codec}, but a codec needs whole gradients, and replicas on "
+                "one host share their update without sending any; give one of the two"
             )
         try:
             _ = self.codec and find_codec(self.codec)
-        except ProgramError as wrong:
-            raise PlanError(str(wrong)) from None
+        except ProgramError as error:
+            raise PlanError(str(error)) from None
         if self.codec and (self.sync_every > 1 or self.staleness):
             raise PlanError(
-                f"{self} has the code {self.codec}, but a code is for gradients that are summed in their own step, "
-                "which neither sync_every nor staleness does; give one or the other"
+                f"{self} combines {self.codec} with sync_every or staleness, but a codec is for gradients that are "
+                "all-reduced in their own step; give one of the two"
             )
 
     def _check_sync_options(self) -> None:
         if self.sync_every < 1 or self.sync_first < 0:
             raise PlanError(
-                f"sync_every={self.sync_every}, sync_first={self.sync_first} of data are no numbers of steps; give "
+                f"sync_every={self.sync_every}, sync_first={self.sync_first} of data are not numbers of steps; give "
                 "sync_every=1 or more, and sync_first=0 or more"
             )
         if self.staleness not in {0, 1}:
-            raise PlanError(f"data has no staleness={self.staleness}; there are two gradients: give staleness=0 or 1")
+            raise PlanError(
+                f"data has no staleness={self.staleness}; it has two gradient buffers: give staleness=0 or 1"
+            )
         if self.sync_first and self.sync_every == 1:
             raise PlanError(
-                f"sync_first={self.sync_first} says how many steps sum gradients before sync_every=... begins; give "
-                "sync_every=8, for one, as well"
+                f"sync_first={self.sync_first} is the number of steps before sync_every=... begins; also give "
+                "sync_every=8, for example"
             )
 
     def __str__(self) -> str:
@@ -162,23 +168,23 @@ class Data:
 
     @property
     def codec(self) -> str:
-        """The code of its sums; ``""`` where gradients travel as they are."""
+        """Codec of the all-reduces; empty if gradients are sent uncompressed."""
         return self.reduce if self.reduce != "sum" else self.compress
 
     @property
     def sync_schedule(self) -> SyncSchedule:
-        """Which kind of step comes when."""
+        """Which kind of step is taken when."""
         return SyncSchedule(self.sync_every, self.sync_first, self.staleness) if self.degree > 1 else SyncSchedule()
 
     def variant(self, kind: StepKind) -> Strategy:
-        """Return the strategy that makes the program of one kind of step."""
+        """Return the strategy that builds the program of one kind of step."""
         if kind in {"local", "sync"}:
             return LocalSGD(self.degree, kind == "sync", str(self))
         return replace(self, sync_every=1, sync_first=0)
 
     @property
     def _delegate(self) -> Strategy | None:
-        """What does it instead, where gradients are not just summed and applied by all."""
+        """The strategy that implements the options, unless gradients are just all-reduced and applied."""
         if self.update == "sharded":
             return Zero(self.degree, level=1, name=str(self))
         if self.sync_every > 1:
@@ -190,59 +196,55 @@ class Data:
         return inner * self.degree
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program for ``degree`` replicas.
 
         Raises:
-            PlanError: the replicas push to an asynchronous server, which nobody could sum, or there is a code, and
-                gradients have been shared out.
+            PlanError: the replicas push to an asynchronous server, whose updates cannot be all-reduced; or there is a
+                codec, and gradients are sharded.
         """
-        for _, word in program.instructions():
-            if isinstance(word, ApplyPushes):
+        for _, instruction in program.instructions():
+            if isinstance(instruction, ApplyPushes):
                 raise PlanError(
-                    f"{self} stands after an asynchronous server, whose updates cannot be summed over replicas; write "
+                    f"{self} comes after an asynchronous server, whose updates cannot be summed over replicas; write "
                     f"{self} before server(...), so that each group of replicas is one worker"
                 )
-            if self.codec and isinstance(word, Collective) and word.op == "reduce_scatter":
+            if self.codec and isinstance(instruction, Collective) and instruction.op == "reduce_scatter":
                 raise PlanError(
-                    f"{self} stands where gradients have been shared out, but the code {self.codec} is about whole "
-                    f"ones; write {self} first, or leave its code out"
+                    f"{self} comes after a strategy that shards gradients, but {self.codec} needs whole gradients; "
+                    f"write {self} first, or drop the codec"
                 )
         if self.degree == 1:
             return program
-        special = self._delegate
-        if special is not None:
-            return special.lower(program, model)
+        delegate = self._delegate
+        if delegate is not None:
+            return delegate.lower(program, model)
         stride = program.num_ranks
-        copies = widen_commits(replicate(program, self.degree), self.degree)
+        replicated = widen_commits(replicate(program, self.degree), self.degree)
 
-        def sums(rank: int, row: RankProgram) -> list[Instruction]:
-            twins = tuple(range(rank % stride, stride * self.degree, stride))
-            units = [word.unit for word in row.body if isinstance(word, Update)]
-            return [
-                Collective("all_reduce", grad(unit), twins, codec=self.codec)
-                for unit in order_by_grad_completion(row, units)
-            ]
+        def all_reduces(rank: int, rank_program: RankProgram) -> list[Instruction]:
+            group = replica_group(rank, stride, self.degree)
+            units = order_by_grad_completion(rank_program, updated_units(rank_program.body))
+            return [Collective("all_reduce", grad(unit), group, codec=self.codec) for unit in units]
 
-        return insert_before_commit(copies, sums)
+        return insert_before_commit(replicated, all_reduces)
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
-        """Return the forecast with one all-reduce of what each rank updates, or what amounts to it."""
-        special = self._delegate
-        if special is not None and self.degree > 1:
-            return special.estimate_cost(inner, model)
-        trips = ring_volume_factor(self.codec, self.degree)
+        """Return the cost with one all-reduce of what each rank updates, or the equivalent."""
+        delegate = self._delegate
+        if delegate is not None and self.degree > 1:
+            return delegate.estimate_cost(inner, model)
+        factor = ring_volume_factor(self.codec, self.degree)
         ranks = tuple(
-            replace(rank, allreduce_bytes=rank.allreduce_bytes + trips * self._reduced_bytes(rank, model))
+            replace(rank, allreduce_bytes=rank.allreduce_bytes + factor * self._reduced_bytes(rank, model))
             for rank in inner.ranks
         )
         return replace(inner, ranks=ranks).replicate(self.degree)
 
     def _reduced_bytes(self, rank: RankCost, model: ModelSpec) -> Fraction | int:
-        """Return the bytes that one rank brings into sums."""
         if self.codec:
             return sum(model.unit_bytes(unit, self.codec) for unit in rank.updates)
         return sum(rank.updates.values())

@@ -1,4 +1,11 @@
-"""Gradients that are summed while the next ones are computed, and applied one step late."""
+"""Double buffering: gradients are all-reduced while the next step computes, and applied one step late.
+
+::
+
+    step 0 (fill)     compute grad 0 -> swap buffers                     (no update)
+    step 1 (steady)   start all_reduce(grad 0)  compute grad 1  wait -> swap buffers -> update with grad 0
+    step 2 (steady)   start all_reduce(grad 1)  compute grad 2  wait -> swap buffers -> update with grad 1
+"""
 
 from __future__ import annotations
 
@@ -21,19 +28,21 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Program, RankProgram, shift_microbatch
 from counterpoint.program.rewrite import order_by_grad_completion, replicate, widen_commits
 from counterpoint.strategies.local_sgd import require_unsharded
+from counterpoint.strategies.replica_groups import replica_group, updated_units
 from counterpoint.strategies.strategy import CostEstimate, Granularity, ring_fraction
 
 
 @dataclass(frozen=True, slots=True)
 class DelayedAllReduce:
-    """Replicas with two gradients: one is summed and applied, the other computed meanwhile.
+    """Replicas with two gradient buffers: one is all-reduced and applied while the other is computed.
 
     Args:
-        degree: ranks along the new axis.
-        name: what errors call it.
+        degree: number of ranks along the new axis.
+        name: the strategy as the user wrote it, for errors.
 
     Cost:
-        Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes it updates. Memory: one gradient more.
+        Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes that it updates. Memory: one more
+        gradient.
 
     Source:
         ChainerMN, ``create_multi_node_optimizer(..., double_buffering=True)``.
@@ -55,38 +64,37 @@ class DelayedAllReduce:
         return inner * self.degree
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
-        """Return the stream: a first step that applies nothing, steps that apply what the one before has computed.
+        """Return the program: its prologue is a step without an update, its body applies the previous gradient.
 
         Raises:
-            PlanError: the program is a stream already, its weights are shared out, or its sums have a code.
+            PlanError: the program has a prologue already, its states are sharded, or its all-reduces are compressed.
         """
         require_unsharded(program, self.name)
-        code = next(
-            (word.codec for _, word in program.instructions() if isinstance(word, Collective) and word.codec), ""
-        )
-        if code:
+        codec = next((one.codec for _, one in program.instructions() if isinstance(one, Collective) and one.codec), "")
+        if codec:
             raise PlanError(
-                f"{self.name} stands behind gradients that are summed in the code {code}, but whether what that has "
-                "not sent counts is decided in the same step; leave the code out, or staleness=1"
+                f"cannot combine {self.name} with all-reduces compressed by {codec}: error feedback is finalized in "
+                "the step that computes the gradient, which is applied one step later; drop the compression, or "
+                "staleness=1"
             )
         if program.is_async_pipeline:
-            raise PlanError(f"{self.name} stands behind a plan that applies gradients late already; write one of both")
+            raise PlanError(f"{self.name} comes after a strategy that delays gradients already; keep one of the two")
         stride = program.num_ranks
-        copies = widen_commits(replicate(program, self.degree), self.degree)
-        step = len(copies.micros)
+        replicated = widen_commits(replicate(program, self.degree), self.degree)
+        step = len(replicated.micros)
         return Program(
             tuple(
-                _delayed_rank_program(row, tuple(range(rank % stride, stride * self.degree, stride)), step)
-                for rank, row in enumerate(copies.rank_programs)
+                _delayed_rank_program(rank_program, replica_group(rank, stride, self.degree), step)
+                for rank, rank_program in enumerate(replicated.rank_programs)
             )
         )
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
-        """Return the forecast with one all-reduce of what each rank updates, one update late."""
+        """Return the cost with one all-reduce of what each rank updates, applied one update late."""
         ranks = tuple(
             replace(rank, other_bytes=rank.other_bytes + 2 * ring_fraction(self.degree) * sum(rank.updates.values()))
             for rank in inner.ranks
@@ -95,22 +103,18 @@ class DelayedAllReduce:
         return replace(inner, ranks=ranks, staleness=staleness).replicate(self.degree)
 
 
-def _delayed_rank_program(row: RankProgram, replicas: Group, step: int) -> RankProgram:
-    units = order_by_grad_completion(row, [word.unit for word in row.body if isinstance(word, Update)])
+def _delayed_rank_program(rank_program: RankProgram, group: Group, step: int) -> RankProgram:
+    body = rank_program.body
+    units = order_by_grad_completion(rank_program, updated_units(body))
     swaps = [SwapGradBuffers(unit) for unit in units]
-    at = next((index for index, word in enumerate(row.body) if isinstance(word, Commit)), len(row.body))
-    computed, decided = row.body[:at], row.body[at:]
-    prologue = (*computed, *swaps, *(word for word in decided if not isinstance(word, Update)))
-    body = (
-        *_all_reduces(units, replicas, "start"),
-        *computed,
-        *_all_reduces(units, replicas, "wait"),
-        *swaps,
-        *decided,
-    )
-    epilogue = tuple(Free(delayed_grad(unit)) for unit in units)
-    return replace(row, prologue=prologue, body=tuple(shift_microbatch(word, step) for word in body), epilogue=epilogue)
+    commit = next((index for index, instruction in enumerate(body) if isinstance(instruction, Commit)), len(body))
+    compute, update = body[:commit], body[commit:]
+    fill = (*compute, *swaps, *(instruction for instruction in update if not isinstance(instruction, Update)))
+    steady = (*_all_reduces(units, group, "start"), *compute, *_all_reduces(units, group, "wait"), *swaps, *update)
+    drain = tuple(Free(delayed_grad(unit)) for unit in units)
+    shifted = tuple(shift_microbatch(instruction, step) for instruction in steady)
+    return replace(rank_program, prologue=fill, body=shifted, epilogue=drain)
 
 
-def _all_reduces(units: Sequence[Unit], replicas: Group, phase: Literal["start", "wait"]) -> list[Instruction]:
-    return [Collective("all_reduce", delayed_grad(unit), replicas, phase) for unit in units]
+def _all_reduces(units: Sequence[Unit], group: Group, phase: Literal["start", "wait"]) -> list[Instruction]:
+    return [Collective("all_reduce", delayed_grad(unit), group, phase) for unit in units]

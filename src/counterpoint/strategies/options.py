@@ -1,4 +1,4 @@
-"""Options as a plan writes them: read by what the strategy that takes them says of their kind."""
+"""Options of strategies in the text of a plan: parsed according to the type that the strategy declares."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any, NewType, get_args, get_origin, get_type_hints
 from counterpoint.errors import PlanError
 from counterpoint.strategies.buckets import parse_bytes
 
-ByteSize = NewType("Bytes", int)
-"""A size, which a plan writes as ``64MiB`` or as a number of bytes."""
+ByteSize = NewType("ByteSize", int)
+"""A size, written as ``64MiB`` or as a number of bytes."""
 
-MicrobatchCount = NewType("Micros", int)
-"""A number of microbatches, which is said of the plan and not of a strategy."""
-
-
-def option_types(taker: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return of what kind each option of a strategy is: its annotation."""
-    return get_type_hints(taker.func if isinstance(taker, partial) else taker)
+MicrobatchCount = NewType("MicrobatchCount", int)
+"""A number of microbatches, which is a property of the plan and not of a strategy."""
 
 
-def option_names(taker: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the options of a system: what its function takes by keyword."""
-    params = inspect.signature(taker).parameters.values()
+def option_types(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the type of each option of a strategy: its annotation."""
+    return get_type_hints(function.func if isinstance(function, partial) else function)
+
+
+def option_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the options of a system: the keyword-only parameters of its function."""
+    params = inspect.signature(function).parameters.values()
     return tuple(param.name for param in params if param.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
-def parse_option(key: str, value: str, kind: Any, text: str) -> Any:  # noqa: ANN401 - kinds and values of all sorts
-    """Return the value of an option.
+def parse_option(key: str, value: str, kind: Any, text: str) -> Any:  # noqa: ANN401 - types and values of all sorts
+    """Parse the value of an option.
 
     Args:
-        key: the option.
-        value: what stands behind its ``=``.
-        kind: of what kind it is; words are judged by whoever takes them.
+        key: name of the option.
+        value: the text after its ``=``.
+        kind: its type; a name is checked by the strategy itself.
         text: the whole plan, for errors.
 
     Raises:
-        PlanError: the text is none of that kind.
+        PlanError: the text is not of that type.
     """
     if get_origin(kind) is tuple and get_args(kind)[0] is str:
         return tuple(value.split("+"))
@@ -52,10 +52,9 @@ def parse_option(key: str, value: str, kind: Any, text: str) -> Any:  # noqa: AN
     if kind is float:
         return _parse_float(key, value, text)
     try:
-        if kind in {int, MicrobatchCount} or all(isinstance(word, int) for word in get_args(kind) or ("",)):
-            return (
-                _check_microbatch_count(key, _parse_int(value), text) if kind is MicrobatchCount else _parse_int(value)
-            )
+        if kind in {int, MicrobatchCount} or all(isinstance(choice, int) for choice in get_args(kind) or ("",)):
+            count = _parse_int(value)
+            return _check_microbatch_count(key, count, text) if kind is MicrobatchCount else count
         if get_origin(kind) is tuple:
             return tuple(_parse_int(part.strip()) for part in value.strip("()").split(",") if part.strip())
     except PlanError:
@@ -72,7 +71,7 @@ def _check_microbatch_count(key: str, count: int, text: str) -> int:
 
 
 def _parse_int(text: str) -> int:
-    """Return a number that is written in digits alone; Python itself reads 1_6 and +4, too."""
+    """Parse an integer that has only digits; Python's own ``int`` also accepts 1_6 and +4."""
     if re.fullmatch(r"-?[0-9]+", text) is None:
         raise ValueError(text)
     return int(text)
@@ -86,11 +85,11 @@ def _parse_float(key: str, value: str, text: str) -> float:
 
 
 def require_choice(system: str, option: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check that a word is one of those that an option of a system takes.
+    """Check that an option of a system has one of its values.
 
     Raises:
-        PlanError: it is none.
+        PlanError: it has another one.
     """
     if value not in choices:
-        choices = [f"{option}={word}" for word in choices]
-        raise PlanError(f"{system} has no {option}={value}; give {', '.join(choices[:-1])} or {choices[-1]}")
+        texts = [f"{option}={choice}" for choice in choices]
+        raise PlanError(f"{system} has no {option}={value}; give {', '.join(texts[:-1])} or {texts[-1]}")

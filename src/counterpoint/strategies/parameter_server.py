@@ -1,4 +1,4 @@
-"""Parameter servers: workers hand gradients to ranks that keep the weights and apply the updates."""
+"""Parameter servers: workers push gradients to ranks that keep the weights and apply the updates."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import map_row, replicate, widen_commits
 from counterpoint.ps.placement import assign
+from counterpoint.strategies.replica_groups import receives_grad, updated_units, updating_ranks
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.tree_reduce import uses_tree_reduce
@@ -37,33 +38,33 @@ ConsistencyModel: TypeAlias = Literal["bsp", "ssp", "asp"]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Set ``degree`` workers side by side and let ``servers`` more ranks keep and update the weights.
+    """Train on ``degree`` workers; ``servers`` more ranks keep and update the weights.
 
-    Under ``bsp`` the servers wait for all workers, add their gradients and update once; under ``asp`` every
-    push is an update of its own and its worker goes on with what came out. ``ssp`` is ``asp`` with a bound: a worker is
-    given weights only while it has pushed at most ``staleness`` times more often than the slowest, and waits until
-    then. A worker may itself be a group of ranks that already share their gradients: its first holder of a unit talks
-    to the server.
+    Under ``bsp`` (bulk synchronous parallel) the servers wait for all workers, sum their gradients and update once.
+    Under ``asp`` (asynchronous parallel) every push is an update, and its worker continues with the resulting weights.
+    ``ssp`` (stale synchronous parallel) is ``asp`` with a bound: a worker gets weights only while it has pushed at most
+    ``staleness`` times more often than the slowest, and waits until then. A worker may be a group of ranks that share
+    their gradients already: the first rank that updates a unit communicates with its server.
 
     Args:
         degree: number of workers along the new axis.
-        servers: ranks that keep weights; units go to the one with the fewest bytes.
+        servers: number of ranks that keep weights; each unit is assigned to the server with the fewest bytes.
         consistency: ``bsp``, ``ssp`` or ``asp``.
-        staleness: with ssp, how many pushes ahead of the slowest a worker may go on; with 0 all wait for the slowest.
-        compress: the code in which gradients travel to the servers: fp16, bf16, int8, twobit:0.5, sign or topk:0.01.
-        fetch_every: with asp, a worker pushes in every step and is given weights in every such step only.
+        staleness: with ssp, by how many pushes a worker may be ahead of the slowest; with 0 all wait for the slowest.
+        compress: codec of the gradients that are pushed: fp16, bf16, int8, twobit:0.5, sign or topk:0.01.
+        fetch_every: with asp, a worker pushes in every step and fetches weights once in so many steps.
 
     Promise:
-        bsp changes no numbers. asp and ssp apply, to weights that other workers have changed meanwhile, the gradient of
-        the mean loss over the worker's own samples, none where it has none; the order of arrival is journaled and
-        replays exactly. ssp: between reading weights and applying their gradient come at most
-        (n-1) (2 staleness + 1) updates of others, which the server checks before it applies any. With ``compress`` what
-        is applied is what the gradients have become in the code; each worker keeps what it has not sent and adds it to
-        its next gradient. Weights come back as they are.
+        bsp gives the same results as single-process training. asp and ssp apply the gradient of the mean loss over the
+        worker's own samples, if it has any, to weights that other workers have changed meanwhile; the order of arrival
+        is recorded in a journal and can be replayed exactly. ssp: between reading weights and applying their gradient
+        there are at most (n-1) (2 staleness + 1) updates of other workers, which the server checks before it applies
+        any. With ``compress`` the decoded gradient is applied; each worker adds its compression error to its next
+        gradient (error feedback). Weights are sent uncompressed.
 
     Cost:
-        Bytes sent per step: each worker its gradients once, in their code; each server its weights once per worker.
-        Memory: optimizer state only on the servers; with ``compress`` on each worker what it has not sent, twice.
+        Bytes sent per step: each worker its encoded gradients once; each server its weights once per worker.
+        Memory: optimizer state only on the servers; with ``compress`` two error-feedback buffers on each worker.
 
     Source:
         Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; Li et al., Parameter Server, OSDI 2014.
@@ -84,23 +85,21 @@ class Server:
 
     def __post_init__(self) -> None:
         if self.consistency not in get_args(ConsistencyModel):
-            raise PlanError(f"server has the consistencies bsp, ssp and asp, not {self.consistency!r}")
+            raise PlanError(f"server has no consistency={self.consistency}; give bsp, ssp or asp")
         if self.staleness < 0 or (self.staleness and self.consistency != "ssp"):
             raise PlanError(
-                f"staleness={self.staleness} of server is a number of pushes, from 0, and a bound for consistency=ssp; "
-                f"{self.consistency} has none: give consistency=ssp, staleness=1, for one"
+                f"staleness={self.staleness} of server is a bound for consistency=ssp, 0 or more; {self.consistency} "
+                "has no bound: give consistency=ssp, staleness=1, for example"
             )
         if self.fetch_every < 1 or (self.fetch_every > 1 and self.consistency != "asp"):
             raise PlanError(
-                f"fetch_every={self.fetch_every} of server is a number of steps, from 1, and 1 but with "
-                f"consistency=asp: {self.consistency} lets workers go on by the weights that it gives them"
+                f"fetch_every={self.fetch_every} of server must be a number of steps, and 1 unless consistency=asp: "
+                f"workers of {self.consistency} need new weights in every step"
             )
         if self.compress:
             require_p2p_codec(self.compress)
         if self.servers < 1:
-            raise PlanError(
-                f"server({self.degree}, servers={self.servers}) keeps its weights nowhere; give servers=1 or more"
-            )
+            raise PlanError(f"server({self.degree}, servers={self.servers}) has no server; give servers=1 or more")
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
@@ -112,11 +111,11 @@ class Server:
 
     @property
     def sync_schedule(self) -> SyncSchedule:
-        """Which kind of step comes when: a worker is given weights where it meets the servers' answer."""
+        """Which kind of step is taken when: a worker fetches weights in the ``sync`` steps."""
         return SyncSchedule(self.fetch_every)
 
     def variant(self, kind: StepKind) -> Server:
-        """Return the strategy that makes the program of one kind of step."""
+        """Return the strategy that builds the program of one kind of step."""
         return replace(self, replies=kind != "local")
 
     @property
@@ -126,16 +125,16 @@ class Server:
 
     @property
     def max_intervening_updates(self) -> int:
-        """Under ssp, how many updates of others may come between reading weights and applying their gradient.
+        """Under ssp, how many updates of others may happen between reading weights and applying their gradient.
 
-        A worker that reads after its c-th push has seen c - staleness pushes of every other one, and none of these has
-        pushed more than c + staleness + 1 times when its next push is applied.
+        A worker that reads after its c-th push has seen at least c - staleness pushes of every other worker, and none
+        of these has pushed more than c + staleness + 1 times when its next push is applied.
         """
         return (self.degree - 1) * (2 * self.staleness + 1)
 
     @property
     def granularity(self) -> Granularity:
-        """How finely the model should be cut."""
+        """How finely the model should be split."""
         return "prefer_blocks" if self.servers > 1 else "whole"
 
     def num_ranks(self, inner: int) -> int:
@@ -143,61 +142,70 @@ class Server:
         return inner * self.degree + self.servers
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
-        """Return the program for the workers' ranks, then one row for each server.
+        """Return the program of the workers' ranks, followed by one rank for each server.
 
         Raises:
-            PlanError: the weights are shared out, served or sliced already.
+            PlanError: states are sharded, live on servers already, or are tensor-parallel.
         """
-        if uses_tree_reduce(program):
-            raise PlanError(
-                f"{self} stands behind tree, of whose copies only the first updates; write data(...) in its place, so "
-                "that each worker is a group of replicas"
-            )
-        for _, word in program.instructions():
-            if isinstance(word, ApplyPushes | Recv) and (isinstance(word, ApplyPushes) or word.tensor.name == "grad"):
-                raise PlanError(f"{self} stands in a plan that has servers already; write one server(...)")
-            if isinstance(word, Collective) and word.op == "reduce_scatter":
-                raise PlanError(
-                    f"{self} stands behind zero, whose ranks hold shares that no single push could carry; write "
-                    "data(...) instead of zero(...), the servers keep the optimizer state anyway"
-                )
-        if any(row.tp_degree > 1 for row in program.rank_programs):
-            bsp = replace(self, consistency="bsp", staleness=0)
-            raise PlanError(f"{self} stands behind tensor, whose slices need a server each; write {bsp} * tensor(...)")
-        shop = _ServerRouting(self, program, model)
+        self._check_unsharded(program)
+        routing = _ServerRouting(self, program, model)
         workers = replicate(program, self.degree)
         if self.is_synchronous:
             workers = widen_commits(workers, self.degree)
-        rows = [shop.worker_program(rank, row) for rank, row in enumerate(workers.rank_programs)]
-        rows += [shop.server_program(index) for index in range(self.servers)]
-        return Program(tuple(rows))
+        rank_programs = [routing.worker_program(rank, one) for rank, one in enumerate(workers.rank_programs)]
+        rank_programs += [routing.server_program(index) for index in range(self.servers)]
+        return Program(tuple(rank_programs))
+
+    def _check_unsharded(self, program: Program) -> None:
+        if uses_tree_reduce(program):
+            raise PlanError(
+                f"{self} comes after tree, where only the first replica updates; write data(...) instead of tree(...), "
+                "so that each worker is a group of replicas"
+            )
+        for _, instruction in program.instructions():
+            if isinstance(instruction, ApplyPushes) or receives_grad(instruction):
+                raise PlanError(f"{self} is in a plan that has servers already; write one server(...)")
+            if isinstance(instruction, Collective) and instruction.op == "reduce_scatter":
+                raise PlanError(
+                    f"{self} comes after zero, but a push has the whole gradient of a unit and zero shards it; write "
+                    "data(...) instead of zero(...): only the servers keep optimizer state"
+                )
+        if any(rank_program.tp_degree > 1 for rank_program in program.rank_programs):
+            bsp = replace(self, consistency="bsp", staleness=0)
+            raise PlanError(
+                f"{self} comes after tensor, each shard of which needs its own server; write {bsp} * tensor(...)"
+            )
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
-        """Return the forecast with gradients going to the servers and weights coming back."""
-        owners = assign({unit: model.unit_bytes(unit) for unit in model.units}, self.servers)
+        """Return the cost with gradients sent to the servers and weights sent back."""
+        server_index = assign({unit: model.unit_bytes(unit) for unit in model.units}, self.servers)
         groups: dict[Unit, list[int]] = {}
         for index, rank in enumerate(inner.ranks):
             for unit in rank.updates:
                 groups.setdefault(unit, []).append(index)
         sent = [rank.other_bytes for rank in inner.ranks]
-        for unit, holders in groups.items():
-            size = inner.ranks[holders[0]].updates[unit]
+        for unit, group in groups.items():
+            size = inner.ranks[group[0]].updates[unit]
             pushed = model.unit_bytes(unit, self.compress) if self.compress else size
-            sent[holders[0]] += pushed + size * (len(holders) - 1) * self.replies
+            sent[group[0]] += pushed + size * (len(group) - 1) * self.replies
         workers = tuple(
-            replace(rank, other_bytes=more, updates={}) for rank, more in zip(inner.ranks, sent, strict=True)
+            replace(rank, other_bytes=num_bytes, updates={}) for rank, num_bytes in zip(inner.ranks, sent, strict=True)
         )
         kept = [
-            {unit: Fraction(model.unit_bytes(unit)) for unit in model.units if owners[unit] == index}
+            {unit: Fraction(model.unit_bytes(unit)) for unit in model.units if server_index[unit] == index}
             for index in range(self.servers)
         ]
         servers = tuple(
             RankCost(
-                (), 0, units, other_bytes=self.degree * sum(units.values(), Fraction(0)) * self.replies, in_flight=0
+                (),
+                0,
+                units,
+                other_bytes=self.degree * sum(units.values(), Fraction(0)) * self.replies,
+                in_flight=0,
             )
             for units in kept
         )
@@ -208,30 +216,36 @@ class Server:
             if self.is_synchronous
             else None
         )
-        copies = replace(inner, ranks=workers, staleness=staleness).replicate(self.degree)
-        return replace(copies, ranks=copies.ranks + servers)
+        replicas = replace(inner, ranks=workers, staleness=staleness).replicate(self.degree)
+        return replace(replicas, ranks=replicas.ranks + servers)
 
 
 def require_p2p_codec(compress: str) -> None:
-    """Check that gradients can travel to a server in a code.
+    """Check that gradients can be sent to a server with a codec.
 
     Raises:
-        PlanError: there is no such code, or it is about a sum.
+        PlanError: there is no such codec, or it works only in an all-reduce.
     """
     try:
-        kind = find_codec(compress).spec
-    except ProgramError as wrong:
-        raise PlanError(str(wrong)) from None
-    if not kind.works_point_to_point:
+        spec = find_codec(compress).spec
+    except ProgramError as error:
+        raise PlanError(str(error)) from None
+    if not spec.works_point_to_point:
         raise PlanError(
-            f"compress={compress} of server is about what all workers sum together, but each sends to the servers by "
-            "itself; give fp16, bf16, int8, twobit, sign or topk, or write data(...)"
+            f"compress={compress} of server works only in an all-reduce, but each worker pushes to the servers "
+            "separately; give fp16, bf16, int8, twobit, sign or topk, or write data(...)"
         )
 
 
 @dataclass(slots=True)
 class _ServerRouting:
-    """Who pushes what to whom."""
+    """Which rank pushes which unit to which server.
+
+    Args:
+        plan: the strategy.
+        program: of one worker.
+        model: whose units are assigned to servers.
+    """
 
     plan: Server
     program: Program
@@ -240,94 +254,90 @@ class _ServerRouting:
     server_index: dict[Unit, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        found: dict[Unit, list[int]] = {}
-        for rank, row in enumerate(self.program.rank_programs):
-            for word in row.body:
-                if isinstance(word, Update):
-                    found.setdefault(word.unit, []).append(rank)
-        self.updating_ranks = {unit: tuple(ranks) for unit, ranks in found.items()}
+        self.updating_ranks = updating_ranks(self.program)
         self.server_index = assign({unit: self.model.unit_bytes(unit) for unit in self.model.units}, self.plan.servers)
 
     @property
     def num_worker_ranks(self) -> int:
-        """The ranks of all workers together; those of the servers follow."""
+        """Number of ranks of all workers; those of the servers follow."""
         return self.program.num_ranks * self.plan.degree
 
     def server_of(self, unit: Unit) -> int:
         """Return the rank that keeps a unit."""
         return self.num_worker_ranks + self.server_index[unit]
 
-    def worker_program(self, rank: int, row: RankProgram) -> RankProgram:
-        """Return a worker's row with servers instead of updates, the last unit first.
+    def worker_program(self, rank: int, rank_program: RankProgram) -> RankProgram:
+        """Return a worker's rank program with pushes and pulls instead of updates, the last unit first.
 
-        Of the ranks of a worker that hold a unit, the first talks to its server and hands on the weight to the others.
+        Of a worker's ranks that update a unit, the first communicates with its server and broadcasts the weight to
+        the others.
         """
         inner = self.program.num_ranks
-        units = [word.unit for word in row.body if isinstance(word, Update)]
-        leads = {unit: self.updating_ranks[unit][0] == rank % inner for unit in units}
-        give: list[Instruction] = []
-        take: list[Instruction] = []
-        for unit in sorted(units, reverse=True):
+        pushes: list[Instruction] = []
+        pulls: list[Instruction] = []
+        for unit in sorted(updated_units(rank_program.body), reverse=True):
+            is_leader = self.updating_ranks[unit][0] == rank % inner
             group = tuple(rank - rank % inner + member for member in self.updating_ranks[unit])
-            give.append(self.push_instruction(unit) if leads[unit] else Free(grad(unit)))
-            if leads[unit] and self.plan.replies:
-                take.append(self.pull_instruction(unit))
+            pushes.append(self.push_instruction(unit) if is_leader else Free(grad(unit)))
+            if is_leader and self.plan.replies:
+                pulls.append(self.pull_instruction(unit))
             if len(group) > 1 and self.plan.replies:
-                take.append(Collective("broadcast", weight(unit), group))
-        return map_row(row, lambda words: self.replace_updates(words, give, take))
+                pulls.append(Collective("broadcast", weight(unit), group))
+        return map_row(rank_program, lambda body: self.replace_updates(body, pushes, pulls))
 
     def push_instruction(self, unit: Unit) -> Instruction:
-        """Return the word with which a worker gives its gradient of a unit away."""
+        """Return the instruction with which a worker sends its gradient of a unit."""
         if self.plan.is_synchronous:
             return Send(grad(unit), self.server_of(unit), self.plan.compress)
-        return Push(
-            grad(unit), self.server_of(unit), self.plan.compress, "push" if self.plan.replies else "push_no_reply"
-        )
+        op: Literal["push", "push_no_reply"] = "push" if self.plan.replies else "push_no_reply"
+        return Push(grad(unit), self.server_of(unit), self.plan.compress, op)
 
     def pull_instruction(self, unit: Unit) -> Instruction:
-        """Return the word with which a worker gets the newest weight of a unit."""
+        """Return the instruction with which a worker receives the newest weight of a unit."""
         make = Recv if self.plan.is_synchronous else Pull
         return make(weight(unit), self.server_of(unit))
 
     def replace_updates(
-        self, words: Sequence[Instruction], pushes: Sequence[Instruction], pulls: Sequence[Instruction]
+        self, instructions: Sequence[Instruction], pushes: Sequence[Instruction], pulls: Sequence[Instruction]
     ) -> Iterable[Instruction]:
-        """Yield the words with pushes instead of updates; a bsp worker commits with the servers after its push."""
+        """Yield the instructions with pushes instead of updates; a bsp worker commits after its push."""
         everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
-        for word in words:
-            match word:
+        for instruction in instructions:
+            match instruction:
                 case Commit() if self.plan.is_synchronous:
                     yield from (*pushes, Commit(everyone), *pulls)
                 case Commit():
-                    yield from (word, *pushes, *pulls)
+                    yield from (instruction, *pushes, *pulls)
                 case Update():
                     pass
                 case _:
-                    yield word
+                    yield instruction
 
     def leading_ranks(self, unit: Unit) -> Group:
-        """Return the rank of each worker that talks to the server about a unit."""
-        return tuple(copy * self.program.num_ranks + self.updating_ranks[unit][0] for copy in range(self.plan.degree))
+        """Return the rank of each worker that communicates with the server of a unit."""
+        return tuple(
+            worker * self.program.num_ranks + self.updating_ranks[unit][0] for worker in range(self.plan.degree)
+        )
 
     def server_program(self, index: int) -> RankProgram:
-        """Return what a server does for the units it keeps; without bsp, one word for each set of workers."""
+        """Return the rank program of a server; except under bsp, one instruction for each set of workers."""
         units = [unit for unit in self.model.units if self.server_index[unit] == index]
         if self.plan.is_synchronous:
             return RankProgram(tuple(self.bsp_server_instructions(units)))
-        together: dict[Group, list[Unit]] = {}
+        units_of: dict[Group, list[Unit]] = {}
         for unit in units:
-            together.setdefault(self.leading_ranks(unit), []).append(unit)
+            units_of.setdefault(self.leading_ranks(unit), []).append(unit)
         bound = self.plan.staleness if self.plan.consistency == "ssp" else None
-        verb: Literal["apply_and_reply", "apply"] = "apply_and_reply" if self.plan.replies else "apply"
-        return RankProgram(tuple(ApplyPushes(tuple(kept), workers, bound, verb) for workers, kept in together.items()))
+        op: Literal["apply_and_reply", "apply"] = "apply_and_reply" if self.plan.replies else "apply"
+        return RankProgram(tuple(ApplyPushes(tuple(kept), workers, bound, op) for workers, kept in units_of.items()))
 
     def bsp_server_instructions(self, units: Sequence[Unit]) -> Iterable[Instruction]:
-        """Yield a server's words under bsp: it takes all gradients, commits with everybody, updates, sends weights."""
+        """Yield a server's instructions under bsp: receive all gradients, commit, update, send weights."""
         everyone = tuple(range(self.num_worker_ranks + self.plan.servers))
-        latest_first = sorted(units, reverse=True)
-        yield from (
-            Recv(grad(unit), rank, self.plan.compress) for unit in latest_first for rank in self.leading_ranks(unit)
-        )
+        last_first = sorted(units, reverse=True)
+        for unit in last_first:
+            yield from (Recv(grad(unit), rank, self.plan.compress) for rank in self.leading_ranks(unit))
         yield Commit(everyone)
         yield from (Update(unit) for unit in units)
-        yield from (Send(weight(unit), rank) for unit in latest_first for rank in self.leading_ranks(unit))
+        for unit in last_first:
+            yield from (Send(weight(unit), rank) for rank in self.leading_ranks(unit))

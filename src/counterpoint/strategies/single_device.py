@@ -1,4 +1,4 @@
-"""The step as one rank would run it: the meaning every strategy must keep."""
+"""The training step on a single rank: the reference that every synchronous strategy must reproduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from counterpoint.strategies.strategy import CostEstimate, RankCost
 
 
 def single_device_program(model: ModelSpec, num_microbatches: int) -> Program:
-    """Return one row: each microbatch forward and backward through all blocks, then the commit and all updates."""
+    """Return the program of one rank: each microbatch forward and backward, then the commit and all updates."""
     return Program((RankProgram(tuple(_instructions(model, num_microbatches))),))
 
 
@@ -28,7 +28,7 @@ def _instructions(model: ModelSpec, num_microbatches: int) -> Iterator[Instructi
 
 
 def single_device_cost(model: ModelSpec, num_microbatches: int, samples_per_microbatch: int) -> CostEstimate:
-    """Return the forecast for one rank, which sends nothing.
+    """Return the cost of one rank, which sends nothing.
 
     Cost:
         Bytes sent: none.

@@ -1,4 +1,4 @@
-"""What a strategy is, and the forecast that its closed formulas make."""
+"""The interface of a strategy, and the cost estimate that strategies compute from closed formulas."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from counterpoint.program.program import Program
 from counterpoint.program.recompute_sets import RecomputePolicy
 
 Granularity: TypeAlias = Literal["whole", "prefer_blocks", "blocks", "tensor_parallel"]
-"""How finely a model is cut: not at all, into blocks if it can be, into blocks, or into blocks and slices."""
+"""How finely a model is split: not at all, into blocks where possible, into blocks, or into blocks and TP shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """What the formulas say about one rank and one step.
+    """Estimated cost of one rank for one step.
 
     Args:
-        blocks: the blocks it runs.
-        num_micros: how many microbatches it runs.
-        updates: bytes of gradient it updates, by unit.
-        sent: bytes it sends, sums of gradients left out.
-        summed: bytes it sends in sums of gradients.
-        in_flight: microbatches between forward and backward at most, summed over its chunks.
-        updated: the part of each unit that it updates and keeps optimizer state for.
-        gradients: the part of each gradient that it holds from one forward to the next.
-        heads: the first block of each chunk that it runs; microbatches in flight are counted there.
-        versions: how many versions of its weights it holds.
+        blocks: blocks that the rank runs.
+        num_micros: number of microbatches that it runs.
+        updates: bytes of gradient that it updates, by unit.
+        other_bytes: bytes that it sends, except in all-reduces of gradients.
+        allreduce_bytes: bytes that it sends in all-reduces of gradients.
+        in_flight: peak number of microbatches between forward and backward, summed over its chunks.
+        optimizer_fraction: fraction of each unit that it updates and keeps optimizer state for.
+        grad_fraction: fraction of each gradient that it holds between two forwards.
+        chunk_starts: first block of each of its chunks; ``in_flight`` is counted at these blocks.
+        weight_versions: number of versions of its weights that it holds.
     """
 
     blocks: tuple[int, ...]
@@ -45,26 +45,27 @@ class RankCost:
     weight_versions: int = 1
 
     def num_chunks(self, unit: Unit) -> int:
-        """Return how many of its chunks use a unit."""
+        """Return how many of the rank's chunks use a unit."""
         users = [block for block in self.blocks if block in unit]
-        return len({max((head for head in self.chunk_starts if head <= block), default=0) for block in users})
+        return len({max((start for start in self.chunk_starts if start <= block), default=0) for block in users})
 
 
 @dataclass(frozen=True, slots=True)
 class CostEstimate:
-    """What the formulas say about all ranks of a plan.
+    """Estimated cost of all ranks of a plan, and the bounds that its program must keep.
 
     Args:
-        ranks: one forecast per rank.
-        num_micros: microbatches of the whole global batch.
-        samples_per_micro: how many samples a microbatch has.
-        staleness: updates between reading weights and applying their gradient; None for no bound.
-        sliced: the blocks whose results are partial on every rank, to be summed.
-        apart: whether replicas end the step with weights of their own.
-        room: for how many messages of each peer a rank must have room before it waits for them.
-        tapes: of how many blocks and microbatches each rank keeps at once what a backward needs; where it recomputes.
-        repeats: what is recomputed.
-        strands: which values go from block to block.
+        ranks: one estimate per rank.
+        num_micros: number of microbatches of the global batch.
+        samples_per_microbatch: number of samples of one microbatch.
+        staleness: number of updates between reading weights and applying their gradient; None if unbounded.
+        tp_blocks: tensor-parallel blocks, whose outputs are partial sums on every rank.
+        replicas_may_diverge: whether replicas may end a step with different weights.
+        recv_buffer_depth: number of messages from each peer that a rank must buffer before it receives them.
+        max_saved_activations: per rank, the peak number of (block, microbatch) pairs whose activations are saved for a
+            backward; None without recomputation.
+        recompute: which forwards are recomputed.
+        edges: the edges between blocks.
     """
 
     ranks: tuple[RankCost, ...]
@@ -79,25 +80,25 @@ class CostEstimate:
     edges: tuple[Edge, ...] | None = None
 
     def replicate(self, times: int) -> CostEstimate:
-        """Return the forecast for ``times`` copies side by side, each with microbatches of its own."""
+        """Return the estimate of ``times`` replicas, each with its own microbatches."""
         return replace(self, ranks=self.ranks * times, num_micros=self.num_micros * times)
 
     def sent_bytes(self) -> tuple[Fraction, ...]:
-        """Return the bytes each rank sends in one step."""
+        """Return the bytes that each rank sends in one step."""
         return tuple(rank.other_bytes + rank.allreduce_bytes for rank in self.ranks)
 
 
 class Strategy(Protocol):
-    """A pure rewrite of a program, spreading it over one more axis of ranks."""
+    """A pure rewrite of a program that spreads it over one more axis of ranks."""
 
     @property
     def degree(self) -> int:
-        """How many ranks stand along the new axis."""
+        """Number of ranks along the new axis."""
         ...
 
     @property
     def axis(self) -> str:
-        """The name of the new axis."""
+        """Name of the new axis."""
         ...
 
     @property
@@ -107,11 +108,11 @@ class Strategy(Protocol):
 
     @property
     def granularity(self) -> Granularity:
-        """How finely the model has to be cut for it."""
+        """How finely the model has to be split."""
         ...
 
     def num_ranks(self, inner: int) -> int:
-        """Return how many ranks the rewritten program needs when the given one needs ``inner``."""
+        """Return how many ranks the rewritten program needs if the given one needs ``inner``."""
         ...
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
@@ -123,20 +124,23 @@ class Strategy(Protocol):
         ...
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
-        """Return what the closed formulas say after this strategy; never looks at a program."""
+        """Return the cost after this strategy, from closed formulas; never looks at a program."""
         ...
 
 
 def ring_fraction(num_ranks: int) -> Fraction:
-    """Return the part of a value that each rank sends in a reduce-scatter or an all-gather: ``(n-1)/n``."""
+    """Return the fraction of a tensor that each rank sends in a ring reduce-scatter or all-gather: ``(n-1)/n``."""
     return Fraction(num_ranks - 1, num_ranks)
 
 
 def tp_allreduce_bytes(model: ModelSpec, blocks: Iterable[int]) -> int:
-    """Return the bytes per sample that sliced blocks sum, forward and backward; nothing is summed into the data."""
+    """Return the bytes per sample of the tensors that tensor-parallel blocks all-reduce, forward and backward.
+
+    The input gradient of block 0 is never reduced, because nothing computes a gradient of the input data.
+    """
     total = 0
     for index in blocks:
-        split = model.blocks[index].tp
-        if split is not None:
-            total += split.output_bytes + (split.input_bytes if index > 0 else 0)
+        tp = model.blocks[index].tp
+        if tp is not None:
+            total += tp.output_bytes + (tp.input_bytes if index > 0 else 0)
     return total

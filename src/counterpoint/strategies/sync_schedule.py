@@ -1,4 +1,4 @@
-"""Which kind of step comes when, in a plan whose steps are not all alike."""
+"""Which kind of step is taken when, in plans whose steps differ (local SGD, delayed gradients, EASGD)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from fractions import Fraction
 from typing import Literal, TypeAlias
 
 StepKind: TypeAlias = Literal["step", "all_reduce", "local", "sync", "fill", "steady"]
-"""What a kind of step is called.
+"""The kinds of steps.
 
-===========  ==============================================================
-``step``     the only kind of a synchronous plan
-``all_reduce``  gradients are summed, before replicas begin to update apart
-``local``    replicas update apart, or push gradients and go on with the weights that they have
-``sync``     they do so and average their weights, meet a center, or are given weights by servers
-``fill``     a gradient is set aside, and none is there yet to be applied
-``steady``   the one set aside before is summed meanwhile, and applied
-===========  ==============================================================
+==============  ===============================================================================================
+``step``        the only kind of a synchronous plan
+``all_reduce``  gradients are all-reduced: the first steps of post-local SGD
+``local``       replicas update independently; workers of a server push gradients and keep their weights
+``sync``        the same, and then weights are averaged, exchanged with a center, or pulled from servers
+``fill``        the first step with delayed gradients: its gradient is kept, and none is applied
+``steady``      the gradient of the previous step is all-reduced during this one, and applied
+==============  ===============================================================================================
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SyncSchedule:
-    """Which kind of step comes when.
+    """Which kind of step is taken when.
 
     Args:
-        every: after so many steps replicas average their weights, or meet those of servers; 1 if all steps are alike.
-        first: so many steps at the beginning are joint.
-        late: by how many steps gradients are applied late.
+        sync_every: replicas average their weights, or exchange them with servers, once in so many steps; 1 if all
+            steps are the same.
+        sync_first: number of steps at the beginning that all-reduce gradients.
+        staleness: number of steps by which gradients are applied late.
     """
 
     sync_every: int = 1
@@ -37,28 +38,26 @@ class SyncSchedule:
 
     @property
     def step_fractions(self) -> Mapping[StepKind, Fraction]:
-        """The kinds of steps, the one that says most last, and which part of all steps they are in the long run."""
+        """The kinds of steps and their long-run fraction of all steps; the kind that represents the plan comes last."""
         if self.staleness:
             return {"fill": Fraction(0), "steady": Fraction(1)}
         if self.sync_every == 1:
             return {"step": Fraction(1)}
-        meeting = Fraction(1, self.sync_every)
+        sync = Fraction(1, self.sync_every)
         begin: dict[StepKind, Fraction] = {"all_reduce": Fraction(0)} if self.sync_first else {}
-        return {**begin, "local": 1 - meeting, "sync": meeting}
+        return {**begin, "local": 1 - sync, "sync": sync}
 
     def kind_at(self, number: int, *, has_delayed_grad: bool) -> StepKind:
         """Return the kind of a step.
 
         Args:
-            number: of the step, from 0.
-            has_late: whether a gradient has been set aside that is still to be applied.
+            number: index of the step, from 0.
+            has_delayed_grad: whether the gradient of an earlier step is still to be applied.
 
         Example:
-            >>> [
-            ...     SyncSchedule(sync_every=2, sync_first=1).kind_at(number, has_delayed_grad=False)
-            ...     for number in range(5)
-            ... ]
-            ['joint', 'quiet', 'meeting', 'quiet', 'meeting']
+            >>> schedule = SyncSchedule(sync_every=2, sync_first=1)
+            >>> [schedule.kind_at(number, has_delayed_grad=False) for number in range(5)]
+            ['all_reduce', 'local', 'sync', 'local', 'sync']
         """
         if self.staleness:
             return "steady" if has_delayed_grad else "fill"

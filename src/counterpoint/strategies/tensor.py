@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of one group hold slices of the same layers and run the same samples."""
+"""Tensor parallelism: the ranks of a group hold shards of the same layers and compute the same samples."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.program.instruction import ApplyPushes, Backward, Collective, Forward, Instruction, TensorRef
 from counterpoint.program.program import Program
 from counterpoint.program.rewrite import expand, replicate, widen_commits
+from counterpoint.strategies.replica_groups import replica_group
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, ring_fraction, tp_allreduce_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Slice the named dims of layers over ``degree`` ranks; partial results are summed where slices meet.
+    """Shard the named dims of layers over ``degree`` ranks; all-reduce partial results.
 
-    A column-split and a row-split linear layer make one sliced block: forward ends with the sum of its partial
-    outputs, backward with the sum of its partial input gradients. All other blocks run whole on every rank.
+    A column-parallel linear layer and the row-parallel one after it make one tensor-parallel block: its forward ends
+    with the all-reduce of partial outputs, its backward with that of partial input gradients. All other blocks run
+    whole on every rank.
 
     Args:
-        degree: ranks along the new axis.
-        dims: names of the dims that are sliced over it, as rules "dim -> this axis".
+        degree: number of ranks along the new axis.
+        dims: names of the dims that are sharded, as rules "dim -> this axis".
 
     Cost:
-        Bytes sent per rank and step: ``2 (n-1)/n`` of the outputs and inputs of all sliced blocks, for every
-        microbatch. Memory per rank: sliced parameters ``1/n``, all others whole.
+        Bytes sent per rank and step: ``2 (n-1)/n`` of the outputs and inputs of all tensor-parallel blocks, for every
+        microbatch. Memory per rank: ``1/n`` of the sharded parameters, and all others.
 
     Source:
         Shazeer et al., Mesh-TensorFlow: Deep Learning for Supercomputers, NeurIPS 2018; Shoeybi et al.,
@@ -52,73 +54,72 @@ class Tensor:
         return inner * self.degree
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model with every layer that is sliced as a block of its own.
+        """Return the model with every sharded layer in a block of its own.
 
         Raises:
-            PlanError: nothing can be sliced along these dims, or a size does not divide.
+            PlanError: nothing can be sharded along these dims, or a size is not divisible.
         """
         if self.degree == 1:
             return model
-        known = {piece.tp.dim: piece for piece in model.layers if piece.tp is not None}
-        if not known.keys() & set(self.dims):
-            has = f"the dims {', '.join(sorted(known))}" if known else "no pair of linear layers that can be sliced"
+        known = {layer.tp.dim for layer in model.layers if layer.tp is not None}
+        if not known & set(self.dims):
+            has = f"the dims {', '.join(sorted(known))}" if known else "no pair of linear layers that can be sharded"
             raise PlanError(
-                f"{self} slices {' and '.join(self.dims)}, but the model has {has}; "
+                f"{self} shards {' and '.join(self.dims)}, but the model has {has}; "
                 "name its dims with dims=..., or choose data, zero or pipeline"
             )
-        for piece in model.layers:
-            if piece.tp is not None and piece.tp.dim in self.dims and piece.tp.dim_size % self.degree:
+        for layer in model.layers:
+            if layer.tp is not None and layer.tp.dim in self.dims and layer.tp.dim_size % self.degree:
                 raise PlanError(
-                    f"{self} cannot slice {piece.tp.dim} of {piece.name}: {piece.tp.dim_size} does not divide by "
+                    f"{self} cannot shard {layer.tp.dim} of {layer.name}: {layer.tp.dim_size} is not divisible by "
                     f"{self.degree}; give a number of ranks that divides it"
                 )
         return model.split_out_tp_blocks(self.dims, self.degree)
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
-        """Return the program for ``degree`` ranks with one slice each.
+        """Return the program for ``degree`` ranks with one shard each.
 
         Raises:
-            PlanError: the program is sliced already, or is served asynchronously.
+            PlanError: the program is tensor-parallel already, or has an asynchronous server.
         """
-        if any(isinstance(word, ApplyPushes) for _, word in program.instructions()):
+        if any(isinstance(instruction, ApplyPushes) for _, instruction in program.instructions()):
             raise PlanError(
-                f"{self} stands behind an asynchronous server; each slice would have a server that takes pushes in an "
-                "order of its own, and what is not sliced would drift apart; give consistency=bsp, or leave out tensor"
+                f"{self} comes after an asynchronous server: the server of each shard would apply pushes in an order "
+                "of its own, and replicated parameters would diverge; give consistency=bsp, or drop tensor"
             )
-        if any(row.tp_degree > 1 for row in program.rank_programs):
-            raise PlanError(f"{self} stands in a plan that is sliced already; write one tensor(...) with all dims")
+        if any(rank_program.tp_degree > 1 for rank_program in program.rank_programs):
+            raise PlanError(f"{self} is in a plan with tensor already; write one tensor(...) with all dims")
         if self.degree == 1:
             return program
         stride = program.num_ranks
-        copies = widen_commits(replicate(program, self.degree, same_samples=True), self.degree)
-        sliced = {index for index, block in enumerate(model.blocks) if block.tp is not None}
+        replicated = widen_commits(replicate(program, self.degree, same_samples=True), self.degree)
+        tp_blocks = {index for index, block in enumerate(model.blocks) if block.tp is not None}
 
-        def rule(rank: int, word: Instruction) -> Iterable[Instruction]:
-            """Yield the word and, where a block is sliced, the sum of its partial outputs or input gradients."""
-            yield word
-            if isinstance(word, Forward | Backward) and word.block in sliced:
-                group = tuple(range(rank % stride, stride * self.degree, stride))
-                if isinstance(word, Forward):
-                    yield Collective("all_reduce", TensorRef("y", (word.block,), word.micro), group)
-                elif word.block > 0 and word.computes_input_grad:
-                    yield Collective("all_reduce", TensorRef("dx", (word.block,), word.micro), group)
+        def add_all_reduce(rank: int, instruction: Instruction) -> Iterable[Instruction]:
+            yield instruction
+            if isinstance(instruction, Forward | Backward) and instruction.block in tp_blocks:
+                group, block = replica_group(rank, stride, self.degree), instruction.block
+                if isinstance(instruction, Forward):
+                    yield Collective("all_reduce", TensorRef("y", (block,), instruction.micro), group)
+                elif block > 0 and instruction.computes_input_grad:
+                    yield Collective("all_reduce", TensorRef("dx", (block,), instruction.micro), group)
 
-        spread = expand(copies, rule)
+        expanded = expand(replicated, add_all_reduce)
         return Program(
             tuple(
-                replace(row, slice_index=rank // stride, num_slices=self.degree)
-                for rank, row in enumerate(spread.rank_programs)
+                replace(rank_program, tp_rank=rank // stride, tp_degree=self.degree)
+                for rank, rank_program in enumerate(expanded.rank_programs)
             )
         )
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
-        """Return the forecast with one ring all-reduce per sliced block, direction and microbatch."""
+        """Return the cost with one ring all-reduce per tensor-parallel block, direction and microbatch."""
         if self.degree == 1:
             return inner
         ranks = tuple(self._rank_cost(rank, inner.samples_per_microbatch, model) for rank in inner.ranks)
-        sliced = frozenset(index for index, block in enumerate(model.blocks) if block.tp is not None)
-        return replace(inner, ranks=ranks * self.degree, tp_blocks=sliced)
+        tp_blocks = frozenset(index for index, block in enumerate(model.blocks) if block.tp is not None)
+        return replace(inner, ranks=ranks * self.degree, tp_blocks=tp_blocks)
 
     def _rank_cost(self, rank: RankCost, samples: int, model: ModelSpec) -> RankCost:
-        sent = 2 * ring_fraction(self.degree) * tp_allreduce_bytes(model, rank.blocks) * samples * rank.num_micros
-        return replace(rank, other_bytes=rank.other_bytes + sent)
+        volume = tp_allreduce_bytes(model, rank.blocks) * samples * rank.num_micros
+        return replace(rank, other_bytes=rank.other_bytes + 2 * ring_fraction(self.degree) * volume)

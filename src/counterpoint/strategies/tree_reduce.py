@@ -1,4 +1,14 @@
-"""Gradients that go up a tree of replicas to the first one, which updates, and weights that come down the same tree."""
+r"""Tree reduction: gradients are summed up a tree of replicas; its root updates and sends weights down the same tree.
+
+::
+
+    binomial (5 replicas)      star            chain
+           0                    0              0 <- 1 <- 2 <- 3
+         / | \\                /|\\
+        1  2  4              1 2 3
+           |
+           3
+"""
 
 from __future__ import annotations
 
@@ -23,6 +33,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Instructions, Program, RankProgram
 from counterpoint.program.rewrite import forward_blocks, grad_completion_index, replicate, widen_commits
+from counterpoint.strategies.replica_groups import receives_grad, updated_units
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost
 
 TreeShape: TypeAlias = Literal["binomial", "star", "chain"]
@@ -30,23 +41,23 @@ TreeShape: TypeAlias = Literal["binomial", "star", "chain"]
 
 @dataclass(frozen=True, slots=True)
 class TreeReduce:
-    """Copy the program ``degree`` times; gradients are added up along a tree to the first copy, which alone updates.
+    """Replicate the program ``degree`` times; gradients are summed up a tree to replica 0, which alone updates.
 
-    The weights come back along the same tree. With ``shape=binomial`` copy i hands its gradients to the copy whose
-    number is i without its lowest bit, so that ``log2 n`` messages follow each other; with ``star`` to copy 0; with
-    ``chain`` to copy i-1, which hands every unit on as soon as it has it. Trees may be nested: ``tree(4) * tree(2)``
-    is one inside each of two groups, and one between the first copies of the groups.
+    Weights are sent down the same tree. With ``shape=binomial`` replica i sends its gradients to the replica whose
+    number is i without its lowest set bit, so that the tree has depth ``log2 n``; with ``star`` to replica 0; with
+    ``chain`` to replica i-1, which forwards every unit as soon as it has it. Trees can be nested: ``tree(4) * tree(2)``
+    is one tree in each of two groups, and one between the first replicas of the groups.
 
     Args:
-        degree: ranks along the new axis.
+        degree: number of ranks along the new axis.
         shape: ``binomial``, ``star`` or ``chain``.
-        sends: ``after_backward`` for gradients that are sent after all backwards, ``during_backward`` for each as soon as it is complete;
-            where others add to it, it is received and handed on one backward later.
+        send: ``after_backward`` sends all gradients after the last backward; ``during_backward`` sends each as soon as
+            it is complete. A gradient that children add to is received and forwarded one backward later.
 
     Cost:
-        Bytes sent per step, with P bytes of weights: P for the gradients of each copy but the first, and P for each
-        copy that gets its weights from this one. In all ``2 (n-1) P``; of that the first sends ``ceil(log2 n) P``,
-        ``(n-1) P`` and ``P`` in the three shapes. Memory: optimizer state only on the first copy.
+        Bytes sent per step, for P bytes of weights: P for the gradients of each replica but the root, and P for each
+        child that is sent weights. In total ``2 (n-1) P``, of which the root sends ``ceil(log2 n) P``, ``(n-1) P`` and
+        ``P`` in the three shapes. Memory: optimizer state only on the root.
 
     Source:
         Iandola et al., FireCaffe, CVPR 2016, section 5 (binomial).
@@ -74,7 +85,7 @@ class TreeReduce:
 
     @property
     def granularity(self) -> Granularity:
-        """How finely the model should be cut."""
+        """How finely the model should be split."""
         return "prefer_blocks" if self.send == "during_backward" else "whole"
 
     def num_ranks(self, inner: int) -> int:
@@ -82,149 +93,146 @@ class TreeReduce:
         return inner * self.degree
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         return model
 
-    def parent(self, copy: int) -> int:
-        """Return the copy that one which is not the first hands its gradients to."""
+    def parent(self, replica: int) -> int:
+        """Return the replica to which a replica other than the root sends its gradients."""
         match self.shape:
             case "binomial":
-                return copy & (copy - 1)
+                return replica & (replica - 1)
             case "star":
                 return 0
             case "chain":
-                return copy - 1
+                return replica - 1
 
-    def children(self, copy: int) -> tuple[int, ...]:
-        """Return the copies that hand their gradients to this one, those with the smallest subtrees first."""
-        return tuple(other for other in range(copy + 1, self.degree) if self.parent(other) == copy)
+    def children(self, replica: int) -> tuple[int, ...]:
+        """Return the replicas that send their gradients to this one, those with the smallest subtrees first."""
+        return tuple(other for other in range(replica + 1, self.degree) if self.parent(other) == replica)
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
-        """Return the program for ``degree`` copies.
+        """Return the program for ``degree`` replicas.
 
         Raises:
-            PlanError: gradients have been shared out, or the weights live on servers.
+            PlanError: gradients are sharded, or the weights live on servers.
         """
         if _uses_servers(program):
+            raise PlanError(f"{self} comes after server, which keeps the weights already; write data(...) instead")
+        instructions = (instruction for _, instruction in program.instructions())
+        if any(isinstance(one, Collective) and one.op == "reduce_scatter" for one in instructions):
             raise PlanError(
-                f"{self} stands behind server, which keeps the weights already; write data(...) in its place"
-            )
-        if any(isinstance(word, Collective) and word.op == "reduce_scatter" for _, word in program.instructions()):
-            raise PlanError(
-                f"{self} stands where gradients have been shared out, but hands on whole ones; write data(...) in its "
-                "place, or data(...) instead of what shares out"
+                f"{self} comes after a strategy that shards gradients, but sends whole ones; write data(...) instead "
+                "of either"
             )
         if self.degree == 1:
             return program
         stride = program.num_ranks
-        copies = widen_commits(replicate(program, self.degree), self.degree)
-        rows = []
-        for rank, row in enumerate(copies.rank_programs):
-            copy, place = divmod(rank, stride)
-            up = self.parent(copy) * stride + place if copy else None
-            down = tuple(child * stride + place for child in self.children(copy))
-            rows.append(_TreeRank(self.send, up, down).rewrite(row))
-        return Program(tuple(rows))
+        replicated = widen_commits(replicate(program, self.degree), self.degree)
+        rank_programs = []
+        for rank, rank_program in enumerate(replicated.rank_programs):
+            replica, offset = divmod(rank, stride)
+            parent = self.parent(replica) * stride + offset if replica else None
+            children = tuple(child * stride + offset for child in self.children(replica))
+            rank_programs.append(_TreeRank(self.send, parent, children).rewrite(rank_program))
+        return Program(tuple(rank_programs))
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
-        """Return the forecast with gradients on their way up and weights on their way down."""
+        """Return the cost with gradients sent up the tree and weights sent down."""
         if self.degree == 1:
             return inner
-        ranks = tuple(self._rank_cost(copy, rank) for copy in range(self.degree) for rank in inner.ranks)
+        ranks = tuple(self._rank_cost(replica, rank) for replica in range(self.degree) for rank in inner.ranks)
         return replace(inner, ranks=ranks, num_micros=inner.num_micros * self.degree)
 
-    def _rank_cost(self, copy: int, rank: RankCost) -> RankCost:
-        messages = len(self.children(copy)) + (copy > 0)
-        sent = rank.other_bytes + messages * sum(rank.updates.values(), Fraction(0))
-        return (
-            replace(rank, other_bytes=sent, updates={}, optimizer_fraction=Fraction(0))
-            if copy
-            else replace(rank, other_bytes=sent)
-        )
+    def _rank_cost(self, replica: int, rank: RankCost) -> RankCost:
+        num_messages = len(self.children(replica)) + (replica > 0)
+        other_bytes = rank.other_bytes + num_messages * sum(rank.updates.values(), Fraction(0))
+        if replica:
+            return replace(rank, other_bytes=other_bytes, updates={}, optimizer_fraction=Fraction(0))
+        return replace(rank, other_bytes=other_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _TreeRank:
-    """One rank's place in its tree.
+    """One rank's position in its tree.
 
     Args:
-        sends: when gradients are handed on.
-        up: the rank it hands gradients to; None for the first copy's.
-        down: the ranks it gets gradients from.
+        send: when gradients are sent up.
+        parent: the rank to which it sends gradients; None for the root.
+        children: the ranks from which it receives gradients.
     """
 
     send: Literal["after_backward", "during_backward"]
     parent: int | None
     children: Sequence[int]
 
-    def rewrite(self, row: RankProgram) -> RankProgram:
-        """Return the row with its messages; one that updates nothing has none."""
-        at = next((index for index, word in enumerate(row.body) if isinstance(word, Commit)), len(row.body))
-        units = [word.unit for word in row.body if isinstance(word, Update)]
-        return replace(
-            row, body=(*self.add_grad_messages(row.body[:at], units), *self.add_weight_messages(row.body[at:]))
-        )
+    def rewrite(self, rank_program: RankProgram) -> RankProgram:
+        """Return the rank program with its messages; one that updates nothing has none."""
+        body = rank_program.body
+        commit = next((index for index, instruction in enumerate(body) if isinstance(instruction, Commit)), len(body))
+        compute, update = body[:commit], body[commit:]
+        with_grads = self.add_grad_messages(compute, updated_units(body))
+        return replace(rank_program, body=(*with_grads, *self.add_weight_messages(update)))
 
-    def add_grad_messages(self, words: Instructions, units: Sequence[Unit]) -> Iterator[Instruction]:
-        """Yield the words, and gradients coming in and going out behind them, in the order of their completion."""
+    def add_grad_messages(self, instructions: Instructions, units: Sequence[Unit]) -> Iterator[Instruction]:
+        """Yield the instructions and the messages with gradients, in the order in which gradients are complete."""
         due: dict[int, list[Unit]] = {}
-        for index, unit in sorted((grad_completion_index(words, unit) or 0, unit) for unit in units):
-            due.setdefault(self.message_index(words, index), []).append(unit)
-        for index, word in enumerate(words):
-            yield word
+        for index, unit in sorted((grad_completion_index(instructions, unit) or 0, unit) for unit in units):
+            due.setdefault(self.message_index(instructions, index), []).append(unit)
+        for index, instruction in enumerate(instructions):
+            yield instruction
             for unit in due.get(index, ()):
                 yield from (Recv(grad(unit), child) for child in self.children)
-                yield from self.send_up(unit)
+                if self.parent is not None:
+                    yield Send(grad(unit), self.parent)
 
-    def message_index(self, words: Instructions, complete: int) -> int:
-        """Return the index of the word behind which a gradient comes in and goes out.
+    def message_index(self, instructions: Instructions, complete: int) -> int:
+        """Return the index of the instruction after which a gradient is received and sent.
 
-        One that is sent early goes as soon as it is complete. Where others add to it, it waits for one more backward,
-        so that their messages have had as long to arrive; not for a sum, in which others may be waited for. What the
-        words before send, a stage of a pipeline may be waiting for: it goes first.
+        Args:
+            instructions: up to the commit.
+            complete: index of the instruction that completes the gradient.
         """
         if self.send == "after_backward":
-            return len(words) - 1
-        place = complete
-        if self.children:
-            later = range(complete + 1, len(words))
-            place = next((index for index in later if isinstance(words[index], Backward)), complete)
-        while place + 1 < len(words) and isinstance(words[place + 1], Send):
-            place += 1
-        return place
+            return len(instructions) - 1
+        index = complete
+        if self.children:  # one more backward, so that the children's messages have time to arrive
+            later = range(complete + 1, len(instructions))
+            index = next(
+                (later_index for later_index in later if isinstance(instructions[later_index], Backward)), complete
+            )
+        while index + 1 < len(instructions) and isinstance(instructions[index + 1], Send):
+            index += 1  # another pipeline stage may be waiting for what this one sends: that goes first
+        return index
 
-    def send_up(self, unit: Unit) -> Iterable[Instruction]:
-        """Return the message with a gradient; none where it is for the first copy to apply."""
-        return (Send(grad(unit), self.parent),) if self.parent is not None else ()
-
-    def add_weight_messages(self, words: Instructions) -> Iterator[Instruction]:
-        """Yield the words from the commit on; what is not updated here comes from above, and all of it goes down."""
-        last = max((index for index, word in enumerate(words) if isinstance(word, Update)), default=-1)
-        units = [word.unit for word in words if isinstance(word, Update)]
-        for index, word in enumerate(words):
-            if isinstance(word, Update) and self.parent is not None:
-                yield Recv(weight(word.unit), self.parent)
-                yield from self.send_down(word.unit)
+    def add_weight_messages(self, instructions: Instructions) -> Iterator[Instruction]:
+        """Yield the instructions from the commit on, with weights received from the parent and sent to the children."""
+        last = max(
+            (index for index, instruction in enumerate(instructions) if isinstance(instruction, Update)), default=-1
+        )
+        for index, instruction in enumerate(instructions):
+            if isinstance(instruction, Update) and self.parent is not None:
+                yield Recv(weight(instruction.unit), self.parent)
+                yield from self.send_down(instruction.unit)
             else:
-                yield word
+                yield instruction
             if index == last and self.parent is None:
-                yield from (sent for unit in units for sent in self.send_down(unit))
+                yield from (send for unit in updated_units(instructions) for send in self.send_down(unit))
 
     def send_down(self, unit: Unit) -> Iterable[Instruction]:
-        """Return the messages with weights, to those with the largest subtrees first."""
+        """Return the messages with weights, to the children with the largest subtrees first."""
         return (Send(weight(unit), child) for child in reversed(self.children))
 
 
 def uses_tree_reduce(program: Program) -> bool:
-    """Tell whether gradients are handed to a rank that computes gradients, too: then the others update nothing."""
-    computing = (row.body for row in program.rank_programs if forward_blocks(row))
-    return any(_receives_grad(word) for words in computing for word in words)
+    """Tell whether gradients are sent to a rank that computes gradients itself: then the others do not update."""
+    computing = (rank_program.body for rank_program in program.rank_programs if forward_blocks(rank_program))
+    return any(receives_grad(instruction) for body in computing for instruction in body)
 
 
 def _uses_servers(program: Program) -> bool:
-    idle = (row.body for row in program.rank_programs if not forward_blocks(row))
-    return any(isinstance(word, ApplyPushes) or _receives_grad(word) for words in idle for word in words)
-
-
-def _receives_grad(word: Instruction) -> bool:
-    return isinstance(word, Recv) and word.tensor.name == "grad"
+    not_computing = (rank_program.body for rank_program in program.rank_programs if not forward_blocks(rank_program))
+    return any(
+        isinstance(instruction, ApplyPushes) or receives_grad(instruction)
+        for body in not_computing
+        for instruction in body
+    )

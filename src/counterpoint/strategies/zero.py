@@ -1,8 +1,15 @@
-"""ZeRO: replicas share out what data parallelism would keep on every one of them."""
+"""ZeRO: replicas shard the optimizer state, gradients and weights that data parallelism would replicate.
+
+::
+
+    level 1   backward of all microbatches | reduce_scatter(grad) | update own shard | all_gather(weight)
+    level 2   each backward, then reduce_scatter(grad) and free it | update own shard | all_gather(weight)
+    level 3   all_gather(weight) around each forward and backward, free it after; reduce_scatter as level 2
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -16,12 +23,10 @@ from counterpoint.program.instruction import (
     Free,
     Group,
     Instruction,
-    Recv,
-    Update,
     grad,
     weight,
 )
-from counterpoint.program.program import Instructions, Program, RankProgram
+from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import (
     backward_runs,
     forward_blocks,
@@ -31,29 +36,30 @@ from counterpoint.program.rewrite import (
     replicate,
     widen_commits,
 )
+from counterpoint.strategies.replica_groups import add_after_updates, receives_grad, replica_group, updated_units
 from counterpoint.strategies.strategy import CostEstimate, Granularity, RankCost, ring_fraction
 from counterpoint.strategies.tree_reduce import uses_tree_reduce
 
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Copy the program ``degree`` times; each copy keeps and updates its own share of the states.
+    """Replicate the program ``degree`` times; each replica keeps and updates its own shard of the states.
 
-    Level 1 shares the optimizer state: gradients are reduce-scattered once before the update, weights gathered
-    after it. Level 2 also shares the gradients: they are reduce-scattered after each backward. Level 3 also
-    shares the weights: they are gathered before each use and released after it.
+    Level 1 shards the optimizer state: gradients are reduce-scattered once before the update, weights gathered
+    after it. Level 2 also shards the gradients: they are reduce-scattered after each backward. Level 3 also
+    shards the weights: they are gathered before each use and freed after it.
 
     Args:
-        degree: ranks along the new axis.
+        degree: number of ranks along the new axis.
         level: 1, 2 or 3, as above.
-        name: what errors call it, where it is part of another strategy.
+        name: the strategy as the user wrote it, for errors, if it is part of another one.
 
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
-        ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each, and its
-        gradient shared out by each of a stage's chunks).
-        Memory per rank: optimizer state ``1/n``; from level 2 gradients ``1/n`` from one forward to the next, whole
-        ones only until the last backward of their unit; at level 3 weights ``1/n``.
+        ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each of them,
+        and its gradient reduce-scattered for each chunk of a stage).
+        Memory per rank: ``1/n`` of the optimizer state; from level 2 on ``1/n`` of the gradients from one forward to
+        the next, and whole ones only until the last backward of their unit; at level 3 ``1/n`` of the weights.
 
     Source:
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
@@ -76,7 +82,7 @@ class Zero:
 
     @property
     def granularity(self) -> Granularity:
-        """How finely the model should be cut."""
+        """How finely the model should be split."""
         return "prefer_blocks" if self.level == 3 else "whole"
 
     def num_ranks(self, inner: int) -> int:
@@ -84,81 +90,83 @@ class Zero:
         return inner * self.degree
 
     def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         return model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
-        """Return the program for ``degree`` replicas with one share each.
+        """Return the program for ``degree`` replicas with one shard each.
 
         Raises:
-            PlanError: the program is shared out already, or keeps its weights on servers or the first copy of a tree.
+            PlanError: states are sharded already, or live on servers or on the root of a tree.
         """
-        if uses_tree_reduce(program):
-            raise PlanError(
-                f"{self} stands behind tree, of whose copies only the first updates, so that there is nothing to share "
-                "out; write zero(...) with all ranks, without tree(...)"
-            )
-        for _, word in program.instructions():
-            if isinstance(word, Collective) and word.op == "reduce_scatter":
-                raise PlanError(
-                    f"{self} stands in a plan that is shared out already; write one zero(...) with all ranks"
-                )
-            if self.level > 1 and isinstance(word, Collective) and word.codec:
-                raise PlanError(
-                    f"{self} shares gradients out before they are summed in the code {word.codec}, which is about whole "
-                    "ones; write zero(..., level=1), or data(...) without compress and reduce"
-                )
-            if isinstance(word, ApplyPushes) or (isinstance(word, Recv) and word.tensor.name == "grad"):
-                raise PlanError(
-                    f"{self} stands in a plan whose weights live on servers; write zero(...) or server(...)"
-                )
+        self._check_unsharded(program)
         if self.degree == 1:
             return program
         stride = program.num_ranks
-        copies = widen_commits(replicate(program, self.degree), self.degree)
+        replicated = widen_commits(replicate(program, self.degree), self.degree)
         if self.level == 1:
-            copies = insert_before_commit(
-                copies, lambda rank, row: _reduce_scatter_before_update(row, self.shard_group(rank, stride))
+            replicated = insert_before_commit(
+                replicated,
+                lambda rank, rank_program: _reduce_scatter_before_update(
+                    rank_program, replica_group(rank, stride, self.degree)
+                ),
             )
         units = tuple(model.units)
-        spread = (
-            self._shard_rank_program(row, self.shard_group(rank, stride), units)
-            for rank, row in enumerate(copies.rank_programs)
+        sharded = (
+            self._shard_rank_program(rank_program, replica_group(rank, stride, self.degree), units)
+            for rank, rank_program in enumerate(replicated.rank_programs)
         )
-        return replace(copies, rows=tuple(spread))
+        return replace(replicated, rank_programs=tuple(sharded))
 
-    def shard_group(self, rank: int, stride: int) -> Group:
-        """Return the ranks that hold the shares of the same parameters as ``rank``."""
-        return tuple(range(rank % stride, stride * self.degree, stride))
-
-    def _shard_rank_program(self, row: RankProgram, group: Group, units: tuple[Unit, ...]) -> RankProgram:
-        used = _UnitUse.from_rank_program(row, units)
-        if self.level == 3:
-            return map_row(row, lambda words: [new for word in words for new in _all_gather_around(word, group, used)])
-        if self.level == 2:
-            row = map_row(
-                row, lambda words: [new for word in words for new in _reduce_scatter_after_backward(word, group, used)]
+    def _check_unsharded(self, program: Program) -> None:
+        if uses_tree_reduce(program):
+            raise PlanError(
+                f"{self} comes after tree, where only the first replica updates, so that there is nothing to shard; "
+                "write zero(...) with all ranks, without tree(...)"
             )
-        return map_row(row, lambda words: _all_gather_after_updates(words, group))
+        for _, instruction in program.instructions():
+            if isinstance(instruction, Collective) and instruction.op == "reduce_scatter":
+                raise PlanError(f"{self} is in a plan that is sharded already; write one zero(...) with all ranks")
+            if self.level > 1 and isinstance(instruction, Collective) and instruction.codec:
+                raise PlanError(
+                    f"{self} shards gradients before they are all-reduced with {instruction.codec}, which needs whole "
+                    "gradients; write zero(..., level=1), or data(...) without compress and reduce"
+                )
+            if isinstance(instruction, ApplyPushes) or receives_grad(instruction):
+                raise PlanError(f"{self} is in a plan whose weights live on servers; write zero(...) or server(...)")
+
+    def _shard_rank_program(self, rank_program: RankProgram, group: Group, units: tuple[Unit, ...]) -> RankProgram:
+        use = _UnitUse.from_rank_program(rank_program, units)
+        if self.level == 3:
+            return map_row(
+                rank_program, lambda body: [new for one in body for new in _all_gather_around(one, group, use)]
+            )
+        if self.level == 2:
+            rank_program = map_row(
+                rank_program,
+                lambda body: [new for one in body for new in _reduce_scatter_after_backward(one, group, use)],
+            )
+        return map_row(rank_program, lambda body: add_after_updates(body, "all_gather", group))
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
-        """Return the forecast with the reduce-scatters and all-gathers of the level."""
-        ranks = tuple(self._rank_cost(rank, model) for rank in inner.ranks)
+        """Return the cost with the reduce-scatters and all-gathers of the level."""
+        ranks = tuple(self._rank_cost(rank) for rank in inner.ranks)
         return replace(inner, ranks=ranks).replicate(self.degree)
 
-    def _rank_cost(self, rank: RankCost, model: ModelSpec) -> RankCost:
-        moved = sum(size * self._collectives_per_step(unit, rank) for unit, size in rank.updates.items())
+    def _rank_cost(self, rank: RankCost) -> RankCost:
+        volume = sum(size * self._collectives_per_step(unit, rank) for unit, size in rank.updates.items())
+        shards_grads = self.level > 1
         return replace(
             rank,
-            other_bytes=rank.other_bytes + ring_fraction(self.degree) * moved,
-            allreduce_bytes=rank.allreduce_bytes / (self.degree if self.level > 1 else 1),
+            other_bytes=rank.other_bytes + ring_fraction(self.degree) * volume,
+            allreduce_bytes=rank.allreduce_bytes / (self.degree if shards_grads else 1),
             updates={unit: size / self.degree for unit, size in rank.updates.items()},
             optimizer_fraction=rank.optimizer_fraction / self.degree,
-            grad_fraction=rank.grad_fraction / self.degree if self.level > 1 else rank.grad_fraction,
+            grad_fraction=rank.grad_fraction / self.degree if shards_grads else rank.grad_fraction,
         )
 
     def _collectives_per_step(self, unit: Unit, rank: RankCost) -> int:
-        """Return how often a unit is scattered or gathered in one step."""
+        """Return how many reduce-scatters and all-gathers of a unit one step has."""
         if self.level == 1:
             return 2
         if self.level == 2:
@@ -167,63 +175,53 @@ class Zero:
         return rank.num_micros * (2 * uses + rank.num_chunks(unit))
 
 
-def _reduce_scatter_before_update(row: RankProgram, group: Group) -> list[Instruction]:
-    units = [word.unit for word in row.body if isinstance(word, Update)]
-    return [Collective("reduce_scatter", grad(unit), group) for unit in order_by_grad_completion(row, units)]
-
-
 class _UnitUse(NamedTuple):
-    """The units that a row's blocks use.
+    """The units that the blocks of a rank program use.
 
     Args:
-        by_block: those of each block.
-        done_by: those of whose gradient a run of backwards makes no more behind that of a block.
+        by_block: units used by each block.
+        completed_by: units whose gradient is complete, within a run of consecutive backwards, after that of each block.
     """
 
     by_block: dict[int, list[Unit]]
     completed_by: dict[int, list[Unit]]
 
     @staticmethod
-    def from_rank_program(row: RankProgram, units: Iterable[Unit]) -> _UnitUse:
-        """Read off a row which units its blocks use, and behind which block each gradient is complete."""
+    def from_rank_program(rank_program: RankProgram, units: Iterable[Unit]) -> _UnitUse:
         units = tuple(units)
-        by_block = {block: [unit for unit in units if block in unit] for block in forward_blocks(row)}
-        run_of = {block: number for number, run in enumerate(backward_runs(row)) for block in run}
+        by_block = {block: [unit for unit in units if block in unit] for block in forward_blocks(rank_program)}
+        run_of = {block: number for number, run in enumerate(backward_runs(rank_program)) for block in run}
         last: dict[tuple[Unit, int], int] = {}
         for block in sorted(by_block, reverse=True):
             last.update({(unit, run_of[block]): block for unit in by_block[block]})
-        done_by = {
-            block: [unit for unit in found if last[unit, run_of[block]] == block] for block, found in by_block.items()
+        completed_by = {
+            block: [unit for unit in used if last[unit, run_of[block]] == block] for block, used in by_block.items()
         }
-        return _UnitUse(by_block, done_by)
+        return _UnitUse(by_block, completed_by)
 
 
-def _reduce_scatter_after_backward(word: Instruction, group: Group, used: _UnitUse) -> Iterable[Instruction]:
-    yield word
-    if isinstance(word, Backward) and word.computes_weight_grad:
-        for unit in used.completed_by[word.block]:
+def _reduce_scatter_before_update(rank_program: RankProgram, group: Group) -> list[Instruction]:
+    units = order_by_grad_completion(rank_program, updated_units(rank_program.body))
+    return [Collective("reduce_scatter", grad(unit), group) for unit in units]
+
+
+def _reduce_scatter_after_backward(instruction: Instruction, group: Group, use: _UnitUse) -> Iterator[Instruction]:
+    yield instruction
+    if isinstance(instruction, Backward) and instruction.computes_weight_grad:
+        for unit in use.completed_by[instruction.block]:
             yield Collective("reduce_scatter", grad(unit), group)
             yield Free(grad(unit))
 
 
-def _all_gather_around(word: Instruction, group: Group, used: _UnitUse) -> Iterable[Instruction]:
-    if not isinstance(word, Forward | Backward):
-        yield word
+def _all_gather_around(instruction: Instruction, group: Group, use: _UnitUse) -> Iterator[Instruction]:
+    if not isinstance(instruction, Forward | Backward):
+        yield instruction
         return
-    if isinstance(word, Backward) and not word.computes_input_grad:  # it reads no weights
-        yield from _reduce_scatter_after_backward(word, group, used)
+    if isinstance(instruction, Backward) and not instruction.computes_input_grad:  # it reads no weights
+        yield from _reduce_scatter_after_backward(instruction, group, use)
         return
-    for unit in used.by_block[word.block]:
+    for unit in use.by_block[instruction.block]:
         yield Collective("all_gather", weight(unit), group)
-    yield from _reduce_scatter_after_backward(word, group, used)
-    for unit in used.by_block[word.block]:
+    yield from _reduce_scatter_after_backward(instruction, group, use)
+    for unit in use.by_block[instruction.block]:
         yield Free(weight(unit))
-
-
-def _all_gather_after_updates(words: Instructions, group: Group) -> Iterable[Instruction]:
-    last = max((index for index, word in enumerate(words) if isinstance(word, Update)), default=-1)
-    units = [word.unit for word in words if isinstance(word, Update)]
-    for index, word in enumerate(words):
-        yield word
-        if index == last:
-            yield from (Collective("all_gather", weight(unit), group) for unit in units)

@@ -97,7 +97,7 @@ def told(word):
     """A word without its version; its microbatch comes last."""
     if isinstance(word, Forward | Backward):
         return type(word), word.block, word.micro
-    return type(word), word.value.name, word.peer, word.value.micro
+    return type(word), word.tensor.name, word.peer, word.tensor.micro
 
 
 def test_stages_decide_each_for_itself_and_a_replicated_one_less_often():

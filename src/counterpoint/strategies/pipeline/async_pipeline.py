@@ -123,7 +123,7 @@ class AsyncPipeline:
         for course in courses:
             for twin in range(course.count):
                 made = [self._rank_cost(rank, course, inner, model) for rank in inner.ranks]
-                ranks += [replace(rank, versions=course.weight_versions(twin)) for rank in made]
+                ranks += [replace(rank, weight_versions=course.weight_versions(twin)) for rank in made]
         staleness = max(course.staleness for course in courses)
         return replace(
             inner, ranks=tuple(ranks), staleness=staleness, recv_buffer_depth=self._recv_buffer_depth(courses[0])

@@ -190,7 +190,7 @@ def choose_chunk_starts(model: ModelSpec, replicas: Sequence[float], stages: Seq
             return replace(model, chunk_starts=())
     starts = list(accumulate(fine, initial=0))[:-1]
     heads = tuple(parts[start].first_layer for start in starts)
-    return replace(model, blocks=tuple(_split_blocks(model.blocks, heads)), heads=heads)
+    return replace(model, blocks=tuple(_split_blocks(model.blocks, heads)), chunk_starts=heads)
 
 
 def split_before(model: ModelSpec, modules: Collection[str]) -> ModelSpec:

@@ -110,7 +110,7 @@ def mpi_caffe(degree: int, *, comm_group: int = 0, split_points: tuple[str, ...]
     Args:
         degree: all ranks.
         comm_group: ranks of a group; all of them by default, 1 for layers on ranks of their own.
-        cuts: the modules with which the second group begins, and so on; by default the slowest is as fast as can be.
+        split_points: the modules with which the second group begins, and so on; by default the slowest is as fast as can be.
 
     Promise:
         The same numbers as on one rank, to rounding.

@@ -29,9 +29,9 @@ def gpipe(
             stage is made as fast as can be.
         chunks: microbatches of a batch; by default as many as divide the batch, up to four for each stage.
         checkpoint: for which microbatches activations are computed again: ``never``, ``except_last`` or ``always``.
-        cuts: in place of a balance the modules with which stages begin.
+        split_points: in place of a balance the modules with which stages begin.
         replicas: ranks per stage; microbatch m goes to replica m mod r.
-        virtual: runs of blocks per stage, one after the other.
+        chunks_per_stage: runs of blocks per stage, one after the other.
 
     Promise:
         The same numbers as on one rank, to rounding; batch norm alone sees microbatches.

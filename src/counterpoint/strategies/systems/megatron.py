@@ -19,9 +19,9 @@ def megatron_interleaved(
 
     Args:
         degree: number of stages, pipeline-model-parallel-size there.
-        virtual: chunks per stage, virtual pipeline stages there.
+        chunks_per_stage: chunks per stage, virtual pipeline stages there.
         balance: blocks per chunk; by default the slowest chunk is made as fast as can be.
-        cuts: in place of a balance the modules with which chunks begin.
+        split_points: in place of a balance the modules with which chunks begin.
         recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
 
     Promise:
@@ -75,10 +75,10 @@ def zero_bubble(
 
     Args:
         degree: number of stages.
-        virtual: 1 for ZB-H1, 2 for ZB-V, whose second chunks go from the last stage back to the first.
+        chunks_per_stage: 1 for ZB-H1, 2 for ZB-V, whose second chunks go from the last stage back to the first.
         replicas: ranks per stage, among which microbatches go round; with chunks_per_stage=1.
         balance: blocks per chunk; by default the slowest chunk is made as fast as can be.
-        cuts: in place of a balance the modules with which chunks begin.
+        split_points: in place of a balance the modules with which chunks begin.
         recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
 
     Promise:

@@ -30,7 +30,7 @@ def pipedream(
         degree: number of stages.
         replicas: ranks per stage, among which minibatches go round (1F1B-RR).
         balance: blocks per stage; by default the slowest stage is made as fast as can be.
-        cuts: in place of a balance the modules with which stages begin.
+        split_points: in place of a balance the modules with which stages begin.
         recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
         vertical_sync: ``on`` has all stages use weights of one moment, chosen at the first one.
 
@@ -80,7 +80,7 @@ def pipedream_2bw(
         degree: number of stages.
         replicas: ranks per stage, among which microbatches go round.
         balance: blocks per stage; by default the slowest stage is made as fast as can be.
-        cuts: in place of a balance the modules with which stages begin.
+        split_points: in place of a balance the modules with which stages begin.
         recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
 
     Promise:
@@ -117,7 +117,7 @@ def pipedream_flush(
         degree: number of stages.
         replicas: ranks per stage, among which microbatches go round.
         balance: blocks per stage; by default the slowest stage is made as fast as can be.
-        cuts: in place of a balance the modules with which stages begin.
+        split_points: in place of a balance the modules with which stages begin.
         recompute: for which microbatches forwards are computed again: ``never``, ``except_last`` or ``always``.
 
     Promise:

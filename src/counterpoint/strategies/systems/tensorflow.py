@@ -101,7 +101,7 @@ def multi_worker_mirrored(
             f"implementation={implementation} of multi_worker_mirrored: what joins the ranks chooses the algorithm; "
             "leave it out, and give counterpoint run --transport=... where another transport is wanted"
         )
-    return (Data(degree, buckets=uniform_buckets(bytes_per_pack) if bytes_per_pack else DEFAULT_BUCKETS),)
+    return (Data(degree, buckets=uniform_buckets(bytes_per_pack) if bytes_per_pack > 0 else DEFAULT_BUCKETS),)
 
 
 UNSUPPORTED_IN_MULTI_WORKER_MIRRORED = {

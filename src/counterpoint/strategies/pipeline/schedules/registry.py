@@ -5,7 +5,7 @@ from __future__ import annotations
 from counterpoint.errors import PlanError
 from counterpoint.strategies.pipeline.schedules import (
     gpipe,
-    interleaved_1f1b as interleaved,
+    interleaved_1f1b,
     one_f_one_b,
     zero_bubble,
     zero_bubble_v,
@@ -19,7 +19,7 @@ _MAX_CHUNKS = 1 << 20
 SCHEDULES: dict[str, tuple[PipelineSchedule, ...]] = {
     "gpipe": (PipelineSchedule(gpipe.gpipe, gpipe.in_flight, range(1, _MAX_CHUNKS)),),
     "one_f_one_b": (PipelineSchedule(one_f_one_b.one_f_one_b, one_f_one_b.in_flight),),
-    "interleaved": (PipelineSchedule(interleaved.interleaved, interleaved.in_flight, range(2, _MAX_CHUNKS)),),
+    "interleaved": (PipelineSchedule(interleaved_1f1b.interleaved, interleaved_1f1b.in_flight, range(2, _MAX_CHUNKS)),),
     "zero_bubble": (
         PipelineSchedule(zero_bubble.zb_h1, zero_bubble.in_flight),
         PipelineSchedule(zero_bubble_v.zb_v, zero_bubble_v.in_flight, range(2, 3), is_v_shaped=True),
