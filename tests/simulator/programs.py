@@ -8,10 +8,10 @@ from counterpoint.simulator.cost_model import analytic_costs
 from counterpoint.world.cluster import Cluster, Device, Link
 
 
-def compile_text(text, *, m=1, blocks=4, tied=False, passes=(), proves=True):
+def compile_text(text, *, m=1, blocks=4, tied=False, passes=(), verify=True):
     plan = Plan.parse(text, num_microbatches=m)
     plan = Plan(plan.strategies, m, passes)
-    return compile_plan(plan, linear_chain(blocks, tied=tied), samples_per_micro=2, verified=proves)
+    return compile_plan(plan, linear_chain(blocks, tied=tied), samples_per_micro=2, verified=verify)
 
 
 def program(*rows):

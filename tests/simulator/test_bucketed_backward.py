@@ -62,7 +62,7 @@ def test_what_goes_through_memory_in_common_is_not_summed_early():
     hosts = Cluster(
         DEVICE, levels=(Level("host", 2, Link(0.0, 1e3, is_shared_memory=True)), Level("network", 2, Link()))
     )
-    for cluster in (place(0.5, is_copied=True), hosts):
+    for cluster in (place(0.5, is_shared_memory=True), hosts):
         text = "data(2, bucket=0)" if not cluster.levels else "data(4, bucket=0)"
         assert step_s(text, cluster, micros=2) == pytest.approx(step_s(text, cluster, passes=(), micros=2))
 
@@ -79,7 +79,7 @@ def test_a_timing_says_when_each_bucket_is_complete():
 def test_a_weight_that_several_pieces_read_is_complete_with_the_first_of_them():
     pieces = MODEL.layers
     tied = replace(
-        MODEL, blocks=(replace(as_single_block(MODEL).blocks[0], pieces=(pieces[0], *pieces[1:3], pieces[0])),)
+        MODEL, blocks=(replace(as_single_block(MODEL).blocks[0], layers=(pieces[0], *pieces[1:3], pieces[0])),)
     )
     assert slice_backward(tied, [1.0, 2.0, 1.0, 4.0], BucketConfig(0)) == (
         BackwardSlice(5 / 8, Fraction(1, 3)), BackwardSlice(2 / 8, Fraction(1, 3)), BackwardSlice(1 / 8, Fraction(1, 3))

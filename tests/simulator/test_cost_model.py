@@ -80,7 +80,7 @@ def test_a_gradient_that_was_shared_out_is_summed_in_part():
     sums = [
         s
         for word, s in zip(row, time_instructions(row, build_costs(made)).seconds, strict=True)
-        if getattr(word, "verb", "") == "all_reduce"
+        if getattr(word, "op", "") == "all_reduce"
     ]
     assert sums == [pytest.approx(4 * (1e-4 + WEIGHT / 2 / 3 / 1e8))]
 

@@ -8,7 +8,7 @@ from tests.simulator.programs import FakeCosts, program
 
 
 def spans(trace, rank):
-    return [(e.words, e.start_s, e.stop_s, e.lane) for e in trace.events if e.rank == rank]
+    return [(e.text, e.start_s, e.stop_s, e.lane) for e in trace.events if e.rank == rank]
 
 
 def test_a_rank_computes_while_its_send_is_under_way():

@@ -39,12 +39,12 @@ def test_a_call_of_several_blocks_has_the_fixed_cost_of_one():
 @pytest.mark.parametrize(("plan", "micros", "adds"), [("solo", 1, 0), ("solo", 4, 3), ("pipeline(3)", 4, 3 / 3),
                                                     ("data(2)", 2, 1), ("pipedream(3)", 4, 0)])  # fmt: skip
 def test_gradients_are_added_to_those_of_earlier_microbatches_of_a_rank_until_an_update(plan, micros, adds):
-    pieces = [replace(piece, added_s=added_s) for piece, added_s in zip(UNEVEN, (0.5, -0.25, 1.0), strict=True)]
+    pieces = [replace(piece, accumulate_s=added_s) for piece, added_s in zip(UNEVEN, (0.5, -0.25, 1.0), strict=True)]
     whole = replace(
-        layer_profile(sum(one.forward_s for one in UNEVEN), sum(one.backward_s for one in UNEVEN)), added_s=1.25
+        layer_profile(sum(one.forward_s for one in UNEVEN), sum(one.backward_s for one in UNEVEN)), accumulate_s=1.25
     )
     plain, adding = (
-        build_profile(MODEL, some, unpartitioned=replace(whole, added_s=added_s))
+        build_profile(MODEL, some, unpartitioned=replace(whole, accumulate_s=added_s))
         for some, added_s in ((UNEVEN, 0.0), (pieces, 1.25))
     )
     more_s = [predicted(plan, timing, m=micros).compute_s for timing in (adding, plain)]
@@ -71,7 +71,7 @@ def test_what_is_computed_again_takes_another_forward_and_a_call():
 
 
 def test_a_plan_without_slices_is_predicted_for_the_cut_that_it_gets():
-    coarse = replace(MODEL, blocks=(Block(MODEL.layers, 0),), chained=MODEL)
+    coarse = replace(MODEL, blocks=(Block(MODEL.layers, 0),), variant_without_tp=MODEL)
     timing, plan = build_profile(MODEL, UNEVEN), Plan.parse("pipeline(3)", num_microbatches=2)
     found = [predict_plan(plan, model, FREE, batch_size=4, profile=timing) for model in (coarse, MODEL)]
     assert found[0] == found[1]
@@ -93,7 +93,7 @@ def test_a_step_of_one_microbatch_takes_what_it_was_measured_to_take():
         unpartitioned=layer_profile(10.0, 20.0),
         overheads=Overheads(step_s=2.0, single_microbatch_step_s=1.0),
     )
-    timing = replace(timing, points=(replace(timing.batch_sizes[0], alone=layer_profile(5.0, 10.0)),))
+    timing = replace(timing, batch_sizes=(replace(timing.batch_sizes[0], single_microbatch=layer_profile(5.0, 10.0)),))
     several, one = (predicted("solo", timing, m=m, batch_size=2 * m) for m in (2, 1))
     assert (several.compute_s, several.update_s) == (60.0, 2.0)
     assert (one.compute_s, one.update_s) == (15.0, 1.0)
@@ -116,6 +116,6 @@ def test_each_stage_puts_together_what_its_own_batch_norms_have_seen():
         unpartitioned=layer_profile(10.0, 20.0),
         overheads=Overheads(step_s=3.0, single_microbatch_step_s=1.0),
     )
-    timing = replace(timing, points=(replace(timing.batch_sizes[0], alone=layer_profile(5.0, 10.0)),))
+    timing = replace(timing, batch_sizes=(replace(timing.batch_sizes[0], single_microbatch=layer_profile(5.0, 10.0)),))
     found = predicted("pipeline(2)", timing, m=2, batch_size=4)
     assert found.update_s == pytest.approx(1.0 + 2.0 / 2), "of two stages, each with half of the parameters"

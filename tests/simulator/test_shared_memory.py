@@ -75,7 +75,7 @@ def test_two_hands_of_a_server_and_its_update_follow_each_other():
 
 
 @pytest.mark.parametrize(
-    ("word", "seconds"),
+    ("instruction", "seconds"),
     [
         ("x1.0>1", 1.0),
         ("x1.0<1", 1.0),

@@ -20,8 +20,8 @@ STREAMS = ["pipedream(2)", "pipedream(4)", "pipedream(2, replicas=(2,1))", "pipe
 
 def run_s(turn, costs, times):
     """The length of a whole run of so many bodies."""
-    rows = turn.stream.unroll(times)
-    _, clock = run_rank_programs(rows, find_representatives(turn.stream, rows), costs)
+    rows = turn.async_pipeline.unroll(times)
+    _, clock = run_rank_programs(rows, find_representatives(turn.async_pipeline, rows), costs)
     return max(stop for spans in clock.intervals.values() for _, _, stop, _ in spans)
 
 

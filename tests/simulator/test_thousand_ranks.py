@@ -29,7 +29,7 @@ def played(plan, m, blocks):
 @pytest.mark.parametrize(("plan", "blocks", "m", "num_classes", "bubble", "calls"), PLANS)
 def test_a_thousand_ranks_take_some_thousand_calls_each(plan, blocks, m, num_classes, bubble, calls):
     """Counted, not timed: how many functions are called is the same on every machine, however busy. A call is 1 us."""
-    counting = cProfile.LayerGraph(builtins=False)
+    counting = cProfile.Profile(builtins=False)
     made, trace = counting.runcall(played, plan, m, blocks)
     assert sum(called.callcount for called in counting.getstats()) < calls * trace.num_ranks
     assert trace.num_ranks == 1024
@@ -41,7 +41,7 @@ def test_a_thousand_ranks_take_some_thousand_calls_each(plan, blocks, m, num_cla
 @pytest.mark.timeout(170)
 def test_a_thousand_ranks_on_hosts_with_shared_cards_are_played_in_less_than_ten_seconds_of_the_processor():
     """Of 96 blocks and 64 microbatches, sliced inside 128 hosts of 8, in stages and replicas between them."""
-    made = compile_text("tensor(8) * pipeline(16) * data(8)", m=64, blocks=96, verified=False)
+    made = compile_text("tensor(8) * pipeline(16) * data(8)", m=64, blocks=96, verify=False)
     levels = (Level("host", 8, Link(5e-6, 1e10)), Level("network", 128, Link(5e-5, 1.25e9), is_shared=True))
     cluster = Cluster(Device(1e7), levels=levels, compute_contention=(1.0,) * 4 + (0.9,) * 4)
     costs = analytic_costs(made.model, cluster, size_fn_for(made), samples_per_microbatch=2)

@@ -1,19 +1,21 @@
-"""What a word asks of its rank's own processor.
+"""Model contention for what ranks of a host share: cores, memory bandwidth and network cards.
 
-Since when ranks have wanted a turn at their host's cores.
+An activity has work left, in the seconds it would take without contention, and a rate. While others use the same
+resource its rate is lower::
 
-What several activities use at one time: each goes on at the rate that is left to it, until others begin or end.
+    rate   1.0 |######            ####      one activity, 10 units of work
+           0.5 |      ############          while a second one uses the same resource
+               +--------------------> time
+               start   b         e    end   recomputed only when an activity starts or ends
 
-An activity has work left, in the seconds it would take alone, and a rate. Ends and beginnings of one moment are all
-counted before rates are set anew, and a rate that stays as it was touches nothing; so what happens depends on who
-is active when, not on the order in which activities of one moment were named.
+All starts and ends at one moment are counted before rates are recomputed, and a rate that does not change touches
+nothing. So the result depends on which activities overlap, never on the order in which simultaneous ones are listed.
 
-Where only so many have a turn at a time, those have it who came first; who came at one moment comes in one line, and
-each of them is as late as the last.
+Where a host has fewer cores than ranks with short instructions, ranks wait in a run queue: the ranks that have waited
+longest get the cores. Ranks queued at the same moment share what is left equally, and all finish as late as the last.
 
-Where ranks stand, as far as they are in each other's way: on whose cores they compute, whose cards they cross.
-
-Where one rank speaks for its class, it uses what it shares as many times as ranks of its class do that share it.
+Where one rank represents its class (:mod:`counterpoint.program.rank_classes`), it counts as many times as ranks of
+its class share the resource.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from counterpoint.world.cluster import Cluster
 
 
 class CpuDemand(NamedTuple):
-    """What a word asks of its rank's own processor.
+    """CPU time that an instruction needs on its own rank.
 
     Args:
-        seconds: how long.
-        is_streamed: whether it is a message that can be taken out as soon as it begins to be put in.
-        share: of these seconds, the part in which it computes, and does not wait for the other end.
-        over_s: of these seconds, those in which it goes over memory, which the ranks of a host have together. What a
-            message takes was measured with both ends at work, and with the cache that they have in common: it has none.
+        seconds: in total.
+        is_streamed: whether it is a message that the receiver can read while the sender still writes it.
+        busy_fraction: of these seconds, the fraction that computes; the rest waits for the other end.
+        memory_s: of these seconds, those limited by memory bandwidth, which the ranks of a host share. Messages have 0:
+            their measured time already includes cache and memory contention of both ends.
     """
 
     seconds: float
@@ -49,18 +51,16 @@ class CpuDemand(NamedTuple):
 
 
 NO_DEMAND = CpuDemand(0.0)
-"""That of a word that asks for nothing."""
 
 
 TIME_SLICE_S: Final = 3e-3
-"""So long the kernel leaves a core to one of those that want it, about, if that one does not wait."""
+"""Time slice that the kernel scheduler gives to one of several runnable ranks, approximately."""
 
 
 class RunQueue:
-    """Where each rank stands: one that goes on keeps its turn, until it waits or its slice of time ends.
+    """Run queue of the cores: since when each rank has been runnable.
 
-    Args:
-        ranks: which.
+    A rank keeps its place until it waits for something or its time slice ends.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -68,31 +68,31 @@ class RunQueue:
         self._busy_s = self._queued_since_s.copy()
 
     def enqueue(self, rank: int, seconds: float, now: float) -> float:
-        """Return since when a rank has wanted a turn that is about to compute for some seconds."""
+        """Return since when a rank has been runnable that is about to compute for some seconds."""
         if self._busy_s[rank] >= TIME_SLICE_S:
             self.requeue(rank, now)
         self._busy_s[rank] += seconds
         return self._queued_since_s[rank]
 
     def requeue(self, rank: int, now: float) -> None:
-        """The rank has waited until now, and comes anew."""
+        """Move a rank that has waited until now to the end of the queue."""
         self._queued_since_s[rank], self._busy_s[rank] = now, 0.0
 
 
 Owner = TypeVar("Owner")
 Resource: TypeAlias = Hashable
-"""What is shared: the cores of a host, a network card in one direction."""
+"""Identity of a shared resource: the cores of a host, or one direction of a network card."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """That an activity uses something.
+    """Use of a resource by an activity.
 
     Args:
-        resource: what.
-        count: how many activities like this one use it at the same times; more than one where a rank speaks for others.
-        rate: from how many use it to how fast each of them is there, 1 for as fast as alone.
-        seats: how many uses like this one have a turn at a time; 0 where none waits for its turn.
+        resource: the resource.
+        count: simultaneous activities like this one; more than one where a rank represents others.
+        rate: from the number of users to the speed of each, 1 for the speed without contention.
+        slots: how many users can run at a time; 0 where users never queue.
     """
 
     resource: Resource
@@ -103,16 +103,16 @@ class ResourceUse:
 
 @dataclass(slots=True)
 class Activity(Generic[Owner]):
-    """One activity that goes on.
+    """A running activity.
 
     Args:
-        owner: whose it is.
-        uses: what it uses.
-        came_s: since when it, or what it goes on with, has wanted a turn.
-        left_s: work left at ``since_s``, in seconds of its own.
-        since_s: since when it has had its rate.
-        rate: how fast it goes on; 0 before it has begun.
-        version: of its end, so that ends that did not come to be are known; 0 where there is none.
+        owner: what it belongs to.
+        uses: the resources that it needs at the same time.
+        queued_since_s: since when it, or the sequence of activities that it continues, has been runnable.
+        remaining_s: work left at ``rate_since_s``, in seconds without contention.
+        rate_since_s: since when it has had its present rate.
+        rate: its speed; 0 before it runs.
+        version: of its end event, so that outdated end events are recognized; 0 where there is none.
     """
 
     owner: Owner
@@ -126,11 +126,11 @@ class Activity(Generic[Owner]):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Who has a turn at what is shared.
+    """Which users of a resource with slots run.
 
     Args:
-        load: how many use it now, without those that wait for their turn.
-        parts: for those who came at a moment, for which part of the time each has a turn.
+        load: present users, without those that wait for a slot.
+        shares: by the moment since which a user has been runnable, the fraction of the time that it has a slot.
     """
 
     load: int
@@ -138,12 +138,12 @@ class Occupancy:
 
 
 class SharedResourcePool(Generic[Owner]):
-    """All activities that go on, and when the next one ends."""
+    """All running activities and the time of the next event."""
 
     def __init__(self) -> None:
         self.loads: Counter[Resource] = Counter()
         self.rated_loads: Counter[Resource] = Counter()
-        self.num_slotted_uses: Counter[Resource] = Counter()  # uses that may have to wait for their turn
+        self.num_slotted_uses: Counter[Resource] = Counter()  # uses that may wait for a slot
         self.occupancies: dict[Resource, Occupancy] = {}
         self.users: defaultdict[Resource, dict[int, Activity[Owner]]] = defaultdict(dict)
         self.changed_resources: set[Resource] = set()
@@ -154,12 +154,12 @@ class SharedResourcePool(Generic[Owner]):
 
     @property
     def has_current_rates(self) -> bool:
-        """Whether every activity has the rate that it should have."""
+        """Whether no activity has started or ended since the last :meth:`update_rates`."""
         return not self.started and not self.changed_resources
 
     @property
     def next_event_s(self) -> float:
-        """When the next activity goes over to what it shares, or ends, as things are; infinity if none does."""
+        """When the next activity ends, or starts to use its resources, at present rates; infinity for never."""
         while self.end_events and self.end_events[0][1] != self.end_events[0][2].version:
             heapq.heappop(self.end_events)
         ending = self.end_events[0][0] if self.end_events else math.inf
@@ -175,15 +175,15 @@ class SharedResourcePool(Generic[Owner]):
         delay_s: float = 0.0,
         queued_since_s: float | None = None,
     ) -> None:
-        """Let an activity begin: first some seconds that nobody can make longer, then its work on what it uses.
+        """Start an activity: first a delay that contention cannot extend, then its work on its resources.
 
         Args:
-            owner: whose it is.
-            now: the moment.
-            work_s: seconds of its own.
-            uses: what it uses.
-            apart_s: before it does.
-            came_s: since when its owner has wanted a turn; since now, if not given.
+            owner: what it belongs to.
+            now: the present time.
+            work_s: work in seconds without contention.
+            uses: its resources.
+            delay_s: seconds before it uses them.
+            queued_since_s: since when its owner has been runnable; by default since now.
         """
         activity = Activity(owner, uses, now if queued_since_s is None else queued_since_s, work_s, now + delay_s)
         if delay_s:
@@ -193,7 +193,7 @@ class SharedResourcePool(Generic[Owner]):
             self._activate(activity)
 
     def update_rates(self, now: float) -> None:
-        """Give every activity its rate from a moment on: to those that began, and where loads have changed."""
+        """Recompute the rates of new activities, and of those on resources whose load has changed."""
         due = {id(activity): activity for activity in self.started}
         for resource in self.changed_resources:
             if self.loads[resource] != self.rated_loads[resource] or self.num_slotted_uses[resource]:
@@ -214,33 +214,33 @@ class SharedResourcePool(Generic[Owner]):
                 heapq.heappush(self.end_events, (now + activity.remaining_s / rate, activity.version, activity))
 
     def _rate(self, activity: Activity[Owner], use: ResourceUse) -> float:
-        """Return how fast an activity goes on by what it uses; nothing before its turn."""
+        """Return the speed of an activity on one resource; 0 while it waits for a slot."""
         if use.resource not in self.occupancies:
             return use.rate(self.loads[use.resource])
-        turns = self.occupancies[use.resource]
-        return use.rate(turns.load) * (turns.shares[activity.queued_since_s] if use.slots else 1.0)
+        occupancy = self.occupancies[use.resource]
+        return use.rate(occupancy.load) * (occupancy.shares[activity.queued_since_s] if use.slots else 1.0)
 
     def _occupancy(self, resource: Resource) -> Occupancy:
-        """Return who has a turn."""
-        lines: Counter[float] = Counter()
-        seats = 0
+        """Assign the slots of a resource to those that have been runnable longest."""
+        queued: Counter[float] = Counter()
+        slots = 0
         for activity in self.users[resource].values():
             for use in activity.uses:
                 if use.resource == resource and use.slots:
-                    lines[activity.queued_since_s] += use.count
-                    seats = use.slots
-        left, parts = seats, {}
-        for came_s in sorted(lines):
-            parts[came_s] = 1 / max(1, math.ceil(lines[came_s] / left)) if left > 0 else 0.0
-            left -= lines[came_s]
-        waiting = sum(lines.values())
-        return Occupancy(self.loads[resource] - waiting + min(seats, waiting), parts)
+                    queued[activity.queued_since_s] += use.count
+                    slots = use.slots
+        free_slots, shares = slots, {}
+        for since_s in sorted(queued):
+            shares[since_s] = 1 / max(1, math.ceil(queued[since_s] / free_slots)) if free_slots > 0 else 0.0
+            free_slots -= queued[since_s]
+        waiting = sum(queued.values())
+        return Occupancy(self.loads[resource] - waiting + min(slots, waiting), shares)
 
     def pop_finished(self, now: float) -> list[Owner]:
-        """Return whose activities end at a moment; what they used is free for others from then on."""
+        """Return the owners of activities that end now, and free their resources."""
         while self.delayed and self.delayed[0][0] == now:
             self._activate(heapq.heappop(self.delayed)[-1])
-        found = []
+        owners = []
         while self.next_event_s == now:
             activity = heapq.heappop(self.end_events)[-1]
             activity.version = 0
@@ -249,8 +249,8 @@ class SharedResourcePool(Generic[Owner]):
                 self.loads[use.resource] -= use.count
                 self.changed_resources.add(use.resource)
                 del self.users[use.resource][id(activity)]
-            found.append(activity.owner)
-        return found
+            owners.append(activity.owner)
+        return owners
 
     def _activate(self, activity: Activity[Owner]) -> None:
         self.started.append(activity)
@@ -262,19 +262,20 @@ class SharedResourcePool(Generic[Owner]):
 
 
 LinkId: TypeAlias = tuple[int, int]
-"""A rank, and 1 for its way out of its host or 0 for the one to others on it; without levels there is only 0."""
+"""A rank, and 1 for its link out of the host or 0 for the link inside it; without levels there is only 0."""
 
 
 FRACTION_STEPS = 16
-"""Parts of a processor that are told apart: sums of whole numbers do not depend on the order of who comes and goes."""
+"""CPU fractions are counted in steps: sums of integers do not depend on the order of starts and ends."""
 
 
 class SharedResources:
-    """The ranks of a program on a cluster.
+    """Resources that the ranks of a program share on a cluster.
 
     Args:
-        cluster: how they stand near each other.
-        speaker: for each rank the one that speaks for its class; classes tell apart what :func:`nearness` tells apart.
+        cluster: hosts, levels and links.
+        representative: for each rank the representative of its class; classes distinguish at least what
+            :func:`topology_keys` distinguishes.
     """
 
     def __init__(self, cluster: Cluster, representative: Sequence[int]) -> None:
@@ -290,67 +291,62 @@ class SharedResources:
         self.ranks_per_host: Counter[int] = Counter(_group(cluster, rank, 1) for rank in range(len(representative)))
         self.first_representative: dict[tuple[int, int], int] = {}
         for level in _shared_levels(cluster) if self.is_oversubscribed or self.has_shared_nics else ():
-            for rank, spokesman in enumerate(representative):
+            for rank, first in enumerate(representative):
                 group = _group(cluster, rank, level)
-                self.num_alike[level, group, spokesman] += 1
+                self.num_alike[level, group, first] += 1
                 self.first_representative[level, group] = min(
-                    spokesman, self.first_representative.get((level, group), spokesman)
+                    first, self.first_representative.get((level, group), first)
                 )
         self.cache: dict[tuple[object, ...], tuple[ResourceUse, ...]] = {}
         self.link_indices: dict[tuple[int, ...], int] = {}
 
     def core_uses(self, rank: int, demand: CpuDemand) -> tuple[ResourceUse, ...]:
-        """Return what a rank uses when its processor does something.
-
-        Args:
-            rank: which.
-            hand: what it does.
-        """
+        """Return the resources that a rank uses while it computes."""
         if not self.is_oversubscribed:
             return ()
-        parts, memory_parts = (
+        steps, memory_steps = (
             round(FRACTION_STEPS * demand.busy_fraction),
             round(FRACTION_STEPS * demand.memory_s / demand.seconds),
         )
         is_short = self.cluster.time_slicing is not None and demand.seconds <= TIME_SLICE_S
-        key = ("cores", rank, parts, memory_parts, is_short)
+        key = ("cores", rank, steps, memory_steps, is_short)
         if key not in self.cache:
-            self.cache[key] = tuple(self._core_uses(rank, parts, memory_parts, is_short=is_short))
+            self.cache[key] = tuple(self._core_uses(rank, steps, memory_steps, is_short=is_short))
         return self.cache[key]
 
-    def _core_uses(self, rank: int, parts: int, memory_parts: int, *, is_short: bool) -> Iterator[ResourceUse]:
-        turns = self.cluster.time_slicing
-        if is_short and turns is not None:
-            own = turns.speed_fraction(self.ranks_per_host[_group(self.cluster, rank, 1)])
-            whole = self._use("cores", 1, (rank, 1), lambda _: own)
-            yield replace(whole, count=parts * whole.count, seats=FRACTION_STEPS * turns.cores)
+    def _core_uses(self, rank: int, steps: int, memory_steps: int, *, is_short: bool) -> Iterator[ResourceUse]:
+        time_slicing = self.cluster.time_slicing
+        if is_short and time_slicing is not None:
+            speed = time_slicing.speed_fraction(self.ranks_per_host[_group(self.cluster, rank, 1)])
+            cores = self._use("cores", 1, (rank, 1), lambda _: speed)
+            yield replace(cores, count=steps * cores.count, slots=FRACTION_STEPS * time_slicing.cores)
         else:
-            whole = self._use("cores", 1, (rank, 1), self._core_rate)
-            yield replace(whole, count=parts * whole.count)
-        if memory_parts:
-            memory = self._use("memory", 1, (rank, 1), partial(self._memory_rate, memory_parts))
-            yield replace(memory, count=memory_parts * memory.count)
+            cores = self._use("cores", 1, (rank, 1), self._core_rate)
+            yield replace(cores, count=steps * cores.count)
+        if memory_steps:
+            memory = self._use("memory", 1, (rank, 1), partial(self._memory_rate, memory_steps))
+            yield replace(memory, count=memory_steps * memory.count)
 
-    def _core_rate(self, parts: float) -> float:
-        """Return how fast each is while so many parts of processors compute."""
-        return self.cluster.contended_compute_fraction(parts / FRACTION_STEPS)
+    def _core_rate(self, steps: float) -> float:
+        """Return the speed of each rank while so many steps of processors are busy."""
+        return self.cluster.contended_compute_fraction(steps / FRACTION_STEPS)
 
-    def _memory_rate(self, own: int, parts: float) -> float:
-        """Return how fast one is that goes over memory for some parts of its time, while so many parts of all do."""
+    def _memory_rate(self, own_steps: int, steps: float) -> float:
+        """Return the speed of a rank with some memory-bound steps, while all ranks have so many of them."""
         return 1 / (
             1
-            - own / FRACTION_STEPS
-            + own / FRACTION_STEPS / self.cluster.contended_memory_fraction(parts / FRACTION_STEPS)
+            - own_steps / FRACTION_STEPS
+            + own_steps / FRACTION_STEPS / self.cluster.contended_memory_fraction(steps / FRACTION_STEPS)
         )
 
     def link_index(self, ranks: tuple[int, ...]) -> int:
-        """Return which of its ways a message or a collective of these ranks takes: 1 for the one out of a host."""
+        """Return which link of each rank communication among these ranks uses; see :data:`LinkId`."""
         if ranks not in self.link_indices:
             self.link_indices[ranks] = int(self.cluster.level_among(ranks) > 0)
         return self.link_indices[ranks]
 
     def message_uses(self, sender: int, receiver: int) -> tuple[ResourceUse, ...]:
-        """Return what a message crosses."""
+        """Return the shared links that a message crosses."""
         ends = (sender, receiver)
         if ends not in self.cache:
             self.cache[ends] = tuple(
@@ -361,75 +357,77 @@ class SharedResources:
         return self.cache[ends]
 
     def collective_uses(self, members: Sequence[Location]) -> tuple[ResourceUse, ...]:
-        """Return what a collective crosses: each of its groups' links in both directions."""
+        """Return the shared links that a collective crosses, in both directions."""
         first = members[0][1]
-        places = tuple([(rank, index - first) for rank, index in members])  # of all calls of one shape the same
-        if places not in self.cache:
-            self.cache[places] = self._link_uses(places)
-        return self.cache[places]
+        relative_members = tuple(
+            [(rank, index - first) for rank, index in members]
+        )  # equal for all collectives of the same shape
+        if relative_members not in self.cache:
+            self.cache[relative_members] = self._link_uses(relative_members)
+        return self.cache[relative_members]
 
     def _link_uses(self, members: Sequence[Location]) -> tuple[ResourceUse, ...]:
         ranks = [rank for rank, _ in members]
-        found: dict[tuple[object, object], ResourceUse] = {}
+        uses: dict[tuple[object, object], ResourceUse] = {}
         for level in self.cluster.shared_levels(ranks):
-            here: defaultdict[int, list[Location]] = defaultdict(list)
+            members_of_group: defaultdict[int, list[Location]] = defaultdict(list)
             for rank, index in members:
-                here[self.cluster.group(rank, level)].append((rank, index))
+                members_of_group[self.cluster.group(rank, level)].append((rank, index))
             for direction in ("out", "in"):
-                for use, seats in self._uses_per_group(direction, level, here.values(), ranks):
-                    found.setdefault((use.resource, seats), use)
-        return _merge_uses(found.values())
+                for use, pattern in self._uses_per_group(direction, level, members_of_group.values(), ranks):
+                    uses.setdefault((use.resource, pattern), use)
+        return _merge_uses(uses.values())
 
     def _uses_per_group(
         self, direction: str, level: int, groups: Iterable[Sequence[Location]], ranks: Sequence[int]
     ) -> Iterable[tuple[ResourceUse, object]]:
-        """Yield what each group's members use, and how they would be seen from a group like theirs."""
-        for inside in groups:
-            seats = Counter((self.representative[rank], index) for rank, index in inside)
-            end, index = inside[0]
-            together = seats[self.representative[end], index]
+        """Yield the use of each group's link, and what makes two groups indistinguishable."""
+        for members in groups:
+            counts = Counter((self.representative[rank], index) for rank, index in members)
+            end, index = members[0]
+            num_alike = counts[self.representative[end], index]
             rate = self._nic_rate(ranks, level, end)
-            yield self._use(direction, level, (end, together), rate), frozenset(seats.items())
+            yield self._use(direction, level, (end, num_alike), rate), frozenset(counts.items())
 
     def _use(self, kind: str, level: int, end: tuple[int, int], rate: Callable[[float], float]) -> ResourceUse:
-        """Return the use by a rank and those like it in its group, so many of which use it as one."""
-        rank, together = end
+        """Return the use of a resource by a rank and all ranks of its class in its group."""
+        rank, num_counted_once = end
         group = _group(self.cluster, rank, level)
-        count = self.num_alike[level, group, self.representative[rank]] // together
+        count = self.num_alike[level, group, self.representative[rank]] // num_counted_once
         return ResourceUse((kind, level, self.first_representative[level, group]), count, rate)
 
-    def _nic_rate(self, ranks: Sequence[int], level: int, end: int) -> Callable[[float], float]:
-        """Return how fast each of so many is on a group's link, 1 for as fast as its whole way alone."""
-        room = self.cluster.link_at(level, (end,)).bytes_per_s / self.cluster.link_among(ranks).bytes_per_s
-        return partial(_capped_share, room)
+    def _nic_rate(self, ranks: Sequence[int], level: int, rank: int) -> Callable[[float], float]:
+        """Return the speed of each of n users of a group's link, 1 for the speed that the path allows."""
+        capacity = self.cluster.link_at(level, (rank,)).bytes_per_s / self.cluster.link_among(ranks).bytes_per_s
+        return partial(_capped_share, capacity)
 
 
 def has_shared_nics(cluster: Cluster) -> bool:
-    """Tell whether some ranks share a link, as those of a host its network card."""
+    """Return whether ranks of a group share one link out of it, as those of a host share a network card."""
     return any(level.is_shared for level in cluster.levels[1:])
 
 
 def topology_keys(cluster: Cluster, num_ranks: int) -> TopologyKeys:
-    """Return what tells ranks apart on a cluster: how fast they and their links are, and which groups they are in."""
+    """Return what distinguishes ranks on a cluster: the speeds of ranks and links, and the groups they are in."""
     levels = range(max(len(cluster.levels), 1))
-    slow = {(level, group): part for level, group, part in cluster.slow_links}
-    kinds = [
-        (cluster.speed(rank), *(slow.get((level, cluster.group(rank, level)), 1.0) for level in levels))
+    slow_links = {(level, group): fraction for level, group, fraction in cluster.slow_links}
+    keys = [
+        (cluster.speed(rank), *(slow_links.get((level, cluster.group(rank, level)), 1.0) for level in levels))
         for rank in range(num_ranks)
     ]
     return TopologyKeys(
-        kinds, [[_group(cluster, rank, level) for rank in range(num_ranks)] for level in _shared_levels(cluster)]
+        keys, [[_group(cluster, rank, level) for rank in range(num_ranks)] for level in _shared_levels(cluster)]
     )
 
 
 def _shared_levels(cluster: Cluster) -> range:
-    """Return the levels whose groups may hold several ranks; where a crowd matters, its host is one."""
-    has_crowds = cluster.compute_contention or cluster.memory_contention or cluster.time_slicing
-    return range(1, max(len(cluster.levels), 2 if has_crowds else 1))
+    """Return the levels whose groups may share something; with contention on cores a host is one."""
+    has_contention = cluster.compute_contention or cluster.memory_contention or cluster.time_slicing
+    return range(1, max(len(cluster.levels), 2 if has_contention else 1))
 
 
 def _group(cluster: Cluster, rank: int, level: int) -> int:
-    """Return the group of the level below that a rank is in; without levels all are on one host."""
+    """Return the group below a level that a rank is in; without levels all ranks are on one host."""
     return cluster.group(rank, level) if cluster.levels else 0
 
 
@@ -438,7 +436,7 @@ def _capped_share(capacity: float, num_users: float) -> float:
 
 
 def _merge_uses(uses: Iterable[ResourceUse]) -> tuple[ResourceUse, ...]:
-    """Return uses of one resource as one."""
+    """Merge the uses of the same resource."""
     counts: Counter[object] = Counter()
     rates: dict[object, ResourceUse] = {}
     for use in uses:

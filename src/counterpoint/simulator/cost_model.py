@@ -1,4 +1,4 @@
-"""What instructions cost: seconds of computing, seconds of a link."""
+"""Cost models: seconds of computing, of communication and of memory traffic for each instruction."""
 
 from __future__ import annotations
 
@@ -27,69 +27,69 @@ from counterpoint.simulator.network import CommInstruction, NetworkModel, P2PIns
 from counterpoint.world.cluster import Cluster, Device
 
 ADAM_PASSES = 7
-"""How often an update goes over its parameters: it reads weight, gradient and two states, and writes three back."""
+"""Passes of an update over its parameters: it reads weight, gradient and two states, and writes three of them."""
 
 
 class CostModel(Protocol):
-    """Seconds of an instruction, where nothing else is in its way; the same for all microbatches."""
+    """Seconds of an instruction without contention; equal for all microbatches."""
 
     def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
-        """Return how long a rank as fast as the device computes; an update applies to ``part`` of its unit."""
+        """Return how long a rank at device speed computes; an update applies to ``fraction`` of its unit."""
         ...
 
     def launch_overhead_s(self, instruction: Instruction) -> float:
-        """Return what it costs to begin a call with a word, once for all words that the call carries out."""
+        """Return the fixed cost of a call, which is paid once for all instructions that are fused into it."""
         ...
 
     def grad_accumulate_s(self, block: int) -> float:
-        """Return how long it takes to add a block's gradient of one microbatch to what earlier ones have left."""
+        """Return how long it takes to add a block's gradient to that of earlier microbatches."""
         ...
 
     def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return how long a word of a rank occupies the links of those who send; ``part`` of the value is at hand."""
+        """Return how long an instruction occupies the senders' links; it communicates ``fraction`` of its tensor."""
         ...
 
     def shared_link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return how many of these seconds it is on links that ranks of a host share."""
+        """Return how many of these seconds are on links that ranks of a host share."""
         ...
 
     def cpu_s(
         self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
     ) -> float:
-        """Return for how long a word of a rank that talks to others keeps its own processor busy.
+        """Return for how long communication keeps the processor of a rank busy.
 
         Args:
-            word: what it says or hears.
-            part: of the value that is at hand.
-            rank: whose word it is.
-            has_one_copy: whether weights and gradients of its members are one and the same memory.
+            instruction: the instruction.
+            fraction: of its tensor that is communicated.
+            rank: the rank that executes it.
+            shares_memory: whether parameters and gradients of its members are the same memory.
         """
         ...
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
-        """Tell whether a message of a rank is taken out while it is still being put in, by two that are both busy."""
+        """Return whether the receiver reads a message while the sender still writes it, so that both are busy."""
         ...
 
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
-        """Return how long a rank takes to go once over as much of its own memory as what the word is about takes."""
+        """Return how long one pass over the instruction's tensor in the rank's own memory takes."""
         ...
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
-        """Return how long a server takes to apply one push, and how long its answer occupies the link."""
+        """Return how long a server takes to apply one push, and how long its reply occupies the link."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Every forward takes one tick, also a repeated one, every backward as many as said, a part of one half of them.
+    """Costs in ticks: 1 for a forward, ``backward_ticks`` for a backward, half as much for a part of a backward.
 
-    All else takes none.
+    A recomputation counts as a forward. Everything else costs nothing.
     """
 
     backward_ticks: float = 1.0
 
     def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
-        """Return the ticks of a word."""
+        """Return the ticks of an instruction."""
         match instruction:
             case Forward() | Recompute():
                 return 1.0
@@ -99,49 +99,51 @@ class UnitCosts:
                 return 0.0
 
     def grad_accumulate_s(self, block: int) -> float:
-        """Return nothing."""
+        """Return 0."""
         return 0.0
 
     def launch_overhead_s(self, instruction: Instruction) -> float:
-        """Return nothing."""
+        """Return 0."""
         return 0.0
 
     def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return nothing."""
+        """Return 0."""
         return 0.0
 
     def shared_link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return nothing."""
+        """Return 0."""
         return 0.0
 
     def cpu_s(
         self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
     ) -> float:
-        """Return nothing."""
+        """Return 0."""
         return 0.0
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
-        """Tell that none is."""
+        """Return False."""
         return False
 
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
-        """Return nothing."""
+        """Return 0."""
         return 0.0
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
-        """Return nothing."""
+        """Return 0 for both."""
         return 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticCosts:
-    """Costs of a model on a cluster; a backward costs two forwards, one for each of its two products and parts.
+    """Costs from operation counts, bytes and the speeds of a cluster.
+
+    A backward costs two forwards, one for the gradient of its inputs and one for that of its parameters.
 
     Args:
         model: the model with the blocks that the program names.
         cluster: where it runs.
-        samples_per_micro: samples in one microbatch.
-        size_of: bytes of a whole value on one rank.
+        samples_per_microbatch: samples in one microbatch.
+        size_of: bytes of a whole tensor on one rank.
     """
 
     model: ModelSpec
@@ -150,7 +152,7 @@ class AnalyticCosts:
     size_of: SizeFn
 
     def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
-        """Return work by the device's speed."""
+        """Return the work divided by the device's speed."""
         match instruction:
             case Forward(block) | Recompute(block):
                 return self._block_s(block)
@@ -160,43 +162,43 @@ class AnalyticCosts:
                 return self._update_s(unit) * float(fraction)
 
     def grad_accumulate_s(self, block: int) -> float:
-        """Return nothing: it is not counted."""
+        """Return 0: it is not modelled."""
         return 0.0
 
     def launch_overhead_s(self, instruction: Instruction) -> float:
-        """Return nothing: counted operations say nothing of calls."""
+        """Return 0: operation counts say nothing about calls."""
         return 0.0
 
     def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return what :class:`counterpoint.simulator.network.Network` says."""
+        """Return the link time of :class:`counterpoint.simulator.network.NetworkModel`."""
         return self.network.link_load(instruction, fraction, rank).seconds
 
     def shared_link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return what :class:`counterpoint.simulator.network.Network` says."""
+        """Return the shared part of the link time of :class:`counterpoint.simulator.network.NetworkModel`."""
         return self.network.link_load(instruction, fraction, rank).shared_s
 
     def cpu_s(
         self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
     ) -> float:
-        """Return what :class:`counterpoint.simulator.network.Network` says."""
+        """Return the CPU time of :class:`counterpoint.simulator.network.NetworkModel`."""
         return self.network.cpu_s(instruction, fraction, rank, shares_memory=shares_memory)
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
-        """Tell what :class:`counterpoint.simulator.network.Network` says."""
+        """Return what :class:`counterpoint.simulator.network.NetworkModel` returns."""
         return self.network.is_streamed(instruction, rank)
 
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
-        """Return nothing: it is not counted."""
+        """Return 0: it is not modelled."""
         return 0.0
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
-        """Return an update by the memory's speed, and the weights by that of the link to the worker."""
-        answer = Send(weight(unit), worker)
-        return self._update_s(unit), self.network.link_load(answer, Fraction(1), server).seconds
+        """Return the update at memory bandwidth, and the parameters on the link to the worker."""
+        reply = Send(weight(unit), worker)
+        return self._update_s(unit), self.network.link_load(reply, Fraction(1), server).seconds
 
     @property
     def network(self) -> NetworkModel:
-        """How long words are on the cluster's links."""
+        """Link times on the cluster."""
         return NetworkModel(self.cluster, self.size_of)
 
     def _block_s(self, block: int) -> float:
@@ -207,12 +209,12 @@ class AnalyticCosts:
 
 
 def update_s(weight_bytes: float, device: Device) -> float:
-    """Return how long a device takes to update parameters of so many bytes, which its memory decides."""
+    """Return how long a device takes to update parameters of so many bytes, at its memory bandwidth."""
     return ADAM_PASSES * weight_bytes / device.memory_bytes_per_s
 
 
 def unit_costs(*, backward_ticks: float = 1.0) -> CostModel:
-    """Return costs in ticks: a forward takes one, all communication and every update take none."""
+    """Return costs in ticks: a forward takes one; communication and updates take none."""
     return UnitCosts(backward_ticks)
 
 
@@ -222,10 +224,10 @@ def analytic_costs(
     """Return the costs of a model on a cluster; see :class:`AnalyticCosts`."""
     sizes: dict[tuple[str, tuple[int, ...], str], int] = {}
 
-    def remembered(value: TensorRef, code: str = "") -> int:
-        key = (value.name, value.blocks, code)  # the microbatch changes no size
+    def cached_size(tensor: TensorRef, code: str = "") -> int:
+        key = (tensor.name, tensor.blocks, code)  # sizes do not depend on the microbatch
         if key not in sizes:
-            sizes[key] = size_of(value, code) if code else size_of(value)
+            sizes[key] = size_of(tensor, code) if code else size_of(tensor)
         return sizes[key]
 
-    return AnalyticCosts(model, cluster, samples_per_microbatch, remembered)
+    return AnalyticCosts(model, cluster, samples_per_microbatch, cached_size)

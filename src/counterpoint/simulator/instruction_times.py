@@ -1,4 +1,4 @@
-"""What each word of a row takes, on its rank's processor and on its links, while nothing else is in its way."""
+"""Time each instruction of a rank, on its processor and on its links, without contention."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from counterpoint.world.cluster import Cluster
 ZERO = Fraction(0)
 
 UNIFORM_CLUSTER = Cluster()
-"""Ranks that are alike, none in the way of another."""
+"""Equal ranks that share nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionTimes:
-    """What each word of a row takes, by where.
+    """Times of the instructions of one rank.
 
     Args:
-        seconds: on its processor or its link.
-        crossings: of that on links that ranks share; empty where they share none.
-        hands: on the rank's own processor.
-        least_s: what all of it takes at least, whatever others do: each processor and each link does one at a time.
+        seconds: of each instruction on its processor or its link.
+        shared_link_s: of these, the seconds on links that ranks share; empty where they share none.
+        cpu_demands: CPU time on the rank itself.
+        lower_bound_s: lower bound of all together: each processor and each link does one thing at a time.
     """
 
     seconds: Sequence[float]
@@ -61,68 +61,69 @@ class InstructionTimes:
 def time_instructions(
     instructions: Instructions, costs: CostModel, *, rank: int = 0, cluster: Cluster = UNIFORM_CLUSTER
 ) -> InstructionTimes:
-    """Return what the words of a row take.
+    """Return the times of the instructions of a rank.
 
-    A gradient that was shared out is summed and applied in part. Adjacent words that are one call begin it once. What a
-    block's backward makes for a microbatch is added to what others before it have left, until an update has used it.
+    A gradient that was reduce-scattered is all-reduced and applied to the shard only. Adjacent instructions that are
+    fused into one call pay its launch overhead once. A block's gradient of a microbatch is added to that of earlier
+    ones, until an update has used it.
 
-    What a rank waits for it takes when it is there: a started collective where it is waited for. A rank that updates
-    nothing has what a step costs beside its calls with its commit.
+    The CPU time of a collective that was started falls to the instruction that waits for it. A rank that updates
+    nothing pays the fixed cost of a step with its commit.
 
     Args:
-        row: whose words.
-        costs: of words.
-        rank: whose row it is.
+        instructions: the instructions of the rank, in order.
+        costs: the cost model.
+        rank: the rank that executes them.
         cluster: how fast the rank computes, and what it shares with others.
     """
     timer = _InstructionTimer(instructions, costs, rank, cluster)
     passes = memory_passes(instructions, timer.shares_memory)
-    before: Instruction | None = None
+    previous: Instruction | None = None
     times = []
-    for word, moved in zip(instructions, passes, strict=True):
-        times.append(timer.time(word, before, moved))
-        before = word
-    seconds, crossings, hands = map(list, zip(*times, strict=True)) if times else ([], [], [])
+    for instruction, num_passes in zip(instructions, passes, strict=True):
+        times.append(timer.time(instruction, previous, num_passes))
+        previous = instruction
+    seconds, shared_link_s, demands = map(list, zip(*times, strict=True)) if times else ([], [], [])
     return InstructionTimes(
-        seconds, crossings if timer.has_shared_nics else [], hands, _lower_bound_s(instructions, times, cluster)
+        seconds, shared_link_s if timer.has_shared_nics else [], demands, _lower_bound_s(instructions, times, cluster)
     )
 
 
 def _lower_bound_s(instructions: Instructions, times: Sequence[_Duration], cluster: Cluster) -> float:
-    """Return what a rank needs for its words one by one, or for those on a link: on hosts it has two of them."""
-    own_s = inside_s = across_s = 0.0
-    for word, (seconds, crossing_s, hand) in zip(instructions, times, strict=True):
-        own_s += hand.seconds
-        if isinstance(word, Compute | Update):
+    """Return the largest sum over one processor or link; with hosts a rank has a link inside and one out of it."""
+    cpu_s = inside_host_s = shared_s = 0.0
+    for instruction, (seconds, shared_link_s, demand) in zip(instructions, times, strict=True):
+        cpu_s += demand.seconds
+        if isinstance(instruction, Compute | Update):
             continue
-        if crossing_s:
-            across_s += seconds
+        if shared_link_s:
+            shared_s += seconds
         else:
-            inside_s += seconds
-    return max(own_s, across_s, inside_s / 2 if cluster.levels else inside_s)
+            inside_host_s += seconds
+    return max(cpu_s, shared_s, inside_host_s / 2 if cluster.levels else inside_host_s)
 
 
 _Duration = tuple[float, float, CpuDemand]
-"""Seconds of a word, of these those on links that ranks share, and what it asks of its rank's processor."""
+"""Seconds of an instruction, of these those on shared links, and its CPU demand."""
 
 _NO_TIME: _Duration = (0.0, 0.0, NO_DEMAND)
 
 
 class _InstructionTimer:
-    """Goes along a row; words that are equal but for their microbatches are looked at once."""
+    """Times instructions in order; those that are equal but for their microbatches are timed once."""
 
     def __init__(self, instructions: Instructions, costs: CostModel, rank: int, cluster: Cluster) -> None:
         self.costs, self.rank, self.cluster = costs, rank, cluster
         self.speed, self.has_shared_nics = cluster.speed(rank), has_shared_nics(cluster)
-        self.has_updates = any(isinstance(word, Update) for word in instructions)
+        self.has_updates = any(isinstance(instruction, Update) for instruction in instructions)
         self.shared_units = host_shareable_units(instructions)
         self.is_on_one_host: dict[Group, bool] = {}
-        self.grad_fractions: dict[Unit, Fraction] = {}  # of gradients that were shared out
-        self.blocks_with_grad: set[int] = set()  # blocks of which there is a gradient
+        self.grad_fractions: dict[Unit, Fraction] = {}  # of gradients that were reduce-scattered
+        self.blocks_with_grad: set[int] = set()
         self.cache: dict[Hashable, _Duration] = {}
 
     def shares_memory(self, instruction: Collective) -> bool:
-        """Tell whether the members of a collective have its value in common memory."""
+        """Return whether the members of a collective share its tensor in memory."""
         group = instruction.group
         if self.shared_units.get(instruction.tensor.blocks) != group:
             return False
@@ -130,108 +131,111 @@ class _InstructionTimer:
             self.is_on_one_host[group] = len(set(map(self.cluster.host, group))) == 1
         return self.is_on_one_host[group]
 
-    def time(self, instruction: Instruction, before: Instruction | None, passes: float) -> _Duration:
-        """Note a word that goes over its rank's memory so many times, and return what it takes."""
+    def time(self, instruction: Instruction, previous: Instruction | None, passes: float) -> _Duration:
+        """Return the duration of an instruction that makes so many passes over memory."""
         match instruction:
             case Forward() | Recompute() | Backward() | Update():
-                return self.compute(instruction, is_launch=before is None or not fuses_with(before, instruction))
+                return self.compute(instruction, is_launch=previous is None or not fuses_with(previous, instruction))
             case Collective():
                 return self.collective(instruction, passes)
             case Send() | Push() | Recv() | Pull():
-                code = "" if isinstance(instruction, Pull) else instruction.codec
+                codec = "" if isinstance(instruction, Pull) else instruction.codec
                 key = (
                     type(instruction),
                     instruction.tensor.name,
                     instruction.tensor.blocks,
                     instruction.peer,
-                    code,
+                    codec,
                     passes,
                 )
                 return self.cache[key] if key in self.cache else self.remember(key, self.message(instruction, passes))
             case Commit():
-                own_s = 0.0 if self.has_updates else self.costs.launch_overhead_s(instruction)
+                extra_s = 0.0 if self.has_updates else self.costs.launch_overhead_s(instruction)
                 return self.with_link_time(
-                    instruction, WHOLE, CpuDemand(self.costs.cpu_s(instruction, WHOLE, self.rank) + own_s)
+                    instruction, WHOLE, CpuDemand(self.costs.cpu_s(instruction, WHOLE, self.rank) + extra_s)
                 )
             case Free():
-                own_s = passes * self.costs.memory_pass_s(instruction)
-                return (0.0, 0.0, CpuDemand(own_s, memory_s=own_s)) if passes else _NO_TIME
+                extra_s = passes * self.costs.memory_pass_s(instruction)
+                return (0.0, 0.0, CpuDemand(extra_s, memory_s=extra_s)) if passes else _NO_TIME
             case ApplyPushes() | SwapGradBuffers():
                 return _NO_TIME
 
     def compute(self, instruction: Forward | Recompute | Backward | Update, *, is_launch: bool) -> _Duration:
-        """Return what a word takes that computes, and that begins a call or goes on with one."""
-        part, adds, over_s = WHOLE, False, 0.0
+        """Return the duration of an instruction that computes and starts a call or is fused into one."""
+        fraction, accumulates, memory_s = WHOLE, False, 0.0
         if isinstance(instruction, Update):
             self.blocks_with_grad.difference_update(instruction.unit)
-            part = self.grad_fractions.get(instruction.unit, WHOLE)
-            key: Hashable = (Update, instruction.unit, part.denominator, part.numerator, is_launch)
+            fraction = self.grad_fractions.get(instruction.unit, WHOLE)
+            key: Hashable = (Update, instruction.unit, fraction.denominator, fraction.numerator, is_launch)
         elif isinstance(instruction, Backward):
             if instruction.part != "input":
-                adds = instruction.block in self.blocks_with_grad
+                accumulates = instruction.block in self.blocks_with_grad
                 self.blocks_with_grad.add(instruction.block)
-            key = (Backward, instruction.block, instruction.part, adds, is_launch)
+            key = (Backward, instruction.block, instruction.part, accumulates, is_launch)
         else:
             key = (type(instruction), instruction.block, is_launch)
         if key in self.cache:
             return self.cache[key]
-        seconds = self.costs.compute_s(instruction, part)
+        seconds = self.costs.compute_s(instruction, fraction)
         if isinstance(instruction, Update):
-            over_s = seconds - self.costs.compute_s(instruction, ZERO)
+            memory_s = seconds - self.costs.compute_s(instruction, ZERO)
         seconds += self.costs.launch_overhead_s(instruction) if is_launch else 0.0
-        if isinstance(instruction, Backward) and adds:
+        if isinstance(instruction, Backward) and accumulates:
             seconds += self.costs.grad_accumulate_s(instruction.block)
-        hand = CpuDemand(seconds / self.speed, memory_s=over_s / self.speed)
-        return self.remember(key, (hand.seconds, 0.0, hand))
+        demand = CpuDemand(seconds / self.speed, memory_s=memory_s / self.speed)
+        return self.remember(key, (demand.seconds, 0.0, demand))
 
     def collective(self, instruction: Collective, passes: float) -> _Duration:
-        """Return what a collective takes: started, it is on the link, and in hand where it is waited for."""
-        value, part = instruction.tensor, WHOLE
-        if value.name == "grad":
-            part = self.grad_fractions.get(value.blocks, WHOLE) if instruction.op == "all_reduce" else WHOLE
+        """Return the duration of a collective: its link time where it starts, its CPU time where it is awaited."""
+        tensor, fraction = instruction.tensor, WHOLE
+        if tensor.name == "grad":
+            fraction = self.grad_fractions.get(tensor.blocks, WHOLE) if instruction.op == "all_reduce" else WHOLE
         if instruction.op == "reduce_scatter" and instruction.phase != "wait":
-            self.grad_fractions[value.blocks] = Fraction(1, len(instruction.group))
-        parted = part.denominator, part.numerator
+            self.grad_fractions[tensor.blocks] = Fraction(1, len(instruction.group))
+        fraction_key = fraction.denominator, fraction.numerator
         key = (
             instruction.op,
             instruction.codec,
-            value.name,
-            value.blocks,
+            tensor.name,
+            tensor.blocks,
             instruction.group,
             instruction.phase,
-            parted,
+            fraction_key,
             passes,
         )
         if key in self.cache:
             return self.cache[key]
-        hand = NO_DEMAND
+        demand = NO_DEMAND
         if instruction.phase != "start":
-            has_one_copy = self.shares_memory(instruction)
-            own_s = self.costs.cpu_s(instruction, part, self.rank, shares_memory=has_one_copy)
-            meet_s = self.costs.cpu_s(instruction, ZERO, self.rank, shares_memory=has_one_copy)
-            moved_s = passes * self.costs.memory_pass_s(instruction)
-            hand = CpuDemand(own_s + moved_s, memory_s=own_s - meet_s + moved_s)
+            shares_memory = self.shares_memory(instruction)
+            cpu_s = self.costs.cpu_s(instruction, fraction, self.rank, shares_memory=shares_memory)
+            latency_s = self.costs.cpu_s(instruction, ZERO, self.rank, shares_memory=shares_memory)
+            copy_s = passes * self.costs.memory_pass_s(instruction)
+            demand = CpuDemand(cpu_s + copy_s, memory_s=cpu_s - latency_s + copy_s)
         return self.remember(
-            key, (0.0, 0.0, hand) if instruction.phase == "wait" else self.with_link_time(instruction, part, hand)
+            key,
+            (0.0, 0.0, demand) if instruction.phase == "wait" else self.with_link_time(instruction, fraction, demand),
         )
 
     def message(self, instruction: P2PInstruction, passes: float) -> _Duration:
-        """Return what a message takes where it is said, or heard."""
-        hand = message_cpu_demand(
+        """Return the duration of one end of a message."""
+        demand = message_cpu_demand(
             instruction, self.costs, self.rank, extra_s=passes * self.costs.memory_pass_s(instruction)
         )
         return (
-            self.with_link_time(instruction, WHOLE, hand) if isinstance(instruction, Send | Push) else (0.0, 0.0, hand)
+            self.with_link_time(instruction, WHOLE, demand)
+            if isinstance(instruction, Send | Push)
+            else (0.0, 0.0, demand)
         )
 
     def with_link_time(
         self, instruction: Send | Push | Collective | Commit, fraction: Fraction, demand: CpuDemand
     ) -> _Duration:
-        """Return what a word takes that is on a link."""
-        crossing_s = self.costs.shared_link_s(instruction, fraction, self.rank) if self.has_shared_nics else 0.0
-        return self.costs.link_s(instruction, fraction, self.rank), crossing_s, demand
+        """Return the duration of an instruction that occupies links."""
+        shared_link_s = self.costs.shared_link_s(instruction, fraction, self.rank) if self.has_shared_nics else 0.0
+        return self.costs.link_s(instruction, fraction, self.rank), shared_link_s, demand
 
     def remember(self, key: Hashable, duration: _Duration) -> _Duration:
-        """Return what a word takes, and remember it for those like it."""
+        """Return a duration after caching it for equal instructions."""
         self.cache[key] = duration
         return duration

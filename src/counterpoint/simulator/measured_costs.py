@@ -1,4 +1,4 @@
-"""What instructions cost by the clock: seconds of computing that were measured, piece by piece, instead of counted."""
+"""Costs from a measured profile: seconds of computing per layer instead of operation counts."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from counterpoint.simulator.network import CommInstruction, P2PInstruction
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Costs of a model that was timed; what goes over links costs what it does by other costs.
+    """Costs of a profiled model; communication is costed by another cost model.
 
     Args:
-        blocks: what each block takes for a microbatch, as the program names them.
-        fixed: what calls cost beside that.
-        update_s_per_byte: of parameters.
-        add_s_per_byte: of gradients, to add them to others.
-        merges: of each block, what it takes to put together what batch norm has seen of all microbatches.
-        size_of: bytes of a whole value on one rank.
-        others: costs of the same model on the same cluster, for links.
+        blocks: times of each block of the program for one microbatch.
+        overheads: fixed cost of calls and steps.
+        update_s_per_byte: seconds of an update per byte of parameters.
+        grad_accumulate_s_per_byte: seconds of adding one gradient to another, per byte.
+        batch_norm_merge_s: for each block, the time to merge the batch-norm statistics of all microbatches.
+        size_of: bytes of a whole tensor on one rank.
+        link_costs: costs of communication of the same model on the same cluster.
     """
 
     blocks: tuple[LayerProfile, ...]
@@ -54,7 +54,7 @@ class MeasuredCosts:
     link_costs: CostModel
 
     def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
-        """Return the seconds of a block's pieces, or of an update by its bytes, and what goes before it."""
+        """Return the seconds of a block's layers, or of an update by its bytes with what precedes it."""
         match instruction:
             case Forward(block) | Recompute(block):
                 return self.blocks[block].forward_s
@@ -70,9 +70,9 @@ class MeasuredCosts:
                 )
 
     def launch_overhead_s(self, instruction: Instruction) -> float:
-        """Return the fixed seconds of a call.
+        """Return the fixed cost of a call.
 
-        That of an update has those of the whole step; of a rank that updates nothing, its commit has them, and merges.
+        An update includes the fixed cost of the step; on a rank without updates the commit does, with all merges.
         """
         match instruction:
             case Forward() | Recompute():
@@ -87,29 +87,29 @@ class MeasuredCosts:
                 return 0.0
 
     def grad_accumulate_s(self, block: int) -> float:
-        """Return what was measured: less than nothing where to write a gradient anew takes longer."""
+        """Return the measured time, which is negative where writing a new gradient is slower than adding to one."""
         return self.blocks[block].accumulate_s
 
     def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return what it costs by the other costs."""
+        """Return the value of ``link_costs``."""
         return self.link_costs.link_s(instruction, fraction, rank)
 
     def shared_link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return what it costs by the other costs."""
+        """Return the value of ``link_costs``."""
         return self.link_costs.shared_link_s(instruction, fraction, rank)
 
     def cpu_s(
         self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
     ) -> float:
-        """Return what it costs by the other costs."""
+        """Return the value of ``link_costs``."""
         return self.link_costs.cpu_s(instruction, fraction, rank, shares_memory=shares_memory)
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
-        """Tell what the other costs say."""
+        """Return the value of ``link_costs``."""
         return self.link_costs.is_streamed(instruction, rank)
 
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
-        """Return a part of what it takes to add a gradient of so many bytes to another one."""
+        """Return the fraction of the measured accumulation time per byte that is one pass."""
         return (
             0.0
             if isinstance(instruction, Commit)
@@ -117,7 +117,7 @@ class MeasuredCosts:
         )
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
-        """Return an update by its bytes and its fixed cost, and the answer by the other costs."""
+        """Return an update by its bytes plus its fixed cost, and the reply by ``link_costs``."""
         return self._update_s(unit) + self.overheads.update_s, self.link_costs.server_update_s(unit, server, worker)[1]
 
     def _update_s(self, unit: Unit) -> float:
@@ -133,25 +133,29 @@ def measured_costs(
     samples_per_microbatch: int,
     global_num_microbatches: int,
 ) -> CostModel:
-    """Return the costs of a model that was timed.
+    """Return the costs of a profiled model.
 
     Args:
         model: the model with the blocks that the program names.
-        timing: of its pieces.
-        others: costs of the same model on the same cluster, for links.
-        size_of: bytes of a whole value on one rank.
-        samples_per_micro: samples in one microbatch.
-        num_micros: microbatches of a step, of all ranks.
+        profile: times of its layers.
+        link_costs: costs of communication of the same model on the same cluster.
+        size_of: bytes of a whole tensor on one rank.
+        samples_per_microbatch: samples in one microbatch.
+        global_num_microbatches: microbatches of a step, of all ranks.
     """
-    point, fixed = profile.at_microbatch_size(samples_per_microbatch), profile.overheads
-    merging_s = 0.0
-    if point.single_microbatch is not None:
-        merging_s = 0.0 if global_num_microbatches == 1 else max(0.0, fixed.step_s - fixed.single_microbatch_step_s)
-        point, fixed = (
-            point.for_single_microbatch() if global_num_microbatches == 1 else point,
-            replace(fixed, step_s=fixed.single_microbatch_step_s),
+    layer_times, overheads = profile.at_microbatch_size(samples_per_microbatch), profile.overheads
+    merge_s = 0.0
+    if layer_times.single_microbatch is not None:
+        merge_s = (
+            0.0 if global_num_microbatches == 1 else max(0.0, overheads.step_s - overheads.single_microbatch_step_s)
         )
-    blocks = tuple(point.block_time(block) for block in model.blocks)
-    counts = [len(block.params) for block in model.blocks]
-    merges = tuple(merging_s * count / (sum(counts) or 1) for count in counts)
-    return MeasuredCosts(blocks, fixed, profile.update_s_per_byte, profile.add_s_per_byte, merges, size_of, link_costs)
+        layer_times, overheads = (
+            layer_times.for_single_microbatch() if global_num_microbatches == 1 else layer_times,
+            replace(overheads, step_s=overheads.single_microbatch_step_s),
+        )
+    blocks = tuple(layer_times.block_time(block) for block in model.blocks)
+    num_params = [len(block.params) for block in model.blocks]
+    block_merge_s = tuple(merge_s * count / (sum(num_params) or 1) for count in num_params)
+    return MeasuredCosts(
+        blocks, overheads, profile.update_s_per_byte, profile.add_s_per_byte, block_merge_s, size_of, link_costs
+    )

@@ -1,10 +1,9 @@
-"""How much a rank holds at most: weights, gradients, optimizer states, and what backward still needs."""
+"""Peak memory of a rank: parameters, gradients, optimizer states, and activations saved for the backward."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -41,12 +40,12 @@ _Users: TypeAlias = defaultdict[int, list[_Unit]]
 WHOLE = Fraction(1)
 
 ADAM_STATES = 2
-"""How many values per parameter Adam keeps."""
+"""Values per parameter that Adam keeps."""
 
 
 @dataclass(slots=True)
 class _RankMemory:
-    """What a rank holds of each unit, as parts of the whole whose bytes ``sizes`` has, and of each block, in bytes."""
+    """Contents of a rank's memory: of each unit as a fraction of ``unit_bytes``, of saved activations in bytes."""
 
     unit_bytes: dict[_Unit, int]
     weights: dict[_Unit, Fraction] = field(default_factory=dict)
@@ -62,75 +61,77 @@ class _RankMemory:
     totals: defaultdict[int, int] = field(default_factory=partial(defaultdict, int))
 
     def tally(self, num_states: int) -> None:
-        """Add up what is held, by denominator: from then on it is only changed by :meth:`put` and :meth:`drop`."""
+        """Sum up what is held, by denominator; afterwards only :meth:`hold` and :meth:`free` may change it."""
         gradients = ((self.grads, 1), (self.grad_shards, 1), (self.delayed_grads, 1), (self.residuals, 2))
-        for parts, times in ((self.weights, self.num_weight_versions), *gradients, (self.optimizer_states, num_states)):
-            for unit, part in parts.items():
-                self.totals[part.denominator] += times * part.numerator * self.unit_bytes[unit]
+        for fractions, times in (
+            (self.weights, self.num_weight_versions),
+            *gradients,
+            (self.optimizer_states, num_states),
+        ):
+            for unit, fraction in fractions.items():
+                self.totals[fraction.denominator] += times * fraction.numerator * self.unit_bytes[unit]
         self.totals[1] += sum(self.codec_buffers.values())
 
-    def hold(self, parts: dict[_Unit, Fraction], unit: _Unit, fraction: Fraction, times: int = 1) -> None:
-        """Hold so much of a unit, so many times."""
-        if parts.get(unit) != fraction:
-            self.free(parts, unit, times)
-            parts[unit] = fraction
+    def hold(self, fractions: dict[_Unit, Fraction], unit: _Unit, fraction: Fraction, times: int = 1) -> None:
+        """Hold a fraction of a unit, in so many copies, instead of what was held of it."""
+        if fractions.get(unit) != fraction:
+            self.free(fractions, unit, times)
+            fractions[unit] = fraction
             self.totals[fraction.denominator] += times * fraction.numerator * self.unit_bytes[unit]
 
-    def hold_all(self, parts: dict[_Unit, Fraction], units: Iterable[_Unit]) -> None:
-        """Hold the whole of some units."""
-        for unit in units:
-            self.hold(parts, unit, WHOLE)
-
-    def free(self, parts: dict[_Unit, Fraction], unit: _Unit, times: int = 1) -> None:
-        """Hold nothing of a unit, of which there may have been nothing."""
-        part = parts.pop(unit, None)
-        if part is not None:
-            self.totals[part.denominator] -= times * part.numerator * self.unit_bytes[unit]
+    def free(self, fractions: dict[_Unit, Fraction], unit: _Unit, times: int = 1) -> None:
+        """Free what is held of a unit, if anything."""
+        fraction = fractions.pop(unit, None)
+        if fraction is not None:
+            self.totals[fraction.denominator] -= times * fraction.numerator * self.unit_bytes[unit]
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of everything held but what is alive between forwards and backwards, rounded up."""
-        whole = math.lcm(*self.totals)
-        return -(-sum(total * (whole // denominator) for denominator, total in self.totals.items()) // whole)
+        """Bytes of everything but saved activations, rounded up."""
+        common_denominator = math.lcm(*self.totals)
+        return -(
+            -sum(total * (common_denominator // denominator) for denominator, total in self.totals.items())
+            // common_denominator
+        )
 
 
 def peak_memory_bytes(program: Program, size_of: SizeFn, *, num_states: int = ADAM_STATES) -> tuple[int, ...]:
-    """Return the bytes that each rank holds at most in one step.
+    """Return the peak memory of each rank in one step.
 
-    A forward keeps what leaves its block until its backward, one that is computed again only what it reads until then;
-    the gradient of a unit is there from its first backward, or its arrival on a server, to its update or departure, in
-    part once it has been shared out and released, and a second one is there where one is set aside; a server that does
-    not wait holds one gradient at a time; weights are there in as many versions as the row reads; an optimizer keeps
-    ``num_states`` values per parameter (two for Adam) of what its rank updates. A code keeps what it has not sent
-    twice: as it is, and as it will be if the step is applied; and it has room for what it sends, and for what is
-    gathered from others. What an operator inside a block needs for its backward is not in the program and not counted.
+    A forward saves the outputs of the operators in its block until the backward; a forward that is recomputed saves
+    only the block's input. The gradient of a unit exists from its first backward, or its arrival on a server, to its
+    update or departure, as a shard once it has been reduce-scattered and freed; a delayed gradient is a second one. An
+    asynchronous server holds one gradient at a time. Parameters exist in as many versions as the rank program reads; an
+    optimizer keeps ``num_states`` values per parameter that its rank updates. A compression codec with error feedback
+    keeps two residuals, the present one and the one of the next step, and buffers for what it sends and gathers. What
+    operators inside a block allocate meanwhile is not in the program and not counted.
 
     Args:
-        program: a program that keeps the laws.
-        size_of: bytes of a whole value on one rank.
-        num_states: how many values per parameter the optimizer keeps.
+        program: a verified program.
+        size_of: bytes of a whole tensor on one rank.
+        num_states: values per parameter that the optimizer keeps.
     """
-    return tuple(max(row) for row in memory_timeline(program, size_of, num_states=num_states))
+    return tuple(max(timeline) for timeline in memory_timeline(program, size_of, num_states=num_states))
 
 
 def memory_timeline(program: Program, size_of: SizeFn, *, num_states: int = ADAM_STATES) -> list[list[int]]:
-    """Return for each rank the bytes that it holds before its first word, and then during each word of one step.
+    """Return for each rank the bytes before its first instruction, and then during each instruction of one step.
 
     Args:
-        program: as for :func:`peak_memory_bytes`; of a stream with one body.
-        size_of: bytes of a whole value on one rank.
-        num_states: how many values per parameter the optimizer keeps.
+        program: as for :func:`peak_memory_bytes`; an asynchronous pipeline runs its body once.
+        size_of: bytes of a whole tensor on one rank.
+        num_states: values per parameter that the optimizer keeps.
     """
-    named = sorted({unit for _, word in program.instructions() for unit in named_units(word)})
+    named = sorted({unit for _, instruction in program.instructions() for unit in named_units(instruction)})
     units = {unit: size_of(weight(unit)) for unit in named}
-    known: dict[tuple[object, ...], list[int]] = {}
-    found = []
-    for row in program.unroll(1):
-        outline = tuple(_signature(word) for word in row)
-        if outline not in known:  # equal but for ranks and microbatches, so equal in bytes
-            known[outline] = _bytes_per_instruction(row, units, size_of, num_states)
-        found.append(known[outline])
-    return found
+    cache: dict[tuple[object, ...], list[int]] = {}
+    timelines = []
+    for instructions in program.unroll(1):
+        signature = tuple(_signature(instruction) for instruction in instructions)
+        if signature not in cache:  # equal but for ranks and microbatches, so equal in bytes
+            cache[signature] = _bytes_per_instruction(instructions, units, size_of, num_states)
+        timelines.append(cache[signature])
+    return timelines
 
 
 def _signature(instruction: Instruction) -> tuple[object, ...]:  # noqa: PLR0911 - one case each
@@ -141,16 +142,16 @@ def _signature(instruction: Instruction) -> tuple[object, ...]:  # noqa: PLR0911
             return "R", block, version
         case Backward(block, part=part, version=version):
             return "B", block, part, version
-        case Collective(_, value, group, phase):
-            return instruction.op_name, value.name, value.blocks, len(group), phase
-        case Free(value):
-            return "release", value.name, value.blocks
+        case Collective(_, tensor, group, phase):
+            return instruction.op_name, tensor.name, tensor.blocks, len(group), phase
+        case Free(tensor):
+            return "free", tensor.name, tensor.blocks
         case Update() | SwapGradBuffers():
             return (instruction,)
         case ApplyPushes(units):
             return instruction.op, units
-        case Send(value, codec=code) | Recv(value, codec=code) | Push(value, codec=code) if value.name == "grad":
-            return type(instruction), value.blocks, code
+        case Send(tensor, codec=codec) | Recv(tensor, codec=codec) | Push(tensor, codec=codec) if tensor.name == "grad":
+            return type(instruction), tensor.blocks, codec
         case Send() | Recv() | Push() | Pull() | Commit():
             return ()
 
@@ -158,99 +159,103 @@ def _signature(instruction: Instruction) -> tuple[object, ...]:  # noqa: PLR0911
 def _bytes_per_instruction(
     instructions: Instructions, units: dict[_Unit, int], size_of: SizeFn, num_states: int
 ) -> list[int]:
-    """Return the bytes that are held before a row, and then during each of its words."""
+    """Return the bytes before the first instruction of a rank, and then during each of them."""
     users: _Users = defaultdict(list)
     for unit in units:
         for block in unit:
             users[block].append(unit)
-    held = _initial_memory(instructions, units, users, size_of)
-    held.tally(num_states)
-    again, alive_bytes = find_recomputed(instructions), 0
-    fixed = held.resident_bytes
-    found = [fixed]
-    for word in instructions:
-        key = (word.block, word.micro) if isinstance(word, Forward | Recompute | Backward) else None
-        if key is not None and isinstance(word, Forward | Recompute):
-            alive_bytes -= held.saved_bytes.pop(key, 0)
-            held.saved_bytes[key] = _saved_bytes(word, again, size_of)
-            alive_bytes += held.saved_bytes[key]
-        if not isinstance(word, Forward | Recompute):
-            _update_memory(held, word, users)
-            fixed = held.resident_bytes
-        in_hand = max(units[unit] for unit in word.units) if isinstance(word, ApplyPushes) else 0  # one at a time
-        found.append(fixed + alive_bytes + in_hand)
-        if (
-            key is not None and isinstance(word, Backward) and word.computes_weight_grad
-        ):  # it holds what it reads and writes
-            alive_bytes -= held.saved_bytes.pop(key, 0)
-    return found
+    memory = _initial_memory(instructions, units, users, size_of)
+    memory.tally(num_states)
+    recompute_set, saved_bytes = find_recomputed(instructions), 0
+    resident_bytes = memory.resident_bytes
+    timeline = [resident_bytes]
+    for instruction in instructions:
+        key = (
+            (instruction.block, instruction.micro) if isinstance(instruction, Forward | Recompute | Backward) else None
+        )
+        if key is not None and isinstance(instruction, Forward | Recompute):
+            saved_bytes -= memory.saved_bytes.pop(key, 0)
+            memory.saved_bytes[key] = _saved_bytes(instruction, recompute_set, size_of)
+            saved_bytes += memory.saved_bytes[key]
+        if not isinstance(instruction, Forward | Recompute):
+            _update_memory(memory, instruction, users)
+            resident_bytes = memory.resident_bytes
+        incoming_bytes = max(units[unit] for unit in instruction.units) if isinstance(instruction, ApplyPushes) else 0
+        timeline.append(resident_bytes + saved_bytes + incoming_bytes)
+        # the backward itself still holds what it reads
+        if key is not None and isinstance(instruction, Backward) and instruction.computes_weight_grad:
+            saved_bytes -= memory.saved_bytes.pop(key, 0)
+    return timeline
 
 
-def _saved_bytes(instruction: Forward | Recompute, again: RecomputeSet, size_of: SizeFn) -> int:
-    """Return the bytes that stay: what leaves the block, as large as its gradient, or if at all what enters it."""
+def _saved_bytes(instruction: Forward | Recompute, recompute_set: RecomputeSet, size_of: SizeFn) -> int:
+    """Return the bytes that a forward saves: all outputs of its block, or only the input if it is recomputed."""
     key = (instruction.block, instruction.micro)
-    if isinstance(instruction, Recompute) or key not in again.recomputed:
+    if isinstance(instruction, Recompute) or key not in recompute_set.recomputed:
         return size_of(TensorRef("g", (instruction.block,), instruction.micro))
     return (
         size_of(TensorRef("x", (instruction.block,), instruction.micro))
-        if instruction.block > 0 and key not in again.input_recomputed
+        if instruction.block > 0 and key not in recompute_set.input_recomputed
         else 0
     )
 
 
 def _initial_memory(instructions: Instructions, units: dict[_Unit, int], users: _Users, size_of: SizeFn) -> _RankMemory:  # noqa: C901 - one case each
-    """Return what a rank holds before its first word: a weight that it gathers first is kept in part."""
-    held = _RankMemory(units, num_weight_versions=weight_versions_needed(instructions))
-    parts: dict[_Unit, Fraction] = {}
-    for word in instructions:
-        match word:
-            case Collective("all_gather", TensorRef("weight", unit), group) if unit not in held.weights:
-                held.weights[unit] = Fraction(1, len(group))
+    """Return what a rank holds before its first instruction: the shard of parameters that it gathers first."""
+    memory = _RankMemory(units, num_weight_versions=weight_versions_needed(instructions))
+    shards: dict[_Unit, Fraction] = {}
+    for instruction in instructions:
+        match instruction:
+            case Collective("all_gather", TensorRef("weight", unit), group) if unit not in memory.weights:
+                memory.weights[unit] = Fraction(1, len(group))
             case Collective("reduce_scatter", TensorRef("grad", unit), group):
-                parts[unit] = Fraction(1, len(group))
-            case Collective("all_reduce", TensorRef("grad", unit), group, codec=code) if code and word.phase != "wait":
-                kind = find_codec(code).spec
-                held.codec_buffers[word] = size_of(word.tensor, code) * (
-                    len(group) if kind.reduction == "gather" else 1
+                shards[unit] = Fraction(1, len(group))
+            case Collective("all_reduce", TensorRef("grad", unit), group, codec=codec) if (
+                codec and instruction.phase != "wait"
+            ):
+                spec = find_codec(codec).spec
+                memory.codec_buffers[instruction] = size_of(instruction.tensor, codec) * (
+                    len(group) if spec.reduction == "gather" else 1
                 )
-                held.residuals[unit] = held.residuals.get(unit, Fraction(0)) + kind.has_error_feedback
-            case Send(TensorRef("grad", unit), codec=code) | Push(TensorRef("grad", unit), codec=code) if code:
-                held.codec_buffers[word] = size_of(word.tensor, code)
-                held.residuals[unit] = held.residuals.get(unit, Fraction(0)) + 1
+                memory.residuals[unit] = memory.residuals.get(unit, Fraction(0)) + spec.has_error_feedback
+            case Send(TensorRef("grad", unit), codec=codec) | Push(TensorRef("grad", unit), codec=codec) if codec:
+                memory.codec_buffers[instruction] = size_of(instruction.tensor, codec)
+                memory.residuals[unit] = memory.residuals.get(unit, Fraction(0)) + 1
             case Forward(block):
-                held.weights.update({unit: WHOLE for unit in users[block] if unit not in held.weights})
+                memory.weights.update({unit: WHOLE for unit in users[block] if unit not in memory.weights})
             case Update(unit):
-                held.weights.setdefault(unit, WHOLE)
-                held.optimizer_states[unit] = parts.get(unit, WHOLE)
+                memory.weights.setdefault(unit, WHOLE)
+                memory.optimizer_states[unit] = shards.get(unit, WHOLE)
             case ApplyPushes(served):
-                held.weights.update(dict.fromkeys(served, WHOLE))
-                held.optimizer_states.update(dict.fromkeys(served if word.applies_gradients else (), WHOLE))
+                memory.weights.update(dict.fromkeys(served, WHOLE))
+                memory.optimizer_states.update(dict.fromkeys(served if instruction.applies_gradients else (), WHOLE))
             case SwapGradBuffers(unit):
-                held.delayed_grads[unit] = WHOLE
+                memory.delayed_grads[unit] = WHOLE
             case Recompute() | Backward() | Collective() | Send() | Recv() | Push() | Pull() | Free() | Commit():
                 pass
-    held.resident_weights = dict(held.weights)
-    return held
+    memory.resident_weights = dict(memory.weights)
+    return memory
 
 
-def _update_memory(held: _RankMemory, instruction: Instruction, users: _Users) -> None:
+def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users) -> None:  # noqa: C901 - one case each
     match instruction:
         case Backward(block):
-            held.hold_all(held.grads, users[block])
+            for unit in users[block]:
+                memory.hold(memory.grads, unit, WHOLE)
         case Collective("reduce_scatter", TensorRef("grad", unit), group, phase) if phase != "start":
-            held.hold(held.grad_shards, unit, Fraction(1, len(group)))
-            held.free(held.grads, unit)
+            memory.hold(memory.grad_shards, unit, Fraction(1, len(group)))
+            memory.free(memory.grads, unit)
         case Collective("all_gather", TensorRef("weight", unit)):
-            held.hold(held.weights, unit, WHOLE, held.num_weight_versions)
+            memory.hold(memory.weights, unit, WHOLE, memory.num_weight_versions)
         case Free(TensorRef("weight", unit)):
-            held.hold(held.weights, unit, held.resident_weights[unit], held.num_weight_versions)
-        case Free(value) if value.name == "grad":
-            held.free(held.grads, value.blocks)
+            memory.hold(memory.weights, unit, memory.resident_weights[unit], memory.num_weight_versions)
+        case Free(tensor) if tensor.name == "grad":
+            memory.free(memory.grads, tensor.blocks)
         case Recv(TensorRef("grad", unit)):
-            held.hold(held.grads, unit, WHOLE)
+            memory.hold(memory.grads, unit, WHOLE)
         case Update(unit) | Send(TensorRef("grad", unit)) | Push(TensorRef("grad", unit)):
-            held.free(held.grads, unit)
-            held.free(held.grad_shards, unit)
+            memory.free(memory.grads, unit)
+            memory.free(memory.grad_shards, unit)
         case Collective() | Send() | Recv() | Push() | Pull() | Free() | ApplyPushes() | Commit() | SwapGradBuffers():
             pass
         case Forward() | Recompute():

@@ -1,15 +1,13 @@
-"""How long collectives take on a ring, from their size, their members and the link between them.
+"""Predict how long messages and collectives occupy links, from where their ranks are.
 
-How long messages and collectives are on their way, by where their ranks are: in memory, or between hosts.
+A collective is modelled as :mod:`counterpoint.fabric` implements it. On a cluster without levels it is a ring of all
+members. Inside a host each member reduces one part of the value in shared memory. Over several hosts it has stages:
+each host reduce-scatters among its members, the holders of each part complete it in a ring of hosts, and each host
+all-gathers; so ``2 (h-1)/h`` of the value crosses the uplink of a host once, however many of its ranks are members.
 
-A collective does what :mod:`counterpoint.fabric` does. Without levels it is a ring of all members. Inside a host each
-member adds up one part of what all have in memory. Over hosts it has stages: each host shares its sum among its
-members, the holders of each part complete it in a ring of hosts, each host gathers; so what crosses the way out of a
-host is ``2 (h-1)/h`` of the value once, however many of its ranks are members.
-
-Over memory that is copied (:attr:`counterpoint.world.cluster.Link.is_shared_memory`) nothing is on its way while its rank
-computes: all of it is work of the ranks' own processors. A member of a collective goes through memory as often as
-:mod:`counterpoint.fabric.shm` does.
+Over shared memory (:attr:`counterpoint.world.cluster.Link.is_shared_memory`) no link is occupied while a rank
+computes: copying is CPU work of the ranks themselves. A member of a collective then makes as many passes over memory
+as :mod:`counterpoint.fabric.shm` does.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def ring_reduce_scatter_s(value_bytes: Fraction | float, num_ranks: int, link: L
 
 
 def linear_broadcast_s(value_bytes: Fraction | float, num_ranks: int, link: Link) -> float:
-    """Predict how long the first member takes to send a value to all others, one after the other.
+    """Predict how long the root takes to send a value to all other members, one after the other.
 
     Returns:
         Seconds: ``(n-1) (latency + value_bytes / bandwidth)``.
@@ -75,12 +73,12 @@ def linear_broadcast_s(value_bytes: Fraction | float, num_ranks: int, link: Link
 
 
 def shm_reduce_scatter_s(value_bytes: Fraction | float, num_ranks: int, link: Link) -> float:
-    """Predict how long the ranks of a host take to add up one part each in memory, or to gather all parts.
+    """Predict how long a reduce-scatter or an all-gather through the shared memory of one host takes.
 
     Args:
         value_bytes: size of the whole value.
-        num_ranks: how many they are; 1 means nothing to do and costs 0.
-        link: what one rank moves of what others have.
+        num_ranks: members on the host; 1 means nothing to do and costs 0.
+        link: latency and bandwidth at which one rank reads what others have written.
 
     Returns:
         Seconds: ``latency + (n-1)/n value_bytes / bandwidth``.
@@ -89,17 +87,17 @@ def shm_reduce_scatter_s(value_bytes: Fraction | float, num_ranks: int, link: Li
 
 
 def half_collectives(instruction: Collective, value_bytes: Fraction | float) -> tuple[int, Fraction | float]:
-    """Return how many reduce-scatters or all-gathers a collective is, and of a value of how many bytes.
+    """Return how many reduce-scatters or all-gathers a collective consists of, and the bytes of each.
 
     Args:
-        word: what is called, but for a copy.
+        instruction: any collective but a broadcast.
         value_bytes: as for :func:`ring_collective_s`.
     """
-    way = find_codec(instruction.codec).spec.reduction if instruction.codec else "reduce"
+    reduction = find_codec(instruction.codec).spec.reduction if instruction.codec else "reduce"
     match instruction.op:
-        case "all_reduce" if way == "gather":
+        case "all_reduce" if reduction == "gather":
             return 1, len(instruction.group) * value_bytes
-        case "all_reduce" if way == "reduce twice":
+        case "all_reduce" if reduction == "reduce twice":
             return 4, value_bytes / 2
         case "all_reduce" | "all_reduce_mean":
             return 2, value_bytes
@@ -111,9 +109,9 @@ def ring_collective_s(instruction: Collective, value_bytes: Fraction | float, li
     """Predict how long a collective in a ring of its members occupies their links.
 
     Args:
-        word: what is called.
-        value_bytes: size of what each member brings (before a share) or has in the end (after a join); encoded for a
-            sum with a code.
+        instruction: the collective.
+        value_bytes: size of the whole value: of the input of a reduce-scatter, of the output of an all-gather; the
+            compressed size where an all-reduce has a codec.
         link: the link of each member.
     """
     if instruction.op == "broadcast":
@@ -123,25 +121,25 @@ def ring_collective_s(instruction: Collective, value_bytes: Fraction | float, li
 
 
 PIPE_CAPACITY_BYTES = 1 << 20
-"""So much is under way at most between two ranks of a host; of a larger message both ends are busy at one time."""
+"""Capacity of the shared-memory pipe between two ranks; both ends of a larger message are busy together."""
 
 CACHE_SIZE = 4096
-"""Of so many groups of ranks it is remembered where they are; a program calls each of its groups many times."""
+"""Groups of ranks whose links and hosts are cached; a program uses each of its groups many times."""
 
 P2PInstruction: TypeAlias = Send | Push | Recv | Pull
-"""What one rank says to another, or hears from it."""
+"""An instruction that sends or receives one message."""
 
 CommInstruction: TypeAlias = P2PInstruction | Collective | Commit
-"""What a rank says to others, or hears from them."""
+"""An instruction that communicates with other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLoad:
-    """What a word asks of links.
+    """Seconds for which an instruction occupies links.
 
     Args:
-        apart_s: seconds in which it is in nobody's way: latencies, memory, links of its own ranks.
-        crossing_s: seconds on links that ranks share, if nobody else crosses them.
+        private_s: without contention: latencies, memory, links that only its own ranks use.
+        shared_s: on links that several ranks share, if no other rank uses them meanwhile.
     """
 
     private_s: float
@@ -149,78 +147,82 @@ class LinkLoad:
 
     @property
     def seconds(self) -> float:
-        """How long it takes if nobody is in its way."""
+        """Duration without contention."""
         return self.private_s + self.shared_s
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkModel:
-    """What words ask of the links of a cluster.
+    """Link and CPU time of communication on a cluster.
 
     Args:
-        cluster: where the ranks are.
-        size_of: bytes of a whole value on one rank.
+        cluster: the hosts, levels and links.
+        size_of: bytes of a whole tensor on one rank.
     """
 
     cluster: Cluster
     size_of: SizeFn
 
     def link_load(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> LinkLoad:
-        """Return what a word of a rank asks; ``part`` of the value is at hand.
+        """Return the link time of an instruction of a rank that communicates ``fraction`` of its tensor.
 
-        A commit goes up and down a tree of its members.
+        A commit is modelled as one trip up and one down a tree of its members.
         """
         if self.is_copied(instruction, rank):
             return LinkLoad(0.0)
         match instruction:
-            case Send(value, peer, code) | Push(value, peer, code):
-                return self._transfer((rank, peer), 1, self.size_of(value, code))
-            case Collective(tensor=value, codec=code) if code:
-                return self._collective(instruction, self.size_of(value, code))
-            case Collective(tensor=value):
-                return self._collective(instruction, self.size_of(value) * fraction)
+            case Send(tensor, peer, codec) | Push(tensor, peer, codec):
+                return self._transfer((rank, peer), 1, self.size_of(tensor, codec))
+            case Collective(tensor=tensor, codec=codec) if codec:
+                return self._collective(instruction, self.size_of(tensor, codec))
+            case Collective(tensor=tensor):
+                return self._collective(instruction, self.size_of(tensor) * fraction)
             case Commit(group):
                 return LinkLoad(2 * math.ceil(math.log2(len(group))) * self.cluster.link_among(group).latency_s)
 
     def is_copied(self, instruction: CommInstruction, rank: int) -> bool:
-        """Tell whether all that a word of a rank is about goes through memory that its members see."""
+        """Return whether an instruction of a rank communicates only through memory that its members share."""
         ranks = (rank, instruction.peer) if isinstance(instruction, P2PInstruction) else instruction.group
         return self.cluster.link_among(ranks).is_shared_memory
 
     def cpu_s(
         self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
     ) -> float:
-        """Return for how long a word of a rank keeps its own processor busy.
+        """Return for how long an instruction keeps the processor of its rank busy.
 
         Args:
-            word: what it says or hears.
-            part: of the value that is at hand.
-            rank: whose word it is.
-            has_one_copy: whether weights and gradients of its members are one and the same memory.
+            instruction: the instruction.
+            fraction: of its tensor that is communicated.
+            rank: the rank that executes it.
+            shares_memory: whether parameters and gradients of its members are the same memory.
         """
         if not self.is_copied(instruction, rank):
             return 0.0
         match instruction:
-            case Pull(value) if self.size_of(value) > PIPE_CAPACITY_BYTES:
-                return 0.0  # taken out while its server puts it in
-            case Send(value, peer) | Push(value, peer) | Recv(value, peer) | Pull(value, peer):
-                size = self.size_of(value, "" if isinstance(instruction, Pull) else instruction.codec)
-                seconds = self.cluster.link_among((rank, peer)).seconds(size)
+            case Pull(tensor) if self.size_of(tensor) > PIPE_CAPACITY_BYTES:
+                return 0.0  # the worker reads it while the server writes it
+            case Send(tensor, peer) | Push(tensor, peer) | Recv(tensor, peer) | Pull(tensor, peer):
+                message_bytes = self.size_of(tensor, "" if isinstance(instruction, Pull) else instruction.codec)
+                seconds = self.cluster.link_among((rank, peer)).seconds(message_bytes)
                 if self.cluster.time_slicing is not None:
-                    seconds = max(seconds, self.cluster.time_slicing.message_s + self._copy_s((rank, peer), size))
-                return seconds / (1 if size > PIPE_CAPACITY_BYTES else 2)
-            case Collective(tensor=value, group=group):
-                moved = (
-                    self.size_of(value)
+                    seconds = max(
+                        seconds, self.cluster.time_slicing.message_s + self._copy_s((rank, peer), message_bytes)
+                    )
+                return seconds / (1 if message_bytes > PIPE_CAPACITY_BYTES else 2)
+            case Collective(tensor=tensor, group=group):
+                moved_bytes = (
+                    self.size_of(tensor)
                     * float(fraction)
                     * collective_memory_passes(instruction, shares_memory=shares_memory)
                 )
-                return self.cluster.link_among(group).latency_s / 2 + moved / self.cluster.device.memory_bytes_per_s
+                return (
+                    self.cluster.link_among(group).latency_s / 2 + moved_bytes / self.cluster.device.memory_bytes_per_s
+                )
             case Commit(group):
                 return self.cluster.link_among(group).latency_s
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
-        """Tell whether a message of a rank is larger than the pipe that it goes through."""
+        """Return whether a message is larger than the shared-memory pipe that it goes through."""
         size = self.size_of(instruction.tensor, "" if isinstance(instruction, Pull) else instruction.codec)
         return size > PIPE_CAPACITY_BYTES and self.is_copied(instruction, rank)
 
@@ -228,7 +230,7 @@ class NetworkModel:
         return num_bytes / self.cluster.link_among(ranks).bytes_per_s
 
     def _transfer(self, ranks: Group, rounds: int, num_bytes: float) -> LinkLoad:
-        """Return what it takes to get so many bytes from group to group of these ranks, in so many rounds."""
+        """Return the load of sending so many bytes in total between these ranks, in so many rounds."""
         link, is_shared = _link_and_sharing(self.cluster, ranks)
         if is_shared:
             return LinkLoad(rounds * link.latency_s, num_bytes / link.bytes_per_s)
@@ -249,13 +251,13 @@ class NetworkModel:
         num_hosts, num_parts = len(members), min(members.values())
         out_bytes = float(half_bytes) * (num_hosts - 1) / num_hosts
         if not _link_and_sharing(self.cluster, group)[1]:
-            out_bytes /= num_parts  # each holder of a part has a link of its own
+            out_bytes /= num_parts  # each holder of a part has its own link
         between = self._transfer(group, num_hosts - 1, out_bytes)
         inside_s = shm_reduce_scatter_s(half_bytes, max(members.values()), memory)
         return _scale(LinkLoad(inside_s + between.private_s, between.shared_s), times)
 
     def _broadcast(self, instruction: Collective, value_bytes: float, members: Counter[int]) -> LinkLoad:
-        """Through the memory of the first member's host, up a tree of hosts, through the memory of each of these."""
+        """Return the load of a broadcast: memory of the root's host, a tree of hosts, memory of each other host."""
         root = self.cluster.host(instruction.group[0])
         memory_s = self.cluster.link_at(0, instruction.group).seconds(value_bytes)
         inside_s = memory_s * ((members[root] > 1) + any(members[host] > 1 for host in members if host != root))
@@ -264,7 +266,7 @@ class NetworkModel:
         return LinkLoad(inside_s + between.private_s, between.shared_s)
 
     def _flat_ring(self, group: Group, half_bytes: Fraction | float) -> LinkLoad:
-        """Return what a ring of all members asks, whose edges may leave a host more than once."""
+        """Return the load of a ring of all members, which may leave the same host more than once."""
         hosts = [self.cluster.host(rank) for rank in group]
         leaving = Counter(host for host, other in zip(hosts, hosts[1:] + hosts[:1], strict=True) if host != other)
         edges = max(leaving.values()) if self.cluster.shared_levels(group) else 1
@@ -272,7 +274,7 @@ class NetworkModel:
 
     @staticmethod
     def _needs_flat_ring(instruction: Collective, members: Counter[int]) -> bool:
-        """Tell whether no member's range has a holder on every host, so that all members talk to each other."""
+        """Return whether hosts have different numbers of members, so that no part has a holder on each host."""
         gathers = instruction.op in {"reduce_scatter", "all_gather"} or (
             instruction.codec and find_codec(instruction.codec).spec.reduction == "gather"
         )
@@ -281,13 +283,13 @@ class NetworkModel:
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _link_and_sharing(cluster: Cluster, ranks: Group) -> tuple[Link, bool]:
-    """Return what a message between any of these ranks finds, and whether others may cross it."""
+    """Return the link between these ranks, and whether other ranks share it."""
     return cluster.link_among(ranks), bool(cluster.shared_levels(ranks))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _members_per_host(cluster: Cluster, group: Group) -> tuple[Link, Counter[int]]:
-    """Return the memory of a group's hosts, and how many members each has."""
+    """Return the memory link of a group's hosts, and the number of members on each host."""
     return cluster.link_at(0, group), Counter(map(cluster.host, group))
 
 
@@ -296,19 +298,20 @@ def _scale(load: LinkLoad, times: int) -> LinkLoad:
 
 
 def collective_memory_passes(instruction: Collective, *, shares_memory: bool) -> float:
-    """Return how many times its size a member of a share or a sum reads and writes where all see each other's memory.
+    """Return how many passes over its tensor a member of a shared-memory collective makes.
 
-    To share, it reads its part of everybody's gradient, and writes it; to sum, it writes it to everybody. Activations
-    and weights, which do not lie where others see them, are copied there and back. Of gradients in common memory only
-    those of the others are read, where weights are updated, and the weights are there.
+    A reduce-scatter reads the member's part of every gradient and writes it; an all-reduce also writes it to all
+    members. Activations and parameters are not in shared memory, so that they are copied in and out. Where members
+    share their gradients, only those of other members are read, at the update, and the parameters need no gathering.
 
     Args:
-        word: what is called.
-        has_one_copy: whether weights and gradients of its members are one and the same memory.
+        instruction: the collective.
+        shares_memory: whether parameters and gradients of its members are the same memory.
 
     Example:
-        >>> from counterpoint.program.instruction import Value
-        >>> passes(Collective("reduce_scatter", Value("grad", (0,)), (0, 1)), has_one_copy=False)
+        >>> from counterpoint.program.instruction import TensorRef
+        >>> collective = Collective("reduce_scatter", TensorRef("grad", (0,)), (0, 1))
+        >>> collective_memory_passes(collective, shares_memory=False)
         2.0
     """
     num_ranks = len(instruction.group)
@@ -316,4 +319,4 @@ def collective_memory_passes(instruction: Collective, *, shares_memory: bool) ->
         return READ_PASSES * (num_ranks - 1) / num_ranks if instruction.op == "reduce_scatter" else 0.0
     if instruction.op == "reduce_scatter":
         return 1 + (COPY_PASSES - 1) / num_ranks
-    return COPY_PASSES if instruction.tensor.micro is None else 6.0  # a join's part in, and the others' out
+    return COPY_PASSES if instruction.tensor.micro is None else 6.0  # copy in and out

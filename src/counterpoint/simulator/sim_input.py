@@ -1,4 +1,4 @@
-"""What the clock plays: the words of those who speak, what each costs, and what it crosses on its way."""
+"""Input of the event simulator: instructions, which of them communicate with each other, and what each costs."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from counterpoint.simulator.cost_model import CostModel
 from counterpoint.simulator.network import P2PInstruction
 
 WaitKey: TypeAlias = tuple[object, ...]
-"""What a word may wait for: the place of a send, the places of a call, or an answer."""
+"""What an instruction may wait for: the location of a send, the locations of a collective, or a server's reply."""
 
 
 STREAMING_BUSY_FRACTION = 0.5
-"""Of a message larger than the pipe that it goes through, one end puts a piece in while the other one waits for it."""
+"""CPU fraction of each end of a message larger than the pipe: one end writes a piece while the other waits."""
 
 WHOLE = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTransfer:
-    """Something that wants links of its members for a while.
+    """A message or a collective on the links of its members.
 
     Args:
-        key: what it is.
-        members: whose links, and for which words.
-        seconds: how long it takes if nobody is in its way.
-        way: which of a rank's ways out it takes, see :data:`counterpoint.simulator.contention.Lane`.
-        crossing_s: of the seconds, how many it takes on links that others may cross at the same time.
-        uses: these links.
+        key: identifies it.
+        members: locations of the instructions that it belongs to, whose ranks' links it occupies.
+        seconds: duration without contention.
+        link_index: which link of each rank it occupies, see :data:`counterpoint.simulator.contention.LinkId`.
+        shared_link_s: of these seconds, those on links that other ranks share.
+        uses: these shared links.
     """
 
     key: WaitKey
@@ -64,27 +64,27 @@ class LinkTransfer:
 
     @property
     def links(self) -> list[LinkId]:
-        """The ways that are its own while it is under way."""
+        """The links that only this transfer uses while it lasts."""
         return [(rank, self.link_index) for rank, _ in self.members]
 
 
 @dataclass(frozen=True, slots=True)
 class SimInput:
-    """What is played: rows, who meets whom, which rank speaks for which, and what each word costs.
+    """Instructions of all ranks with everything that the event simulator needs to know of them.
 
     Args:
-        rows: the flat rows of all ranks.
-        partners: who meets whom in them.
-        speaker: for each rank the one that speaks for its class.
-        seconds: for each speaker the seconds of each of its words, on the processor or on the link.
-        crossings: likewise, of these the seconds on links that ranks share; empty where they share none.
-        hands: likewise, for how long they keep the rank's own processor busy.
+        rank_instructions: the unrolled instructions of each rank.
+        matches: which instructions communicate with each other.
+        representative: for each rank the representative of its class.
+        seconds: for each representative the seconds of each instruction, on the processor or on the link.
+        shared_link_s: likewise, of these the seconds on links that ranks share; empty where they share none.
+        cpu_demands: likewise, the CPU time on the rank itself.
         costs: for what a server does with each push.
-        places: where the ranks are.
+        resources: what ranks share.
     """
 
     rank_instructions: Sequence[Instructions]
-    partners: CommMatches
+    matches: CommMatches
     representative: Sequence[int]
     seconds: Mapping[int, Sequence[float]]
     shared_link_s: Mapping[int, Sequence[float]]
@@ -93,49 +93,52 @@ class SimInput:
     resources: SharedResources
 
     def instruction(self, location: Location) -> Instruction:
-        """Return the word at a place."""
+        """Return the instruction at a location."""
         return self.rank_instructions[location[0]][location[1]]
 
     def cpu_demand(self, rank: int, index: int) -> CpuDemand:
-        """Return what a speaker's word asks of its processor."""
+        """Return the CPU demand of an instruction of a representative."""
         return self.cpu_demands[rank][index]
 
     def message_transfer(self, rank: int, index: int) -> LinkTransfer:
-        """Return what a send or a push of a speaker puts on the link."""
-        place, seconds = (rank, index), self.seconds[rank][index]
+        """Return the transfer of a send or a push of a representative."""
+        location, seconds = (rank, index), self.seconds[rank][index]
         if not self.resources.cluster.levels:
-            return LinkTransfer(place, (place,), seconds)
-        word = self.rank_instructions[rank][index]
-        assert isinstance(word, Send | Push), "nothing else is a message"
-        return self._transfer(place, place, (rank, word.peer), (seconds, self._shared_link_s(place)))
+            return LinkTransfer(location, (location,), seconds)
+        instruction = self.rank_instructions[rank][index]
+        assert isinstance(instruction, Send | Push), "only sends and pushes are messages"
+        return self._transfer(location, location, (rank, instruction.peer), (seconds, self._shared_link_s(location)))
 
-    def collective_transfer(self, number: int, places: tuple[Location, ...]) -> LinkTransfer:
-        """Return what a collective puts on the links of its members; ``places`` are those of their speakers."""
-        rank, index = max(places, key=lambda place: self.seconds[place[0]][place[1]])
-        seconds, crossing_s = self.seconds[rank][index], self._shared_link_s((rank, index))
+    def collective_transfer(self, collective_id: int, locations: tuple[Location, ...]) -> LinkTransfer:
+        """Return the transfer of a collective; ``locations`` are those of its representatives."""
+        rank, index = max(locations, key=lambda location: self.seconds[location[0]][location[1]])
+        seconds, shared_link_s = self.seconds[rank][index], self._shared_link_s((rank, index))
         if not self.resources.cluster.levels:
-            return LinkTransfer(places, places, seconds)
-        members = self.partners.participants[number]
-        uses = self.resources.collective_uses(members) if crossing_s else ()
-        ranks = tuple([one for one, _ in members])
-        return LinkTransfer(places, places, seconds, self.resources.link_index(ranks), crossing_s, uses)
+            return LinkTransfer(locations, locations, seconds)
+        members = self.matches.participants[collective_id]
+        uses = self.resources.collective_uses(members) if shared_link_s else ()
+        ranks = tuple([member_rank for member_rank, _ in members])
+        return LinkTransfer(locations, locations, seconds, self.resources.link_index(ranks), shared_link_s, uses)
 
     def server_reply(self, server: Location, slot: int) -> tuple[CpuDemand, LinkTransfer]:
-        """Return what it takes a server to apply the push with a seat in its order, and its answer."""
+        """Return the CPU demand of applying the push in a slot of a server, and the transfer of the reply."""
         rank, index = server
-        word = self.rank_instructions[rank][index]
-        assert isinstance(word, ApplyPushes), "nothing else answers"
-        unit, worker = word.units[slot % len(word.units)], word.workers[slot // len(word.units)]
-        update_s, answer_s = self.costs.server_update_s(unit, rank, worker)
-        if word.replies:  # while it puts in what is large, the worker takes it out: together they compute all the time
+        instruction = self.rank_instructions[rank][index]
+        assert isinstance(instruction, ApplyPushes), "only servers reply"
+        unit, worker = (
+            instruction.units[slot % len(instruction.units)],
+            instruction.workers[slot // len(instruction.units)],
+        )
+        update_s, reply_s = self.costs.server_update_s(unit, rank, worker)
+        if instruction.replies:  # the worker reads a large reply while the server writes it
             update_s += self.costs.cpu_s(Send(weight(unit), worker), WHOLE, rank)
-        hand = message_cpu_demand(Recv(grad(unit), worker), self.costs, rank, WHOLE, update_s)
-        crossing_s = 0.0
+        demand = message_cpu_demand(Recv(grad(unit), worker), self.costs, rank, WHOLE, update_s)
+        shared_link_s = 0.0
         if self.resources.has_shared_nics:
-            crossing_s = self.costs.shared_link_s(Send(weight(unit), worker), WHOLE, rank)
-        transfer = self._transfer(("answer", *server, slot), server, (rank, worker), (answer_s, crossing_s))
-        own_s = hand.seconds / self.resources.cluster.speed(rank)
-        return CpuDemand(own_s, busy_fraction=hand.busy_fraction, memory_s=own_s), transfer
+            shared_link_s = self.costs.shared_link_s(Send(weight(unit), worker), WHOLE, rank)
+        transfer = self._transfer(("reply", *server, slot), server, (rank, worker), (reply_s, shared_link_s))
+        seconds = demand.seconds / self.resources.cluster.speed(rank)
+        return CpuDemand(seconds, busy_fraction=demand.busy_fraction, memory_s=seconds), transfer
 
     def _shared_link_s(self, location: Location) -> float:
         return self.shared_link_s[location[0]][location[1]] if self.shared_link_s else 0.0
@@ -143,24 +146,24 @@ class SimInput:
     def _transfer(
         self, key: WaitKey, location: Location, ends: tuple[int, int], times: tuple[float, float]
     ) -> LinkTransfer:
-        seconds, crossing_s = times
+        seconds, shared_link_s = times
         if not self.resources.cluster.levels:
             return LinkTransfer(key, (location,), seconds)
-        uses = self.resources.message_uses(*ends) if crossing_s else ()
-        return LinkTransfer(key, (location,), seconds, self.resources.link_index(ends), crossing_s, uses)
+        uses = self.resources.message_uses(*ends) if shared_link_s else ()
+        return LinkTransfer(key, (location,), seconds, self.resources.link_index(ends), shared_link_s, uses)
 
 
 def message_cpu_demand(
     instruction: P2PInstruction, costs: CostModel, rank: int, fraction: Fraction = WHOLE, extra_s: float = 0.0
 ) -> CpuDemand:
-    """Return what a message asks of a processor, with some seconds in which it does something else for it.
+    """Return the CPU demand of one end of a message.
 
     Args:
-        word: that says or hears the message.
-        costs: of words.
-        rank: whose word it is.
-        part: of the value that is at hand.
-        own_s: for how long it computes beside.
+        instruction: that sends or receives it.
+        costs: the cost model.
+        rank: the rank that executes it.
+        fraction: of the tensor that is communicated.
+        extra_s: seconds of computing in addition to the message itself.
     """
     seconds, is_streamed = costs.cpu_s(instruction, fraction, rank), costs.is_streamed(instruction, rank)
     if not is_streamed or not seconds:
@@ -171,7 +174,7 @@ def message_cpu_demand(
 
 
 def lane_of(instruction: Instruction) -> trace.Lane:
-    """Return where the time goes that a word keeps its rank's processor busy."""
+    """Return the lane of the trace that the CPU time of an instruction belongs to."""
     match instruction:
         case Forward() | Recompute() | Backward() | Update() | ApplyPushes():
             return "compute"
@@ -182,7 +185,7 @@ def lane_of(instruction: Instruction) -> trace.Lane:
 
 
 def is_async(instruction: Instruction) -> bool:
-    """Tell whether a rank does its next word while this one is on the link."""
+    """Return whether a rank continues with its next instruction while this one is on the link."""
     return isinstance(instruction, Send | Push) or (
         isinstance(instruction, Collective) and instruction.phase == "start"
     )

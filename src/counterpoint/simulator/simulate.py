@@ -1,12 +1,15 @@
-"""Which bodies of a stream are played, and which of them say how long a step of it takes.
+"""Simulate programs on virtual ranks and links: traces of one step, and how long a step takes.
 
-A body of a stream begins before the one before it has come to its end, because links go on: in the long run a step
-takes less than a body from its first word to its last. Where links are slow, microbatches come one right behind the
-other, and then none for long, so that several bodies count, as many as are under way at one time.
+One rank of each class of equal ranks is simulated and represents the others.
 
-Run a program on a virtual clock, one rank of each class for all of it.
+A step of an asynchronous pipeline takes less time than its body from the first instruction to the last, because
+consecutive bodies overlap: messages of one are received in the next. So the body is repeated, and a step is the
+distance between the ends of two repetitions in the steady state::
 
-How long a step takes on the virtual clock, without a trace of it: for comparing many plans.
+    body k      |-------------------|
+    body k+1               |-------------------|
+                           steps: |<-------->|
+    simulated   [warm-up: 3 n bodies][n bodies that are measured]     n = 1 + lookahead of the step variant
 """
 
 from __future__ import annotations
@@ -37,16 +40,16 @@ from counterpoint.simulator.sim_input import SimInput
 from counterpoint.world.cluster import Cluster
 
 WARMUP_FACTOR = 3
-"""So many times as many bodies as count are played before them, which are then like all later ones."""
+"""Repetitions before the measured ones, as a multiple of these; then the pipeline is in its steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBody:
-    """The bodies of one kind of step that are played; a step that is no stream has one.
+    """Repetitions of a step variant's body; a step that is no part of an asynchronous pipeline has one.
 
     Args:
-        turn: the kind of step.
-        num_counted: how many of them count, the last ones.
+        variant: the step variant.
+        num_measured: the last repetitions, which are measured.
     """
 
     variant: StepVariant
@@ -54,157 +57,160 @@ class RepeatedBody:
 
     @staticmethod
     def for_variant(variant: StepVariant) -> RepeatedBody:
-        """Return as many as say how long a step takes."""
+        """Return as many repetitions as the duration of a step depends on."""
         return RepeatedBody(variant, 1 + variant.lookahead)
 
     @property
     def num_simulated(self) -> int:
-        """How many there are."""
+        """Number of repetitions."""
         return self.num_measured if self.variant.async_pipeline is None else (1 + WARMUP_FACTOR) * self.num_measured
 
     def measured_indices(self, rank: int) -> range:
-        """Return the places of the words in a rank's flat row that count."""
+        """Return the indices of the measured instructions among the unrolled ones of a rank."""
         return self._indices(rank, self.num_measured)
 
     def preceding_indices(self, rank: int) -> range:
-        """Return the places of as many words before them."""
-        counted = self.measured_indices(rank)
-        return range(max(0, counted.start - len(counted)), counted.start)
+        """Return the indices of as many instructions before the measured ones."""
+        measured = self.measured_indices(rank)
+        return range(max(0, measured.start - len(measured)), measured.start)
 
     def last_indices(self, rank: int) -> range:
-        """Return the places of the words of the last body."""
+        """Return the indices of the last repetition."""
         return self._indices(rank, 1)
 
     def _indices(self, rank: int, count: int) -> range:
-        row = self.variant.full_program.rank_programs[rank]
-        stop = len(row.prologue) + self.num_simulated * len(row.body)
-        return range(stop - count * len(row.body), stop)
+        rank_program = self.variant.full_program.rank_programs[rank]
+        stop = len(rank_program.prologue) + self.num_simulated * len(rank_program.body)
+        return range(stop - count * len(rank_program.body), stop)
 
 
 def simulate(program: Program, costs: CostModel, cluster: Cluster = UNIFORM_CLUSTER) -> Trace:
-    """Return what one step would be like: one rank of each symmetry class is played, all ranks are in the trace.
+    """Return the trace of one step.
 
     Args:
-        program: a program that keeps the laws; a stream is played with one body.
+        program: a verified program; an asynchronous pipeline runs its body once.
         costs: seconds of its instructions.
-        cluster: how fast each rank is, and which of them are in each other's way.
+        cluster: how fast each rank is, and what ranks share.
 
     Raises:
-        ProgramError: the program comes to no end (law 2 or 3).
+        ProgramError: the program deadlocks, or its collectives do not match.
     """
-    return _simulate(program, program.unroll(1), costs, cluster)
+    rank_instructions = program.unroll(1)
+    representatives = find_representatives(program, rank_instructions, cluster)
+    representative, simulator = run_rank_programs(rank_instructions, representatives, costs, cluster)
+    return _build_trace(rank_instructions, representative, simulator)
 
 
 def simulate_variant(variant: StepVariant, costs: CostModel, cluster: Cluster = UNIFORM_CLUSTER) -> Trace:
-    """Return what one kind of step would be like; in a stream, one body in the long run.
+    """Return the trace of one step variant; of an asynchronous pipeline, one body in the steady state.
 
-    Every rank's body begins at 0 then, as it does where it is measured; how long it is until the next is told beside.
+    The body of each rank then begins at 0, as in a measured trace, and ``steady_step_s`` is the distance to the next
+    one.
 
     Args:
-        turn: of a plan.
+        variant: of a plan.
         costs: seconds of its instructions.
-        cluster: how fast each rank is, and which of them are in each other's way.
+        cluster: how fast each rank is, and what ranks share.
     """
     if variant.async_pipeline is None:
         return simulate(variant.program, costs, cluster)
-    bodies = RepeatedBody.for_variant(variant)
-    rows = variant.async_pipeline.unroll(bodies.num_simulated)
-    speaker, clock = run_rank_programs(
-        rows, find_representatives(variant.async_pipeline, rows, cluster), costs, cluster
+    body = RepeatedBody.for_variant(variant)
+    rank_instructions = variant.async_pipeline.unroll(body.num_simulated)
+    representative, simulator = run_rank_programs(
+        rank_instructions, find_representatives(variant.async_pipeline, rank_instructions, cluster), costs, cluster
     )
-    own = _group_by_rank(_build_trace(rows, speaker, clock))
-    events = [event for rank in range(len(rows)) for event in _last_iteration(own[rank], bodies, rank)]
+    events_of_rank = _group_by_rank(_build_trace(rank_instructions, representative, simulator))
+    events = [
+        event for rank in range(len(rank_instructions)) for event in _last_iteration(events_of_rank[rank], body, rank)
+    ]
     return replace(
-        Trace.from_events(events, len(rows), "simulated"), beat_s=step_s(dict.fromkeys(speaker), clock, bodies)
+        Trace.from_events(events, len(rank_instructions), "simulated"),
+        steady_step_s=step_s(dict.fromkeys(representative), simulator, body),
     )
 
 
 def _group_by_rank(trace: Trace) -> list[list[TraceEvent]]:
-    found: list[list[TraceEvent]] = [[] for _ in range(trace.num_ranks)]
+    events_of_rank: list[list[TraceEvent]] = [[] for _ in range(trace.num_ranks)]
     for event in trace.events:
-        found[event.rank].append(event)
-    return found
+        events_of_rank[event.rank].append(event)
+    return events_of_rank
 
 
 def _last_iteration(events: Sequence[TraceEvent], body: RepeatedBody, rank: int) -> list[TraceEvent]:
-    last, words = body.last_indices(rank), body.variant.program.rank_programs[rank].body
-    played = [event for event in events if event.index in last]
-    began = min((event.start_s for event in played), default=0.0)
+    last, instructions = body.last_indices(rank), body.variant.program.rank_programs[rank].body
+    last_events = [event for event in events if event.index in last]
+    start_s = min((event.start_s for event in last_events), default=0.0)
     return [
         replace(
             event,
             index=event.index - last.start,
-            words=format_instruction(words[event.index - last.start]),
-            start_s=event.start_s - began,
-            stop_s=event.stop_s - began,
+            text=format_instruction(instructions[event.index - last.start]),
+            start_s=event.start_s - start_s,
+            stop_s=event.stop_s - start_s,
         )
-        for event in played
+        for event in last_events
     ]
 
 
-def _simulate(program: Program, rank_instructions: Sequence[Instructions], costs: CostModel, cluster: Cluster) -> Trace:
-    speaker, clock = run_rank_programs(
-        rank_instructions, find_representatives(program, rank_instructions, cluster), costs, cluster
-    )
-    return _build_trace(rank_instructions, speaker, clock)
-
-
 SIGNIFICANT_DIGITS = 12
-"""A difference of two late moments has so many digits that are no rounding; equal streams are then equally fast."""
+"""Digits of a difference of two late moments that are not rounding errors; equal pipelines get equal steps."""
 
 
 def step_s(representatives: Iterable[int], simulator: EventSimulator, body: RepeatedBody | None = None) -> float:
-    """Return the seconds of a step that was played: in a stream those from the end of a body to the end of the next.
+    """Return the seconds of a simulated step; of an asynchronous pipeline between the ends of consecutive bodies.
 
     Args:
-        speakers: whose words were played.
-        clock: with what they did.
-        bodies: which of a stream's were played; None where the rows are one step.
+        representatives: the simulated ranks.
+        simulator: after its run.
+        body: what was repeated; None where the instructions are one step.
     """
-    found = 0.0
+    longest_s = 0.0
     for rank in representatives:
         if body is None or body.variant.async_pipeline is None:
-            found = max(found, _end_s(simulator, rank, None))
+            longest_s = max(longest_s, _end_s(simulator, rank, None))
         else:
-            passed = _end_s(simulator, rank, body.measured_indices(rank)) - _end_s(
+            measured_s = _end_s(simulator, rank, body.measured_indices(rank)) - _end_s(
                 simulator, rank, body.preceding_indices(rank)
             )
-            found = max(found, float(f"{passed / body.num_measured:.{SIGNIFICANT_DIGITS}g}"))
-    return found
+            longest_s = max(longest_s, float(f"{measured_s / body.num_measured:.{SIGNIFICANT_DIGITS}g}"))
+    return longest_s
 
 
-def _end_s(simulator: EventSimulator, rank: int, places: range | None) -> float:
-    """Return when the last of a rank's words at some places was done; of all of them, with none."""
+def _end_s(simulator: EventSimulator, rank: int, indices: range | None) -> float:
+    """Return when the last of a rank's instructions with some indices ended; of all of them, with None."""
     return max(
-        (stop for index, _, stop, _ in simulator.intervals[rank] if places is None or index in places), default=0.0
+        (stop for index, _, stop, _ in simulator.intervals[rank] if indices is None or index in indices), default=0.0
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Representatives:
-    """Who meets whom in rows, and which rank speaks for which, whatever the words cost."""
+    """Which instructions communicate with each other, and which rank represents each rank.
 
-    partners: CommMatches
+    Neither depends on costs.
+    """
+
+    matches: CommMatches
     representative: Sequence[int]
 
 
 def find_representatives(
     program: Program, rank_instructions: Sequence[Instructions], cluster: Cluster = UNIFORM_CLUSTER
 ) -> Representatives:
-    """Return the cast of a program's flat rows.
+    """Return the representatives of a program's unrolled instructions.
 
     Raises:
-        ProgramError: messages do not pair up (law 1).
+        ProgramError: sends and receives do not match.
     """
     try:
-        partners = match_communication(rank_instructions)
+        matches = match_communication(rank_instructions)
     except (IndexError, KeyError):
         raise _explain_stall(rank_instructions) from None
-    speaker = [0] * len(rank_instructions)
-    for group in classify_ranks(program, rank_instructions, partners, topology_keys(cluster, len(rank_instructions))):
+    representative = [0] * len(rank_instructions)
+    for group in classify_ranks(program, rank_instructions, matches, topology_keys(cluster, len(rank_instructions))):
         for rank in group:
-            speaker[rank] = group[0]
-    return Representatives(partners, speaker)
+            representative[rank] = group[0]
+    return Representatives(matches, representative)
 
 
 def run_rank_programs(
@@ -213,36 +219,44 @@ def run_rank_programs(
     costs: CostModel,
     cluster: Cluster = UNIFORM_CLUSTER,
 ) -> tuple[Sequence[int], EventSimulator]:
-    """Return who has spoken for each rank in the end, and the clock with what the speakers did.
+    """Return the representative of each rank and the simulator after its run.
+
+    If symmetry breaks, because ranks of one class request the same link at the same moment, each rank represents
+    itself.
 
     Raises:
-        ProgramError: the program comes to no end (law 2 or 3).
+        ProgramError: the program deadlocks, or its collectives do not match.
     """
-    speaker = representatives.representative
+    representative = representatives.representative
     try:
-        clock = _run(rank_instructions, representatives, costs, cluster)
+        simulator = _run(rank_instructions, representatives, costs, cluster)
     except SymmetryBroken:
-        speaker = range(len(rank_instructions))
-        clock = _run(rank_instructions, Representatives(representatives.partners, speaker), costs, cluster)
-    if clock.stalled_ranks:
+        representative = range(len(rank_instructions))
+        simulator = _run(rank_instructions, Representatives(representatives.matches, representative), costs, cluster)
+    if simulator.stalled_ranks:
         raise _explain_stall(rank_instructions)
-    return speaker, clock
+    return representative, simulator
 
 
 def simulate_every_rank(program: Program, costs: CostModel, cluster: Cluster = UNIFORM_CLUSTER) -> Trace:
-    """Return what :func:`simulate` returns, without use of symmetry: the reference that it must equal."""
-    rows = program.unroll(1)
-    clock = _run(rows, Representatives(match_communication(rows), range(len(rows))), costs, cluster)
-    return _build_trace(rows, range(len(rows)), clock)
+    """Return the trace of :func:`simulate` without use of symmetry: the reference that it must equal."""
+    rank_instructions = program.unroll(1)
+    simulator = _run(
+        rank_instructions,
+        Representatives(match_communication(rank_instructions), range(len(rank_instructions))),
+        costs,
+        cluster,
+    )
+    return _build_trace(rank_instructions, range(len(rank_instructions)), simulator)
 
 
 def _run(
     rank_instructions: Sequence[Instructions], representatives: Representatives, costs: CostModel, cluster: Cluster
 ) -> EventSimulator:
-    speakers = list(dict.fromkeys(representatives.representative))
-    places = SharedResources(cluster, representatives.representative)
-    times = {rank: time_instructions(rank_instructions[rank], costs, rank=rank, cluster=cluster) for rank in speakers}
-    return run_simulator(rank_instructions, representatives, times, costs, places)
+    ranks = list(dict.fromkeys(representatives.representative))
+    resources = SharedResources(cluster, representatives.representative)
+    times = {rank: time_instructions(rank_instructions[rank], costs, rank=rank, cluster=cluster) for rank in ranks}
+    return run_simulator(rank_instructions, representatives, times, costs, resources)
 
 
 def run_simulator(
@@ -252,68 +266,73 @@ def run_simulator(
     costs: CostModel,
     resources: SharedResources,
 ) -> EventSimulator:
-    """Return the clock after those have spoken of whose words it is known what each takes.
+    """Return the simulator after it has run the representatives, whose instructions have known times.
 
     Raises:
-        Clash: ranks of one class would differ, see there.
+        SymmetryBroken: ranks of one class would behave differently.
     """
-    seconds = {rank: own.seconds for rank, own in times.items()}
-    crossings = {rank: own.shared_link_s for rank, own in times.items()} if resources.has_shared_nics else {}
-    hands = {rank: own.cpu_demands for rank, own in times.items()}
-    clock = EventSimulator(
+    seconds = {rank: times_of_rank.seconds for rank, times_of_rank in times.items()}
+    shared_link_s = (
+        {rank: times_of_rank.shared_link_s for rank, times_of_rank in times.items()}
+        if resources.has_shared_nics
+        else {}
+    )
+    cpu_demands = {rank: times_of_rank.cpu_demands for rank, times_of_rank in times.items()}
+    simulator = EventSimulator(
         SimInput(
             rank_instructions,
-            representatives.partners,
+            representatives.matches,
             representatives.representative,
             seconds,
-            crossings,
-            hands,
+            shared_link_s,
+            cpu_demands,
             costs,
             resources,
         )
     )
-    clock.run()
-    return clock
+    simulator.run()
+    return simulator
 
 
 def _explain_stall(rank_instructions: Sequence[Instructions]) -> ProgramError:
-    """Return why a program comes to no end; the walk knows."""
+    """Return the error that the verifier of the execution order raises for a program that does not end."""
     try:
         for _ in execution_order(rank_instructions):
             pass
     except ProgramError as error:
         return error
-    places = dict.fromkeys(range(len(rank_instructions)), 0)
+    cursors = dict.fromkeys(range(len(rank_instructions)), 0)
     return ProgramError(
-        f"the messages of the rows do not pair up\n{format_locations(rank_instructions, places, 'row')}", rule=1
+        f"sends and receives of the ranks do not match\n{format_locations(rank_instructions, cursors, 'row')}", rule=1
     )
 
 
 def _build_trace(
     rank_instructions: Sequence[Instructions], representative: Sequence[int], simulator: EventSimulator
 ) -> Trace:
-    """Return the events of all ranks; those of a class are put in order once."""
-    write = _InstructionFormatter()
-    spans = {
-        rank: sorted(own, key=lambda span: (span[1], span[2], span[0])) for rank, own in simulator.intervals.items()
+    """Return the trace of all ranks; the events of a class are sorted once."""
+    formatter = _InstructionFormatter()
+    intervals = {
+        rank: sorted(unsorted, key=lambda interval: (interval[1], interval[2], interval[0]))
+        for rank, unsorted in simulator.intervals.items()
     }
     events = [
-        TraceEvent(rank, index, write.text(row[index]), start, stop, lane)
-        for rank, row in enumerate(rank_instructions)
-        for index, start, stop, lane in spans[representative[rank]]
+        TraceEvent(rank, index, formatter.text(instructions[index]), start, stop, lane)
+        for rank, instructions in enumerate(rank_instructions)
+        for index, start, stop, lane in intervals[representative[rank]]
     ]
     return Trace(tuple(events), len(rank_instructions), "simulated")
 
 
 class _InstructionFormatter:
-    """Writes words; what a thousand members call is written once."""
+    """Formats instructions; a collective of a thousand members is formatted once."""
 
     def __init__(self) -> None:
         self.groups = GroupInterner()
         self.texts: dict[tuple[object, ...], str] = {}
 
     def text(self, instruction: Instruction) -> str:
-        """Return the text of a word."""
+        """Return the text of an instruction."""
         if not isinstance(instruction, Collective | Commit):
             return format_instruction(instruction)
         group = self.groups.intern(instruction.group)
@@ -329,9 +348,9 @@ class _InstructionFormatter:
 
 @dataclass(frozen=True, slots=True)
 class StepBreakdown:
-    """The seconds of a step, and of those how many a rank computes and how many it updates, on average.
+    """Seconds of a step, and of these the seconds that a rank computes and updates, averaged over ranks.
 
-    In a stream a step lasts from the end of a body to the end of the next one, in the long run.
+    A step of an asynchronous pipeline lasts from the end of one body to the end of the next, in the steady state.
     """
 
     step_s: float
@@ -342,24 +361,24 @@ class StepBreakdown:
 def simulate_breakdown(
     variant: StepVariant, costs: Sequence[CostModel], cluster: Cluster = UNIFORM_CLUSTER
 ) -> list[StepBreakdown]:
-    """Return what :func:`counterpoint.simulator.simulate.simulate_variant` would show of one kind of step, in sums.
+    """Return the breakdown of a step variant under each cost model, without building a trace.
 
     Args:
-        turn: of a plan.
-        costs: one or more, for each of which it is played.
-        cluster: how fast each rank is, and which of them are in each other's way.
+        variant: of a plan.
+        costs: one or more cost models.
+        cluster: how fast each rank is, and what ranks share.
 
     Raises:
-        ProgramError: the program comes to no end (law 2 or 3).
+        ProgramError: the program deadlocks, or its collectives do not match.
     """
-    bodies = RepeatedBody.for_variant(variant)
-    rows = variant.full_program.unroll(bodies.num_simulated)
-    cast = find_representatives(variant.full_program, rows, cluster)
-    found = []
-    for each in costs:
-        speaker, clock = run_rank_programs(rows, cast, each, cluster)
-        found.append(compute_breakdown(rows, speaker, clock, bodies))
-    return found
+    body = RepeatedBody.for_variant(variant)
+    rank_instructions = variant.full_program.unroll(body.num_simulated)
+    representatives = find_representatives(variant.full_program, rank_instructions, cluster)
+    breakdowns = []
+    for cost_model in costs:
+        representative, simulator = run_rank_programs(rank_instructions, representatives, cost_model, cluster)
+        breakdowns.append(compute_breakdown(rank_instructions, representative, simulator, body))
+    return breakdowns
 
 
 def compute_breakdown(
@@ -368,32 +387,32 @@ def compute_breakdown(
     simulator: EventSimulator,
     body: RepeatedBody | None = None,
 ) -> StepBreakdown:
-    """Return what a clock has shown that has played rows.
+    """Return the breakdown of a step from a simulator that has run it.
 
     Args:
-        rows: of all ranks.
-        speaker: for each rank the one that has played for it.
-        clock: with what the speakers did.
-        bodies: which of a stream's were played; None where the rows are one step.
+        rank_instructions: of all ranks.
+        representative: for each rank the rank that was simulated for it.
+        simulator: after its run.
+        body: what was repeated; None where the instructions are one step.
     """
-    speakers = dict.fromkeys(representative)
-    times = 1 if body is None else body.num_measured
-    own = {rank: _busy_seconds(rank_instructions[rank], simulator, rank, body) for rank in speakers}
+    ranks = dict.fromkeys(representative)
+    num_repetitions = 1 if body is None else body.num_measured
+    busy_s = {rank: _busy_seconds(rank_instructions[rank], simulator, rank, body) for rank in ranks}
     return StepBreakdown(
-        step_s(speakers, simulator, body),
-        sum(own[rank][0] for rank in representative) / len(rank_instructions) / times,
-        sum(own[rank][1] for rank in representative) / len(rank_instructions) / times,
+        step_s(ranks, simulator, body),
+        sum(busy_s[rank][0] for rank in representative) / len(rank_instructions) / num_repetitions,
+        sum(busy_s[rank][1] for rank in representative) / len(rank_instructions) / num_repetitions,
     )
 
 
 def _busy_seconds(
     instructions: Instructions, simulator: EventSimulator, rank: int, body: RepeatedBody | None
 ) -> tuple[float, float]:
-    """Return the seconds that a rank computes and updates in the bodies that count."""
-    counted = range(len(instructions)) if body is None else body.measured_indices(rank)
+    """Return the seconds that a rank computes and updates in the measured repetitions."""
+    indices = range(len(instructions)) if body is None else body.measured_indices(rank)
     compute_s = update_s = 0.0
     for index, start, stop, lane in simulator.intervals[rank]:
-        if lane != "compute" or index not in counted:
+        if lane != "compute" or index not in indices:
             continue
         if isinstance(instructions[index], Update | ApplyPushes):
             update_s += stop - start
