@@ -47,7 +47,7 @@ def test_an_exchange_of_sizes_that_do_not_fit_is_refused_on_all_ranks(backend):
 def test_a_wait_with_a_deadline_ends_by_it():
     waiting, _ = on_ranks(faults.late, 2)
     assert re.search(
-        r"waited \d\.\d s for all_reduce sum of a tensor with rank 1: the deadline of 0\.5 s has passed", waiting
+        r"waited \d\.\d s for all_reduce sum of a tensor with rank 1: the timeout of 0\.5 s has passed", waiting
     )
 
 

@@ -54,7 +54,7 @@ def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     began = time.monotonic()
     text = processes(partial(wait, "is late"), 2, timeout_s=0.6)[1]
     found = re.match(
-        rf"PeerError: rank 1 waited (\d\.\d) s for {WAITS[wait]}: the deadline of 0\.6 s has passed; ", text
+        rf"PeerError: rank 1 waited (\d\.\d) s for {WAITS[wait]}: the timeout of 0\.6 s has passed; ", text
     )
     assert found is not None, text
     assert 0.6 <= float(found[1]) < 5  # as long as it was: later than asked for where a core is late
@@ -123,7 +123,7 @@ def test_a_rank_that_never_comes_is_named(processes):
     assert texts[1] is texts[3] is None
     for rank in (0, 2):
         assert re.match(rf"PeerError: rank {rank} waited [01]\.\d s at 127.0.0.1:", texts[rank])
-        assert " for ranks 1, 3 of 4; all ranks must come within the deadline" in texts[rank]
+        assert " for ranks 1, 3 of 4; all ranks must arrive within the timeout" in texts[rank]
 
 
 def resources_of(_):
@@ -219,7 +219,7 @@ def twice(fabric):
 def test_a_rank_that_comes_twice_is_refused(processes):
     late, second = processes(twice, 2)[1]
     assert "for rank 0 of 2" in late
-    assert second.startswith("rank 1 has come twice to 127.0.0.1:")
+    assert second.startswith("rank 1 has connected twice at 127.0.0.1:")
 
 
 def nobody(fabric):
@@ -234,4 +234,4 @@ def test_an_address_where_nobody_listens_is_named(processes):
     text, seconds = processes(nobody, 2)[1]
     assert seconds < 1.5
     assert text.startswith("rank 1 found nobody at 127.0.0.1:")
-    assert " within 0.5 s; rank 0 keeps the meeting place there" in text
+    assert " within 0.5 s; rank 0 serves the rendezvous store there" in text

@@ -83,7 +83,7 @@ def forged(label_bytes, num_tensors, head, payload=b"", version=frames.VERSION, 
     ("frame", "found"),
     [
         (forged(0, 0, b"", version=9), "it has version 9, and this rank reads version 1"),
-        (forged(0, 0, b"", kind=77), "it is of kind 77.0, which does not exist"),
+        (forged(0, 0, b"", kind=77), "its kind 77.0 does not exist"),
         (forged(99, 0, b"abc"), r"it announces 99 \+ \d+ \+ 0 bytes"),
         (forged(2, 0, b"\xff\xfe"), "its label b'\\\\xff\\\\xfe' is not UTF-8"),
         (forged(0, 1, b"\x63\x00"), "tensor 0 is described by dtype 99 and 0 dims"),

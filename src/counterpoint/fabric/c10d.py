@@ -1,4 +1,4 @@
-"""What this room asks of gloo, with types: torch's stubs leave most of it out."""
+"""Typed view of torch's C++ process group classes, which torch's stubs mostly leave out."""
 
 from __future__ import annotations
 
@@ -46,36 +46,39 @@ __all__ = [
 ]
 
 
-GLOO_TIMEOUT = timedelta(days=1)  # deadlines are ours: one of gloo's would run while nobody waits
+GLOO_TIMEOUT = timedelta(days=1)  # timeouts are applied where a rank waits; gloo's would also run while none does
 
 
 class GlooWork(Protocol):
-    """A torch ``Work``: its waits and its errors are RuntimeErrors."""
+    """A torch ``Work`` of gloo: waits and errors raise RuntimeError."""
 
     def wait(self, timeout: timedelta) -> bool:
-        """It is complete; expired waits leave a collective under way, but close all pairs of a message's connection."""
+        """Block until complete.
+
+        An expired wait leaves a collective running, but closes all connections of a message's group.
+        """
 
     def is_completed(self) -> bool:
-        """Whether a collective has ended, well or not; always false for a message that nobody has waited for."""
+        """Whether a collective has ended, well or not; always False for a message that was never waited for."""
 
 
 class GlooAnySourceWork(GlooWork, Protocol):
-    """A receive from whoever sends first."""
+    """A receive from any source."""
 
     def _source_rank(self) -> int: ...
 
 
 class GlooProcessGroup(Protocol):
-    """A torch ``ProcessGroupGloo``; ranks here are places in the group.
+    """A torch ``ProcessGroupGloo``; ranks are indices in the group.
 
     Attributes:
-        alltoall_base: start to exchange ranges of elements: output, input, the output's sizes, the input's sizes.
+        alltoall_base: start an all-to-all: output, input, output split sizes, input split sizes.
     """
 
     alltoall_base: Callable[[Tensor, Tensor, list[int], list[int], AllToAllOptions], GlooWork]
 
     def rank(self) -> int:
-        """Return the own place."""
+        """Return the own index in the group."""
 
     def size(self) -> int:
         """Return the number of members."""
@@ -87,18 +90,18 @@ class GlooProcessGroup(Protocol):
         """Start to receive."""
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> GlooAnySourceWork:
-        """Start to receive from whoever sends first."""
+        """Start to receive from any source."""
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions, /) -> GlooWork:
-        """Start to add up."""
+        """Start an all-reduce."""
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions, /
     ) -> GlooWork:
-        """Start to collect everybody's tensor."""
+        """Start an all-gather."""
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions, /) -> GlooWork:
-        """Start to copy the root's tensor."""
+        """Start a broadcast."""
 
 
 def is_available() -> bool:

@@ -1,7 +1,7 @@
-"""What codes do with tensors: one parameter's flat gradient to the bytes that every member is sent, and back.
+"""Gradient compression codecs on tensors: encode a flat gradient as bytes, and decode the bytes.
 
-Every member decodes the same bytes in the same way, the sender's own among them, so that all come to the same numbers
-and the sender knows exactly what it has not sent. A gradient that is not finite decodes to one that is not either.
+Every member, the sender included, decodes the same bytes in the same way. So all members get identical results, and the
+sender knows its exact compression error. A gradient that is not finite decodes to one that is not finite.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 from counterpoint.program.compression import CHUNK_ELEMENTS, INDEX_BYTES, Codec, topk_count
 
 INT8_LEVELS = 127
-"""``int8`` has so many steps above zero, and as many below."""
+"""Quantization levels of ``int8`` on each side of zero."""
 
 CAST_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The codes that are dtypes: their values can be added up as they are."""
+"""Codecs that only cast: their values can be summed without decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCodec:
-    """How one code writes and reads.
+    """Encoder and decoder of one codec.
 
     Args:
-        encode: from the code and a flat gradient to the tensors whose bytes are sent.
-        decode: from the code, these bytes, how many numbers they stand for, and their dtype to the gradient.
+        encode: from the codec and a flat gradient to the tensors whose bytes are sent.
+        decode: from the codec, the bytes, the number of elements and the dtype to the flat gradient.
     """
 
     encode: Callable[[Codec, Tensor], tuple[Tensor, ...]]
@@ -37,54 +37,54 @@ class TensorCodec:
 
 
 def compress(codec: Codec, values: Tensor) -> Tensor:
-    """Return the bytes that stand for a flat gradient in a code whose bytes are gathered, or in a narrower dtype."""
+    """Return the encoded bytes of a flat gradient, for a codec whose bytes are gathered or that casts."""
     parts = TENSOR_CODECS[codec.name].encode(codec, values)
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
 
 def decompress(codec: Codec, data: Tensor, like: Tensor) -> Tensor:
-    """Return the flat gradient that :func:`encoded` wrote, as many numbers and of the dtype of ``like``."""
+    """Return the flat gradient that :func:`compress` encoded, with the length and dtype of ``like``."""
     return TENSOR_CODECS[codec.name].decode(codec, data, len(like), like.dtype)
 
 
 def cast_clamped(values: Tensor, dtype: torch.dtype, num_members: int) -> Tensor:
-    """Return numbers in a narrower dtype; what is so large that the members' sum may overflow, is cut off.
+    """Cast to a narrower dtype, clamped such that a sum over ``num_members`` cannot overflow.
 
-    Infinite numbers stay infinite.
+    Infinities stay infinite.
     """
     if values.dtype == dtype:
         return values.clone()
-    most = torch.finfo(dtype).max / 2 ** math.ceil(math.log2(num_members))  # a number of this dtype
-    cut = values.clamp(-most, most).to(dtype)
-    return torch.where(values.isinf(), values.to(dtype), cut)
+    limit = torch.finfo(dtype).max / 2 ** math.ceil(math.log2(num_members))  # a number of this dtype
+    clamped = values.clamp(-limit, limit).to(dtype)
+    return torch.where(values.isinf(), values.to(dtype), clamped)
 
 
 def orthonormalize(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis of what the columns span, one by one; zeros for a column that adds nothing.
+    """Return an orthonormal basis of the columns' span, column by column; a linearly dependent column becomes zero.
 
     Source:
-        The modified Gram-Schmidt process, gone through twice, so that it is orthogonal to rounding.
+        The modified Gram-Schmidt process, applied twice, which makes it orthogonal to rounding.
     """
     basis = torch.zeros_like(columns)
-    for at in range(columns.shape[1]):
-        column = columns[:, at].clone()
-        before = torch.linalg.vector_norm(column)
+    for index in range(columns.shape[1]):
+        column = columns[:, index].clone()
+        initial_norm = torch.linalg.vector_norm(column)
         for _ in range(2):
-            column -= basis[:, :at] @ (basis[:, :at].t() @ column)
+            column -= basis[:, :index] @ (basis[:, :index].t() @ column)
         norm = torch.linalg.vector_norm(column)
-        if not norm <= before * 10 * torch.finfo(columns.dtype).eps:  # nan goes on as nan
-            basis[:, at] = column / norm
+        if not norm <= initial_norm * 10 * torch.finfo(columns.dtype).eps:  # nan goes on as nan
+            basis[:, index] = column / norm
     return basis
 
 
 def initial_powersgd_factor(num_rows: int, rank: int, like: Tensor) -> Tensor:
-    """Return the factor that ``powersgd`` starts with: normal numbers, the same on every rank."""
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(num_rows, rank, generator=draw, dtype=torch.float64).to(like)
+    """Return PowerSGD's initial factor: normal random numbers, identical on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_rows, rank, generator=generator, dtype=torch.float64).to(like)
 
 
 def next_powersgd_factor(summed: Tensor) -> Tensor:
-    """Return the factor that the next step starts with: this one's, but for columns that have become nothing."""
+    """Return the warm start of PowerSGD's next step: this step's factor, with zero columns replaced."""
     norms = torch.linalg.vector_norm(summed, dim=0)
     return torch.where(norms > 0, summed, initial_powersgd_factor(len(summed), summed.shape[1], summed))
 
@@ -102,25 +102,25 @@ def _view_as(data: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
 
 
 def _pack_bits(values: Tensor, bits: int) -> Tensor:
-    """Return small numbers packed into bytes, the first one lowest."""
-    each = 8 // bits
-    rows = F.pad(values.to(torch.uint8), (0, -len(values) % each)).view(-1, each)
+    """Pack small integers into bytes, the first one in the lowest bits."""
+    per_byte = 8 // bits
+    rows = F.pad(values.to(torch.uint8), (0, -len(values) % per_byte)).view(-1, per_byte)
     packed = rows.new_zeros(len(rows))
-    for at in range(each):
-        packed |= rows[:, at] << (bits * at)
+    for index in range(per_byte):
+        packed |= rows[:, index] << (bits * index)
     return packed
 
 
 def _unpack_bits(data: Tensor, bits: int, count: int) -> Tensor:
-    rows = [(data >> (bits * at)) & ((1 << bits) - 1) for at in range(8 // bits)]
+    rows = [(data >> (bits * index)) & ((1 << bits) - 1) for index in range(8 // bits)]
     return torch.stack(rows, dim=1).reshape(-1)[:count]
 
 
 def _encode_int8(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
     rows = _to_chunks(values)
     scales = rows.abs().amax(dim=1) / INT8_LEVELS
-    steps = (rows / torch.where(scales > 0, scales, 1)[:, None]).round_().clamp_(-INT8_LEVELS, INT8_LEVELS)
-    return steps.nan_to_num_().to(torch.int8).view(-1)[: len(values)], scales
+    levels = (rows / torch.where(scales > 0, scales, 1)[:, None]).round_().clamp_(-INT8_LEVELS, INT8_LEVELS)
+    return levels.nan_to_num_().to(torch.int8).view(-1)[: len(values)], scales
 
 
 def _decode_int8(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -137,33 +137,33 @@ def _encode_signs(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _decode_signs(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    middle = -(-count // 8)
-    signs = _unpack_bits(data[:middle], 1, count).to(dtype).mul_(2).sub_(1)
-    return signs * _repeat_per_chunk(_view_as(data, middle, len(data), dtype), count)
+    sign_bytes = -(-count // 8)
+    signs = _unpack_bits(data[:sign_bytes], 1, count).to(dtype).mul_(2).sub_(1)
+    return signs * _repeat_per_chunk(_view_as(data, sign_bytes, len(data), dtype), count)
 
 
 def _encode_two_bits(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
     threshold = float(codec.number)
-    marks = (values >= threshold).to(torch.uint8) + 2 * (values <= -threshold).to(torch.uint8)
-    return (_pack_bits(torch.where(values.isfinite(), marks, 3), 2),)
+    signs = (values >= threshold).to(torch.uint8) + 2 * (values <= -threshold).to(torch.uint8)
+    return (_pack_bits(torch.where(values.isfinite(), signs, 3), 2),)
 
 
 def _decode_two_bits(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     threshold = float(codec.number)
-    meant = torch.tensor([0.0, threshold, -threshold, math.nan], dtype=dtype, device=data.device)
-    return meant[_unpack_bits(data, 2, count).int()]
+    levels = torch.tensor([0.0, threshold, -threshold, math.nan], dtype=dtype, device=data.device)
+    return levels[_unpack_bits(data, 2, count).int()]
 
 
 def _encode_topk(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
-    places = values.abs().topk(topk_count(len(values), codec.number), sorted=False).indices
-    return places.to(torch.int32), values[places]
+    indices = values.abs().topk(topk_count(len(values), codec.number), sorted=False).indices
+    return indices.to(torch.int32), values[indices]
 
 
 def _decode_topk(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    middle = topk_count(count, codec.number) * INDEX_BYTES
-    places = _view_as(data, 0, middle, torch.int32)
+    index_bytes = topk_count(count, codec.number) * INDEX_BYTES
+    indices = _view_as(data, 0, index_bytes, torch.int32)
     zeros = torch.zeros(count, dtype=dtype, device=data.device)
-    return zeros.index_put_((places,), _view_as(data, middle, len(data), dtype))
+    return zeros.index_put_((indices,), _view_as(data, index_bytes, len(data), dtype))
 
 
 def _encode_cast(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
@@ -191,7 +191,7 @@ TENSOR_CODECS: dict[str, TensorCodec] = {
     "topk": TensorCodec(_encode_topk, _decode_topk),
     "adasum": TensorCodec(_encode_identity, _decode_identity),
 }
-"""How the codes write and read whose bytes stand for themselves."""
+"""Codecs that encode a gradient without knowing the other members'."""
 
 POINT_TO_POINT_CODECS = tuple(name for name in TENSOR_CODECS if name != "adasum")
-"""The codes whose bytes stand for one gradient, whatever the others are."""
+"""Codecs that also work for a message between two ranks, where nothing is reduced."""

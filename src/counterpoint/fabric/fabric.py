@@ -1,4 +1,7 @@
-"""What a rank may ask of the world around it; every transport answers in the same words and with the same errors."""
+"""Interface of a communication backend ("fabric"): what one rank may ask of a transport.
+
+Every transport has the same methods, the same semantics and the same error messages.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,32 @@ from torch import Tensor
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
 Group: TypeAlias = tuple[int, ...]
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
-"""How numbers of several ranks become one; a mean is a sum, scaled, and rounded once. NaN wins over every number."""
+"""Reduction of a collective. ``mean`` is a sum that is scaled and rounded once. NaN propagates, also in max and min."""
 
 
 class Work(ABC):
-    """A collective that has been started; its tensors may be neither read nor written until it has been waited for."""
+    """Handle of a started collective; its tensors may be neither read nor written before :meth:`wait` returns."""
 
     @abstractmethod
     def wait(self) -> None:
-        """The collective is complete on this rank; a second call returns at once.
+        """Block until the collective is complete on this rank; a second call returns at once.
 
         Raises:
-            PeerError: the members disagree, one of them is gone, or the deadline has passed.
+            PeerError: the members disagree, one of them is gone, or the timeout has passed.
         """
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be seen to be complete on this rank, without waiting and without taking part in it.
+        """Whether the collective is known to be complete on this rank; neither waits nor makes progress.
 
-        A transport that cannot tell says no.
+        A transport that cannot tell returns False.
         """
         return False
 
     def completes_within(self, seconds: float) -> bool:
-        """Return whether it is complete on this rank after at most that long, with this rank taking part.
+        """Make progress for at most ``seconds``; return whether the collective is complete on this rank.
 
-        A transport that cannot tell without waiting waits.
+        A transport that cannot poll waits until completion.
 
         Raises:
             PeerError: the members disagree, or one of them is gone.
@@ -49,11 +52,11 @@ class Work(ABC):
 
 
 class CompletedWork(Work):
-    """A collective of one rank, which is complete before it starts."""
+    """Work of a group of one rank: complete from the start."""
 
     @property
     def is_complete(self) -> bool:
-        """It is."""
+        """Always True."""
         return True
 
     def wait(self) -> None:
@@ -64,15 +67,16 @@ class CompletedWork(Work):
 class Fabric(ABC):
     """One rank's connection to all others.
 
-    A group is the sorted tuple of its ranks, the own rank among them; its members start the same collectives in the
-    same order. Starting never waits for another member. A collective over one rank does nothing.
+    A group is the sorted tuple of its ranks and contains the own rank. All members start the same collectives of a
+    group in the same order. Starting a collective never waits for another member. A collective over one rank is a
+    no-op.
 
-    After a ``PeerError`` the fabric may only be closed: what the ranks still hold in common is unknown.
+    After a ``PeerError`` the fabric can only be closed: the state shared by the ranks is undefined.
 
     Attributes:
-        rank: the own one.
-        num_ranks: how many there are.
-        deadline_s: the longest that any wait may last.
+        rank: the own rank.
+        num_ranks: the world size.
+        timeout_s: the longest that any wait may last.
     """
 
     rank: int
@@ -80,126 +84,125 @@ class Fabric(ABC):
     timeout_s: float
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor, its numbers unspecified, that collectives of this fabric need not copy if they can."""
+        """Return a flat uninitialized tensor, if possible in memory that collectives can use without a copy."""
         return torch.empty(num_elements, dtype=dtype)
 
     def try_empty(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor as :meth:`empty` does; None where it would spare no copy, or memory is short."""
+        """Return a tensor as :meth:`empty` does; None if it would save no copy, or memory is short."""
         return None
 
     @property
     def hosts(self) -> Sequence[int]:
-        """The host of every rank, as a number; ranks with the same one can have memory in common."""
+        """The host index of every rank; ranks with equal indices can share memory."""
         return range(self.num_ranks)
 
     def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
-        """Return a flat tensor of zeros that is the same memory on all members; None where they can have none.
+        """Return a flat zero tensor in memory shared by all members; None if the transport cannot share memory.
 
-        All members call it together. What one writes another may read after both have met (:meth:`meet`). When no
-        member may use it any more, they meet before the first of them lets go of it.
+        A collective call. A write becomes visible to another member after both have passed a :meth:`barrier_async`.
+        Before the first member releases the tensor, all members must pass another one.
 
         Args:
-            label: what it is for, for errors and comparison.
+            label: name of the tensor, compared between members and used in errors.
             num_elements: its length.
-            dtype: of its numbers.
+            dtype: its dtype.
             group: the members.
         """
         return None
 
     @abstractmethod
     def barrier_async(self, label: str, group: Group) -> Work:
-        """Start to tell the members that this rank has come to this point; complete when all have."""
+        """Start a barrier; the work is complete when all members have called it."""
 
     @abstractmethod
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
-        """The tensors, as they are now, are on their way; the caller may overwrite them at once.
+        """Send copies of the tensors; the caller may overwrite them at once.
 
-        Messages to one peer arrive in the order in which they were sent. A program may not rely on the fabric to hold
-        many of them: a sender that is far ahead of its peer waits for it.
+        Messages to one peer arrive in order. Buffering is bounded: a sender that is far ahead of its peer blocks.
         """
 
     @abstractmethod
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
-        """Return the tensors of the peer's next message, in memory that nobody else has.
+        """Return the tensors of the peer's next message, in memory owned by the caller.
 
         Raises:
-            PeerError: the next message has another label, the peer is gone, or the deadline has passed.
+            PeerError: the next message has another label, the peer is gone, or the timeout has passed.
         """
 
     def irecv(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Return what receives the peer's next message, :meth:`recv`; messages are asked for in their order.
+        """Return a callable that receives the peer's next message, as :meth:`recv`. Call them in the order of creation.
 
         Args:
-            peer: who sends it.
+            peer: the sender.
             label: its label.
-            like: as it looks, for those who can make room for it beforehand.
+            like: a tensor with the expected shape and dtype, for transports that post the receive early.
         """
         del like
         return partial(self.recv, peer, label)
 
     @abstractmethod
     def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:
-        """Return who of the peers sent the next message, its label and its tensors: what a server waits for."""
+        """Return sender, label and tensors of the next message from any of the peers; a server's receive."""
 
     @abstractmethod
     def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
-        """Start to replace the tensor by its sum (or mean, largest, smallest) over the group, on every member."""
+        """Start to replace the tensor, on every member, by its reduction over the group."""
 
     @abstractmethod
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:
-        """Start to replace ``whole[bounds[i]:bounds[i + 1]]`` by its sum over the group, on member ``i``.
+        """Start to replace ``whole[bounds[i]:bounds[i + 1]]`` on member ``i`` by its reduction over the group.
 
         Args:
-            label: what is added up, for errors and comparison.
-            whole: flat and contiguous; afterwards what lies outside of the own range is unspecified.
-            bounds: one more than there are members, rising from 0 to the length of ``whole``; a range may be empty.
+            label: name of the tensor, compared between members and used in errors.
+            whole: flat and contiguous; afterwards everything outside the own range is unspecified.
+            bounds: ``len(group) + 1`` offsets, non-decreasing, from 0 to ``len(whole)``; a range may be empty.
             group: the members.
-            verb: how the members' numbers become one.
+            op: the reduction.
         """
 
     @abstractmethod
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
     ) -> tuple[Tensor, Work]:
-        """Start to send every member its range of ``whole``; return where what they send is put, in their order.
+        """Start to send every member its range of ``whole``; return the receive buffer and the work.
 
         Args:
-            label: what is exchanged.
-            whole: flat and contiguous, the members' ranges back to back in their order.
-            counts: the same on all members: ``counts[i][j]`` numbers go from member ``i`` to member ``j``.
+            label: name of the tensor, compared between members and used in errors.
+            whole: flat and contiguous, one range per member, concatenated in group order.
+            counts: ``counts[i][j]`` elements go from member ``i`` to member ``j``; the same table on all members.
             group: the members.
         """
 
     @abstractmethod
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
-        """Start to copy member ``i``'s ``whole[bounds[i]:bounds[i + 1]]`` to the same place on every member."""
+        """Start to copy member ``i``'s ``whole[bounds[i]:bounds[i + 1]]`` to the same range on every member."""
 
     @abstractmethod
     def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
-        """Start to replace the tensor by the root's, on every member; ``root`` is a rank of the world."""
+        """Start to replace the tensor by the root's on every member; ``root`` is a rank of the world."""
 
     @abstractmethod
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
-        """Return every member's value in the order of the group, as JSON reads it back (a tuple becomes a list)."""
+        """Return every member's value, in group order, after a JSON round trip (a tuple becomes a list)."""
 
     def barrier(self, group: Group) -> None:
-        """All members have come to this point."""
+        """Block until all members have called it."""
         self.barrier_async("arrival", group).wait()
 
     @abstractmethod
     def connect_groups(self, groups: Sequence[Group]) -> None:
-        """The connections of the groups exist, so that the first collective of each need not wait for its members.
+        """Open the connections of the groups now, so that their first collectives need not wait for all members.
 
-        Every rank gives the same groups; those it is not in are skipped. A group that was not formed is formed by its
-        first collective.
+        A collective call of all ranks, with the same groups on each; a rank ignores groups that it is not in. A group
+        that was not connected here is connected by its first collective.
         """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """The other ranks learn that this rank cannot go on, and why; the fabric may only be closed afterwards."""
+        """Tell the other ranks that this rank cannot continue, and why; afterwards the fabric can only be closed."""
 
     @abstractmethod
     def close(self) -> None:
-        """All that was sent has left this rank; its threads and connections are gone; a second call does nothing."""
+        """Wait until everything sent has left this rank, then release threads and connections. Idempotent."""

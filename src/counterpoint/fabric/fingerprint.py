@@ -1,4 +1,4 @@
-"""What a collective is, small enough to travel: ranks that are about to do different things find out before they do."""
+"""Signatures of collectives, which members compare before any data moves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REDUCIBLE_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16,
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSignature:
-    """One collective as every member must see it; a tensor only by its looks.
+    """One collective, as every member must describe it; of its tensor, only the metadata.
 
     Attributes:
-        kind: the collective, with how it reduces: ``all_reduce sum``.
-        root: the rank whose value counts, -1 where all do.
-        channel: tells apart what one group does for different purposes, each in an order of its own.
+        kind: the collective and its reduction, such as ``all_reduce sum``.
+        root: the rank whose tensor is broadcast; -1 if there is none.
+        channel: separates independent sequences of collectives of one group.
     """
 
     kind: str
@@ -37,19 +37,19 @@ class CollectiveSignature:
 
     @property
     def reduces(self) -> bool:
-        """Whether numbers of several members become one."""
+        """Whether the collective reduces values."""
         return " " in self.kind
 
     def __str__(self) -> str:
-        """Read as in an error: ``all_reduce sum of grad0, float32 (4, 8), among ranks 0, 1``."""
-        looks = f", {self.dtype} {self.shape}" if self.dtype else ""
+        """Format for an error: ``all_reduce sum of grad0, float32 (4, 8), among ranks 0, 1``."""
+        tensor_meta = f", {self.dtype} {self.shape}" if self.dtype else ""
         ranges = f", bounds {self.bounds}" if self.bounds else ""
         root = f", root {self.root}" if self.root >= 0 else ""
-        return f"{self.kind} of {self.label}{looks}{ranges}{root}, among {format_ranks(self.group)}"
+        return f"{self.kind} of {self.label}{tensor_meta}{ranges}{root}, among {format_ranks(self.group)}"
 
 
 def format_ranks(group: Sequence[int]) -> str:
-    """Name them: ``rank 1`` or ``ranks 0, 1``."""
+    """Return ``rank 1`` or ``ranks 0, 1``."""
     return f"rank{'s' if len(group) != 1 else ''} {', '.join(map(str, group))}"
 
 
@@ -61,7 +61,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=4096)
 def fingerprint(operation: CollectiveSignature) -> bytes:
-    """Return 16 bytes that are equal for equal operations, and for others only by a miracle."""
+    """Return a 16-byte hash of the signature, without its channel."""
     return digest(
         operation.kind, operation.label, operation.group, operation.dtype, operation.shape, operation.bounds,
         operation.root,
@@ -69,12 +69,12 @@ def fingerprint(operation: CollectiveSignature) -> bytes:
 
 
 def digest(*facts: object) -> bytes:
-    """Return 16 bytes for strings, numbers and tuples of them."""
+    """Return a 16-byte hash of strings, numbers and tuples of them."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
 def message_fingerprint(label: str, tensors: Sequence[Tensor]) -> bytes:
-    """Return the fingerprint of a message: its label and its tensors' looks."""
+    """Return a 16-byte hash of a message's label and of its tensors' dtypes and shapes."""
     return _message_fingerprint(label, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors))
 
 
@@ -84,11 +84,11 @@ def _message_fingerprint(label: str, tensor_meta: tuple[tuple[torch.dtype, tuple
 
 
 def describe_mismatch(seen: Mapping[int, tuple[bytes, str]], index: int) -> str | None:
-    """Say which two members are about to do different things; None where all that are seen agree.
+    """Return an error text that names two members with different signatures; None if all agree.
 
     Args:
-        seen: fingerprint and reading of the operation, by rank.
-        turn: the collectives that this group has started before.
+        seen: fingerprint and text of the signature, by rank.
+        index: number of collectives that the group has started before.
     """
     first, *others = sorted(seen)
     for other in others:
@@ -96,19 +96,19 @@ def describe_mismatch(seen: Mapping[int, tuple[bytes, str]], index: int) -> str 
             return (
                 f"ranks {first} and {other} disagree on collective {index} of their group: "
                 f"rank {first} starts {seen[first][1]}; rank {other} starts {seen[other][1]}; "
-                "all members must start the same collectives in the same order; nothing was added up or overwritten: "
-                f"compare what ranks {first} and {other} ran before it, and look for an if that goes by the rank"
+                "all members must start the same collectives in the same order; no tensor was changed: "
+                f"compare what ranks {first} and {other} ran before it, and look for a branch that depends on the rank"
             )
     return None
 
 
 def tensor_signature(kind: str, label: str, tensor: Tensor, group: Group, *, root: int = -1) -> CollectiveSignature:
-    """Return the collective over a whole tensor."""
+    """Return the signature of a collective over a whole tensor."""
     return CollectiveSignature(kind, label, group, dtype_name(tensor.dtype), tuple(tensor.shape), (), root)
 
 
 def ranges_signature(kind: str, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> CollectiveSignature:
-    """Return the collective over one range per member of a flat tensor.
+    """Return the signature of a collective over one range of a flat tensor per member.
 
     Raises:
         ProgramError: the tensor is not flat, or the ranges do not cover it.
@@ -117,19 +117,19 @@ def ranges_signature(kind: str, label: str, whole: Tensor, bounds: Sequence[int]
     covers = len(edges) == len(group) + 1 and (edges[0], edges[-1]) == (0, whole.numel())
     if whole.dim() != 1 or not whole.is_contiguous() or not covers or sorted(edges) != list(edges):
         raise ProgramError(
-            f"{kind} of {label}: bounds {edges} do not cut a tensor of shape {tuple(whole.shape)} for {format_ranks(group)}; "
-            "a flat contiguous tensor needs one range per member, rising from 0 to its length"
+            f"{kind} of {label}: bounds {edges} do not split a tensor of shape {tuple(whole.shape)} among "
+            f"{format_ranks(group)}; a flat contiguous tensor needs one range per member, ascending, from 0 to the end"
         )
     return CollectiveSignature(kind, label, group, dtype_name(whole.dtype), tuple(whole.shape), edges)
 
 
 @lru_cache(maxsize=4096)
 def check_group(operation: CollectiveSignature, rank: int, num_ranks: int) -> None:
-    """The operation's group is one that this rank may act in.
+    """Check that this rank may start the collective.
 
     Raises:
-        ProgramError: the group is not a sorted tuple of ranks of the world with this one among them, or the root is not
-            in it, or the dtype cannot be added up.
+        ProgramError: the group is not a sorted tuple of distinct ranks with this one among them, the root is not a
+        member, or the dtype cannot be reduced.
     """
     group = operation.group
     if rank not in group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= num_ranks:
@@ -140,36 +140,36 @@ def check_group(operation: CollectiveSignature, rank: int, num_ranks: int) -> No
     if operation.root != -1 and operation.root not in group:
         raise ProgramError(f"rank {rank} starts {operation}: the root must be a member")
     if operation.reduces and operation.dtype not in {dtype_name(dtype) for dtype in REDUCIBLE_DTYPES}:
-        raise ProgramError(
-            f"rank {rank} starts {operation}: {operation.dtype} cannot be added up over ranks; convert it first"
-        )
+        raise ProgramError(f"rank {rank} starts {operation}: {operation.dtype} cannot be reduced; convert it first")
     if operation.kind.endswith(" mean") and operation.dtype.startswith("int"):
         raise ProgramError(
-            f"rank {rank} starts {operation}: the mean of whole numbers is none; add them up, or convert them first"
+            f"rank {rank} starts {operation}: a mean of integers is not an integer; take the sum, or convert them first"
         )
 
 
 def exchange_signature(
     label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group, rank: int
 ) -> CollectiveSignature:
-    """Return the exchange of ranges between all members.
+    """Return the signature of an all-to-all.
 
     Raises:
-        ProgramError: the tensor is not flat, or the counts are not those of this rank.
+        ProgramError: the tensor is not flat, or does not fit this rank's counts.
     """
-    place = group.index(rank) if rank in group else 0
+    member = group.index(rank) if rank in group else 0
     fits = len(counts) == len(group) and all(len(row) == len(group) and min(row) >= 0 for row in counts)
-    if not fits or whole.dim() != 1 or not whole.is_contiguous() or sum(counts[place]) != whole.numel():
+    if not fits or whole.dim() != 1 or not whole.is_contiguous() or sum(counts[member]) != whole.numel():
         raise ProgramError(
-            f"all_to_all of {label}: counts {counts} do not cut a tensor of shape {tuple(whole.shape)} of rank {rank} "
-            f"for {format_ranks(group)}; a flat contiguous tensor needs a square of counts whose own row adds up to its length"
+            f"all_to_all of {label}: counts {counts} do not split a tensor of shape {tuple(whole.shape)} of rank "
+            f"{rank} among {format_ranks(group)}; a flat contiguous tensor needs a square table of counts whose row "
+            "for this "
+            "rank sums to its length"
         )
     flat = tuple(count for row in counts for count in row)
     return CollectiveSignature("all_to_all", label, group, dtype_name(whole.dtype), (), flat)
 
 
 def check_peer(peer: int, rank: int, num_ranks: int, label: str) -> None:
-    """The peer is another rank of this world.
+    """Check that the peer is another rank of this world.
 
     Raises:
         ProgramError: it is not.
@@ -180,10 +180,9 @@ def check_peer(peer: int, rank: int, num_ranks: int, label: str) -> None:
         )
 
 
-def describe_unexpected_message(rank: int, label: str, peer: int, found: str) -> str:
-    """Say that another message came than the one that was to come."""
+def describe_unexpected_message(rank: int, label: str, peer: int, received_label: str) -> str:
+    """Return the error text for a message with another label than expected."""
     return (
-        f"rank {rank} expects {label} from rank {peer}, but its next message is {found}; messages "
-        "arrive in the order in "
-        f"which they were sent: compare what rank {peer} sends with what rank {rank} receives"
+        f"rank {rank} expects {label} from rank {peer}, but its next message is {received_label}; messages arrive in "
+        f"the order in which they were sent: compare what rank {peer} sends with what rank {rank} receives"
     )

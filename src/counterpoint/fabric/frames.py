@@ -1,9 +1,13 @@
-"""What travels: a fixed binary header in front of a label and raw little-endian tensors, checked before it is believed.
+"""Wire format of messages: a binary header, a label, tensor metadata, and raw little-endian tensors.
 
-A frame is ``prefix | label | one description per tensor | payload``. The prefix has a checksum of its own, so that no
-length is trusted before it has been verified; a second one covers all that follows. Nothing is ever unpickled.
+::
 
-Messages are numbered, so that one that is lost, doubled or of another job is an error and not a tensor.
+    offset 0            HEADER_BYTES (72)           + head bytes              + payload bytes
+    | fixed header, CRC | label, tensor metadata, 0s | tensor 0, 0s, tensor 1, 0s, ... |
+
+The fixed header has a CRC of its own, so that no length is used before it has been verified; it contains a second CRC
+of everything after it. Every tensor starts at a multiple of ``ALIGNMENT``. Nothing is pickled. Messages to one peer are
+numbered: a lost, repeated or foreign one raises an error.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ MAX_DIMS = 16
 MAX_HEAD_BYTES = 1 << 24
 MAX_PAYLOAD_BYTES = 1 << 40
 COALESCE_BELOW_BYTES = 1 << 14
-"""From here on a copy costs more than one write more."""
+"""A larger tensor becomes a part of its own: copying it would cost more than another write."""
 
 # magic, version, kind, zero, job, generation, source, sequence, fingerprint,
 # label bytes, tensors, head bytes (label and descriptions, padded), payload bytes, checksum of what follows
@@ -48,7 +52,7 @@ DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class FrameKind(IntEnum):
-    """What a frame is about."""
+    """What a frame contains."""
 
     MESSAGE = 1
     OPERATION = 2
@@ -57,7 +61,7 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """Where a frame belongs: the job, the generation of its ranks, the sender and its count, and what it is about."""
+    """Identity of a frame: kind, job, generation of its ranks, sender, sequence number, and content fingerprint."""
 
     kind: FrameKind
     job: int
@@ -69,7 +73,7 @@ class FrameHeader:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame that has been read and verified; its tensors are views of the bytes it was read from."""
+    """A verified frame; its tensors are views of the bytes that it was decoded from."""
 
     header: FrameHeader
     label: str
@@ -78,7 +82,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class FixedHeader:
-    """The verified fixed part of a frame."""
+    """The verified fixed-size part of a frame."""
 
     header: FrameHeader
     label_bytes: int
@@ -94,31 +98,31 @@ class FixedHeader:
 
 
 def encode(header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the frame as a flat uint8 tensor, with a copy of the tensors; a PeerError where one cannot travel."""
+    """Return the frame as a flat uint8 tensor, a copy; raise a PeerError if a tensor cannot be sent."""
     return torch.cat(encode_parts(header, label, tensors))
 
 
 def encode_into(buffer: memoryview, header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> None:
-    """The first bytes of the room, which is long enough, are the frame; the rest is as it was."""
-    at = 0
+    """Write the frame to the start of the buffer, which must be long enough."""
+    offset = 0
     for part in _encode_parts(header, label, tensors):
         raw = part if isinstance(part, bytearray) else as_memoryview(part)
-        buffer[at : at + len(raw)] = raw
-        at += len(raw)
+        buffer[offset : offset + len(raw)] = raw
+        offset += len(raw)
 
 
 def encode_parts(header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the frame as flat uint8 tensors, one after the other; a large tensor is not copied.
+    """Return the frame as a list of flat uint8 tensors to be concatenated; a large tensor is not copied.
 
     Raises:
-        PeerError: a tensor cannot travel.
+        PeerError: a tensor cannot be sent.
     """
     parts = _encode_parts(header, label, tensors)
     return [torch.frombuffer(part, dtype=torch.uint8) if isinstance(part, bytearray) else part for part in parts]
 
 
 def _encode_parts(header: FrameHeader, label: str, tensors: Sequence[Tensor]) -> list[bytearray | Tensor]:
-    """Return what :func:`pieces_of` does, the small ones as bytes."""
+    """Return the parts of the frame, small ones as bytearrays."""
     head = encode_head(label, tensors)
     checksum, num_bytes = crc32(head), 0
     small, parts = bytearray(HEADER_BYTES) + head, list[bytearray | Tensor]()
@@ -143,7 +147,7 @@ def _encode_parts(header: FrameHeader, label: str, tensors: Sequence[Tensor]) ->
 
 
 def encode_head(label: str, tensors: Sequence[Tensor]) -> bytes:
-    """Return the label and what the tensors look like, padded so that a payload can follow."""
+    """Return the label and the tensor metadata, padded to the alignment of the payload."""
     head = label.encode() + b"".join(map(encode_tensor_meta, tensors))
     return head + bytes(-(HEADER_BYTES + len(head)) % ALIGNMENT)
 
@@ -154,13 +158,13 @@ def payload_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def all_headers_match(own: Tensor, rows: Tensor, sources: Sequence[int]) -> bool:
-    """Whether each row begins with the own frame's stamp, but of another source: a quick look, without decoding."""
-    mine, theirs = own.numpy().tobytes()[:HEADER_BYTES], rows.numpy()
+    """Compare each row's header with the own one, except for the source; a fast check without decoding."""
+    own_header, row_bytes = own.numpy().tobytes()[:HEADER_BYTES], rows.numpy()
     return all(
-        (found := row[:HEADER_BYTES].tobytes())[:SOURCE_OFFSET] == mine[:SOURCE_OFFSET]
-        and found[SOURCE_OFFSET + 4 : COMPARED_BYTES] == mine[SOURCE_OFFSET + 4 : COMPARED_BYTES]
-        and int.from_bytes(found[SOURCE_OFFSET : SOURCE_OFFSET + 4], "little") == source
-        for row, source in zip(theirs, sources, strict=True)
+        (row_header := row[:HEADER_BYTES].tobytes())[:SOURCE_OFFSET] == own_header[:SOURCE_OFFSET]
+        and row_header[SOURCE_OFFSET + 4 : COMPARED_BYTES] == own_header[SOURCE_OFFSET + 4 : COMPARED_BYTES]
+        and int.from_bytes(row_header[SOURCE_OFFSET : SOURCE_OFFSET + 4], "little") == source
+        for row, source in zip(row_bytes, sources, strict=True)
     )
 
 
@@ -170,15 +174,15 @@ def as_memoryview(buffer: Tensor) -> memoryview:
 
 
 def padded_size(num_bytes: int) -> int:
-    """Return the room that so many bytes take in a payload."""
+    """Return the size rounded up to the alignment."""
     return num_bytes + -num_bytes % ALIGNMENT
 
 
 def encode_tensor_meta(tensor: Tensor) -> bytes:
-    """Return dtype and shape as they travel.
+    """Return the encoded dtype and shape.
 
     Raises:
-        PeerError: they cannot.
+        PeerError: the dtype cannot be sent, or there are too many dims.
     """
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None or tensor.dim() > MAX_DIMS:
@@ -190,10 +194,10 @@ def encode_tensor_meta(tensor: Tensor) -> bytes:
 
 
 def read_header(start: Tensor) -> FixedHeader:
-    """Return the fixed part of a frame, verified; a PeerError says what was found where these bytes begin none.
+    """Return the verified fixed header; raise a ProtocolError if the bytes do not start a frame.
 
     Args:
-        start: at least the first ``HEADER_BYTES`` of it.
+        start: at least the first ``HEADER_BYTES`` of the frame.
     """
     raw = as_memoryview(start)
     if len(raw) < HEADER_BYTES:
@@ -204,12 +208,12 @@ def read_header(start: Tensor) -> FixedHeader:
         raise damaged_frame_error(f"it starts with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
         raise damaged_frame_error(f"it has version {version}, and this rank reads version {VERSION}")
-    (written,) = CHECKSUM.unpack_from(raw, FIXED_HEADER.size)
-    found = crc32(raw[: FIXED_HEADER.size])
-    if written != found:
-        raise damaged_frame_error(f"the checksum of its header is {found:#010x} instead of {written:#010x}")
+    (expected,) = CHECKSUM.unpack_from(raw, FIXED_HEADER.size)
+    actual = crc32(raw[: FIXED_HEADER.size])
+    if expected != actual:
+        raise damaged_frame_error(f"the checksum of its header is {actual:#010x} instead of {expected:#010x}")
     if kind not in set(FrameKind) or zero:
-        raise damaged_frame_error(f"it is of kind {kind}.{zero}, which does not exist")
+        raise damaged_frame_error(f"its kind {kind}.{zero} does not exist")
     fits = label_bytes <= head_bytes <= MAX_HEAD_BYTES and payload_bytes <= MAX_PAYLOAD_BYTES
     if not fits or (HEADER_BYTES + head_bytes) % ALIGNMENT:
         raise damaged_frame_error(f"it announces {label_bytes} + {head_bytes} + {payload_bytes} bytes")
@@ -218,14 +222,14 @@ def read_header(start: Tensor) -> FixedHeader:
 
 
 def decode(frame: Tensor) -> Frame:
-    """Return what the frame says, its tensors in its own memory; a PeerError where a byte is not as it was written."""
+    """Return the frame, its tensors as views; raise a ProtocolError if any byte differs from what was sent."""
     prefix = read_header(frame)
     raw = as_memoryview(frame)
     if len(raw) != prefix.frame_bytes:
         raise damaged_frame_error(f"it has {len(raw)} bytes instead of the {prefix.frame_bytes} it announces")
-    found = crc32(raw[HEADER_BYTES:])
-    if found != prefix.checksum:
-        raise damaged_frame_error(f"the checksum of its content is {found:#010x} instead of {prefix.checksum:#010x}")
+    actual = crc32(raw[HEADER_BYTES:])
+    if actual != prefix.checksum:
+        raise damaged_frame_error(f"the checksum of its content is {actual:#010x} instead of {prefix.checksum:#010x}")
     start = HEADER_BYTES + prefix.head_bytes
     head = raw[HEADER_BYTES:start].tobytes()
     try:
@@ -245,36 +249,36 @@ def decode(frame: Tensor) -> Frame:
 
 
 def decode_tensor_meta(head: bytes, num_tensors: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each tensor that the head describes."""
-    looks: list[tuple[torch.dtype, tuple[int, ...]]] = []
-    at = 0
+    """Return the dtype and the shape of each tensor."""
+    tensors: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    offset = 0
     for index in range(num_tensors):
-        if at + TENSOR_META.size > len(head):
+        if offset + TENSOR_META.size > len(head):
             raise damaged_frame_error(f"its head ends before tensor {index} of {num_tensors}")
-        code, num_dims = TENSOR_META.unpack_from(head, at)
-        at += TENSOR_META.size
-        if code not in DTYPES_BY_CODE or num_dims > MAX_DIMS or at + 8 * num_dims > len(head):
+        code, num_dims = TENSOR_META.unpack_from(head, offset)
+        offset += TENSOR_META.size
+        if code not in DTYPES_BY_CODE or num_dims > MAX_DIMS or offset + 8 * num_dims > len(head):
             raise damaged_frame_error(f"tensor {index} is described by dtype {code} and {num_dims} dims")
-        shape = struct.unpack_from(f"<{num_dims}Q", head, at)
+        shape = struct.unpack_from(f"<{num_dims}Q", head, offset)
         if 0 in shape and prod(filter(None, shape)) > MAX_PAYLOAD_BYTES:  # no payload is too short for it
             raise damaged_frame_error(f"tensor {index} is described by shape {shape}")
-        looks.append((DTYPES_BY_CODE[code], shape))
-        at += 8 * num_dims
-    if len(head) - at >= ALIGNMENT or any(head[at:]):
-        raise damaged_frame_error(f"its head has {len(head) - at} bytes too many")
-    return looks
+        tensors.append((DTYPES_BY_CODE[code], shape))
+        offset += 8 * num_dims
+    if len(head) - offset >= ALIGNMENT or any(head[offset:]):
+        raise damaged_frame_error(f"its head has {len(head) - offset} bytes too many")
+    return tensors
 
 
 def damaged_frame_error(found: str) -> ProtocolError:
-    """Return the error for bytes that are no frame of ours."""
+    """Return the error for bytes that are not a valid frame."""
     return ProtocolError(
-        f"damaged frame: {found}; a frame is believed only when every byte is as it was sent: look for another program "
-        "on this connection, for another version of counterpoint, or for a bad link"
+        f"damaged frame: {found}; every byte must be as it was sent: look for another program on this connection, "
+        "another version of counterpoint, or a bad link"
     )
 
 
 class MessageSequencer:
-    """What one rank writes on its messages, and what it must find on those that come.
+    """Numbers the messages of one rank, and verifies the numbers of received ones.
 
     Args:
         rank: the own rank.
@@ -290,20 +294,20 @@ class MessageSequencer:
         self._num_received: defaultdict[int, int] = defaultdict(int)
 
     def next_header(self, peer: int, label: str, tensors: Sequence[Tensor]) -> FrameHeader:
-        """Return the stamp of the next message to the peer."""
+        """Return the header of the next message to the peer."""
         number = self._num_sent[peer]
         self._num_sent[peer] += 1
-        print_ = message_fingerprint(label, tensors)
-        return FrameHeader(FrameKind.MESSAGE, self._job, self._generation, self._rank, number, print_)
+        fingerprint_ = message_fingerprint(label, tensors)
+        return FrameHeader(FrameKind.MESSAGE, self._job, self._generation, self._rank, number, fingerprint_)
 
     def verify(self, peer: int, frame: Frame) -> None:
-        """The frame is the peer's next message.
+        """Check that the frame is the peer's next message.
 
         Raises:
-            PeerError: it is of another job, or one before it is lost.
+            PeerError: it belongs to another job or generation, or a message is missing.
         """
-        print_, number = message_fingerprint(frame.label, frame.tensors), self._num_received[peer]
-        expected = FrameHeader(FrameKind.MESSAGE, self._job, self._generation, peer, number, print_)
+        fingerprint_, number = message_fingerprint(frame.label, frame.tensors), self._num_received[peer]
+        expected = FrameHeader(FrameKind.MESSAGE, self._job, self._generation, peer, number, fingerprint_)
         if frame.header != expected:
             raise PeerError(
                 f"rank {self._rank} received {frame.header} for {frame.label} where {expected} should have come from "

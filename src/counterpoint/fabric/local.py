@@ -1,4 +1,4 @@
-"""All ranks in this process: a distributed run as an ordinary call, whatever order the system runs threads in."""
+"""Transport ``local``: all ranks are threads of this process, scheduled deterministically."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMPLETED: Final = CompletedWork()
 
 
 class LocalState:
-    """What the ranks of one world have in common: letters under way, and collectives that are not over."""
+    """State shared by the ranks of one world: messages in flight, and collectives that some members have not joined."""
 
     def __init__(self) -> None:
         self.messages: defaultdict[tuple[int, int], deque[tuple[str, tuple[Tensor, ...]]]] = defaultdict(deque)
@@ -42,20 +42,20 @@ class LocalState:
         self.errors: dict[Group, str] = {}
 
     def join_collective(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> LocalCollective:
-        """Return the encounter of the operation's group whose turn it is for this rank, which has now arrived."""
+        """Add this rank to the next collective of the signature's group; return the collective."""
         group = operation.group
-        turn = self.next_index[rank, group]
+        index = self.next_index[rank, group]
         self.next_index[rank, group] += 1
-        encounter = self.collectives.setdefault((group, turn), LocalCollective(group, turn))
-        encounter.join(rank, operation, tensors)
-        if encounter.error is not None:
-            self.errors.setdefault(group, encounter.error)
-        if encounter.all_joined:
-            del self.collectives[group, turn]
-        return encounter
+        collective = self.collectives.setdefault((group, index), LocalCollective(group, index))
+        collective.join(rank, operation, tensors)
+        if collective.error is not None:
+            self.errors.setdefault(group, collective.error)
+        if collective.all_joined:
+            del self.collectives[group, index]
+        return collective
 
     def clear(self) -> None:
-        """Nothing is under way."""
+        """Drop everything in flight."""
         self.messages.clear()
         self.collectives.clear()
         self.next_index.clear()
@@ -72,20 +72,21 @@ class LocalWork(Work):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last member has arrived."""
+        """Whether the last member has joined."""
         return self._collective.is_done
 
     def wait(self) -> None:
-        """Let the other ranks run until the last member has arrived."""
-        encounter = self._collective
-        what = f"{self._operation.kind} of {self._operation.label} among {format_ranks(encounter.group)}"
-        self._fabric.wait_collective(encounter, lambda: f"{what} with {format_ranks(encounter.missing)}")
+        """Run the other ranks until the last member has joined."""
+        collective = self._collective
+        description = f"{self._operation.kind} of {self._operation.label} among {format_ranks(collective.group)}"
+        self._fabric.wait_collective(collective, lambda: f"{description} with {format_ranks(collective.missing)}")
 
 
 class LocalFabric(Fabric):
     """One rank of a :class:`LocalWorld`.
 
-    Its waits have no use for the deadline: when no rank can go on, that is seen at once, and says who waits for whom.
+    Waits ignore ``timeout_s``: when no rank is runnable, the deadlock is detected at once and reported with who waits
+    for whom.
     """
 
     def __init__(
@@ -98,15 +99,15 @@ class LocalFabric(Fabric):
         self._scheduler = scheduler
 
     def wait_until(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """It is over; until then, the other ranks have run."""
+        """Run other ranks until ``is_done()``."""
         if self._scheduler is not None:
             self._scheduler.wait(self.rank, is_done, describe)
 
     def wait_collective(self, collective: LocalCollective, describe: Callable[[], str]) -> None:
-        """It is over, and nothing has gone wrong in its group; members that disagreed before may never arrive.
+        """Run other ranks until the collective is complete.
 
         Raises:
-            PeerError: the members disagree, or have before.
+            PeerError: the members disagree, or disagreed in an earlier collective of the group.
         """
         group, errors = collective.group, self._state.errors
         self.wait_until(lambda: collective.is_done or group in errors, describe)
@@ -114,7 +115,7 @@ class LocalFabric(Fabric):
             raise PeerError(collective.error or errors[group])
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor]) -> None:
-        """Put copies of the tensors into the peer's box."""
+        """Put copies of the tensors into the peer's mailbox."""
         check_peer(peer, self.rank, self.num_ranks, label)
         self._check()
         for tensor in tensors:
@@ -123,19 +124,19 @@ class LocalFabric(Fabric):
         self._state.messages[self.rank, peer].append((label, copies))
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
-        """Let others run until the peer's next message is in the box."""
+        """Run other ranks until the peer's next message is in the mailbox."""
         check_peer(peer, self.rank, self.num_ranks, label)
         letters = self._state.messages[peer, self.rank]
         self.wait_until(lambda: bool(letters), lambda: f"{label} from rank {peer}")
-        found, tensors = letters.popleft()
-        if found != label:
-            story = describe_unexpected_message(self.rank, label, peer, found)
+        received_label, tensors = letters.popleft()
+        if received_label != label:
+            story = describe_unexpected_message(self.rank, label, peer, received_label)
             self.abort(story)
             raise PeerError(story)
         return tensors
 
     def recv_any(self, peers: Sequence[int]) -> tuple[int, str, tuple[Tensor, ...]]:
-        """Take from the first of the peers, in the order given, that has written."""
+        """Return the next message of the first peer, in the order given, that has sent one."""
         for peer in peers:
             check_peer(peer, self.rank, self.num_ranks, "any message")
         boxes = {peer: self._state.messages[peer, self.rank] for peer in peers}
@@ -144,19 +145,19 @@ class LocalFabric(Fabric):
         return (peer, *boxes[peer].popleft())
 
     def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
-        """Arrive; the last member adds up, in the order of the group."""
+        """Join; the last member reduces, in group order."""
         return self._start(tensor_signature(f"all_reduce {op}", label, tensor, group), tensor)
 
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:
-        """Arrive; the last member adds up each range for its owner, in the order of the group."""
+        """Join; the last member reduces each range for its owner, in group order."""
         return self._start(ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group), whole)
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group
     ) -> tuple[Tensor, Work]:
-        """Arrive; the last member puts every range where it belongs."""
+        """Join; the last member copies every range to its destination."""
         operation = exchange_signature(label, whole, counts, group, self.rank)
         if len(group) == 1:
             return whole.clone(), self._start(operation, None)
@@ -165,15 +166,15 @@ class LocalFabric(Fabric):
         return received, self._start(operation, (whole, received))
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
-        """Arrive; the last member copies every range to all."""
+        """Join; the last member copies every range to all."""
         return self._start(ranges_signature("all_gather", label, whole, bounds, group), whole)
 
     def broadcast(self, label: str, tensor: Tensor, group: Group, root: int) -> Work:
-        """Arrive; the last member copies the root's value to all."""
+        """Join; the last member copies the root's tensor to all."""
         return self._start(tensor_signature("broadcast", label, tensor, group, root=root), tensor)
 
     def gather_values(self, label: str, value: Json, group: Group) -> list[Json]:
-        """Arrive with a value, and wait for those of all members."""
+        """Join with a value, and wait for those of all members."""
         operation = CollectiveSignature("gather_values", label, group)
         check_group(operation, self.rank, self.num_ranks)
         written = json.dumps(value).encode()
@@ -185,11 +186,11 @@ class LocalFabric(Fabric):
 
     @property
     def hosts(self) -> Sequence[int]:
-        """All ranks are here."""
+        """One host."""
         return [0] * self.num_ranks
 
     def shared_zeros(self, label: str, num_elements: int, dtype: torch.dtype, group: Group) -> Tensor | None:
-        """Arrive; the first member brings the memory."""
+        """Join; all members get the tensor that the first one allocates."""
         operation = CollectiveSignature("shared", label, group, dtype_name(dtype), (num_elements,))
         check_group(operation, self.rank, self.num_ranks)
         mine = torch.zeros(num_elements, dtype=dtype) if self.rank == group[0] else None
@@ -202,22 +203,22 @@ class LocalFabric(Fabric):
         return found
 
     def barrier_async(self, label: str, group: Group) -> Work:
-        """Arrive."""
+        """Join."""
         return self._start(CollectiveSignature("barrier", label, group), None)
 
     def connect_groups(self, groups: Sequence[Group]) -> None:
-        """Nothing is to be done: all ranks share one memory."""
+        """Only validate the groups: all ranks are in one process."""
         for group in groups:
             if self.rank in group:
                 check_group(CollectiveSignature("form", "group", group), self.rank, self.num_ranks)
 
     def abort(self, reason: str) -> None:
-        """The other ranks are stopped where they wait."""
+        """Make the other ranks raise at their next wait."""
         if self._scheduler is not None:
             self._scheduler.fail(self.rank, reason)
 
     def close(self) -> None:
-        """Nothing is to be done: the world owns the threads."""
+        """Do nothing: the world owns the threads."""
         return
 
     def _check(self) -> None:
@@ -236,9 +237,9 @@ class LocalFabric(Fabric):
 
 
 class LocalWorld:
-    """So many ranks in this process, to be run again and again.
+    """Ranks of one process, which run one function at a time.
 
-    Messages and collectives that are under way when a run ends go on in the next; a run that fails drops them all.
+    Messages and collectives in flight at the end of a run continue in the next one; a run that fails drops them all.
 
     Example:
         >>> with LocalWorld(3) as world:
@@ -256,7 +257,7 @@ class LocalWorld:
         )
 
     def run(self, work: Callable[[Fabric], T]) -> list[T]:
-        """Return what ``work`` returns on each rank; the first error is raised as it is, with a note of its rank."""
+        """Return ``work(fabric)`` of each rank, or re-raise the first error with a note that names its rank."""
         if self._scheduler is None:
             return [work(self.fabrics[0])]
         results: dict[int, T] = {}
@@ -272,7 +273,7 @@ class LocalWorld:
         return [results[rank] for rank in range(len(self.fabrics))]
 
     def close(self) -> None:
-        """The threads are gone; a second call does nothing."""
+        """End the threads. Idempotent."""
         if self._scheduler is not None:
             self._scheduler.close()
 

@@ -1,4 +1,4 @@
-"""One collective among ranks of one process, from the first arrival to the last, and what it makes of their tensors."""
+"""One collective among ranks of one process: collect the members' tensors, compare signatures, apply the operation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CollectiveInput = Tensor | tuple[Tensor, Tensor] | bytes | None
 
 
 class LocalCollective:
-    """One collective of one group, from its first member's arrival to its last's.
+    """One collective of one group; the last member to join executes it.
 
     Args:
-        group: who is expected.
-        turn: the collectives that the group has started before.
+        group: the expected members.
+        index: number of collectives that the group has started before.
     """
 
     def __init__(self, group: Group, index: int) -> None:
@@ -30,7 +30,7 @@ class LocalCollective:
         self._seen: dict[int, tuple[bytes, str]] = {}
 
     def join(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> None:
-        """The member's part is in; with the last one, all parts have become what the operation makes of them."""
+        """Add a member's input; when the last member joins, apply the operation to all inputs in place."""
         self._seen[rank] = (fingerprint(operation), str(operation))
         self.inputs[rank] = tensors
         if self.error is None:
@@ -41,31 +41,31 @@ class LocalCollective:
 
     @property
     def all_joined(self) -> bool:
-        """All members have arrived."""
+        """Whether all members have joined."""
         return len(self.inputs) == len(self.group)
 
     @property
     def missing(self) -> list[int]:
-        """Members that have not arrived."""
+        """Members that have not joined."""
         return [member for member in self.group if member not in self.inputs]
 
 
 @torch.no_grad()
 def apply_collective(operation: CollectiveSignature, inputs: dict[int, CollectiveInput]) -> None:
-    """Every part is what the operation makes of all of them; sums are added in the order of the group."""
-    what, _, verb = operation.kind.partition(" ")
-    if what == "all_to_all":
+    """Apply the operation to the members' tensors in place; reductions follow group order."""
+    kind, _, op = operation.kind.partition(" ")
+    if kind == "all_to_all":
         exchange(operation, inputs)
         return
     tensors = {rank: part.detach() for rank, part in inputs.items() if isinstance(part, Tensor)}
     owners = list(zip(tensors, operation.bounds, operation.bounds[1:], strict=False))
-    if what == "all_reduce":
-        total = reduce_in_order(list(tensors.values()), verb)
+    if kind == "all_reduce":
+        total = reduce_in_order(list(tensors.values()), op)
         for tensor in tensors.values():
             tensor.copy_(total)
-    elif what == "reduce_scatter":
+    elif kind == "reduce_scatter":
         for rank, start, end in owners:
-            tensors[rank][start:end] = reduce_in_order([tensor[start:end] for tensor in tensors.values()], verb)
+            tensors[rank][start:end] = reduce_in_order([tensor[start:end] for tensor in tensors.values()], op)
     else:  # a barrier has no tensors, and values are taken from the encounter
         copy_to_all(operation, tensors, owners)
 
@@ -73,7 +73,7 @@ def apply_collective(operation: CollectiveSignature, inputs: dict[int, Collectiv
 def copy_to_all(
     operation: CollectiveSignature, tensors: dict[int, Tensor], owners: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Every tensor is the root's, or every range that of its owner."""
+    """Copy the root's tensor, or each owner's range, to all other members."""
     if operation.kind == "broadcast":
         for rank in tensors.keys() - {operation.root}:
             tensors[rank].copy_(tensors[operation.root])
@@ -83,17 +83,17 @@ def copy_to_all(
 
 
 def exchange(operation: CollectiveSignature, inputs: dict[int, CollectiveInput]) -> None:
-    """Every member's second tensor is what the others' first ones have for it."""
+    """Fill each member's receive tensor with the ranges that the others have for it."""
     count = len(inputs)
     pairs = [part for part in inputs.values() if isinstance(part, tuple)]
-    counts = [operation.bounds[at * count : (at + 1) * count] for at in range(count)]
+    counts = [operation.bounds[index * count : (index + 1) * count] for index in range(count)]
     sent = [torch.split(whole, list(row)) for (whole, _), row in zip(pairs, counts, strict=True)]
-    for place, (_, received) in enumerate(pairs):
-        torch.cat([pieces[place] for pieces in sent], out=received)
+    for member, (_, received) in enumerate(pairs):
+        torch.cat([pieces[member] for pieces in sent], out=received)
 
 
 def reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """Return ``((t0 + t1) + t2) + …`` in new memory, rounded once, or their mean, or the largest or smallest."""
+    """Return ``((t0 + t1) + t2) + …``, or the mean, max or min, in new memory; round to the dtype once, at the end."""
     combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
     is_narrow = tensors[0].dtype in {torch.bfloat16, torch.float16}  # added up in 32 bits, rounded once, at the end
     total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])

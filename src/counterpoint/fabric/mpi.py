@@ -1,7 +1,7 @@
-"""MPI as what joins ranks that mpirun has started: it does what gloo is asked for, by communicators of mpi4py.
+"""Transport ``mpi``: the gloo transport's protocol over mpi4py communicators, for ranks started by mpirun.
 
-Frames, announcements, deadlines and the words of errors are those of sockets; only bytes and sums travel otherwise. The
-store stays where ranks meet, and where one that stops says why: MPI has no way to tell that a member will not come.
+Frames, announcements, timeouts and error texts are those of gloo; only the bytes and the reductions use MPI. The store
+remains, for the rendezvous and for abort reasons: MPI cannot report that a member will not come.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from counterpoint.fabric.gloo.connections import Rendezvous, read_abort_reason
 from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.shm.memory import RankContext
 
-NUM_TAGS = 1 << 15  # as many as every MPI has
+NUM_TAGS = 1 << 15  # the least that the MPI standard guarantees
 ADDRESS_BYTES = 256
-MIN_PAUSE_S, MAX_PAUSE_S = 1e-5, 1e-3  # between two looks whether something is complete
-ABORT_CHECK_S = 0.25  # between two looks whether a rank has stopped
-REMEDY = "install Open MPI and `pip install 'counterpoint[mpi]'`, and start the ranks with mpirun, or take another"
+MIN_PAUSE_S, MAX_PAUSE_S = 1e-5, 1e-3  # between two polls of a request
+ABORT_CHECK_S = 0.25  # between two reads of the abort reason
+REMEDY = (
+    "install Open MPI and `pip install 'counterpoint[mpi]'` and start the ranks with mpirun, or use another transport"
+)
 
 
 class MpiFabric(GlooFabric):
-    """One rank among those of mpirun; :func:`~counterpoint.fabric.rendezvous.connect` makes it.
+    """One rank among those of mpirun; created by :func:`~counterpoint.fabric.rendezvous.connect`.
 
     Cost:
-        as sockets; sums are MPI's own, and go on while a rank computes only as often as its deputy looks.
+        as the gloo transport; reductions are MPI's own, and progress during computation only as often as the progress
+        thread polls.
     """
 
     def __init__(self, context: RankContext, job: int, generation: int) -> None:
@@ -61,11 +64,11 @@ class MpiFabric(GlooFabric):
 
 
 class MpiWorld:
-    """This process's MPI, started once; it ends with the process if all went well.
+    """This process's MPI, initialized once; finalized at exit unless a connection failed.
 
     Attributes:
-        mpi: the module.
-        links: all connections.
+        mpi: the module ``mpi4py.MPI``.
+        connections: all connections.
     """
 
     def __init__(self, mpi: Any) -> None:  # noqa: ANN401 - mpi4py comes without types
@@ -75,7 +78,7 @@ class MpiWorld:
     def connect(
         self, store: PrefixStore, place: str, group: tuple[int, ...], rank: int, timeout_s: float
     ) -> MpiConnection:
-        """Return a connection among the members, all of which have come."""
+        """Return a connection among the members, all of which call it."""
         del rank, timeout_s
         world = self.mpi.COMM_WORLD
         comm = world.Create_group(world.group.Incl(list(group)), zlib.crc32(place.encode()) % NUM_TAGS)
@@ -84,24 +87,24 @@ class MpiWorld:
         return link
 
     def advance(self) -> bool:
-        """Let MPI go on; return whether something waits for that."""
-        return any(list(map(MpiConnection.advance, self.connections)))  # all of them, whatever the first has left
+        """Let MPI make progress; return whether any request needs it."""
+        return any(list(map(MpiConnection.advance, self.connections)))  # a list: advance all, without short-circuit
 
     def finalize(self) -> None:
-        """MPI has ended, unless something has gone wrong: then it would wait for those that are gone."""
+        """Finalize MPI, unless a connection failed: then it would wait for ranks that are gone."""
         if not any(link.is_aborted or link.works for link in self.connections):
             self.mpi.Finalize()
 
 
 class MpiWork:
-    """Something under way.
+    """A pending MPI request.
 
     Args:
-        link: its connection.
+        connection: its connection.
         request: MPI's.
-        kept: tensors whose memory it needs.
-        after: done once when it is complete.
-        is_message: whether it is a message to or from one member.
+        tensors: buffers that the request uses.
+        after: called once, at completion.
+        is_message: whether it is point-to-point.
     """
 
     def __init__(
@@ -132,10 +135,10 @@ class MpiWork:
         return self._is_complete
 
     def wait(self, timeout: timedelta) -> bool:
-        """It is complete; a message that is not in time cuts its connection.
+        """Block until complete; a message that times out aborts its connection.
 
         Raises:
-            RuntimeError: it is not in time, a rank has stopped, or the connection was cut.
+            RuntimeError: it timed out, a rank has aborted, or the connection was aborted.
         """
         now_s = time.monotonic()
         end, look_s, pause_s = now_s + timeout.total_seconds(), now_s + ABORT_CHECK_S, MIN_PAUSE_S
@@ -146,25 +149,24 @@ class MpiWork:
                 look_s = now_s + ABORT_CHECK_S
             if now_s >= end:
                 self._link.is_aborted = self._link.is_aborted or self.is_message
-                raise RuntimeError("it was not complete in time")
+                raise RuntimeError("not complete in time")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         if not self._is_complete:
-            raise RuntimeError("the connection was cut")
+            raise RuntimeError("the connection was aborted")
         return True
 
     def _source_rank(self) -> int:
-        """Return who has sent what was received."""
         return int(self._status.Get_source())
 
 
 class MpiConnection:
-    """A connection; ranks here are places in the group.
+    """A communicator with the methods of gloo's process group; ranks are indices in the group.
 
     Args:
         mpi: the module.
         comm: of the members.
-        has_stopped: whether one of them has said why it stops.
+        has_stopped: whether a rank has posted an abort reason.
     """
 
     def __init__(self, mpi: Any, comm: Any, has_stopped: Callable[[], bool]) -> None:  # noqa: ANN401
@@ -175,7 +177,7 @@ class MpiConnection:
         self._ops = ((ReduceOp.SUM, mpi.SUM), (ReduceOp.MAX, mpi.MAX), (ReduceOp.MIN, mpi.MIN))
 
     def rank(self) -> int:
-        """Return the own place."""
+        """Return the own index."""
         return int(self._comm.Get_rank())
 
     def size(self) -> int:
@@ -183,19 +185,19 @@ class MpiConnection:
         return int(self._comm.Get_size())
 
     def advance(self) -> bool:
-        """Let MPI go on; return whether something waits for that, receives aside, which wait for others."""
+        """Let MPI make progress; return whether a request other than a receive is pending."""
         left = [work for work in list(self.works) if not work.is_completed()]
         return not self.is_aborted and any(not work.is_message for work in left)
 
     def check_not_aborted(self) -> None:
-        """No member has stopped.
+        """Raise if a rank has aborted.
 
         Raises:
-            RuntimeError: one has.
+            RuntimeError: a rank has aborted.
         """
         if self._has_stopped():
             self.is_aborted = True
-            raise RuntimeError("a rank has stopped")
+            raise RuntimeError("a rank has aborted")
 
     def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int, /) -> MpiWork:
         """Start to send bytes."""
@@ -208,37 +210,36 @@ class MpiConnection:
         return self._track(request, tensors, message=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> MpiWork:
-        """Start to receive bytes from whoever sends first."""
+        """Start to receive bytes from any source."""
         return self.recv(tensors, self.mpi.ANY_SOURCE, tag)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions, /) -> MpiWork:
-        """Start to add up."""
-        wanted: Any = opts.reduceOp  # torch's types take it for the class; it can be compared, but not hashed
-        op = next(own for kind, own in self._ops if wanted == kind)
+        """Start an all-reduce."""
+        requested: Any = opts.reduceOp  # torch's types take it for the class; it can be compared, but not hashed
+        op = next(mpi_op for kind, mpi_op in self._ops if requested == kind)
         return self._track(self._comm.Iallreduce(self.mpi.IN_PLACE, tensors[0].numpy(), op), tensors)
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions, /
     ) -> MpiWork:
-        """Start to collect everybody's bytes."""
+        """Start an all-gather."""
         del opts
-        own = inputs[0].contiguous()
-        whole = own.new_empty((len(outputs[0]), own.numel()))
+        input_ = inputs[0].contiguous()
+        whole = input_.new_empty((len(outputs[0]), input_.numel()))
 
-        def spread() -> None:
-            for row, found in zip(outputs[0], whole, strict=True):
-                row.copy_(found)
+        def copy_out() -> None:
+            for row, gathered in zip(outputs[0], whole, strict=True):
+                row.copy_(gathered)
 
-        return self._track(self._comm.Iallgather(own.numpy(), whole.numpy()), [own, whole], spread)
+        return self._track(self._comm.Iallgather(input_.numpy(), whole.numpy()), [input_, whole], copy_out)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions, /) -> MpiWork:
-        """Start to copy the root's bytes."""
+        """Start a broadcast."""
         return self._track(self._comm.Ibcast(tensors[0].numpy(), int(opts.rootRank)), tensors)
 
     def _exchange(
         self, output: Tensor, given: Tensor, incoming: list[int], outgoing: list[int], opts: AllToAllOptions, /
     ) -> GlooWork:
-        """Start to exchange ranges of bytes."""
         del opts
         received, sent = ([0, *accumulate(sizes)][:-1] for sizes in (incoming, outgoing))
         request = self._comm.Ialltoallv(
@@ -261,72 +262,74 @@ class MpiConnection:
 
 @cache
 def mpi_world() -> MpiWorld:
-    """Return this process's MPI, started.
+    """Return this process's initialized MPI.
 
     Raises:
-        LaunchError: there is none, or it cannot be used by several threads.
+        LaunchError: there is no MPI, or it does not support several threads.
     """
-    is_ours = "mpi4py.MPI" not in sys.modules
+    initialized_here = "mpi4py.MPI" not in sys.modules
     try:
         import mpi4py
 
-        if is_ours:
+        if initialized_here:
             mpi4py.rc.finalize = False  # it would wait at the exit of a rank that has failed
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(f"transport 'mpi' is not to be had: {error}; {REMEDY}") from error
+        raise LaunchError(f"transport 'mpi' is unavailable: {error}; {REMEDY}") from error
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        raise LaunchError("this MPI serves one thread only, and ranks have several; take one with MPI_THREAD_MULTIPLE")
+        raise LaunchError(
+            "this MPI is single-threaded, but a rank has several threads; use one with MPI_THREAD_MULTIPLE"
+        )
     world = MpiWorld(MPI)
-    if is_ours:
+    if initialized_here:
         atexit.register(world.finalize)
     return world
 
 
 def check_same_rank(world: MpiWorld, rank: int, num_ranks: int) -> None:
-    """MPI knows this process by the rank that its launcher says.
+    """Check that MPI and the launcher's environment agree on this process's rank.
 
     Raises:
-        LaunchError: it does not.
+        LaunchError: they do not.
     """
     comm = world.mpi.COMM_WORLD
     if (comm.Get_rank(), comm.Get_size()) != (rank, num_ranks):
         raise LaunchError(
-            f"this is rank {rank} of {num_ranks}, but MPI says rank {comm.Get_rank()} of {comm.Get_size()}; transport "
-            "'mpi' is for ranks that mpirun has started: take mpirun, or another transport"
+            f"this is rank {rank} of {num_ranks}, but rank {comm.Get_rank()} of {comm.Get_size()} for MPI; transport "
+            "'mpi' is for ranks started by mpirun: use mpirun, or another transport"
         )
 
 
 def mpi_address(rank: int, num_ranks: int, host: str, timeout_s: float) -> tuple[str, int, int | None]:
-    """Return where the ranks meet, as rank 0 tells all by MPI, and on rank 0 a socket that listens there.
+    """Return the rendezvous address, which rank 0 broadcasts over MPI, and on rank 0 a socket that listens there.
 
     Args:
         rank: the own rank.
-        num_ranks: how many there are.
+        num_ranks: the world size.
         host: of rank 0, if it is known.
-        deadline_s: the longest that this may last.
+        timeout_s: the longest that this may last.
 
     Raises:
-        LaunchError: MPI cannot be had, or rank 0 cannot listen.
-        PeerError: not all have come when the deadline passes.
+        LaunchError: MPI is unavailable, or rank 0 cannot listen.
+        PeerError: ranks are missing at the timeout.
     """
     world, listener = mpi_world(), None
     check_same_rank(world, rank, num_ranks)
-    told = bytearray(ADDRESS_BYTES)
+    message = bytearray(ADDRESS_BYTES)
     if rank == 0:
         try:
             listener = socket.create_server((host or socket.gethostname(), 0), backlog=1024)
         except OSError as error:
             raise LaunchError(
-                f"rank 0 cannot listen on its host {host or socket.gethostname()}: {error}; let that name lead to one "
-                "of its addresses, or give one: MASTER_ADDR"
+                f"rank 0 cannot listen on its host {host or socket.gethostname()}: {error}; make that name resolve to "
+                "one of its addresses, or set MASTER_ADDR"
             ) from error
         text = f"{listener.getsockname()[0]} {listener.getsockname()[1]}".encode()
-        told[: len(text)] = text
-    request, end = world.mpi.COMM_WORLD.Ibcast(told, 0), time.monotonic() + timeout_s
+        message[: len(text)] = text
+    request, end_s = world.mpi.COMM_WORLD.Ibcast(message, 0), time.monotonic() + timeout_s
     while not request.Test():
-        if time.monotonic() > end:
+        if time.monotonic() > end_s:
             raise PeerError(f"rank {rank} waited {timeout_s:.1f} s for {num_ranks} ranks of MPI; look at the others")
         time.sleep(MAX_PAUSE_S)
-    found, port = told.rstrip(b"\0").decode().split()
-    return found, int(port), None if listener is None else listener.detach()
+    host_address, port = message.rstrip(b"\0").decode().split()
+    return host_address, int(port), None if listener is None else listener.detach()

@@ -1,4 +1,4 @@
-"""Which ranks of this host still live: the kernel tells, whatever way they end."""
+"""Liveness of the ranks of this host, from pidfds: the kernel reports an exit however a process ends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from counterpoint.fabric.c10d import PrefixStore
 
 @dataclass(frozen=True, slots=True)
 class PeerProcesses:
-    """The processes of all ranks, as files that can be read when one has ended.
+    """Pidfds of the ranks of this host; a pidfd becomes readable when its process exits.
 
     Args:
-        fds: by rank; -1 for the own, and for those that are elsewhere.
+        fds: by rank; -1 for the own rank and for ranks of other hosts.
     """
 
     fds: list[int]
 
     def exited_rank(self) -> int | None:
-        """Return a rank whose process has ended; None where all live, or none is known."""
+        """Return a rank whose process has exited; None if all known ones run."""
         poll = select.poll()
         for fd in self.fds:
             if fd >= 0:
@@ -31,7 +31,7 @@ class PeerProcesses:
         return next((self.fds.index(fd) for fd, _ in poll.poll(0)), None)
 
     def close(self) -> None:
-        """They are watched no more; a second call does nothing."""
+        """Close the pidfds. Idempotent."""
         for rank, fd in enumerate(self.fds):
             if fd >= 0:
                 os.close(fd)
@@ -39,10 +39,10 @@ class PeerProcesses:
 
 
 def open_peer_processes(store: PrefixStore, ranks: Iterable[int], rank: int, num_ranks: int) -> PeerProcesses:
-    """Return the processes of these ranks, all of which have come to the store and are on this host.
+    """Return the processes of these ranks, which are on this host and have announced themselves in the store.
 
     Raises:
-        PeerError: one has ended already.
+        PeerError: one has exited already.
     """
     processes = PeerProcesses([-1] * num_ranks)
     for other in ranks:
@@ -56,16 +56,16 @@ def open_peer_processes(store: PrefixStore, ranks: Iterable[int], rank: int, num
 
 
 def local_ranks(store: PrefixStore, rank: int, num_ranks: int) -> list[int]:
-    """Return the ranks of this host, the own one among them."""
+    """Return the ranks of this host, the own one included."""
     hosts = [json.loads(store.get(f"here/{other}"))["place"][0] for other in range(num_ranks)]
     return [other for other, host in enumerate(hosts) if host == hosts[rank]]
 
 
 def describe_exit(rank: int) -> str:
-    """Say that a rank is gone."""
+    """Return the error text for a rank that has exited."""
     return f"rank {rank} has ended; look at the output of rank {rank}"
 
 
 def describe_early_exit(rank: int) -> str:
-    """Say that a rank is gone, though not all are connected."""
+    """Return the error text for a rank that has exited before the connections were complete."""
     return f"rank {rank} has ended before all ranks were connected; look at the output of rank {rank}"

@@ -1,4 +1,4 @@
-"""What transports between processes have in common: a wait ends well, or as an error that says who waits for whom."""
+"""Base class of transports between processes: turns a failed wait into an error that says who waited for whom."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import format_ranks
 
-REASON_WAIT_S = 0.5  # so long a rank that has lost a connection waits for one that knows why
-EXIT_WAIT_S = 0.3  # where all can tell: a process closes its connections a moment before it has ended
+REASON_WAIT_S = 0.5  # after a lost connection, wait this long for a rank that posts the reason
+EXIT_WAIT_S = 0.3  # on one host: a process closes its connections a moment before the kernel reports its exit
 POLL_S = 0.02
 
 
 class ProcessFabric(Fabric, ABC):
     """One rank among processes.
 
+    Attributes:
+        failure: the error text, once a wait has failed; every later call raises it.
+        is_subfabric: whether it is a part of a hierarchical fabric, whose other parts may know more about a failure.
+        linked_fabrics: the other parts; they fail together.
+        while_waiting: context manager that is entered around every wait.
+
     Args:
         rank: the own rank.
-        num_ranks: how many there are.
-        deadline_s: the longest that any wait may last.
+        num_ranks: the world size.
+        timeout_s: the longest that any wait may last.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
@@ -30,24 +36,24 @@ class ProcessFabric(Fabric, ABC):
         self.num_ranks = num_ranks
         self.timeout_s = timeout_s
         self.failure: str | None = None
-        self.is_subfabric = False  # of a fabric with several ways, on some of which ranks may know more
-        self.linked_fabrics: tuple[ProcessFabric, ...] = ()  # other ways of this rank, which fail where this one does
-        self.while_waiting: AbstractContextManager[None] = nullcontext()  # around every wait
+        self.is_subfabric = False
+        self.linked_fabrics: tuple[ProcessFabric, ...] = ()
+        self.while_waiting: AbstractContextManager[None] = nullcontext()
 
     @abstractmethod
     def broadcast_abort(self, reason: str) -> None:
-        """The other ranks learn why this one cannot go on."""
+        """Let the other ranks know why this one cannot continue."""
 
     @abstractmethod
     def describe_error(self, error: Exception) -> str:
-        """Say why a wait has failed, other than that its deadline has passed."""
+        """Return the cause of a failed wait that did not time out."""
 
     @contextmanager
     def translate_errors(self, what: str, peers: Sequence[int]) -> Iterator[None]:
-        """Whatever goes wrong inside is a PeerError that says who waited for what, and for whom.
+        """Turn any error of the block into a PeerError that says who waited for what, for whom, and why it failed.
 
         Raises:
-            PeerError: it has gone wrong, or had before.
+            PeerError: the block has failed, or the fabric had failed before.
         """
         if self.failure is not None:
             raise PeerError(self.failure)
@@ -59,8 +65,8 @@ class ProcessFabric(Fabric, ABC):
             raise self.fail(str(error)) from error
         except (TimeoutError, RuntimeError) as error:
             waited_s = time.monotonic() - began
-            story = f"rank {self.rank} waited {waited_s:.1f} s for {what} with {format_ranks(peers)}"
-            raise self.fail(f"{story}: {self._find_cause(error, waited_s)}") from error
+            description = f"rank {self.rank} waited {waited_s:.1f} s for {what} with {format_ranks(peers)}"
+            raise self.fail(f"{description}: {self._find_cause(error, waited_s)}") from error
 
     def _find_cause(self, error: Exception, waited_s: float) -> str:
         stopped = self.abort_reason_anywhere()
@@ -68,14 +74,14 @@ class ProcessFabric(Fabric, ABC):
             return f"stopped because of {stopped}"
         if isinstance(error, TimeoutError) or waited_s >= 0.99 * self.timeout_s:
             return (
-                f"the deadline of {self.timeout_s:.1f} s has passed; every member must come within it: look at what "
-                "the others did instead, or raise the deadline where they are only slow"
+                f"the timeout of {self.timeout_s:.1f} s has passed; every member must arrive within it: look at what "
+                "the others did instead, or raise the timeout if they are only slow"
             )
         end = time.monotonic() + (REASON_WAIT_S if self.is_subfabric else EXIT_WAIT_S)
         while True:
-            ended = next(filter(None, (way.exited_peer() for way in (self, *self.linked_fabrics))), None)
-            if ended is not None:
-                return ended
+            exited = next(filter(None, (fabric.exited_peer() for fabric in (self, *self.linked_fabrics))), None)
+            if exited is not None:
+                return exited
             stopped = self.abort_reason_anywhere()
             if stopped is not None:
                 return f"stopped because of {stopped}"
@@ -84,25 +90,25 @@ class ProcessFabric(Fabric, ABC):
             time.sleep(POLL_S)
 
     def abort_reason_anywhere(self) -> str | None:
-        """Return what :meth:`stopped` says on this or another way of this rank."""
-        return next(filter(None, (way.abort_reason() for way in (self, *self.linked_fabrics))), None)
+        """Return :meth:`abort_reason` of this fabric or of a linked one."""
+        return next(filter(None, (fabric.abort_reason() for fabric in (self, *self.linked_fabrics))), None)
 
     def exited_peer(self) -> str | None:
-        """Say which rank has ended, where this way can tell; None otherwise."""
+        """Return a text that names a rank whose process has ended; None if the transport knows of none."""
         return None
 
     @abstractmethod
     def abort_reason(self) -> str | None:
-        """Return "rank 2: why it stopped" of the first rank that said so, if it was another; None otherwise."""
+        """Return "rank 2: reason" of the first rank that aborted, unless it is this one; None otherwise."""
 
     def fail(self, text: str) -> PeerError:
-        """Return the error; the other ranks can read it."""
-        for way in (self, *self.linked_fabrics):
-            way.failure = way.failure or text
-            way.broadcast_abort(text)
+        """Mark the fabric as failed, broadcast the text, and return the error."""
+        for fabric in (self, *self.linked_fabrics):
+            fabric.failure = fabric.failure or text
+            fabric.broadcast_abort(text)
         self.failure = text
         return PeerError(text)
 
     def peers_of(self, group: Sequence[int]) -> list[int]:
-        """Return the members but for this rank."""
+        """Return the members except this rank."""
         return [member for member in group if member != self.rank]

@@ -1,6 +1,7 @@
-"""One baton for many threads: exactly one rank runs, and who runs next is decided by rank number, never by the system.
+"""Cooperative scheduler for ranks that are threads of one process: one rank runs at a time, chosen by rank number.
 
-All state here is touched only by whoever has the baton, so it needs no locks of its own.
+The order of execution never depends on the operating system's scheduler. All state is touched only by the running rank,
+so it needs no lock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class ThreadState(Enum):
-    """What a rank is about, where it does not wait."""
+    """State of a rank that is not blocked."""
 
     IDLE = 0
     RUNNABLE = 1
@@ -28,18 +29,17 @@ class ThreadState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockedOn:
-    """Why a rank cannot go on: until ``over()``, and ``what()`` says for what and for whom."""
+    """The condition that a rank waits for, and its description for the deadlock error."""
 
     is_done: Callable[[], bool]
     describe: Callable[[], str]
 
 
 class RankScheduler:
-    """Passes the right to run round among ``num_ranks`` threads.
+    """Runs one function on ``num_ranks`` threads, one thread at a time, round-robin.
 
-    The state of torch's CPU generator goes with the rank that has the baton, as if each had a process of its own; a
-    rank's begins as the caller's was when it first ran. Gradient mode and autocast are each thread's own and begin as
-    the caller's.
+    Each rank has its own state of torch's default CPU generator, as a process would; it is swapped on every switch and
+    starts as a copy of the caller's. Gradient mode and autocast are thread-local and start as the caller's.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
@@ -61,35 +61,34 @@ class RankScheduler:
             thread.start()
 
     def run(self, work: Callable[[int], None]) -> None:
-        """Every rank has run ``work(rank)`` to its end.
+        """Run ``work(rank)`` on every rank to its end.
 
         Raises:
-            ProgramError: this is called by one of the ranks, or while they run.
-            PlanError: the threads are gone.
+            ProgramError: called by one of the ranks, or while they run.
+            PlanError: the scheduler was closed.
         """
         if self._is_closed:
             raise PlanError(
-                f"the {len(self._rank_locks)} ranks have ended, because close() was called; close when training is over, "
-                "and to train on, make them anew with another parallelize(...) or Trainer"
+                f"the {len(self._rank_locks)} ranks have ended because close() was called; close after training, or "
+                "create them again with another parallelize(...) or Trainer"
             )
         if self._work is not None:
-            raise ProgramError("the ranks are running already; a world runs one piece of work at a time")
+            raise ProgramError("the ranks are running already; a world runs one function at a time")
         num_ranks = len(self._rank_locks)
         self._work = inherit_torch_context(work)
         self._failure = self._first_error = None
         self._states[:] = [ThreadState.RUNNABLE] * num_ranks
         self._started[:] = [False] * num_ranks
-        own = torch.default_generator.get_state()
-        self._generators[:] = [own if state is None else state for state in self._generators]
+        caller_state = torch.default_generator.get_state()
+        self._generators[:] = [caller_state if state is None else state for state in self._generators]
         try:
             self._rank_locks[0].release()
             self._wait_for_ranks()
         finally:
-            torch.default_generator.set_state(own)
+            torch.default_generator.set_state(caller_state)
         self._raise_first_error()
 
     def _raise_first_error(self) -> None:
-        """No rank has ended in an error."""
         if self._first_error is not None:
             rank, error = self._first_error
             self._first_error = None
@@ -97,10 +96,10 @@ class RankScheduler:
             raise error
 
     def _wait_for_ranks(self) -> None:
-        """The ranks have all ended, also where the caller was interrupted while they ran.
+        """Wait until all ranks have ended, also if the caller is interrupted meanwhile.
 
-        Ranks that wait for each other are found at once, and one that computes may take its time; so at the deadline
-        they are only looked at, whether their threads live.
+        Deadlocks are detected by the ranks themselves and a computing rank may take long, so at the timeout only the
+        liveness of the threads is checked.
         """
         try:
             while not self._caller_lock.acquire(timeout=self._timeout_s):
@@ -113,21 +112,20 @@ class RankScheduler:
             raise
 
     def _check_threads_alive(self) -> None:
-        """No rank's thread has ended."""
         gone = [str(rank) for rank, thread in enumerate(self._threads) if not thread.is_alive()]
         if gone:
             raise PeerError(
-                f"the thread of rank {', '.join(gone)} has ended in the middle of its work, and the others wait for "
-                "it; make the ranks anew"
+                f"the thread of rank {', '.join(gone)} has ended in the middle of its work while the others wait for "
+                "it; create the ranks again"
             )
 
     def wait(self, rank: int, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """It is over, and the rank has the baton again; a PeerError where another rank has failed or all wait.
+        """Run other ranks until ``is_done()``; raise a PeerError if another rank fails or no rank is runnable.
 
         Args:
-            rank: who waits; it has the baton.
-            over: whether it can go on.
-            what: "x1.0 from rank 1", for the error when nobody can go on.
+            rank: the waiting rank, which is the running one.
+            is_done: whether the rank can continue.
+            describe: what it waits for, such as "act1.0 from rank 1", for the deadlock error.
         """
         self.raise_if_failed()
         if is_done():
@@ -138,16 +136,16 @@ class RankScheduler:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """No rank has failed.
+        """Raise the error of the first rank that failed, if any has.
 
         Raises:
-            PeerError: one has, with why.
+            PeerError: a rank has failed; the text says why.
         """
         if self._failure is not None:
             raise PeerError(self._failure)
 
     def fail(self, rank: int, reason: str) -> None:
-        """The other ranks will be stopped where they wait; those that have not begun will not."""
+        """Make the other ranks raise at their next wait; ranks that have not started do not run."""
         if self._failure is None:
             self._failure = f"stopped because of rank {rank}: {reason}"
         for other, begun in enumerate(self._started):
@@ -155,15 +153,15 @@ class RankScheduler:
                 self._states[other] = ThreadState.IDLE
 
     def close(self) -> None:
-        """The threads are gone; a second call does nothing."""
+        """End the threads. Idempotent."""
         self._is_closed = True
-        for turn, thread in zip(self._rank_locks, self._threads, strict=True):
+        for lock, thread in zip(self._rank_locks, self._threads, strict=True):
             if thread.is_alive():
-                turn.release()
+                lock.release()
                 thread.join(self._timeout_s)
 
     def _run_thread(self, rank: int) -> None:
-        """Run whatever work there is whenever the baton comes; end when it comes without work."""
+        """Run each piece of work when the rank's lock is released; exit when released without work."""
         while True:
             self._rank_locks[rank].acquire()
             work = self._work
@@ -178,8 +176,8 @@ class RankScheduler:
             work = None
             self._states[rank] = ThreadState.IDLE
             self._generators[rank] = torch.default_generator.get_state()
-            follower = self._next_runnable(rank)
-            (self._caller_lock if follower is None else self._rank_locks[follower]).release()
+            next_rank = self._next_runnable(rank)
+            (self._caller_lock if next_rank is None else self._rank_locks[next_rank]).release()
 
     def _record_error(self, rank: int, error: BaseException) -> None:
         if self._first_error is None:
@@ -187,12 +185,12 @@ class RankScheduler:
         self.fail(rank, f"{type(error).__name__}: {error}")
 
     def _switch_from(self, rank: int) -> None:
-        """Somebody else runs until it is this rank's turn again."""
-        follower = self._next_runnable(rank)
-        if follower is None or follower == rank:
+        """Run other ranks until this rank is scheduled again."""
+        next_rank = self._next_runnable(rank)
+        if next_rank is None or next_rank == rank:
             return
         self._generators[rank] = torch.default_generator.get_state()
-        self._rank_locks[follower].release()
+        self._rank_locks[next_rank].release()
         self._rank_locks[rank].acquire()
         self._restore_rng(rank)
 
@@ -202,36 +200,35 @@ class RankScheduler:
             torch.default_generator.set_state(state)
 
     def _next_runnable(self, rank: int) -> int | None:
-        """Return the next rank that can go on, after this one in a circle; None where all have ended."""
+        """Return the next runnable rank after this one, round-robin; None if all have ended."""
         num_ranks = len(self._rank_locks)
-        circle = [(rank + step) % num_ranks for step in range(1, num_ranks + 1)]
-        for other in circle:
-            mood = self._states[other]
-            if mood is ThreadState.RUNNABLE or (
-                isinstance(mood, BlockedOn) and (self._failure is not None or mood.is_done())
+        round_robin = [(rank + step) % num_ranks for step in range(1, num_ranks + 1)]
+        for other in round_robin:
+            state = self._states[other]
+            if state is ThreadState.RUNNABLE or (
+                isinstance(state, BlockedOn) and (self._failure is not None or state.is_done())
             ):
                 return other
-        waiting = [other for other in circle if isinstance(self._states[other], BlockedOn)]
+        waiting = [other for other in round_robin if isinstance(self._states[other], BlockedOn)]
         if not waiting:
             return None
         self._failure = self._describe_deadlock()
         return waiting[0]
 
     def _describe_deadlock(self) -> str:
-        """Say who waits for what, of all ranks that have not ended."""
-        waits = [(rank, mood) for rank, mood in enumerate(self._states) if isinstance(mood, BlockedOn)]
-        ended = [str(rank) for rank, mood in enumerate(self._states) if mood is ThreadState.IDLE]
+        waits = [(rank, state) for rank, state in enumerate(self._states) if isinstance(state, BlockedOn)]
+        ended = [str(rank) for rank, state in enumerate(self._states) if state is ThreadState.IDLE]
         return (
             "deadlock: "
             + "; ".join(f"rank {rank} waits for {wait.describe()}" for rank, wait in waits)
-            + (f"; no more will come from rank {', '.join(ended)}" if ended else "")
-            + "; every wait needs another rank that can still end it: compare the order of sends, "
-            "receives and collectives"
+            + (f"; rank {', '.join(ended)} has ended" if ended else "")
+            + "; a wait can end only if another rank can still run: compare the order of sends, receives and "
+            "collectives"
         )
 
 
 def inherit_torch_context(work: Callable[[int], None]) -> Callable[[int], None]:
-    """Return the work with the gradient mode and the autocasts of this thread, which torch keeps for each apart."""
+    """Return a function that runs the work under this thread's gradient mode and autocast, which are thread-local."""
     grad_mode = torch.is_grad_enabled()
     casts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
 
@@ -245,7 +242,7 @@ def inherit_torch_context(work: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def acquired_lock() -> threading.Lock:
-    """Return a lock that its next taker will wait for."""
+    """Return a lock in the acquired state."""
     lock = threading.Lock()
     lock.acquire()
     return lock

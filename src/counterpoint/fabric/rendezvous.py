@@ -1,10 +1,12 @@
-"""What must be the same on all ranks that meet: checked before the first of them computes anything.
+r"""Rendezvous of the ranks of a job through a TCP store, and the choice of their transport.
 
-How ranks of different processes find each other: a store that one of them or their launcher keeps.
+::
 
-The store carries only who is here and why somebody stopped; nothing that a training run depends on passes through it.
+    rank 0 ----\                     exchange_host_info        make_fabric
+    rank 1 ------> store (TCPStore): versions, host, pid  -->  shm | gloo | hierarchical | mpi
+    rank 2 ----/
 
-A place where ranks meet again and again: one of them keeps it for as long as it lives.
+The store carries only who has arrived, and why a rank aborted; no data of a training step passes through it.
 """
 
 from __future__ import annotations
@@ -40,51 +42,53 @@ from counterpoint.fabric.shm.transport import ShmFabric
 def package_versions() -> dict[str, str]:
     """Return the versions that must be the same on all ranks."""
     try:
-        own = version("counterpoint")
+        own_version = version("counterpoint")
     except PackageNotFoundError:  # run from its source, not installed
-        own = "of the source tree"
-    return {"counterpoint": own, "torch": torch.__version__}
+        own_version = "of the source tree"
+    return {"counterpoint": own_version, "torch": torch.__version__}
 
 
 def check_ranks_match(address: str, attributes: Sequence[Mapping[str, object]]) -> None:
-    """All ranks were started alike.
+    """Check that all ranks were started with the same attributes.
 
     Args:
-        place: where they meet, for errors.
-        facts: what each rank says of itself, by name.
+        address: the rendezvous address, for errors.
+        attributes: by name, for each rank.
 
     Raises:
-        PeerError: they were not.
+        PeerError: they differ.
     """
-    for other, theirs in enumerate(attributes):
-        differing = [name for name, value in theirs.items() if value != attributes[0].get(name)]
+    for other, other_attributes in enumerate(attributes):
+        differing = [name for name, value in other_attributes.items() if value != attributes[0].get(name)]
         if differing:
-            which = "; ".join(
-                f"{name} {attributes[0].get(name)} on rank 0, {theirs[name]} on rank {other}" for name in differing
+            differences = "; ".join(
+                f"{name} {attributes[0].get(name)} on rank 0, {other_attributes[name]} on rank {other}"
+                for name in differing
             )
             raise PeerError(
-                f"the ranks at {address} differ: {which}; all ranks of a job must be started with one number of ranks, "
+                f"the ranks at {address} differ: {differences}; all ranks of a job must be started with one number of "
+                "ranks, "
                 "one set of versions (install them from one constraints file) and one job key (copy it to every host)"
             )
 
 
-NUM_TRIES = 3  # of torch's store, each as long as it is given
-MEMBER_TIMEOUT_S = 2.0  # for a member that has just been seen to listen, and may have died since
-POLL_S = 0.02  # between two looks whether somebody listens
+NUM_TRIES = 3  # torch's store connects up to three times, each with the full timeout
+MEMBER_TIMEOUT_S = 2.0  # the oldest member was just seen to listen, and may have died since
+POLL_S = 0.02
 
 Transport: TypeAlias = Literal["auto", "shm", "gloo", "mpi"]
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the ranks of a job meet.
+    """Rendezvous address of a job.
 
     Attributes:
-        host: the interface that this job uses is the one this name leads to; loopback for ranks of one machine.
+        host: a name of the interface that the job uses; loopback for ranks of one machine.
         port: where the store listens.
-        listen_fd: a socket that already listens there, for the rank that keeps the store; it is taken over.
-        kept_by: who keeps the store: rank 0; or the launcher (torchrun's agent does) or a process that keeps it for
-            longer than the ranks meet, and then all ranks are guests.
+        listen_fd: a socket that already listens there, taken over by the rank that owns the store.
+        store_owner: who serves the store: rank 0, the launcher (torchrun's agent), or a process that outlives the
+            rendezvous; unless it is rank 0, all ranks are clients.
     """
 
     host: str
@@ -94,11 +98,11 @@ class Address:
 
 
 def never_cancel() -> bool:
-    """Tell that a wait is not in vain."""
+    """Return False: never give up a wait early."""
     return False
 
 
-def connect(  # noqa: PLR0913 - what a rank is told
+def connect(  # noqa: PLR0913 - the description of a rank
     rank: int,
     num_ranks: int,
     address: Address,
@@ -111,39 +115,36 @@ def connect(  # noqa: PLR0913 - what a rank is told
     attributes: Mapping[str, str] | None = None,
     should_cancel: Callable[[], bool] = never_cancel,
 ) -> Fabric:
-    """Return this rank's fabric: all ranks have arrived and run the same versions; otherwise a PeerError names who.
+    """Return this rank's fabric when all ranks have arrived; otherwise raise a PeerError that names the missing ones.
 
     Args:
         rank: the own rank.
-        num_ranks: how many there are.
+        num_ranks: the world size.
         address: where they meet.
-        job: tells jobs apart that meet at one address.
-        generation: tells apart the ranks of one job before and after a restart.
-        deadline_s: the longest that any wait may last.
-        transport: ``shm`` for shared memory, ``gloo`` for sockets; ``auto`` takes shared memory among the ranks of each
-            host that can, and sockets between hosts; ``mpi`` for MPI, where mpirun has started the ranks.
-        host: ranks of equal names share memory; found out where it is left out. Another name keeps ranks of one host
-            apart, as if they were on two.
-        facts: what else must be the same on all ranks, by name, beside versions.
-        is_vain: asked while others are waited for: whether to wait no longer, because they will not come.
+        job: distinguishes jobs that use one address.
+        generation: distinguishes the ranks of one job before and after a restart.
+        timeout_s: the longest that any wait may last.
+        transport: ``shm`` for shared memory, ``gloo`` for sockets; ``auto`` uses shared memory within each host, where
+            possible, and sockets between hosts; ``mpi`` for ranks started by mpirun.
+        host: ranks with equal names share memory; detected by default. Different names make ranks of one host behave
+            like ranks of several.
+        attributes: what else must be the same on all ranks, by name, in addition to versions.
+        should_cancel: polled while waiting for others; whether to give up, because they will not arrive.
 
     Raises:
-        LaunchError: shared memory or MPI was asked for, and some rank has none or is on another host.
+        LaunchError: shared memory or MPI was requested and is unavailable on some rank.
     """
     if num_ranks == 1:
         return GlooFabric(rank, num_ranks, timeout_s, None)
     if transport == "mpi":
         address = Address(*mpi_address(rank, num_ranks, address.host, timeout_s))
     store = PrefixStore(f"counterpoint/{job}/{generation}", connect_store(rank, address, timeout_s, should_cancel))
-    site, place = (
-        RankContext(store, rank, num_ranks, tuple(range(num_ranks)), timeout_s),
-        f"{address.host}:{address.port}",
-    )
-    number = int.from_bytes(digest(job)[:8], "little")
-    with translate_store_errors(place, rank, address.store_owner):
-        places = exchange_host_info(site, place, host or host_key(), attributes or {}, should_cancel)
+    context = RankContext(store, rank, num_ranks, tuple(range(num_ranks)), timeout_s)
+    where, job_number = f"{address.host}:{address.port}", int.from_bytes(digest(job)[:8], "little")
+    with translate_store_errors(where, rank, address.store_owner):
+        host_infos = exchange_host_info(context, where, host or host_key(), attributes or {}, should_cancel)
         return make_fabric(
-            site, places, transport, number, generation,
+            context, host_infos, transport, job_number, generation,
             lambda: ProcessGroupGloo.create_device(hostname=local_address_towards(address)),
         )  # fmt: skip
 
@@ -151,15 +152,15 @@ def connect(  # noqa: PLR0913 - what a rank is told
 def connect_over_store(
     store: Store, rank: int, num_ranks: int, *, timeout_s: float = 30.0, transport: Transport = "auto"
 ) -> Fabric:
-    """Return this rank's fabric among the ranks that have a store in common already, as a program of torch has.
+    """Return this rank's fabric among ranks that already share a store, such as a ``torch.distributed`` program.
 
-    They may come again to the same store: whoever comes for the third time meets those that do, too.
+    The ranks may connect repeatedly over one store: a rank's n-th call is matched with the others' n-th calls.
 
     Args:
-        store: what only these ranks write to; whoever keeps it does so for as long as the fabric is open.
+        store: written to by these ranks only; its owner serves it for as long as the fabric is open.
         rank: the own rank.
-        num_ranks: how many there are.
-        deadline_s: as in :func:`connect`.
+        num_ranks: the world size.
+        timeout_s: as in :func:`connect`.
         transport: as in :func:`connect`.
 
     Raises:
@@ -167,82 +168,82 @@ def connect_over_store(
     """
     if num_ranks == 1:
         return GlooFabric(rank, num_ranks, timeout_s, None)
-    place, number = "the store of their process group", int.from_bytes(digest("torch")[:8], "little")
-    with translate_store_errors(place, rank, "whoever made it"):
-        time_of_coming = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
-        everybody = tuple(range(num_ranks))
-        site = RankContext(PrefixStore(f"counterpoint/{time_of_coming}", store), rank, num_ranks, everybody, timeout_s)
-        places = exchange_host_info(site, place, host_key(), {})
-        return make_fabric(site, places, transport, number, time_of_coming, ProcessGroupGloo.create_default_device)
+    where, job_number = "the store of their process group", int.from_bytes(digest("torch")[:8], "little")
+    with translate_store_errors(where, rank, "whoever made it"):
+        attempt = PrefixStore("counterpoint", store).add(f"times/{rank}", 1)
+        all_ranks = tuple(range(num_ranks))
+        context = RankContext(PrefixStore(f"counterpoint/{attempt}", store), rank, num_ranks, all_ranks, timeout_s)
+        host_infos = exchange_host_info(context, where, host_key(), {})
+        return make_fabric(context, host_infos, transport, job_number, attempt, ProcessGroupGloo.create_default_device)
 
 
 @contextmanager
 def translate_store_errors(place: str, rank: int, store_owner: str) -> Iterator[None]:
-    """A store that goes away while ranks meet there is a PeerError that says who kept it.
+    """Turn the loss of the store during the rendezvous into a PeerError that names its owner.
 
     Raises:
-        PeerError: it has gone away.
+        PeerError: the store is gone.
     """
     try:
         yield
     except (DistError, StoreLostError) as error:
         raise PeerError(
-            f"rank {rank} lost {place} while the ranks were meeting there; {store_owner} keeps it and has ended: look at "
-            "its output"
+            f"rank {rank} lost the rendezvous store ({place}); {store_owner} serves it and has ended: look at its "
+            "output"
         ) from error
 
 
 def make_fabric(
     context: RankContext,
-    places: Sequence[tuple[str, str]],
+    host_infos: Sequence[tuple[str, str]],
     transport: Transport,
     job: int,
     generation: int,
     device: Callable[[], ProcessGroupGloo.Device],
 ) -> Fabric:
-    """Return the fabric that fits where the ranks are.
+    """Return the fabric for the ranks' placement.
 
     Args:
-        site: who this rank is.
-        places: each rank's host, and why it cannot share memory; empty where it can.
-        transport: what was asked for.
+        context: this rank.
+        host_infos: each rank's host, and why it cannot share memory; empty if it can.
+        transport: the requested one.
         job: its number.
         generation: of its ranks.
-        device: makes what gloo listens on.
+        device: creates the device that gloo listens on.
 
     Raises:
-        LaunchError: shared memory was asked for, and cannot be had.
+        LaunchError: shared memory was requested and is unavailable.
     """
     rank, num_ranks = context.rank, context.num_ranks
     if transport == "mpi":
         return MpiFabric(context, job, generation)
-    if shares_memory(places, transport):
+    if shares_memory(host_infos, transport):
         return ShmFabric(context, job, generation)
-    meeting = Rendezvous(context.store, gloo_connection_factory(device()), job, generation)
-    far = GlooFabric(rank, num_ranks, context.timeout_s, meeting)
-    hosts = host_ids(places)
+    rendezvous = Rendezvous(context.store, gloo_connection_factory(device()), job, generation)
+    gloo = GlooFabric(rank, num_ranks, context.timeout_s, rendezvous)
+    hosts = host_ids(host_infos)
     if transport == "gloo" or len(set(hosts)) == num_ranks:
-        return far
-    here = tuple(other for other in range(num_ranks) if hosts[other] == hosts[rank])
-    near = ShmFabric(replace(context, local_ranks=here), job, generation) if len(here) > 1 else None
-    return HierarchicalFabric(near, far, hosts)
+        return gloo
+    members = tuple(other for other in range(num_ranks) if hosts[other] == hosts[rank])
+    shm = ShmFabric(replace(context, local_ranks=members), job, generation) if len(members) > 1 else None
+    return HierarchicalFabric(shm, gloo, hosts)
 
 
-def host_ids(places: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the first rank of each rank's host; a rank that cannot share memory counts as a host of its own.
+def host_ids(host_infos: Sequence[tuple[str, str]]) -> list[int]:
+    """Return, for each rank, the first rank of its host; a rank that cannot share memory counts as its own host.
 
     Example:
-        >>> host_numbers([("a", ""), ("b", ""), ("a", ""), ("a", "no native part")])
+        >>> host_ids([("a", ""), ("b", ""), ("a", ""), ("a", "no native part")])
         [0, 1, 0, 3]
     """
-    able = [host if not why else None for host, why in places]
-    return [rank if host is None else able.index(host) for rank, host in enumerate(able)]
+    sharing_hosts = [host if not reason else None for host, reason in host_infos]
+    return [rank if host is None else sharing_hosts.index(host) for rank, host in enumerate(sharing_hosts)]
 
 
 def connect_store(
     rank: int, address: Address, timeout_s: float, should_cancel: Callable[[], bool] = never_cancel
 ) -> TCPStore:
-    """Return the store, which this rank starts where it is the one to keep it; a PeerError where nobody does."""
+    """Return a client of the store, which this rank starts if it owns it; raise a PeerError if nobody serves it."""
     timeout = timedelta(seconds=timeout_s)
     if rank == 0 and address.store_owner == "rank 0":
         listen_fd = open_listener(address) if address.listen_fd is None else address.listen_fd
@@ -251,25 +252,24 @@ def connect_store(
         )
     try:
         wait_for_listener(address, timeout_s, should_cancel)
-        calling = timeout / NUM_TRIES
+        connect_timeout = timeout / NUM_TRIES
         if address.store_owner == "the oldest member":
-            calling = min(calling, timedelta(seconds=MEMBER_TIMEOUT_S))
-        store = TCPStore(address.host, address.port, None, False, calling, wait_for_workers=False)
+            connect_timeout = min(connect_timeout, timedelta(seconds=MEMBER_TIMEOUT_S))
+        store = TCPStore(address.host, address.port, None, False, connect_timeout, wait_for_workers=False)
         store.set_timeout(timeout)
         return store
     except (DistError, OSError) as error:
         raise PeerError(
-            f"rank {rank} found nobody at {address.host}:{address.port} within {timeout_s} s; "
-            f"{address.store_owner} keeps the "
-            "meeting place there: look at why it has not started, or give the address where it is"
+            f"rank {rank} found nobody at {address.host}:{address.port} within {timeout_s} s; {address.store_owner} "
+            "serves the rendezvous store there: look at why it has not started, or give its address"
         ) from error
 
 
 def wait_for_listener(address: Address, timeout_s: float, should_cancel: Callable[[], bool] = never_cancel) -> None:
-    """Somebody listens there; torch's store would look for up to three times its timeout.
+    """Wait until somebody listens at the address; torch's store would retry for up to three times its timeout.
 
     Raises:
-        OSError: nobody has come to within the deadline, or until it was in vain.
+        OSError: nobody listens within the timeout, or until the wait was cancelled.
     """
     end = time.monotonic() + timeout_s
     while True:
@@ -285,7 +285,7 @@ def wait_for_listener(address: Address, timeout_s: float, should_cancel: Callabl
 
 
 def open_listener(address: Address) -> int:
-    """Return a socket that listens on the address and on no other interface.
+    """Return a socket that listens at the address and on no other interface.
 
     Raises:
         LaunchError: the port is taken.
@@ -294,14 +294,13 @@ def open_listener(address: Address) -> int:
         return socket.create_server((address.host, address.port), backlog=1024).detach()
     except OSError as error:
         raise LaunchError(
-            f"rank 0 cannot listen on {address.host}:{address.port}: "
-            f"{os.strerror(error.errno or 0).lower()}; every job needs "
-            "a port of its own: give another one, or end the program that has it"
+            f"rank 0 cannot listen on {address.host}:{address.port}: {os.strerror(error.errno or 0).lower()}; every "
+            "job needs a port of its own: give another one, or end the program that has it"
         ) from error
 
 
 def local_address_towards(address: Address) -> str:
-    """Return this machine's own address on the way to the meeting place."""
+    """Return this machine's own address on the route to the rendezvous address."""
     family, kind, *_, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
     with closing(socket.socket(family, kind)) as probe:
         probe.connect(target)
@@ -309,43 +308,44 @@ def local_address_towards(address: Address) -> str:
 
 
 def parse_transport(name: str | None) -> Transport:
-    """Return the transport of this name; ``auto`` where none was asked for.
+    """Return the transport of this name; ``auto`` if it is None.
 
     Raises:
-        LaunchError: there is none of this name.
+        LaunchError: it does not exist.
     """
-    found = next((each for each in get_args(Transport) if each == (name or "auto")), None)
-    if found is None:
+    transport = next((candidate for candidate in get_args(Transport) if candidate == (name or "auto")), None)
+    if transport is None:
         raise LaunchError(f"there is no transport {name!r}; give one of {', '.join(get_args(Transport))}")
-    return cast("Transport", found)
+    return cast("Transport", transport)
 
 
-def shares_memory(places: Sequence[tuple[str, str]], transport: Transport) -> bool:
-    """Tell whether the ranks are joined by shared memory.
+def shares_memory(host_infos: Sequence[tuple[str, str]], transport: Transport) -> bool:
+    """Return whether all ranks can share memory.
 
     Args:
-        places: each rank's host, and why it cannot share memory; empty where it can.
-        transport: what was asked for.
+        host_infos: each rank's host, and why it cannot share memory; empty if it can.
+        transport: the requested one.
 
     Raises:
-        LaunchError: shared memory was asked for, and cannot be had.
+        LaunchError: shared memory was requested and is unavailable.
     """
     if transport == "gloo":
         return False
-    unable = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(places) if why]
-    elsewhere = [rank for rank, (host, _) in enumerate(places) if host != places[0][0]]
-    if elsewhere and not unable:
-        unable = [f"{format_ranks(elsewhere)}: on another host, or in another container, than rank 0"]
-    if unable and transport == "shm":
+    obstacles = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(host_infos) if reason]
+    on_other_hosts = [rank for rank, (host, _) in enumerate(host_infos) if host != host_infos[0][0]]
+    if on_other_hosts and not obstacles:
+        obstacles = [f"{format_ranks(on_other_hosts)}: on another host, or in another container, than rank 0"]
+    if obstacles and transport == "shm":
         raise LaunchError(
-            f"the ranks cannot share memory: {'; '.join(unable)}; transport='shm' is for ranks of one host with the "
-            "native part of this package: take transport='auto', or look at what counterpoint doctor says"
+            f"the ranks cannot share memory: {'; '.join(obstacles)}; transport='shm' needs ranks of one host and the "
+            "native "
+            "library of this package: use transport='auto', or see the output of counterpoint doctor"
         )
-    return not unable
+    return not obstacles
 
 
 def host_key() -> str:
-    """Return what is equal for processes that can open each other's memory: same kernel, host name, container, user."""
+    """Return a key that is equal for processes that can share memory: same kernel, host name, container and user."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     container = Path("/proc/self/ns/pid")
     kernel = boot.read_text(encoding="ascii").strip() if boot.exists() else ""
@@ -359,71 +359,70 @@ def exchange_host_info(
     attributes: Mapping[str, str],
     should_cancel: Callable[[], bool] = never_cancel,
 ) -> list[tuple[str, str]]:
-    """Return each rank's host, and why it cannot share memory: all are here, and were started alike.
+    """Wait for all ranks; return each rank's host, and why it cannot share memory.
 
     Args:
-        site: who this rank is, and whom it meets.
-        place: where, for errors.
+        context: this rank.
+        place: the rendezvous address, for errors.
         host: this rank's; ranks of one host could share memory.
-        facts: what else must be the same on all ranks, by name.
-        is_vain: whether to wait no longer.
+        attributes: what else must be the same on all ranks, by name.
+        should_cancel: whether to give up waiting.
 
     Raises:
-        PeerError: some are not, when the deadline passes; this rank was here before; or the ranks differ.
+        PeerError: ranks are missing at the timeout, this rank was here before, or the ranks differ.
     """
     store, rank, num_ranks = context.store, context.rank, context.num_ranks
     if store.add(f"count/{rank}", 1) != 1:
         raise PeerError(
-            f"rank {rank} has come twice to {place}; a rank comes once per job and generation: give "
-            "this job a name of its "
-            "own, or raise its generation after a restart"
+            f"rank {rank} has connected twice at {place}; a rank connects once per job and generation: give this job a "
+            "name of its own, or raise its generation after a restart"
         )
-    told = {
+    own_info = {
         "facts": {"ranks": num_ranks, **package_versions(), **attributes},
         "place": [host, native().reason],
         "pid": os.getpid(),
     }
-    store.set(f"here/{rank}", json.dumps(told))
+    store.set(f"here/{rank}", json.dumps(own_info))
     began = time.monotonic()
-    lost = ""
+    hint = ""
     try:
         missing = wait_for_keys(
             store, [f"here/{other}" for other in range(num_ranks)], context.timeout_s, should_cancel
         )
     except StoreLostError as error:
         missing = list(error.missing)
-        lost = ", and at why whoever kept the meeting place, rank 0 or a launcher, has ended"
+        hint = ", and at why the owner of the store, rank 0 or a launcher, has ended"
     if missing:
         raise PeerError(
             f"rank {rank} waited {time.monotonic() - began:.1f} s at {place} for {format_ranks(missing)} "
-            f"of {num_ranks}; all ranks must come within the deadline: look at why they did not start{lost}"
+            f"of {num_ranks}; all ranks must arrive within the timeout: look at why they did not start{hint}"
         )
-    heard = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
-    check_ranks_match(place, [each["facts"] for each in heard])
-    return [(str(host), str(why)) for host, why in (each["place"] for each in heard)]
+    infos = [json.loads(store.get(f"here/{other}")) for other in range(num_ranks)]
+    check_ranks_match(place, [info["facts"] for info in infos])
+    return [(str(host), str(reason)) for host, reason in (info["place"] for info in infos)]
 
 
-STORE_TIMEOUT_S = 30.0  # that its own keeper waits for the store, which is in the same process
+STORE_TIMEOUT_S = 30.0
 
 
 class RendezvousStore:
-    """A store that this process keeps, where ranks meet in one generation after the other; close it.
+    """A store served by this process, at which ranks meet in one generation after the other; close it.
 
     Args:
         host: the interface to listen on; loopback for ranks of one machine.
 
     Attributes:
-        address: where it is; the port is any that was free.
+        address: of the store; the port is a free one.
 
     Raises:
-        LaunchError: nothing can listen there.
+        LaunchError: cannot listen there.
 
     Example:
         >>> from counterpoint.fabric.rendezvous import connect
-        >>> place = StandingPlace("127.0.0.1")
-        >>> [connect(0, 1, place.address, generation=generation).num_ranks for generation in (1, 2)]
+        >>> store = RendezvousStore("127.0.0.1")
+        >>> [connect(0, 1, store.address, generation=generation).num_ranks for generation in (1, 2)]
         [1, 1]
-        >>> place.close()
+        >>> store.close()
     """
 
     def __init__(self, host: str) -> None:
@@ -442,5 +441,5 @@ class RendezvousStore:
         )
 
     def close(self) -> None:
-        """Nobody meets here any more; a second call does nothing."""
+        """Stop serving. Idempotent."""
         self._store = None

@@ -1,7 +1,6 @@
-"""Words that any rank can post and any can read, for those that wait for a rank which does something else.
+"""Key-value store served by one rank, for notices that are outside of any collective.
 
-Everything that a training step needs goes through the collectives of the fabric; a board is looked at only by a rank
-that has waited for long, and by one that has nothing to do.
+Nothing that a training step needs goes through it: a rank reads it only after a long wait, or while it is idle.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from counterpoint.fabric.rendezvous import Address, open_listener
 
 
 class SharedStore:
-    """A board, kept by one rank and visited by the others.
+    """Key-value store, served by one rank; the others are clients.
 
     Args:
-        store: where the words are.
+        store: torch's store.
 
     Attributes:
-        is_lost: whether the rank that keeps it has ended.
+        is_lost: whether the serving rank has ended.
     """
 
     def __init__(self, store: TCPStore) -> None:
@@ -29,12 +28,12 @@ class SharedStore:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it is served."""
         return int(self._store.port)
 
     @staticmethod
     def serve(host: str, timeout_s: float) -> SharedStore:
-        """Return a new board that listens on a free port of the interface that ``host`` leads to."""
+        """Return a new store, served on a free port of the interface that ``host`` resolves to."""
         listen_fd = open_listener(Address(host, 0))
         with socket.socket(fileno=listen_fd) as listener:
             port = int(listener.getsockname()[1])
@@ -46,15 +45,15 @@ class SharedStore:
 
     @staticmethod
     def connect(host: str, port: int, timeout_s: float) -> SharedStore:
-        """Return the board that another rank keeps there."""
+        """Return a client of the store that another rank serves at ``host:port``."""
         return SharedStore(TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False))
 
     def set(self, key: str, value: str) -> None:
-        """The words stand at the place."""
+        """Set the key's value."""
         self._store.set(key, value)
 
     def get(self, key: str) -> str | None:
-        """Return what stands at the place; None where nothing does, or the rank that keeps the board has ended."""
+        """Return the key's value; None if it is not set, or the serving rank has ended."""
         try:
             return self._store.get(key).decode() if not self.is_lost and self._store.check([key]) else None
         except RuntimeError:
@@ -62,9 +61,9 @@ class SharedStore:
             return None
 
     def increment(self, key: str) -> int:
-        """Return how many have counted at the place, this call included."""
+        """Add one to the key's counter; return the new value."""
         return int(self._store.add(key, 1))
 
     def delete(self, key: str) -> None:
-        """Nothing stands at the place."""
+        """Delete the key."""
         self._store.delete_key(key)

@@ -1,10 +1,14 @@
-"""The collectives of one group on gloo: first all members compare what they are about to do, then they do it.
+"""The collectives of one group on gloo: members compare signatures before any data moves.
 
-gloo itself would add up whatever arrives, or end the process. So every collective is announced by a small frame that
-all members exchange on a connection of its own, and the data moves only when all announcements are equal. Starting
-never waits: the exchange runs in gloo's threads, and whoever comes first, the rank that waits or its deputy, lets the
-data follow. Both connections carry their traffic in the order in which the group starts its collectives, on every
-member.
+gloo itself would reduce whatever arrives, or end the process. So every collective is announced by a small frame, which
+all members exchange on a connection of its own; the data follows on a second connection when all announcements are
+equal::
+
+    announcements   [0: all_reduce grad0][1: all_reduce grad1][2: ...
+    data                                 [0: bytes of grad0  ][1: bytes of grad1 ...
+
+Starting never blocks: gloo's threads exchange announcements, and whoever polls first, a waiting rank or the progress
+thread, starts the data. Both connections carry their traffic in the order in which the group starts its collectives.
 """
 
 from __future__ import annotations
@@ -36,15 +40,15 @@ from counterpoint.fabric.frames import (
 from counterpoint.fabric.gloo.ops import StartedOps
 
 ANNOUNCEMENT_BYTES = 512
-VALUE_BYTES = 128  # a value up to this long travels inside the announcement
-WAIT_SLICE_S = 0.5  # so often a wait lets Python look at signals
+VALUE_BYTES = 128  # a value up to this long is sent inside the announcement
+WAIT_SLICE_S = 0.5  # a wait returns to Python this often, for signals
 
 StartCollective = Callable[[GlooProcessGroup], StartedOps]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """Who this rank is in a lane: the job's number, the generation of its ranks, and the ranks of the group."""
+    """Identity of this rank in a group: the job's number, the generation of its ranks, the rank, and the group."""
 
     job: int
     generation: int
@@ -54,7 +58,22 @@ class GroupMember:
 
 @dataclass(eq=False, slots=True)
 class PendingCollective:
-    """A collective that this rank has started; it changes as the collective goes on, so it is not frozen."""
+    """A started collective; mutable, because it progresses.
+
+    Attributes:
+        start_data: starts the data exchange; None if the collective only exchanges values.
+        value: this rank's value.
+        index: number of collectives that the group has started before.
+        own: the own announcement.
+        announcements: all members' announcements, one per row.
+        announcement: the work that exchanges them.
+        is_started: whether the data exchange has started.
+        works: of the data exchange.
+        after: called once when they are complete.
+        error: why it cannot complete.
+        values: the members' values, once received.
+        on_values: called with them by the waiting thread.
+    """
 
     operation: CollectiveSignature
     start_data: StartCollective | None
@@ -72,7 +91,7 @@ class PendingCollective:
 
 
 class GlooCollectiveQueue:
-    """One group's connections, and its collectives that have been announced but not launched."""
+    """The two connections of one group, and its collectives whose data has not started."""
 
     def __init__(self, member: GroupMember, announcements: GlooProcessGroup, data: GlooProcessGroup) -> None:
         self.member = member
@@ -81,7 +100,7 @@ class GlooCollectiveQueue:
         self._queue: deque[PendingCollective] = deque()
         self._open: set[PendingCollective] = set()
         self._next_index = 0
-        self._error: Exception | None = None  # of the first that failed; its members may announce nothing after it
+        self._error: Exception | None = None  # of the first failed collective; later ones fail, too
         self._lock = Lock()
 
     def start(
@@ -91,18 +110,18 @@ class GlooCollectiveQueue:
         value: bytes = b"",
         on_values: Callable[[Sequence[bytes]], object] | None = None,
     ) -> PendingCollective:
-        """Return the collective, announced to the other members; without ``launch`` it only exchanges values.
+        """Announce a collective to the other members; return it.
 
         Args:
             operation: what all members are about to do.
-            launch: starts it.
-            value: this rank's; what travels inside of announcements has arrived with them.
-            take: is given all members' values, short ones, where the collective is waited for.
+            start_data: starts the data exchange; None to only exchange values.
+            value: this rank's value; a short one is sent inside the announcement.
+            on_values: called with all members' values by the waiting thread, if they were short.
         """
-        room = bytearray(ANNOUNCEMENT_BYTES)
-        stamp = self._header(FrameKind.OPERATION, operation, self._next_index)
-        encode_into(memoryview(room), stamp, signature_text(operation), value_tensors(operation, value))
-        own = torch.frombuffer(room, dtype=torch.uint8)
+        buffer = bytearray(ANNOUNCEMENT_BYTES)
+        header = self._header(FrameKind.OPERATION, operation, self._next_index)
+        encode_into(memoryview(buffer), header, signature_text(operation), value_tensors(operation, value))
+        own = torch.frombuffer(buffer, dtype=torch.uint8)
         announced = torch.empty((len(self.member.group), ANNOUNCEMENT_BYTES), dtype=torch.uint8)
         with self._lock:
             work = start_all_gather(require_open(self._announcements), announced, own)
@@ -115,7 +134,7 @@ class GlooCollectiveQueue:
         return start
 
     def advance(self) -> bool:
-        """Whatever has been announced by all members is launched; return whether something has not."""
+        """Start the data of every collective that all members have announced; return whether any other is left."""
         if not self._queue:
             return False
         with self._lock:
@@ -124,10 +143,16 @@ class GlooCollectiveQueue:
             return bool(self._queue)
 
     def finish(self, pending: PendingCollective, timeout_s: float) -> None:
-        """The collective is complete on this rank; a PeerError where the members disagree, otherwise as `wait_within`."""
+        """Block until the collective is complete on this rank.
+
+        Raises:
+            PeerError: the members disagree.
+            TimeoutError: it is not complete in time.
+            RuntimeError: a connection failed.
+        """
         end = time.monotonic() + timeout_s
         while not pending.is_started and self._error is None:
-            with self._lock:  # where the deputy is just launching it, this waits until it has
+            with self._lock:  # also waits while the progress thread is starting it
                 oldest = self._queue[0] if self._queue else pending
             wait_within(oldest.announcement, end - time.monotonic())
             self.advance()
@@ -143,23 +168,21 @@ class GlooCollectiveQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way."""
+        """Whether nothing is pending."""
         return not self._open
 
     def close(self) -> None:
-        """The connections are forgotten; gloo closes them when nothing is under way."""
+        """Release the connections; gloo closes them when nothing is pending."""
         with self._lock:
             for start in self._open:
-                start.error = (
-                    None  # its traceback leads back to the start, and would keep gloo's threads until collected
-                )
+                start.error = None  # its traceback refers to this queue, and would keep gloo's threads alive
             self._error = None
             self._queue.clear()
             self._open.clear()
             self._announcements = self._data = None
 
     def _start(self, pending: PendingCollective) -> None:
-        """The collective, which all members have announced, is under way, or its error is known."""
+        """Start the data exchange, or record why it cannot start."""
         try:
             wait_within(pending.announcement, WAIT_SLICE_S)
             self._check_same(pending)
@@ -173,20 +196,21 @@ class GlooCollectiveQueue:
             self._error = self._error or error
 
     def _check_same(self, pending: PendingCollective) -> None:
-        """All members are about to do the same.
+        """Check that all members have announced the same collective.
 
         Raises:
-            PeerError: they are not, or an announcement is damaged or of another job.
+            PeerError: they have not, or an announcement is damaged or of another job.
         """
         if all_headers_match(pending.own, pending.announcements, self.member.group):
             return
         expected = self._header(FrameKind.OPERATION, pending.operation, pending.index)
-        stamps = [read_header(row).header for row in pending.announcements]
-        for rank, stamp in zip(self.member.group, stamps, strict=True):
-            if stamp != replace(expected, source=rank, fingerprint=stamp.fingerprint):
+        headers = [read_header(row).header for row in pending.announcements]
+        for rank, header in zip(self.member.group, headers, strict=True):
+            if header != replace(expected, source=rank, fingerprint=header.fingerprint):
                 raise PeerError(
-                    f"rank {self.member.rank} received {stamp} where rank {rank} of {expected} should have answered; "
-                    "all ranks must be of one job and generation: look for ranks of an earlier run"
+                    f"rank {self.member.rank} received {header} from rank {rank} in answer to {expected}; all ranks "
+                    "must be "
+                    "of one job and generation: look for ranks of an earlier run"
                 )
         frames = [decode(trim_frame(row)) for row in pending.announcements]
         seen = {frame.header.source: (frame.header.fingerprint, frame.label) for frame in frames}
@@ -195,17 +219,17 @@ class GlooCollectiveQueue:
             raise PeerError(error)
 
     def _exchange_values(self, pending: PendingCollective, data: GlooProcessGroup) -> StartedOps:
-        """All members' values are in, or under way where one is too long for an announcement."""
-        found = [frame.tensors[0] for frame in map(decode, map(trim_frame, pending.announcements)) if frame.tensors]
-        if not found or all(tensor.dtype == torch.uint8 for tensor in found):
-            pending.values = [tensor.numpy().tobytes() for tensor in found]
+        """Return the members' values from their announcements, or start to exchange values that are too long."""
+        values = [frame.tensors[0] for frame in map(decode, map(trim_frame, pending.announcements)) if frame.tensors]
+        if not values or all(tensor.dtype == torch.uint8 for tensor in values):
+            pending.values = [tensor.numpy().tobytes() for tensor in values]
             return [], None if pending.on_values is None else partial(pending.on_values, pending.values)
-        stamp = self._header(FrameKind.VALUE, pending.operation, pending.index)
-        frame = encode(stamp, pending.operation.label, [bytes_tensor(pending.value)])
-        longest = max(int(tensor) if tensor.dtype == torch.int64 else len(tensor) for tensor in found)
-        own = torch.zeros(len(frame) - padded_size(len(pending.value)) + padded_size(longest), dtype=torch.uint8)
+        header = self._header(FrameKind.VALUE, pending.operation, pending.index)
+        frame = encode(header, pending.operation.label, [bytes_tensor(pending.value)])
+        max_bytes = max(int(tensor) if tensor.dtype == torch.int64 else len(tensor) for tensor in values)
+        own = torch.zeros(len(frame) - padded_size(len(pending.value)) + padded_size(max_bytes), dtype=torch.uint8)
         own[: len(frame)] = frame
-        rows = torch.empty((len(found), len(own)), dtype=torch.uint8)
+        rows = torch.empty((len(values), len(own)), dtype=torch.uint8)
 
         def read() -> None:
             pending.values = [decode(trim_frame(row)).tensors[0].numpy().tobytes() for row in rows]
@@ -218,14 +242,14 @@ class GlooCollectiveQueue:
 
 
 def start_all_gather(gloo: GlooProcessGroup, rows: Tensor, own: Tensor) -> GlooWork:
-    """Start to fill row ``i`` with what member ``i`` gives."""
+    """Start to fill row ``i`` with member ``i``'s tensor."""
     options = AllgatherOptions()
     options.timeout = GLOO_TIMEOUT
     return gloo.allgather([list(rows)], [own], options)
 
 
 def wait_within(work: GlooWork, seconds: float) -> None:
-    """The work is complete, and signals were served; TimeoutError where it is late, RuntimeError where it failed."""
+    """Wait for a work, serving signals; raise TimeoutError if it is late, RuntimeError if it failed."""
     end = time.monotonic() + seconds
     while True:
         left = end - time.monotonic()
@@ -234,14 +258,14 @@ def wait_within(work: GlooWork, seconds: float) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait(timedelta(seconds=WAIT_SLICE_S))  # raises what went wrong; returns if it ended just now
+                work.wait(timedelta(seconds=WAIT_SLICE_S))  # raises its error; returns if it completed just now
                 return
             if left <= 0:
                 raise TimeoutError from None
 
 
 def value_tensors(operation: CollectiveSignature, value: bytes) -> list[Tensor]:
-    """Return what an announcement carries: the value, only its length where it is long, or nothing."""
+    """Return what an announcement carries: the value, only its length if it is long, or nothing."""
     if operation.kind not in {"gather_values", "all_gather"} or not value:
         return []
     return [bytes_tensor(value) if len(value) <= VALUE_BYTES else torch.tensor(len(value))]
@@ -254,14 +278,14 @@ def bytes_tensor(value: bytes) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def signature_text(operation: CollectiveSignature) -> str:
-    """Return how the operation reads in at most 240 bytes, its middle left out where it is longer."""
+    """Return the signature's text in at most 240 bytes, shortened in its middle."""
     text = str(operation)
     full = text.encode()
     return text if len(full) <= 240 else f"{full[:160].decode(errors='ignore')} … {full[-70:].decode(errors='ignore')}"
 
 
 def trim_frame(row: Tensor) -> Tensor:
-    """Return the frame that a longer row starts with."""
+    """Return the frame at the start of a padded row."""
     return row[: read_header(row).frame_bytes]
 
 

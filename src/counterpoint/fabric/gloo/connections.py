@@ -1,4 +1,4 @@
-"""The gloo connections of one rank: opened by name among some ranks, cut all at once when something has gone wrong."""
+"""Connections of one rank: gloo process groups, opened by name over the store, and aborted together."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from counterpoint.errors import PeerError
 from counterpoint.fabric.c10d import GlooProcessGroup, PrefixStore, ProcessGroupGloo
 from counterpoint.fabric.fingerprint import format_ranks
 
-MAX_PAUSE_S = 0.02  # between two looks into the store
-
+MAX_PAUSE_S = 0.02  # between two reads of the store
 
 ConnectionFactory = Callable[[PrefixStore, str, tuple[int, ...], int, float], GlooProcessGroup]
-"""Opens a connection: the ranks' store, its name, its members, this rank, and the longest that this may last."""
+"""Opens a connection, given the store, its name, its members, this rank, and a timeout in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What the ranks share before they are connected: the store, what connects them, and which ranks they are."""
+    """State that ranks share before they are connected.
+
+    Attributes:
+        store: of the job.
+        connect: opens a connection among some ranks.
+        job: the job's number.
+        generation: of its ranks.
+    """
 
     store: PrefixStore
     connect: ConnectionFactory
@@ -32,57 +38,56 @@ class Rendezvous:
 
 
 def gloo_connection_factory(device: ProcessGroupGloo.Device) -> ConnectionFactory:
-    """Return what opens connections of gloo, which listen on this device."""
+    """Return a factory of gloo process groups that listen on this device."""
 
-    def link(store: PrefixStore, place: str, group: tuple[int, ...], rank: int, deadline_s: float) -> GlooProcessGroup:
-        """Return a connection among the members of a group, all of which have come to this place of the store."""
+    def connect(store: PrefixStore, name: str, group: tuple[int, ...], rank: int, timeout_s: float) -> GlooProcessGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - it has no public name
         options._devices = [device]  # noqa: SLF001
-        options._timeout = timedelta(seconds=deadline_s)  # noqa: SLF001
+        options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
         options._threads = 2  # noqa: SLF001
-        # torch's stubs know neither this way to make it nor most of its calls
-        own = PrefixStore(place, store)
-        gloo: GlooProcessGroup = ProcessGroupGloo(own, group.index(rank), len(group), options)  # type: ignore[assignment]
+        # torch's stubs have neither this constructor nor most of the methods
+        group_store = PrefixStore(name, store)
+        gloo: GlooProcessGroup = ProcessGroupGloo(group_store, group.index(rank), len(group), options)  # type: ignore[assignment]
         return gloo
 
-    return link
+    return connect
 
 
 class Connections:
-    """Opens connections, and cuts them."""
+    """Opens connections among ranks, and aborts all of them."""
 
     def __init__(self, rank: int, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._rendezvous: Rendezvous | None = rendezvous
         self._open: list[GlooProcessGroup] = []
-        # gloo waits for what is under way when it is freed, also at the end of the process: then it has to be cut first
+        # gloo waits for pending operations when it is freed, also at process exit: so it is aborted first
         self._at_exit = weakref.finalize(self, abort_connections, self._open)
 
     def open(self, name: str, group: Sequence[int]) -> GlooProcessGroup:
-        """Return a new connection among the ranks of the group, all of which have come to open it.
+        """Return a new connection among the ranks of the group; all of them call it.
 
         Raises:
-            PeerError: some have not come when the deadline passes.
-            RuntimeError: it has been closed, or a member is gone.
+            PeerError: members are missing at the timeout.
+            RuntimeError: the fabric is closed, or a member is gone.
         """
         meeting = self._rendezvous
         if meeting is None:
             raise RuntimeError("the fabric has been closed")
-        place = f"{name}/{'.'.join(map(str, group))}"
-        self._barrier_on_store(meeting.store, f"{place}/came", group)
-        gloo = meeting.connect(meeting.store, place, tuple(group), self._rank, self._timeout_s)
+        key = f"{name}/{'.'.join(map(str, group))}"
+        self._barrier_on_store(meeting.store, f"{key}/came", group)
+        gloo = meeting.connect(meeting.store, key, tuple(group), self._rank, self._timeout_s)
         self._open.append(gloo)
         self._barrier_on_store(
-            meeting.store, f"{place}/joined", group
-        )  # one that leaves early must not cut off the others
+            meeting.store, f"{key}/joined", group
+        )  # a member that left before all have connected would break the others' connections
         return gloo
 
     def _barrier_on_store(self, store: PrefixStore, key: str, group: Sequence[int]) -> None:
-        """All members are at this place.
+        """Wait until all members have set the key.
 
         Raises:
-            PeerError: some have not come when the deadline passes.
+            PeerError: members are missing at the timeout.
         """
         began = time.monotonic()
         store.set(f"{key}/{self._rank}", "here")
@@ -92,38 +97,38 @@ class Connections:
             waited_s = time.monotonic() - began
             raise PeerError(
                 f"rank {self._rank} waited {waited_s:.1f} s for {late} to join the group of {format_ranks(group)}; all "
-                f"members must start a collective of this group: look at what {late} did instead"
+                f"members must start collectives of this group: look at what {late} did instead"
             )
 
     def post_abort_reason(self, reason: str) -> None:
-        """The other ranks can read why this one stops, unless another was first or the store is gone."""
+        """Store why this rank aborts, unless another rank was first or the store is gone."""
         if self._rendezvous is not None:
             try_post_abort_reason(self._rendezvous.store, f"{self._rank}: {reason}")
 
     def abort_reason(self) -> str | None:
-        """Return "rank 2: why it stopped" of the first rank that said so, if it was another; None otherwise."""
+        """Return "rank 2: reason" of the first rank that aborted, unless it is this one; None otherwise."""
         if self._rendezvous is None:
             return None
         posted = read_abort_reason(self._rendezvous.store)
         return None if posted is None or posted.startswith(f"{self._rank}: ") else f"rank {posted}"
 
     def abort(self) -> None:
-        """Nothing is under way any more: here it has failed, and the other sides see that the connection is gone."""
+        """Abort all connections: pending operations fail here, and the peers see closed connections."""
         abort_connections(self._open)
 
     def close(self) -> None:
-        """The connections are forgotten."""
+        """Release the connections."""
         self._at_exit.detach()
         self._open.clear()
         self._rendezvous = None
 
 
 class StoreLostError(RuntimeError):
-    """The store is gone, with whoever kept it.
+    """The store is gone, because its owner has ended.
 
     Args:
-        missing: the places of the keys that were not in it.
-        cause: what torch says.
+        missing: indices of the keys that were not set.
+        cause: torch's error text.
     """
 
     def __init__(self, missing: Sequence[int], cause: str) -> None:
@@ -132,37 +137,37 @@ class StoreLostError(RuntimeError):
 
 
 def abort_connections(connections: Sequence[GlooProcessGroup]) -> None:
-    """All pairs of these connections are closed.
+    """Close all sockets of these process groups.
 
-    gloo has no call for this; but a receive that expires closes every pair of its connection.
+    gloo has no call for this, but a receive that expires closes all sockets of its group.
     """
     for gloo in connections:
-        nothing = torch.empty(1, dtype=torch.uint8)
+        buffer = torch.empty(1, dtype=torch.uint8)
         try:
-            gloo.recv([nothing], (gloo.rank() + 1) % gloo.size(), 1 << 20).wait(timedelta(milliseconds=1))
+            gloo.recv([buffer], (gloo.rank() + 1) % gloo.size(), 1 << 20).wait(timedelta(milliseconds=1))
         except RuntimeError:
-            continue  # it has expired, or was closed before
+            continue  # expired, or closed before
 
 
 def wait_for_keys(
     store: PrefixStore, keys: Sequence[str], timeout_s: float, should_cancel: Callable[[], bool] = lambda: False
 ) -> list[int]:
-    """Return the places of the keys that are not in the store when all are, or time is up.
+    """Wait until all keys are set; return the indices of those that are missing at the timeout.
 
     Args:
-        store: where they will be.
+        store: where they will be set.
         keys: to wait for.
-        deadline_s: the longest that this lasts.
-        is_vain: whether to wait no longer.
+        timeout_s: the longest that this lasts.
+        should_cancel: polled; whether to give up.
 
     Raises:
-        StoreLostError: it is, which says little of those that are missing.
+        StoreLostError: the store is gone.
     """
     end = time.monotonic() + timeout_s
     missing = list(range(len(keys)))
     pause_s = 0.0005
     while True:
-        # not store.wait: it is deaf to signals, and writes to stderr when it expires
+        # not store.wait, which ignores signals, and writes to stderr when it expires
         try:
             missing = [index for index in missing if not store.check([keys[index]])]
         except RuntimeError as error:
@@ -174,7 +179,7 @@ def wait_for_keys(
 
 
 def try_post_abort_reason(store: PrefixStore, reason: str) -> None:
-    """The store has a reason: this one where it had none; nothing has happened where the store is gone."""
+    """Store the reason, unless one is stored already or the store is gone."""
     try:
         store.compare_set("stopped", "", reason)
     except RuntimeError:
@@ -182,7 +187,7 @@ def try_post_abort_reason(store: PrefixStore, reason: str) -> None:
 
 
 def read_abort_reason(store: PrefixStore) -> str | None:
-    """Return what was posted first; None where nothing was, or the store is gone."""
+    """Return the first reason that was posted; None if there is none, or the store is gone."""
     try:
         return store.get("stopped").decode() if store.check(["stopped"]) else None
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Messages between two ranks on gloo: one piece of fixed length that says how long the rest is, then the rest."""
+"""Point-to-point messages on gloo: a first part of fixed size, which contains the length of the rest, then the rest."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch import Tensor
 from counterpoint.fabric.c10d import GLOO_TIMEOUT, GlooProcessGroup, GlooWork
 from counterpoint.fabric.frames import Frame, MessageSequencer, decode, encode, read_header
 
-FIRST_TAG, REST_TAG = 1, 2  # gloo's tags for the two pieces
+FIRST_TAG, REST_TAG = 1, 2  # gloo's tags of the two parts
 FIRST_BYTES = 1024
-MAX_PENDING = 64  # messages per peer that have been sent and not been seen to arrive
+MAX_PENDING = 64  # messages per peer that were sent and not seen to complete
 MAX_PENDING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PendingSend:
-    """A message under way, whose bytes must live until it has arrived."""
+    """A message being sent; it keeps the buffers alive until gloo has sent them."""
 
     parts: list[Tensor]
     works: list[GlooWork]
 
     @property
     def num_bytes(self) -> int:
-        """Memory it keeps."""
+        """Memory that it keeps."""
         return sum(map(len, self.parts))
 
 
 class AnySourceReceive:
-    """A receive from whoever sends first, held by a thread: gloo can neither be asked whether one is over nor end it.
+    """A receive from any source, held by a thread, because gloo can neither poll such a receive nor cancel it.
 
     Args:
-        gloo: the connection; no other receive of first pieces may be started on it until this one is over.
+        gloo: the connection; no other receive of a first part may be started on it until this one is done.
     """
 
     def __init__(self, gloo: GlooProcessGroup) -> None:
@@ -45,17 +45,17 @@ class AnySourceReceive:
         self._work = gloo.recv_anysource([self._first], FIRST_TAG)
         self._error: RuntimeError | None = None
         self._done = Event()
-        Thread(target=self._wait, name="catch", daemon=True).start()
+        Thread(target=self._wait, name="counterpoint any-source receive", daemon=True).start()
 
     def is_done(self, seconds: float) -> bool:
-        """Whether it is over, or has come to be within so long."""
+        """Wait at most ``seconds``; return whether the receive is done."""
         return self._done.wait(seconds)
 
     def result(self) -> tuple[int, Tensor]:
-        """Return the sender and the first piece, once it is over; a RuntimeError where the connection has ended."""
+        """Return the sender and the first part, once done; raise RuntimeError if the connection failed."""
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
-        return self._work._source_rank(), self._first  # noqa: SLF001 - its public twin is deprecated
+        return self._work._source_rank(), self._first  # noqa: SLF001 - the public method is deprecated
 
     def _wait(self) -> None:
         try:
@@ -68,7 +68,7 @@ class AnySourceReceive:
 class GlooP2P:
     """The messages of one rank.
 
-    All methods raise RuntimeError where a connection is broken or a wait has expired: gloo does not tell them apart.
+    All methods raise RuntimeError for a broken connection and for an expired wait: gloo does not distinguish them.
     """
 
     def __init__(self, rank: int, job: int, generation: int, gloo: GlooProcessGroup) -> None:
@@ -79,20 +79,20 @@ class GlooP2P:
         self._any_source: AnySourceReceive | None = None
 
     def send(self, peer: int, label: str, tensors: Sequence[Tensor], timeout_s: float) -> None:
-        """A copy of the tensors is under way; where very much is already, the oldest has arrived first."""
+        """Start to send copies of the tensors; if too much is pending, wait for the oldest message first."""
         frame = encode(self._sequencer.next_header(peer, label, tensors), label, tensors)
         self._make_room(peer, len(frame), timeout_s)
         if len(frame) <= FIRST_BYTES:
             first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
             first[: len(frame)] = frame
-            pieces = [first]
+            parts = [first]
         else:
-            pieces = [frame[:FIRST_BYTES], frame[FIRST_BYTES:]]
-        works = [self._gloo.send([piece], peer, tag) for piece, tag in zip(pieces, (FIRST_TAG, REST_TAG), strict=False)]
-        self._pending[peer].append(PendingSend(pieces, works))
+            parts = [frame[:FIRST_BYTES], frame[FIRST_BYTES:]]
+        works = [self._gloo.send([part], peer, tag) for part, tag in zip(parts, (FIRST_TAG, REST_TAG), strict=False)]
+        self._pending[peer].append(PendingSend(parts, works))
 
     def recv(self, peer: int, timeout_s: float) -> Frame:
-        """Return the peer's next message; a PeerError where it is damaged, of another job, or one before it is lost."""
+        """Return the peer's next message; raise a PeerError if it is damaged, of another job, or out of sequence."""
         while self._any_source is not None and not self._received[peer]:
             self._store_any_source(timeout_s)
         if self._received[peer]:
@@ -104,23 +104,23 @@ class GlooP2P:
     def recv_any(self, peers: Sequence[int], timeout_s: float) -> tuple[int, Frame]:
         """Return one of the peers and its next message, as :meth:`recv`; messages of others are kept for later."""
         while True:
-            found = self._pop_received(peers)
-            if found is not None:
-                return found
+            received = self._pop_received(peers)
+            if received is not None:
+                return received
             if self._any_source is not None:
                 self._store_any_source(timeout_s)
                 continue
             first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
             work = self._gloo.recv_anysource([first], FIRST_TAG)
             work.wait(timedelta(seconds=timeout_s))
-            sender = work._source_rank()  # noqa: SLF001 - its public twin is deprecated
+            sender = work._source_rank()  # noqa: SLF001 - the public method is deprecated
             self._received[sender].append(self._complete(sender, first, timeout_s))
 
     def try_recv_any(self, peers: Sequence[int], seconds: float, timeout_s: float) -> tuple[int, Frame] | None:
-        """Return one of the peers and its next message, as :meth:`recv`; None where none has begun within so long."""
-        found = self._pop_received(peers)
-        if found is not None:
-            return found
+        """Return one of the peers and its next message, as :meth:`recv`; None if none arrives within ``seconds``."""
+        received = self._pop_received(peers)
+        if received is not None:
+            return received
         self._any_source = self._any_source or AnySourceReceive(self._gloo)
         if self._any_source.is_done(seconds):
             self._store_any_source(timeout_s)
@@ -130,7 +130,7 @@ class GlooP2P:
         return next(((peer, self._received[peer].popleft()) for peer in peers if self._received[peer]), None)
 
     def _store_any_source(self, timeout_s: float) -> None:
-        """The message that a thread waits for is kept; a TimeoutError where it does not come."""
+        """Keep the message that the receiving thread waits for; raise TimeoutError if it does not arrive."""
         if self._any_source is None or not self._any_source.is_done(timeout_s):
             raise TimeoutError
         sender, first = self._any_source.result()
@@ -138,22 +138,22 @@ class GlooP2P:
         self._received[sender].append(self._complete(sender, first, timeout_s))
 
     def flush(self, timeout_s: float) -> None:
-        """All that was sent has left this rank."""
-        for flights in self._pending.values():
-            while flights:
-                self._wait_oldest(flights, timeout_s)
+        """Wait until everything sent has left this rank."""
+        for pending in self._pending.values():
+            while pending:
+                self._wait_oldest(pending, timeout_s)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, and no thread waits for anything."""
+        """Whether nothing is pending, and no thread waits for a message."""
         return self._any_source is None and not any(self._pending.values())
 
     def _make_room(self, peer: int, num_bytes: int, timeout_s: float) -> None:
-        flights = self._pending[peer]
-        while flights and (
-            len(flights) >= MAX_PENDING or num_bytes + sum(f.num_bytes for f in flights) > MAX_PENDING_BYTES
+        pending = self._pending[peer]
+        while pending and (
+            len(pending) >= MAX_PENDING or num_bytes + sum(send.num_bytes for send in pending) > MAX_PENDING_BYTES
         ):
-            self._wait_oldest(flights, timeout_s)
+            self._wait_oldest(pending, timeout_s)
 
     def _wait_oldest(self, pending: deque[PendingSend], timeout_s: float) -> None:
         for work in pending[0].works:
@@ -161,10 +161,10 @@ class GlooP2P:
         pending.popleft()
 
     def _complete(self, peer: int, first: Tensor, timeout_s: float) -> Frame:
-        """Return the message that begins with these bytes, verified.
+        """Return the verified message that starts with these bytes.
 
         Raises:
-            PeerError: it is damaged, or of another job, or one before it is lost.
+            PeerError: it is damaged, of another job, or out of sequence.
         """
         num_bytes = read_header(first).frame_bytes
         if num_bytes <= FIRST_BYTES:
