@@ -1,1 +1,1 @@
-"""Programs on tensors: the interpreter, the arenas it works on, and what each instruction does there."""
+"""Run programs on tensors: the interpreter, parameters, autograd, kernels and communication of one rank."""

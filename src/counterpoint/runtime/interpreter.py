@@ -1,8 +1,15 @@
-"""The interpreter: one rank's row, word by word, on real tensors.
+"""Run one rank's program on real tensors, instruction by instruction.
 
-It knows instructions and nothing else; which strategy wrote them is not visible here.
+The interpreter knows instructions and nothing else: which strategy wrote the program is not visible here.
+:class:`Interpreter` owns the parts of a rank and passes each call to one of them::
 
-A step that failed is left out: nothing of it is in the next one, as if it had never begun.
+    LoweredProgram --fuse--> calls --execute--> SegmentExecutor      forwards, recomputation, backwards     (1)
+                                           |--> RankCommunication    sends, receives, collectives           (2)
+                                           |--> ParameterServerLoop  pushes of workers, on servers          (3)
+                                           |--> commit               step report -> all-gather -> result    (4)
+                                           '--> ParamStore           optimizer updates                      (5)
+
+A rank updates only after its commit (4), so a step that fails before it changes nothing: :func:`rollback_step`.
 """
 
 from __future__ import annotations
@@ -60,18 +67,19 @@ from counterpoint.strategies.buckets import BucketConfig
 
 
 class Interpreter:
-    """Runs one row.
+    """One rank's parts, and the loop that runs its program.
 
     Args:
-        scripts: the row in every kind of step, by name; the last one is the one that evaluations go by.
-        model: the functions of the blocks it runs.
+        programs: the rank's program for every step variant, by name; the last one also defines evaluation.
+        model: the functions of the blocks that the rank runs.
         store: the rank's parameters.
-        fabric: its way to the other ranks.
-        dice: its random state.
+        fabric: the rank's connection to the other ranks.
+        rng: the rank's random state.
         guard: what is checked before updates.
-        readers: for each parameter which ranks of this rank's commit compute with it.
-        brought: for a group and a unit that it sums in a code the microbatches that each member brings.
-        buckets: in which gradients are summed while a backward goes on.
+        computing_ranks: for each parameter the ranks of this rank's commit group that compute with it.
+        compressed_contributions: for each group and unit with a compressed all-reduce the microbatches that each member
+            contributes.
+        buckets: how gradients are grouped for reductions that overlap with backward.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -87,17 +95,19 @@ class Interpreter:
         compressed_contributions: Mapping[tuple[Group, Unit], Sequence[Sequence[int]]],
         buckets: BucketConfig,
     ) -> None:
-        self.programs = {name: (script, fuse(script.instructions, script.overlap)) for name, script in programs.items()}
+        self.programs = {
+            name: (program, fuse(program.instructions, program.overlap)) for name, program in programs.items()
+        }
         self.program, self.calls = list(self.programs.values())[-1]
         self.forward_calls = fuse(forward_only(self.program.instructions, self.program.microbatches_per_batch))
         self.recompute_sets = {
-            name: find_recomputed(script.instructions, script.microbatches_per_batch)
-            for name, script in programs.items()
+            name: find_recomputed(program.instructions, program.microbatches_per_batch)
+            for name, program in programs.items()
         }
         self.step_number = 0
-        self.state_before_step = (0, False)  # of the state: what a step that fails has to leave as it was
-        self.swapped_units: list[Unit] = []  # whose gradients this step has exchanged
-        self.delays_grads = any(isinstance(word, SwapGradBuffers) for word in self.program.instructions)
+        self.state_before_step = (0, False)  # num_skipped and skip_delayed_update, restored by rollback_step
+        self.swapped_units: list[Unit] = []  # whose gradient buffers this step has swapped
+        self.delays_grads = any(isinstance(instruction, SwapGradBuffers) for instruction in self.program.instructions)
         self.store = store
         self.fabric = fabric
         self.rng = rng
@@ -117,10 +127,10 @@ class Interpreter:
         self.server_loop = ParameterServerLoop(store, fabric, self.state.push_log)
 
     def step(self, number: int, batch: MicrobatchSource, variant: str) -> StepResult | None:
-        """Run the row of one kind of step once.
+        """Run the program of one step variant once.
 
-        A loss or gradient that is not finite and may not be skipped, or a parameter that got no gradient, is a
-        ``DataError``, and no parameter has changed; a rank that failed is a ``PeerError`` on all others.
+        A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
+        ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others.
         """
         self.rng.step = self.step_number = number
         self.program, calls = self.programs[variant]
@@ -144,7 +154,7 @@ class Interpreter:
         return self.state.result
 
     def evaluate(self, batch: MicrobatchSource, model: BoundModel) -> None:
-        """Run only the forwards of the row; losses are in ``compute.losses`` of the ranks with the last block."""
+        """Run only the program's forwards; ranks with the last block have the losses in ``executor.losses``."""
         training = self.executor
         self.executor = SegmentExecutor(model, self.store, self.rng)
         self.communication.executor = self.executor
@@ -156,20 +166,20 @@ class Interpreter:
             self.executor = self.communication.executor = training
 
     def run_calls(self, calls: Sequence[tuple[RuntimeCall, int, int]]) -> None:
-        """Run calls in order, taking notes of their times if there is a clock."""
-        torch.clear_autocast_cache()  # of weights that may have been changed since
+        """Run calls in order, and record their times if there is a clock."""
+        torch.clear_autocast_cache()  # weights may have changed since they were cast
         clock = self.clock
         if clock is None:
             for call, _, _ in calls:
                 self.execute(call)
             return
         for call, start, stop in calls:
-            began = clock()
+            start_s = clock()
             self.execute(call)
-            self.state.timings.append(CallTiming(start, stop, began, clock()))
-        for one in self.communication.overlap.reduces():
-            at = self.program.instructions.index(one.instruction)
-            self.state.timings.append(CallTiming(at, at + 1, one.start_s, one.stop_s, is_transfer=True))
+            self.state.timings.append(CallTiming(start, stop, start_s, clock()))
+        for reduce in self.communication.overlap.reduces():
+            index = self.program.instructions.index(reduce.instruction)
+            self.state.timings.append(CallTiming(index, index + 1, reduce.start_s, reduce.stop_s, is_transfer=True))
 
     def execute(self, call: RuntimeCall) -> None:  # noqa: C901, PLR0912 - one case for each call
         """Run one call."""
@@ -178,36 +188,36 @@ class Interpreter:
                 self.executor.forward(first, last, micro, version)
             case RecomputeRun(first, last, micro, version):
                 self.executor.recompute(first, last, micro, version)
-            case BackwardRun(first, last, micro, version, part="", overlapping=early):
-                with self.communication.overlap.overlapping(early, self.clock) if early else nullcontext():
+            case BackwardRun(first, last, micro, version, part="", overlapping=overlapping):
+                with self.communication.overlap.overlapping(overlapping, self.clock) if overlapping else nullcontext():
                     self.executor.backward(first, last, micro, version)
             case BackwardRun(first, last, micro, part="input"):
                 self.executor.backward_input(first, last, micro)
             case BackwardRun(first, last, micro):
                 self.executor.backward_weight(first, last, micro)
-            case CollectiveRun(words):
-                self.run_collectives(words)
-            case Send(value, peer, code):
-                self.communication.send(value, peer, code)
-            case Recv(value, peer, code):
-                self.communication.recv(value, peer, code)
-            case Commit(group, own):
-                self.commit(group, own)
+            case CollectiveRun(instructions):
+                self.run_collectives(instructions)
+            case Send(tensor, peer, codec):
+                self.communication.send(tensor, peer, codec)
+            case Recv(tensor, peer, codec):
+                self.communication.recv(tensor, peer, codec)
+            case Commit(group, loss_group):
+                self.commit(group, loss_group)
             case SwapGradBuffers(unit):
                 self.swap_grad_buffers(unit)
             case UpdateRun(units):
                 self.update(units)
-            case Free(value):
-                self.communication.free(value)
+            case Free(tensor):
+                self.communication.free(tensor)
             case Push():
                 self.push(call)
-            case Pull(value, peer):
-                set_weights(self.store.units[value.blocks], self.fabric.recv(peer, format_tensor_ref(value)))
-            case ApplyPushesRun(words):
-                self.server_loop.apply_and_reply(words)
+            case Pull(tensor, peer):
+                set_weights(self.store.units[tensor.blocks], self.fabric.recv(peer, format_tensor_ref(tensor)))
+            case ApplyPushesRun(instructions):
+                self.server_loop.apply_and_reply(instructions)
 
     def run_collectives(self, instructions: Sequence[Collective]) -> None:
-        """Run collectives of one phase."""
+        """Run collectives of one phase: blocking ones, or the start of one, or the wait for one."""
         if instructions[0].phase == "":
             self.communication.run_collectives(instructions)
         elif instructions[0].phase == "start":
@@ -216,68 +226,72 @@ class Interpreter:
             self.communication.wait(instructions[0])
 
     def swap_grad_buffers(self, unit: tuple[int, ...]) -> None:
-        """Set a gradient aside and take back the one before; if that is not to be applied, it is gone."""
+        """Delay this step's gradient and take back that of the step before; clear the latter if it is to be skipped."""
         self.store.units[unit].swap_grad_buffers()
         self.swapped_units.append(unit)
         if self.state.skip_delayed_update:
             self.store.units[unit].clear_grads()
 
     def commit(self, group: tuple[int, ...], loss_group: tuple[int, ...]) -> None:
-        """Decide with the group whether and how the step is applied."""
-        squared, norms = 0.0, self.executor.batch_norm
+        """Agree with the group on whether and how the step is applied."""
+        own_squared_norm, batch_norm = 0.0, self.executor.batch_norm
         if self.guard.needs_norm:
-            squared = squared_norm(
-                gradient for unit in self.program.owned_units for gradient in self.store.units[unit].grads()
+            own_squared_norm = squared_norm(
+                grad for unit in self.program.owned_units for grad in self.store.units[unit].grads()
             )
-        feed, domain = self.executor.batch, commit_scope(self.program, self.step_number, self.state.num_commits)
-        missing = [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()]
-        sizes = feed.sizes if feed is not None else {}
-        losses = {micro: loss for micro, loss in self.executor.losses.items() if micro in domain}
+        batch, scope = self.executor.batch, commit_scope(self.program, self.step_number, self.state.num_commits)
+        missing_grads = [name for unit in self.computed_units for name in self.store.units[unit].params_without_grad()]
+        sizes = batch.sizes if batch is not None else {}
+        losses = {micro: loss for micro, loss in self.executor.losses.items() if micro in scope}
         first = self.step_number * self.program.microbatches_per_batch
-        is_idle = not any(sizes[micro] for micro in domain if micro - first in self.backward_micros)
-        ballot = make_step_report(
-            losses, sizes, squared, missing, checksum=self.replica_checksum.checksum(), is_idle=is_idle
+        is_idle = not any(sizes[micro] for micro in scope if micro - first in self.backward_micros)
+        report = make_step_report(
+            losses, sizes, own_squared_norm, missing_grads, checksum=self.replica_checksum.checksum(), is_idle=is_idle
         )
-        if norms is not None:
-            norms.start_gather(domain)  # on its way together with the ballots
-        ballots = [ballot] if len(group) == 1 else gather_reports(self.fabric, ballot, group)
-        if norms is not None:
-            norms.finish_gather()  # here, so that nothing is under way if the step ends in an error
-        marks = {rank: one.checksum for rank, one in zip(group, ballots, strict=True)}
-        self.replica_checksum.compare(marks, group, self.fabric, self.step_number)
-        verdict = decide_step(ballots, group, self.guard, loss_group, self.program.microbatches_per_batch)
-        self.state.result = verdict if self.state.result is None else merge_results(self.state.result, verdict)
-        self.record_skips(ballots, verdict, domain)
+        if batch_norm is not None:
+            batch_norm.start_gather(scope)  # overlaps with the gather of step reports
+        reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
+        if batch_norm is not None:
+            batch_norm.finish_gather()  # here, so that nothing is in flight if the step raises
+        checksums = {rank: member_report.checksum for rank, member_report in zip(group, reports, strict=True)}
+        self.replica_checksum.compare(checksums, group, self.fabric, self.step_number)
+        result = decide_step(reports, group, self.guard, loss_group, self.program.microbatches_per_batch)
+        self.state.result = result if self.state.result is None else merge_results(self.state.result, result)
+        self.record_skips(reports, result, scope)
         self.state.num_commits += 1
-        self.state.num_skipped = self.state.num_skipped + 1 if verdict.skip_reason else 0
-        is_stream = bool(self.program.microbatches_per_batch)
+        self.state.num_skipped = self.state.num_skipped + 1 if result.skip_reason else 0
+        is_async_pipeline = bool(self.program.microbatches_per_batch)
         require_finite(
-            verdict.skip_reason, self.step_number, self.state.num_skipped, self.guard, is_async_pipeline=is_stream
+            result.skip_reason,
+            self.step_number,
+            self.state.num_skipped,
+            self.guard,
+            is_async_pipeline=is_async_pipeline,
         )
-        if norms is not None:
-            is_bad = has_nonfinite_loss(ballots) if self.delays_grads else bool(verdict.skip_reason)
-            norms.commit(is_applied=not is_bad)
+        if batch_norm is not None:
+            is_bad = has_nonfinite_loss(reports) if self.delays_grads else bool(result.skip_reason)
+            batch_norm.commit(is_applied=not is_bad)
         if not self.is_skipped():
-            self.fill_unused_grads(ballots, group)
+            self.fill_unused_grads(reports, group)
         self.store.commit_error_feedback(applied=not self.is_skipped())
-        self.clip_grads(verdict.scale)
+        self.clip_grads(result.scale)
 
     def clip_grads(self, scale: float) -> None:
-        """Scale all gradients that updates will use, and then bring every number in them to the size allowed."""
+        """Scale all gradients that updates will use, then clip each element to the guard's value."""
         bound = self.guard.clip_value
         if (scale == 1.0 and bound is None) or self.is_skipped():
             return
         for unit in self.store.units.values():
-            for gradient in unit.grads():
+            for grad in unit.grads():
                 if scale < 1.0:
-                    gradient.mul_(scale)
+                    grad.mul_(scale)
                 if bound is not None:
-                    clip_by_value(gradient, bound)
+                    clip_by_value(grad, bound)
 
     def record_skips(self, reports: Sequence[StepReport], result: StepResult, scope: Collection[int]) -> None:
-        """Note which updates are left out: those of a fault, and of gradients that no sample had a part in."""
-        state, feed = self.state, self.executor.batch
-        has_samples = feed is not None and any(feed.sizes[micro] for micro in scope)
+        """Record which updates are skipped: a loss or gradient is not finite, or no sample contributed."""
+        state, batch = self.state, self.executor.batch
+        has_samples = batch is not None and any(batch.sizes[micro] for micro in scope)
         if self.delays_grads:
             state.skip_update = state.skip_delayed_update or has_nonfinite_grad(reports)
             state.skip_delayed_update = has_nonfinite_loss(reports) or not has_samples
@@ -285,8 +299,8 @@ class Interpreter:
             state.skip_update = bool(result.skip_reason) or not has_samples
 
     def fill_unused_grads(self, reports: Sequence[StepReport], group: Group) -> None:
-        """Check that every parameter got a gradient on some rank, unless zeros are wanted; where none is, put zeros."""
-        if not any(ballot.missing_grads for ballot in reports):
+        """Fill missing gradients with zeros; unless that is asked for, require that some rank has a gradient."""
+        if not any(report.missing_grads for report in reports):
             return
         if self.executor.unused_params == "error":
             require_all_used(find_unused_params(reports, self.computing_ranks), self.step_number)
@@ -296,45 +310,49 @@ class Interpreter:
             self.store.units[unit].fill_missing_grads()
 
     def update(self, units: tuple[tuple[int, ...], ...]) -> None:
-        """Apply the optimizer to some units, unless the step is left out; what it was before stays a version."""
+        """Apply the optimizer to some units unless the step is skipped; the old weights stay readable as a version."""
         self.store.begin_version(is_new=not self.is_skipped())
         if self.is_skipped():
             for unit in units:
                 self.store.units[unit].clear_grads()
             return
         self.store.update(units)
-        torch.clear_autocast_cache()  # of the weights before
+        torch.clear_autocast_cache()  # it holds casts of the old weights
 
     def is_skipped(self) -> bool:
-        """Tell whether the last commit decided to leave out the updates behind it; nobody does before a commit."""
+        """Return whether the last commit decided to skip the updates that follow it; False before any commit."""
         return self.state.skip_update
 
     def push(self, instruction: Push) -> None:
-        """Send weights or a gradient to a server; nothing but the label of a gradient that is left out here."""
+        """Send weights or a gradient to a server; for a skipped gradient only the label, without tensors."""
         unit = self.store.units[instruction.tensor.blocks]
         if instruction.tensor.name == "weight":
             self.fabric.send(
-                instruction.peer, format_push_label(instruction), [arena.weights.detach() for arena in unit.flat_params]
+                instruction.peer,
+                format_push_label(instruction),
+                [flat_params.weights.detach() for flat_params in unit.flat_params],
             )
             return
-        gradients = (
-            [] if self.is_skipped() else self.communication.grad_message(unit, instruction.peer, instruction.codec)
-        )
-        self.fabric.send(instruction.peer, format_push_label(instruction), gradients)
-        for arena in unit.flat_params if instruction.codec else ():
-            arena.error_feedback_for(peer_pair(instruction.peer, self.fabric.rank)).commit(applied=bool(gradients))
+        grads = [] if self.is_skipped() else self.communication.grad_message(unit, instruction.peer, instruction.codec)
+        self.fabric.send(instruction.peer, format_push_label(instruction), grads)
+        for flat_params in unit.flat_params if instruction.codec else ():
+            flat_params.error_feedback_for(peer_pair(instruction.peer, self.fabric.rank)).commit(applied=bool(grads))
         unit.clear_grads()
 
     def optimizer_groups(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Return the units of every optimizer that this row steps."""
-        runs = list(dict.fromkeys(call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)))
-        served = [call for call, _, _ in self.calls if isinstance(call, ApplyPushesRun)]
-        return runs + [
-            (unit,) for call in served for word in call.instructions if word.applies_gradients for unit in word.units
+        """Return the units of every optimizer that this rank steps."""
+        groups = list(dict.fromkeys(call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)))
+        apply_calls = [call for call, _, _ in self.calls if isinstance(call, ApplyPushesRun)]
+        return groups + [
+            (unit,)
+            for call in apply_calls
+            for instruction in call.instructions
+            if instruction.applies_gradients
+            for unit in instruction.units
         ]
 
     def count_buffer_changes(self) -> dict[str, int]:
-        """Return for every buffer that this row may change how many microbatches do so in a step."""
+        """Return for every buffer that this rank may change the number of microbatches per step that change it."""
         changed: dict[str, int] = {}
         for call, _, _ in self.calls:
             if isinstance(call, ForwardRun):
@@ -345,20 +363,20 @@ class Interpreter:
 
 
 def rollback_step(interpreter: Interpreter) -> None:
-    """Forget what a step that failed has left on a rank; all ranks do so, and none of them communicates.
+    """Discard what a failed step left on a rank; all ranks do so, and none of them communicates.
 
-    Weights, optimizers and what codes have not sent are as they were before the step, because nobody updates before all
-    have decided. A stream has several batches under way, of which stages may have applied some already; the others are
-    lost, and the next batches meet the newest weights.
+    Weights, optimizer states and error feedback are those from before the step, because no rank updates before all have
+    committed. An asynchronous pipeline has several batches in flight, and some stages may have applied some of them
+    already: the others are lost, and the next batches use the newest weights.
     """
-    store, exchange, state = interpreter.store, interpreter.communication, interpreter.state
-    restore_swapped_grads(interpreter, find_reduced_delayed_grads(exchange))
+    store, communication, state = interpreter.store, interpreter.communication, interpreter.state
+    restore_swapped_grads(interpreter, find_reduced_delayed_grads(communication))
     interpreter.executor.clear()
-    exchange.clear()
+    communication.clear()
     interpreter.server_loop.clear()
     store.commit_error_feedback(applied=False)
-    for arena in store.flat_params():
-        arena.reshard_weights()
+    for flat_params in store.flat_params():
+        flat_params.reshard_weights()
     store.unshare(None)
     store.clear_grads()
     if store.weight_versions is not None:
@@ -368,22 +386,22 @@ def rollback_step(interpreter: Interpreter) -> None:
 
 
 def find_reduced_delayed_grads(communication: RankCommunication) -> dict[int, Group]:
-    """Return who has added up a gradient that was set aside, by the identity of its arena."""
-    under_way = [begun for works in communication.started.values() for begun in works]
-    over = [(arena, word) for arena, work, word in under_way if work.is_complete]
+    """Return the groups of the delayed gradients that this step has all-reduced, by ``id`` of their flat parameters."""
+    pending = [started for works in communication.started.values() for started in works]
+    completed = [(flat_params, instruction) for flat_params, work, instruction in pending if work.is_complete]
     return {
-        id(arena): word.group
-        for arena, word in (*communication.completed, *over)
-        if arena is not None and word.tensor.name == "delayed_grad"
+        id(flat_params): instruction.group
+        for flat_params, instruction in (*communication.completed, *completed)
+        if flat_params is not None and instruction.tensor.name == "delayed_grad"
     }
 
 
 def restore_swapped_grads(interpreter: Interpreter, reduced: dict[int, Group]) -> None:
-    """Set aside again what was set aside before the step; where it has been summed, the first member keeps the sum."""
+    """Undo the swaps of a failed step; the first member of a group keeps the sum of an all-reduced delayed gradient."""
     for unit in interpreter.swapped_units:
-        for arena in interpreter.store.units[unit].flat_params:
-            arena.grad, arena.delayed_grad = None, arena.grad
-    for arena in interpreter.store.flat_params():
-        group = reduced.get(id(arena))
-        if arena.delayed_grad is not None and group is not None and group[0] != interpreter.fabric.rank:
-            arena.delayed_grad.zero_()
+        for flat_params in interpreter.store.units[unit].flat_params:
+            flat_params.grad, flat_params.delayed_grad = None, flat_params.grad
+    for flat_params in interpreter.store.flat_params():
+        group = reduced.get(id(flat_params))
+        if flat_params.delayed_grad is not None and group is not None and group[0] != interpreter.fabric.rank:
+            flat_params.delayed_grad.zero_()

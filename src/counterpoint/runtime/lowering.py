@@ -1,8 +1,12 @@
-"""A row made ready to run: adjacent words fused into calls.
+"""Lower a rank program to calls: adjacent instructions that can run as one are fused.
 
-A run of forwards on one microbatch becomes one call of the model, a run of backwards one call of autograd, a run
-of updates one optimizer step, a run of equal collectives one message. What stands between two words of a run
-ends it, so that everything happens where the text says.
+A run of forwards on one microbatch becomes one call of the model, a run of backwards one call of autograd, a run of
+updates one optimizer step, a run of equal collectives one batch of them::
+
+    F0.0 F1.0  send(x2.0)  B1.0 B0.0  all_reduce(grad0) all_reduce(grad1)  U0 U1
+    ForwardRun    Send     BackwardRun        CollectiveRun              UpdateRun
+
+Any other instruction between two members ends a run, so that everything happens in the order of the program's text.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from counterpoint.program.program import shift_microbatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
-    """Blocks ``first`` to ``last`` forward on one microbatch, with weights of some version."""
+    """Forward of blocks ``first`` to ``last`` on one microbatch, with one version of the weights."""
 
     first: int
     last: int
@@ -45,7 +49,7 @@ class ForwardRun:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRun:
-    """Blocks ``first`` to ``last`` forward again on one microbatch, with the weights of their forward."""
+    """Recomputation of blocks ``first`` to ``last`` on one microbatch, with the weights of their forward."""
 
     first: int
     last: int
@@ -55,9 +59,9 @@ class RecomputeRun:
 
 @dataclass(frozen=True, slots=True)
 class BackwardRun:
-    """Blocks ``last`` down to ``first`` backward on one microbatch, or one part of it, with weights of some version.
+    """Backward of blocks ``last`` down to ``first`` on one microbatch, or its input or weight part.
 
-    Some sums may begin before it is over.
+    Reductions in ``overlapping`` may start before it has finished.
     """
 
     first: int
@@ -70,21 +74,21 @@ class BackwardRun:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRun:
-    """The updates of several units, by one optimizer step."""
+    """Updates of several units in one optimizer step."""
 
     units: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRun:
-    """Collectives of one verb, kind of value and group, side by side."""
+    """Collectives of one operation, kind of tensor and group, which may run concurrently."""
 
     instructions: tuple[Collective, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyPushesRun:
-    """All that a server does in one step."""
+    """All pushes that a server applies in one step."""
 
     instructions: tuple[ApplyPushes, ...]
 
@@ -108,16 +112,16 @@ RuntimeCall: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class LoweredProgram:
-    """What a rank does in one kind of step.
+    """What a rank runs in one step variant.
 
     Args:
-        words: its row.
-        answers_for: the units whose gradient norm this rank counts, so that each is counted once.
-        domains: for each commit the microbatches that it decides on, whose samples share one mean.
-        early: by the place of a backward the sums that may begin during it.
-        above: in a stream, for a microbatch and a rank that its gradient comes from and that decides on others together
-            with it, these.
-        stride: in a stream, how many microbatches a batch has; 0 for a step that ends what it begins.
+        instructions: the rank's program.
+        owned_units: the units whose gradient norm this rank contributes, so that each is counted once.
+        loss_scopes: for each commit the microbatches that it decides on; the loss is a mean over their samples.
+        overlap: the reductions that may start during a backward, by the backward's index.
+        upstream_scopes: in an asynchronous pipeline, by microbatch and sender of its gradient, the sender's loss scope
+            if it differs from this rank's.
+        microbatches_per_batch: in an asynchronous pipeline; 0 for a synchronous step.
     """
 
     instructions: Sequence[Instruction]
@@ -129,14 +133,18 @@ class LoweredProgram:
 
 
 def shift_call(call: RuntimeCall, num_microbatches: int) -> RuntimeCall:
-    """Return the call for the microbatch that comes ``by`` later."""
+    """Return the same call for the microbatch ``num_microbatches`` later."""
     match call:
         case ForwardRun() | RecomputeRun() | BackwardRun():
             return replace(call, micro=call.micro + num_microbatches)
-        case CollectiveRun(words):
-            return CollectiveRun(tuple(cast("Collective", shift_microbatch(word, num_microbatches)) for word in words))
+        case CollectiveRun(instructions):
+            return CollectiveRun(
+                tuple(
+                    cast("Collective", shift_microbatch(instruction, num_microbatches)) for instruction in instructions
+                )
+            )
         case Send() | Recv() | Free():
-            return cast("Send | Recv | Release", shift_microbatch(call, num_microbatches))
+            return cast("Send | Recv | Free", shift_microbatch(call, num_microbatches))
         case UpdateRun() | ApplyPushesRun() | Commit() | SwapGradBuffers() | Push() | Pull():
             return call
 
@@ -144,11 +152,11 @@ def shift_call(call: RuntimeCall, num_microbatches: int) -> RuntimeCall:
 def fuse(
     instructions: Sequence[Instruction], overlap: OverlapMap = MappingProxyType({})
 ) -> tuple[tuple[RuntimeCall, int, int], ...]:
-    """Return the calls of a row, each with the indices of its first and one past its last word.
+    """Return the fused calls, each with the index of its first instruction and one past its last.
 
     Args:
-        words: the row.
-        early: by the place of a backward the sums that may begin during it.
+        instructions: the rank's program.
+        overlap: the reductions that may start during a backward, by the backward's index.
     """
     calls = []
     start = 0
@@ -158,7 +166,7 @@ def fuse(
             stop += 1
         call = _fuse_run(instructions[start:stop])
         if isinstance(call, BackwardRun) and stop - 1 in overlap:
-            call = replace(call, early=overlap[stop - 1])
+            call = replace(call, overlapping=overlap[stop - 1])
         calls.append((call, start, stop))
         start = stop
     return tuple(calls)
@@ -174,72 +182,90 @@ def _fuse_run(instructions: Sequence[Instruction]) -> RuntimeCall:
         case Backward():
             return BackwardRun(first.block - len(instructions) + 1, first.block, first.micro, first.version, first.part)
         case Update():
-            return UpdateRun(tuple(word.unit for word in instructions if isinstance(word, Update)))
+            return UpdateRun(tuple(instruction.unit for instruction in instructions if isinstance(instruction, Update)))
         case Collective():
-            return CollectiveRun(tuple(word for word in instructions if isinstance(word, Collective)))
+            return CollectiveRun(
+                tuple(instruction for instruction in instructions if isinstance(instruction, Collective))
+            )
         case ApplyPushes():
-            return ApplyPushesRun(tuple(word for word in instructions if isinstance(word, ApplyPushes)))
+            return ApplyPushesRun(
+                tuple(instruction for instruction in instructions if isinstance(instruction, ApplyPushes))
+            )
         case Commit() | SwapGradBuffers() | Send() | Recv() | Push() | Pull() | Free():
             return first
 
 
 def segment_boundaries(calls: Sequence[tuple[RuntimeCall, int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the block ranges that the row runs as one function each: ``(first, one past the last)``.
+    """Return the block ranges that run as one function each: ``(first, one past the last)``.
 
-    A function ends wherever a forward or a backward call begins or ends, so that autograd can be run apart.
+    A range ends wherever a forward or a backward call begins or ends, so that autograd can run each separately.
     """
     covered: set[int] = set()
-    cuts: set[int] = set()
+    boundaries: set[int] = set()
     for call, _, _ in calls:
         if isinstance(call, ForwardRun | RecomputeRun | BackwardRun):
             covered.update(range(call.first, call.last + 1))
-            cuts.update((call.first, call.last + 1))
-    return tuple(_segment_ranges(sorted(covered), cuts))
+            boundaries.update((call.first, call.last + 1))
+    return tuple(_segment_ranges(sorted(covered), boundaries))
 
 
 def _segment_ranges(blocks: Sequence[int], boundaries: set[int]) -> Iterator[tuple[int, int]]:
     start = None
-    for at, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if start is None:
             start = block
-        following = blocks[at + 1] if at + 1 < len(blocks) else None
-        if block + 1 in boundaries or following != block + 1:
+        next_block = blocks[index + 1] if index + 1 < len(blocks) else None
+        if block + 1 in boundaries or next_block != block + 1:
             yield start, block + 1
             start = None
 
 
 def forward_only(instructions: Sequence[Instruction], microbatches_per_batch: int = 0) -> tuple[Instruction, ...]:
-    """Return what a row does when nothing is learned: forwards, and what brings them inputs and weights.
+    """Return the instructions of an evaluation: forwards, and what provides their inputs and weights.
 
     Args:
-        words: a row.
-        stride: in a stream, how many microbatches a batch has: then all forwards are on one batch, in its order, with
-            the newest weights.
+        instructions: the rank's program.
+        microbatches_per_batch: in an asynchronous pipeline; all forwards are then on one batch, in its order, with the
+            newest weights.
     """
     if microbatches_per_batch:
         return tuple(
             sorted(
-                (_as_evaluation(word, microbatches_per_batch) for word in instructions if _is_forward_path(word)),
+                (
+                    _as_evaluation(instruction, microbatches_per_batch)
+                    for instruction in instructions
+                    if _is_forward_path(instruction)
+                ),
                 key=_microbatch,
             )
         )
     kept: list[Instruction] = []
-    held: set[tuple[int, ...]] = set()
-    for index, word in enumerate(instructions):
-        if _is_forward_path(word):
-            kept.append(word)
-        elif isinstance(word, Collective) and word.op == "all_gather" and _feeds_forward(instructions, index):
-            kept.append(word)
-            held.add(word.tensor.blocks)
-        elif isinstance(word, Free) and word.tensor.name == "weight" and word.tensor.blocks in held:
-            kept.append(word)
-            held.discard(word.tensor.blocks)
+    gathered: set[tuple[int, ...]] = set()
+    for index, instruction in enumerate(instructions):
+        if _is_forward_path(instruction):
+            kept.append(instruction)
+        elif (
+            isinstance(instruction, Collective)
+            and instruction.op == "all_gather"
+            and _feeds_forward(instructions, index)
+        ):
+            kept.append(instruction)
+            gathered.add(instruction.tensor.blocks)
+        elif (
+            isinstance(instruction, Free)
+            and instruction.tensor.name == "weight"
+            and instruction.tensor.blocks in gathered
+        ):
+            kept.append(instruction)
+            gathered.discard(instruction.tensor.blocks)
     return tuple(kept)
 
 
 def _as_evaluation(instruction: Instruction, microbatches_per_batch: int) -> Instruction:
-    placed = shift_microbatch(instruction, _microbatch(instruction) % microbatches_per_batch - _microbatch(instruction))
-    return replace(placed, version=0) if isinstance(placed, Forward) else placed
+    shifted = shift_microbatch(
+        instruction, _microbatch(instruction) % microbatches_per_batch - _microbatch(instruction)
+    )
+    return replace(shifted, version=0) if isinstance(shifted, Forward) else shifted
 
 
 def _microbatch(instruction: Instruction) -> int:
@@ -249,17 +275,17 @@ def _microbatch(instruction: Instruction) -> int:
 
 
 def _is_forward_path(instruction: Instruction) -> bool:
-    """Tell whether a word is about the way forward: a forward, an activation, or the sum of partial outputs."""
+    """Return whether an instruction is a forward, or moves an activation, skip value or partial output."""
     if isinstance(instruction, Send | Recv | Collective):
         return instruction.tensor.name in {"x", "s", "y"}
     return isinstance(instruction, Forward)
 
 
 def _feeds_forward(instructions: Sequence[Instruction], index: int) -> bool:
-    """Tell whether the next compute word after a join is a forward."""
-    for word in instructions[index + 1 :]:
-        if isinstance(word, Forward):
+    """Return whether the next compute instruction after an all-gather is a forward."""
+    for instruction in instructions[index + 1 :]:
+        if isinstance(instruction, Forward):
             return True
-        if isinstance(word, Backward):
+        if isinstance(instruction, Backward):
             return False
     return False

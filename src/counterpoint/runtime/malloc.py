@@ -1,9 +1,9 @@
-"""What the C library does with memory that a step frees: it is kept for the next step.
+"""Keep memory that a step frees inside the process, through glibc's ``mallopt``.
 
-A step asks for the same buffers as the one before. glibc takes large ones from the kernel, and gives them back as soon
-as they are freed; so every step pays again for pages that are made, cleared and mapped, which can take longer than the
-computation in them. glibc can be told to keep what is freed. That is true of the whole process, and so it is only done
-while training, from the second step on: what building and a first step leave behind is given back.
+Each step needs the same buffers as the step before. By default glibc maps large buffers and unmaps them when freed, so
+every step pays again for page faults and for clearing pages, which can take longer than the computation on them. The
+setting applies to the whole process, so it is made only while training, from the second step on: memory freed by
+building and by the first step is returned to the kernel.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from contextlib import contextmanager
 from functools import cache
 
 MALLOPT_PARAMETERS = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4}
-"""The numbers by which glibc's ``mallopt`` knows them."""
+"""Parameter numbers of glibc's ``mallopt``."""
 RETAIN_FREED = {"M_MMAP_MAX": 0, "M_TRIM_THRESHOLD": -1}
-"""Nothing is mapped apart, and the heap never shrinks."""
+"""No block is mapped separately, and the heap never shrinks."""
 RETURN_FREED = {"M_MMAP_MAX": 65_536, "M_MMAP_THRESHOLD": 32 << 20, "M_TRIM_THRESHOLD": 64 << 20}
-"""What glibc itself comes to in a process that has freed a block of 32 MiB, as any that trains has."""
+"""The values that glibc's dynamic thresholds reach after a block of 32 MiB was freed, as in any training process."""
 MMAP_SEPARATELY = {"M_MMAP_MAX": 65_536, "M_MMAP_THRESHOLD": 64 << 10}
-"""Blocks of 64 KiB and more are mapped each on its own."""
+"""Blocks of 64 KiB and more are mapped separately."""
 
 
 class MallocHeap:
-    """The memory that this process's C library looks after.
+    """The glibc heap of this process.
 
     Args:
-        tune: sets one of the library's parameters to a number.
-        trim: gives freed pages back to the kernel.
+        tune: ``mallopt``: sets a parameter to a number.
+        trim: ``malloc_trim``: returns freed pages to the kernel.
     """
 
     def __init__(self, tune: Callable[[int, int], object], trim: Callable[[], object]) -> None:
         self._tune, self._trim = tune, trim
-        self.num_holders = 0  # trainings under way; one may begin before another has ended
+        self.num_holders = 0  # trainings in progress; they may overlap
 
     def retain(self) -> None:
-        """Freed memory stays with the process, until whoever has called this calls :meth:`give_back`."""
+        """Keep freed memory in the process until the caller calls :meth:`restore`."""
         self.num_holders += 1
         if self.num_holders == 1:
             self._trim()
             self._set(RETAIN_FREED)
 
     def restore(self) -> None:
-        """Freed memory goes back to the kernel again, that which was kept at once; if nobody else wants it kept."""
+        """Return freed memory to the kernel again, retained memory at once, unless another caller still retains it."""
         self.num_holders -= 1
         if self.num_holders == 0:
             self._set(RETURN_FREED)
@@ -51,9 +51,9 @@ class MallocHeap:
 
     @contextmanager
     def mmap_separately(self) -> Iterator[None]:
-        """What is made inside, and stays as long as a training, lies beside the heap.
+        """Map large blocks that are allocated inside each on its own, outside the heap.
 
-        Among what steps free it would keep the free places between too small for what the next step asks for.
+        Long-lived blocks between short-lived ones would fragment the heap, so that the next step's buffers do not fit.
         """
         self._set(MMAP_SEPARATELY)
         try:
@@ -68,10 +68,10 @@ class MallocHeap:
 
 @cache
 def process_heap() -> MallocHeap | None:
-    """Return this process's heap; None where its C library is not glibc."""
+    """Return this process's heap; None if its C library is not glibc."""
     try:
         library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018 - asked for to see whether it is there
+        library.gnu_get_libc_version  # noqa: B018 - raises AttributeError if it is not glibc
         tune, trim = library.mallopt, library.malloc_trim
     except (OSError, TypeError, AttributeError):
         return None

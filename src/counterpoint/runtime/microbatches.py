@@ -1,9 +1,4 @@
-"""Under which autocasts a batch is computed: those of the call that brought it, though later ones may come to it.
-
-What a rank is fed in one step: the microbatches of a global batch, by number.
-
-Which part of a microbatch's mean loss is in the loss that its gradients are of.
-"""
+"""What a rank reads in one step: the microbatches of a global batch, their autocasts, and their weights in the loss."""
 
 from __future__ import annotations
 
@@ -19,17 +14,17 @@ from counterpoint.fabric.rank_scheduler import DEVICES
 from counterpoint.runtime.lowering import LoweredProgram
 
 Autocasts: TypeAlias = tuple[tuple[str, bool, torch.dtype], ...]
-"""For each device whether there is an autocast, and to what."""
+"""Device type, whether its autocast is enabled, and its dtype."""
 
 
 def current_autocasts() -> Autocasts:
-    """Return the autocasts of this thread."""
+    """Return the autocast state of this thread."""
     return tuple((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES)
 
 
 @contextmanager
 def autocast_as(autocasts: Autocasts | None) -> Iterator[None]:
-    """Have these autocasts inside, and none besides; None leaves them as they are."""
+    """Enter exactly these autocasts; None keeps the current ones."""
     with ExitStack() as stack:
         if autocasts is not None:
             for (device, is_enabled, dtype), now in zip(autocasts, current_autocasts(), strict=True):
@@ -39,11 +34,11 @@ def autocast_as(autocasts: Autocasts | None) -> Iterator[None]:
 
 
 class MicrobatchSource(Protocol):
-    """One global batch; a rank asks only for the microbatches that its row reads."""
+    """One global batch; a rank reads only the microbatches that its program needs."""
 
     @property
     def sizes(self) -> Mapping[int, int]:
-        """How many samples each microbatch has; 0 for an empty one."""
+        """Number of samples of each microbatch; 0 for an empty one."""
         ...
 
     def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
@@ -51,18 +46,18 @@ class MicrobatchSource(Protocol):
         ...
 
     def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
-        """Return what the loss takes beside the model's output."""
+        """Return what the loss takes in addition to the model's output."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedBatch:
-    """A global batch that lies in memory, cut by position.
+    """A global batch in memory, of which microbatches are slices.
 
     Args:
         batch: inputs and targets; each a tensor, or a tuple or dict of tensors, with the samples along dim 0.
-        places: for each microbatch the samples from and to.
-        casts: the autocasts that it is computed under wherever a stream comes to it; None for those of that place.
+        sample_ranges: for each microbatch its first sample and one past its last.
+        autocasts: the autocasts to compute it under in an asynchronous pipeline; None for the current ones.
     """
 
     batch: tuple[Any, Any]
@@ -71,7 +66,7 @@ class SlicedBatch:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """How many samples each microbatch has."""
+        """Number of samples of each microbatch."""
         return {micro: stop - start for micro, (start, stop) in enumerate(self.sample_ranges)}
 
     def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
@@ -96,15 +91,16 @@ def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - 
 
 
 class AsyncPipelineBatches:
-    """The batches that are under way in a stream, as one feed: microbatch m of batch k is ``k * stride + m``.
+    """The batches in flight in an asynchronous pipeline, as one source.
 
-    Batches that are not given are empty: before the first one, and behind the last one before a flush.
+    Microbatch ``m`` of batch ``k`` has the number ``k * microbatches_per_batch + m``. Batches that are not given are
+    empty: those before the first one, and those after the last one before a flush.
 
     Args:
-        feeds: those under way, by the number of the batch.
-        number: of the batch that is finished with this feed.
-        ahead: how many batches behind it are begun.
-        stride: how many microbatches a batch has.
+        batches: those in flight, by batch number.
+        number: the batch that finishes in this step.
+        lookahead: how many later batches have begun.
+        microbatches_per_batch: of every batch.
     """
 
     def __init__(
@@ -127,19 +123,20 @@ class AsyncPipelineBatches:
         return self.batches[micro // self.microbatches_per_batch].targets(micro % self.microbatches_per_batch)
 
     def autocasts(self, micro: int) -> Autocasts | None:
-        """Return the autocasts that a microbatch is computed under; None for those that there are."""
-        feed = self.batches[micro // self.microbatches_per_batch]
-        return feed.autocasts if isinstance(feed, SlicedBatch) else None
+        """Return the autocasts that a microbatch is computed under; None for the current ones."""
+        batch = self.batches[micro // self.microbatches_per_batch]
+        return batch.autocasts if isinstance(batch, SlicedBatch) else None
 
 
 @dataclass(frozen=True, slots=True)
 class LossWeights:
-    """The parts of one step.
+    """Weights of one step that turn mean losses of microbatches into a mean over all samples.
 
     Args:
-        weights: for each microbatch its part in the mean over the samples that are decided on together.
-        ratios: for a microbatch and a rank that its gradient comes from and that decides on others together with it,
-            what makes its part there its part here; left out where that is 1.
+        weights: for each microbatch its samples divided by those of its loss scope.
+        upstream_ratios: by microbatch and sender of its gradient the factor from the sender's loss scope to this
+            rank's;
+            absent where it is 1.
     """
 
     weights: Mapping[int, float]
@@ -147,26 +144,26 @@ class LossWeights:
 
 
 def compute_loss_weights(program: LoweredProgram, step: int, sizes: Mapping[int, int]) -> LossWeights:
-    """Return the parts in a step of a rank.
+    """Return the loss weights of a rank in one step.
 
     Args:
-        script: what the rank does.
-        number: of the step.
-        sizes: samples of every microbatch.
+        program: what the rank runs.
+        step: its number.
+        sizes: number of samples of every microbatch.
     """
     first = step * program.microbatches_per_batch
     weights: dict[int, float] = {}
     totals: dict[int, int] = {}
-    for domain in program.loss_scopes:
-        total = _num_samples(domain, first, sizes)
-        for micro in domain:
+    for scope in program.loss_scopes:
+        total = _num_samples(scope, first, sizes)
+        for micro in scope:
             totals[micro] = total
             weights[micro + first] = sizes[micro + first] / max(total, 1)
     ratios = {
-        (micro + first, peer): _num_samples(theirs, first, sizes) / max(totals[micro], 1)
-        for (micro, peer), theirs in program.upstream_scopes.items()
+        (micro + first, peer): _num_samples(upstream_scope, first, sizes) / max(totals[micro], 1)
+        for (micro, peer), upstream_scope in program.upstream_scopes.items()
     }
-    return LossWeights(weights, {place: ratio for place, ratio in ratios.items() if ratio != 1.0})
+    return LossWeights(weights, {key: ratio for key, ratio in ratios.items() if ratio != 1.0})
 
 
 def _num_samples(scope: Sequence[int], first: int, sizes: Mapping[int, int]) -> int:
@@ -174,5 +171,11 @@ def _num_samples(scope: Sequence[int], first: int, sizes: Mapping[int, int]) -> 
 
 
 def commit_scope(program: LoweredProgram, step: int, commit_index: int) -> frozenset[int]:
-    """Return the microbatches that a commit decides on, the first, second and so on of a step."""
+    """Return the microbatches that a commit decides on.
+
+    Args:
+        program: what the rank runs.
+        step: its number.
+        commit_index: of the commits in this step.
+    """
     return frozenset(micro + step * program.microbatches_per_batch for micro in program.loss_scopes[commit_index])

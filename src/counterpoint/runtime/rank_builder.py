@@ -1,7 +1,4 @@
-"""From a proved program and a cut model to one rank that can run.
-
-Which rule the norms of a run follow, and which plans they refuse.
-"""
+"""Build one rank from a verified program and a partitioned model, and answer who owns which part of which unit."""
 
 from __future__ import annotations
 
@@ -61,13 +58,13 @@ class RunSpec:
     """What all ranks of a run are built from.
 
     Args:
-        turns: every kind of step with its rows and their proof, which says who answers for which part of which unit.
-        spec: the model with the program's blocks.
+        step_variants: every step variant with its program and symbolic execution, which says who updates which part.
+        model_spec: the model with the program's blocks.
         loss: from output and targets to a scalar.
-        face: the user's optimizer.
+        optimizer_spec: the user's optimizer.
         guard: what is checked before updates.
         seed: the run's seed.
-        buckets: in which gradients are summed while a backward goes on.
+        buckets: how gradients are grouped for reductions that overlap with backward.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -80,13 +77,13 @@ class RunSpec:
 
     @property
     def program(self) -> Program:
-        """One row per rank: that of the kind of step that evaluations go by."""
+        """The program of the step variant that defines evaluation."""
         return self.step_variants[-1].program
 
 
 @dataclass(frozen=True, slots=True)
 class RankRuntime:
-    """One rank, ready: its interpreter, and the model's functions for training and for evaluation."""
+    """One rank that is ready to run: its interpreter, and how to bind the model's functions for evaluation."""
 
     interpreter: Interpreter
     bind_for_evaluation: Callable[[], BoundModel]
@@ -98,19 +95,21 @@ def build_rank(
     """Return the rank that ``fabric`` belongs to.
 
     Args:
-        parts: what all ranks share.
-        cut: the model's functions; a whole cut must be of this rank's own copy.
-        model: the model whose values the rank starts with.
-        fabric: the rank's way to the others.
-        is_only: whether no other rank of this process has the model, so that it may be trained in its own memory.
+        run_spec: what all ranks share.
+        partition: the model's functions; an unpartitioned model must be this rank's own copy.
+        model: provides the initial values.
+        fabric: the rank's connection to the others.
+        is_only: whether no other rank of this process uses the model, so that it may be trained in its own memory.
     """
     rank = fabric.rank
-    row = run_spec.program.rank_programs[rank]
-    words = [word for turn in run_spec.step_variants for word in turn.program.rank_programs[rank].body]
-    roles = find_unit_roles(rank, words, run_spec.model_spec)
+    rank_program = run_spec.program.rank_programs[rank]
+    instructions = [
+        instruction for variant in run_spec.step_variants for instruction in variant.program.rank_programs[rank].body
+    ]
+    roles = find_unit_roles(rank, instructions, run_spec.model_spec)
     needed = {name for unit in roles for name in run_spec.model_spec.units[unit]}
     params = build_local_params(
-        run_spec.model_spec, partition, model, (row.tp_rank, row.tp_degree), needed, is_only=is_only
+        run_spec.model_spec, partition, model, (rank_program.tp_rank, rank_program.tp_degree), needed, is_only=is_only
     )
     own_buffers = isinstance(partition, WholeModel)
     buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
@@ -123,39 +122,39 @@ def build_rank(
         fabric.empty,
         find_embedding_tables(model),
     )
-    store.keep_weight_versions(weight_versions_needed(row.body))
+    store.keep_weight_versions(weight_versions_needed(rank_program.body))
     interpreter = Interpreter(
-        {turn.name: lower_step(run_spec, turn, rank) for turn in run_spec.step_variants},
-        model=bind_segments(run_spec, partition, words, training=True),
+        {variant.name: lower_step(run_spec, variant, rank) for variant in run_spec.step_variants},
+        model=bind_segments(run_spec, partition, instructions, training=True),
         store=store,
         fabric=fabric,
         rng=ModuleRNG(run_spec.seed),
         guard=run_spec.guard,
         computing_ranks=computing_ranks(run_spec, rank),
         compressed_contributions={
-            place: micros
-            for turn in run_spec.step_variants
-            for place, micros in turn.symbolic.compressed_contributions.items()
+            key: micros
+            for variant in run_spec.step_variants
+            for key, micros in variant.symbolic.compressed_contributions.items()
         },
         buckets=run_spec.buckets,
     )
     if not has_max_norm(model):
         interpreter.replica_checksum = ReplicaChecksum(replica_groups(run_spec, run_spec.step_variants[-1]), store)
-    return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, row.body, training=False))
+    return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
 
 
 def lower_step(run_spec: RunSpec, variant: StepVariant, rank: int) -> LoweredProgram:
-    """Return what a rank does in one kind of step."""
-    program, words = variant.program, variant.program.rank_programs[rank].body
+    """Return what a rank runs in one step variant."""
+    program, instructions = variant.program, variant.program.rank_programs[rank].body
     if variant.async_pipeline is None:
         return LoweredProgram(
-            words,
+            instructions,
             owned_units(run_spec, rank, variant),
             loss_scopes(program, rank),
             overlappable_reductions(program, rank),
         )
-    return LoweredProgram(  # autograd puts gradients on parameters of older versions, where no sum could see them come early
-        words,
+    return LoweredProgram(  # gradients on older versions of parameters cannot start reductions, so there is no overlap
+        instructions,
         owned_units(run_spec, rank, variant),
         loss_scopes(program, rank),
         upstream_scopes=upstream_scopes(program, rank),
@@ -164,13 +163,13 @@ def lower_step(run_spec: RunSpec, variant: StepVariant, rank: int) -> LoweredPro
 
 
 def has_max_norm(model: nn.Module) -> bool:
-    """Tell whether a forward changes weights, as an embedding's with ``max_norm``: replicas would collide."""
+    """Return whether a forward changes weights, as an embedding with ``max_norm`` does, so that replicas differ."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return any(table.max_norm is not None for table in tables)
 
 
 def require_no_grad_hooks(model: nn.Module, partition: PartitionedModel, plan: Plan) -> None:
-    """Check that no parameter has gradient hooks where ranks compute with copies of it, or sum its gradient later.
+    """Raise if a parameter has gradient hooks but ranks compute with copies of it, or sum its gradient later.
 
     Raises:
         PlanError: one has.
@@ -180,22 +179,24 @@ def require_no_grad_hooks(model: nn.Module, partition: PartitionedModel, plan: P
     for name, param in model.named_parameters():
         if param._backward_hooks or param._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no other way to see them
             raise PlanError(
-                f"{name} has a gradient hook, which under {plan} would not see the gradient that trains it: ranks have "
-                "parts and copies of the parameter, and add up their gradients afterwards; remove the hook and change "
-                "the loss or the model in its place (clip_norm=... clips the summed gradient), or train under solo"
+                f"{name} has a gradient hook, which under {plan} would not see the gradient that is applied: ranks "
+                "have shards and copies of the parameter, and sum their gradients later; remove the hook and change "
+                "the loss or the model instead (clip_norm=... clips the summed gradient), or train in a single process"
             )
 
 
 def bind_segments(
     run_spec: RunSpec, partition: PartitionedModel, instructions: Sequence[Any], *, training: bool
 ) -> BoundModel:
-    """Return the functions for the blocks that a row runs."""
+    """Return the functions of the blocks that a rank runs."""
     segments = {}
     for first, stop in segment_boundaries(fuse(instructions)):
         last = run_spec.model_spec.blocks[stop - 1]
-        pieces = (run_spec.model_spec.blocks[first].first_layer, last.first_layer + len(last.layers))
-        read = tuple(dict.fromkeys(name for block in run_spec.model_spec.blocks[first:stop] for name in block.params))
-        segments[first, stop] = replace(partition.segment(*pieces, training=training), params=read)
+        layers = (run_spec.model_spec.blocks[first].first_layer, last.first_layer + len(last.layers))
+        param_names = tuple(
+            dict.fromkeys(name for block in run_spec.model_spec.blocks[first:stop] for name in block.params)
+        )
+        segments[first, stop] = replace(partition.segment(*layers, training=training), params=param_names)
     values, mode = partition.values(training=training), "training" if training else "evaluation"
     return BoundModel(
         segments=segments,
@@ -223,25 +224,28 @@ def build_local_params(
     *,
     is_only: bool,
 ) -> dict[str, nn.Parameter]:
-    """Return a rank's parameters: the model's own for a whole cut, else what it needs, sliced.
+    """Return a rank's parameters: the model's own if it is not partitioned, else those it needs, sharded.
 
-    These are copies but for whole parameters of the only rank here: they are other tensors, with a count of changes of
-    their own, in the same memory.
+    They are copies, except whole parameters of the only rank in this process: these are new tensors with version
+    counters of their own, in the same memory.
     """
-    named = dict(model.named_parameters())
+    params = dict(model.named_parameters())
     if isinstance(partition, WholeModel):
-        return named
-    sliced, own = sliced_params(spec), {}
-    for name, param in named.items():
+        return params
+    sliced, local_params = sliced_params(spec), {}
+    for name, param in params.items():
         if name in needed or not param.requires_grad:
             value = take_slice(param.data, sliced.get(name), slice_position)
-            stays = is_only and value.numel() == param.numel() and param.is_contiguous() and not param.is_shared()  # type: ignore[no-untyped-call]
-            own[name] = nn.Parameter(value if stays else value.clone(), requires_grad=param.requires_grad)
-    return own
+            is_whole = value.numel() == param.numel() and param.is_contiguous()
+            shares_memory = is_only and is_whole and not param.is_shared()  # type: ignore[no-untyped-call]
+            local_params[name] = nn.Parameter(
+                value if shares_memory else value.clone(), requires_grad=param.requires_grad
+            )
+    return local_params
 
 
 def sliced_params(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return for each sliced parameter its sliced dim and the number of slices."""
+    """Return the sharded dim and the number of shards of every tensor-parallel parameter."""
     return {
         name: (dim, block.tp_degree)
         for block in spec.blocks
@@ -251,110 +255,120 @@ def sliced_params(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def take_slice(tensor: Tensor, slicing: tuple[int, int] | None, position: tuple[int, int]) -> Tensor:
-    """Return the slice that the rank at ``place`` (index, count) holds; all of it when it is not sliced."""
+    """Return the shard that the rank at ``position`` (index, count) has; the whole tensor if it is not sharded."""
     if slicing is None or position[1] == 1:
         return tensor
     return tensor.chunk(slicing[1], dim=slicing[0])[position[0]]
 
 
 def owned_units(run_spec: RunSpec, rank: int, variant: StepVariant | None = None) -> list[Unit]:
-    """Return the units whose part on this rank is counted here in norms and saved from here, and nowhere else."""
-    return [holding.unit for holding in find_shard_owners(run_spec, variant) if holding.rank == rank]
+    """Return the units whose part on this rank is counted in norms and saved here, and on no other rank."""
+    return [owner.unit for owner in find_shard_owners(run_spec, variant) if owner.rank == rank]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardOwner:
-    """Who answers for a part of a unit.
+    """The rank that saves a part of a unit and counts it in norms.
 
     Args:
-        rank: who.
-        unit: of what.
+        rank: the owner.
+        unit: of which unit.
         span: which part of it.
-        slice_index: of which slice; matters only for sliced units.
-        replica: of which of the replicas that update apart.
+        tp_rank: of which tensor-parallel shard; used for sharded units only.
+        replica: of which independently updated replica.
     """
 
     rank: int
     unit: Unit
     span: tuple[Any, Any]
-    slice_index: int
+    tp_rank: int
     replica: int = 0
 
 
 def find_shard_owners(run_spec: RunSpec, variant: StepVariant | None = None) -> list[ShardOwner]:
-    """Return one holding for every part of every unit of each replica: the first rank that updates it."""
+    """Return one owner for every part of every unit of each replica: the first rank that updates it."""
     chosen = run_spec.step_variants[-1] if variant is None else variant
-    sliced = sliced_params(run_spec.model_spec)
-    replicas = {own: index for index, own in enumerate(independent_replicas(chosen))}
-    found: dict[tuple[Unit, Any, int, int], ShardOwner] = {}
-    for entry in chosen.symbolic.updates:
-        is_sliced = any(name in sliced for name in run_spec.model_spec.units[entry.unit])
-        at = chosen.program.rank_programs[entry.rank].tp_rank if is_sliced else 0
-        key = (entry.unit, entry.shard, at, replicas.get(entry.replica, 0))
-        known = found.get(key)
-        if known is None or entry.rank < known.rank:
-            found[key] = ShardOwner(entry.rank, *key)
-    drawn = [
+    sharded = sliced_params(run_spec.model_spec)
+    replicas = {group: index for index, group in enumerate(independent_replicas(chosen))}
+    owners: dict[tuple[Unit, Any, int, int], ShardOwner] = {}
+    for update in chosen.symbolic.updates:
+        is_sharded = any(name in sharded for name in run_spec.model_spec.units[update.unit])
+        tp_rank = chosen.program.rank_programs[update.rank].tp_rank if is_sharded else 0
+        key = (update.unit, update.shard, tp_rank, replicas.get(update.replica, 0))
+        known = owners.get(key)
+        if known is None or update.rank < known.rank:
+            owners[key] = ShardOwner(update.rank, *key)
+    servers = [
         ShardOwner(rank, unit, WHOLE, 0, replicas[chosen.server_ranks])
         for rank in chosen.server_ranks
-        for word in chosen.program.rank_programs[rank].body
-        if isinstance(word, ApplyPushes)
-        for unit in word.units
+        for instruction in chosen.program.rank_programs[rank].body
+        if isinstance(instruction, ApplyPushes)
+        for unit in instruction.units
     ]
-    return [*(found[key] for key in sorted(found)), *drawn]
+    return [*(owners[key] for key in sorted(owners)), *servers]
 
 
 def replica_groups(run_spec: RunSpec, variant: StepVariant) -> list[Group]:
-    """Return the groups of ranks that update the same parts of the same units, and so should hold the same weights."""
-    sliced = sliced_params(run_spec.model_spec)
-    held: defaultdict[int, set[object]] = defaultdict(set)
-    for entry in variant.symbolic.updates:
-        is_sliced = any(name in sliced for name in run_spec.model_spec.units[entry.unit])
-        at = variant.program.rank_programs[entry.rank].tp_rank if is_sliced else 0
-        held[entry.rank].add((entry.unit, entry.shard, at, entry.replica))
+    """Return the groups of ranks that update the same parts of the same units, and so should have equal weights."""
+    sharded = sliced_params(run_spec.model_spec)
+    shards_of_rank: defaultdict[int, set[object]] = defaultdict(set)
+    for update in variant.symbolic.updates:
+        is_sharded = any(name in sharded for name in run_spec.model_spec.units[update.unit])
+        tp_rank = variant.program.rank_programs[update.rank].tp_rank if is_sharded else 0
+        shards_of_rank[update.rank].add((update.unit, update.shard, tp_rank, update.replica))
     groups: defaultdict[frozenset[object], list[int]] = defaultdict(list)
-    for rank in sorted(held):
-        groups[frozenset(held[rank])].append(rank)
+    for rank in sorted(shards_of_rank):
+        groups[frozenset(shards_of_rank[rank])].append(rank)
     return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
 def independent_replicas(variant: StepVariant) -> list[Group]:
-    """Return the groups of ranks that update apart from each other; none where all ranks update alike.
+    """Return the groups of ranks that update independently of each other; none if all ranks update together.
 
-    Servers that draw all of them together have weights of their own as well, and stand last.
+    Servers of elastic averaging have weights of their own, too, and are the last group.
     """
-    apart = sorted({entry.replica for entry in variant.symbolic.updates if entry.replica})
-    return [*apart, *([variant.server_ranks] if variant.server_ranks else [])]
+    groups = sorted({update.replica for update in variant.symbolic.updates if update.replica})
+    return [*groups, *([variant.server_ranks] if variant.server_ranks else [])]
 
 
 def commit_group(program: Program, rank: int) -> Group:
-    """Return the ranks that decide together with this one; none for a rank that commits nothing."""
-    return next((word.group for word in program.rank_programs[rank].body if isinstance(word, Commit)), ())
+    """Return the ranks of a rank's commits; empty for a rank without commits."""
+    return next(
+        (instruction.group for instruction in program.rank_programs[rank].body if isinstance(instruction, Commit)), ()
+    )
 
 
 def communication_groups(programs: Iterable[Program]) -> list[tuple[int, ...]]:
-    """Return every group that the words of programs name, and that of all ranks, in the same order on every rank."""
-    found: set[tuple[int, ...]] = set()
+    """Return the groups of all ranks and of every collective and commit, in the same order on every rank."""
+    groups: set[tuple[int, ...]] = set()
     for program in programs:
-        found.add(tuple(range(program.num_ranks)))
-        found.update(word.group for _, word in program.instructions() if isinstance(word, Collective | Commit))
-    return sorted(found)
+        groups.add(tuple(range(program.num_ranks)))
+        groups.update(
+            instruction.group
+            for _, instruction in program.instructions()
+            if isinstance(instruction, Collective | Commit)
+        )
+    return sorted(groups)
 
 
 def computing_ranks(run_spec: RunSpec, rank: int) -> dict[str, Group]:
-    """Return for each parameter which ranks of this rank's commit compute with it."""
-    found: dict[str, Group] = {}
+    """Return for each parameter the ranks of this rank's commit group that compute with it."""
+    ranks: dict[str, Group] = {}
     units = run_spec.model_spec.units
     for member in commit_group(run_spec.program, rank):
-        blocks = {word.block for word in run_spec.program.rank_programs[member].body if isinstance(word, Forward)}
+        blocks = {
+            instruction.block
+            for instruction in run_spec.program.rank_programs[member].body
+            if isinstance(instruction, Forward)
+        }
         for name in (name for unit, names in units.items() if not blocks.isdisjoint(unit) for name in names):
-            found[name] = (*found.get(name, ()), member)
-    return found
+            ranks[name] = (*ranks.get(name, ()), member)
+    return ranks
 
 
 def loss_scopes(program: Program, rank: int) -> list[list[int]]:
-    """Return for each commit of a rank the microbatches over whose samples its loss is a mean: those of its group."""
-    commits = [word for word in program.rank_programs[rank].body if isinstance(word, Commit)]
+    """Return for each commit of a rank the microbatches of its group: the loss is the mean over their samples."""
+    commits = [instruction for instruction in program.rank_programs[rank].body if isinstance(instruction, Commit)]
     groups = [commit.loss_group or commit.group for commit in commits]
     between = {member: _between_commits(program, member) for group in groups for member in group}
     return [
@@ -363,69 +377,77 @@ def loss_scopes(program: Program, rank: int) -> list[list[int]]:
 
 
 def _between_commits(program: Program, rank: int) -> list[set[int]]:
-    """Return the microbatches that a rank goes backward on before each of its commits."""
-    found: list[set[int]] = [set()]
-    for word in program.rank_programs[rank].body:
-        if isinstance(word, Backward):
-            found[-1].add(word.micro)
-        elif isinstance(word, Commit):
-            found.append(set())
-    return found
+    """Return the microbatches whose backward runs on a rank before each of its commits."""
+    micros: list[set[int]] = [set()]
+    for instruction in program.rank_programs[rank].body:
+        if isinstance(instruction, Backward):
+            micros[-1].add(instruction.micro)
+        elif isinstance(instruction, Commit):
+            micros.append(set())
+    return micros
 
 
 def upstream_scopes(program: Program, rank: int) -> dict[tuple[int, int], list[int]]:
-    """Return what is decided on with a microbatch on a rank that sends its gradient, if this rank decides on others."""
-    own = loss_scopes(program, rank)
-    found: dict[tuple[int, int], list[int]] = {}
-    for word in program.rank_programs[rank].body:
-        if isinstance(word, Recv) and word.tensor.name in ACTIVATION_GRADS and word.tensor.micro is not None:
-            theirs = next(domain for domain in loss_scopes(program, word.peer) if word.tensor.micro in domain)
-            if theirs not in own:
-                found[word.tensor.micro, word.peer] = theirs
-    return found
+    """Return, by microbatch and sender of its gradient, the sender's loss scope if this rank has a different one."""
+    own_scopes = loss_scopes(program, rank)
+    scopes: dict[tuple[int, int], list[int]] = {}
+    for instruction in program.rank_programs[rank].body:
+        if (
+            isinstance(instruction, Recv)
+            and instruction.tensor.name in ACTIVATION_GRADS
+            and instruction.tensor.micro is not None
+        ):
+            sender_scope = next(
+                scope for scope in loss_scopes(program, instruction.peer) if instruction.tensor.micro in scope
+            )
+            if sender_scope not in own_scopes:
+                scopes[instruction.tensor.micro, instruction.peer] = sender_scope
+    return scopes
 
 
 def load_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put values by name into a model's parameters and buffers."""
+    """Copy values by name into a model's parameters and buffers."""
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in values.items():
         targets[name].detach().copy_(value)
 
 
 BatchNormRule: TypeAlias = Literal["deferred", "microbatch", "sync", "error"]
-"""When running statistics change, and whose values are normalized together; see :class:`Options`."""
+"""When running statistics change, and which values are normalized together; see :class:`Options`."""
 
 
 def make_batch_norm(
     run_spec: RunSpec, model: nn.Module, interpreter: Interpreter, rule: BatchNormRule | None
 ) -> BatchNormState | None:
-    """Return what a rank's modules of batch norm do; None for a model without any that a plan could change.
+    """Return the state of a rank's batch norm modules; None for a model without any that a plan could change.
 
     Args:
-        parts: what all ranks share.
-        model: the one whose buffers the rank began with.
+        run_spec: what all ranks share.
+        model: the one that provided the initial buffers.
         interpreter: of the rank.
-        rule: what was asked for.
+        rule: what the user asked for.
 
     Raises:
-        PlanError: norms would have to meet where they cannot.
+        PlanError: modules would have to synchronize where they cannot.
     """
     fabric, store = interpreter.fabric, interpreter.store
     used = {name for segment in interpreter.executor.model.segments.values() for name in segment.buffers}
-    kept = [one for one in find_batch_norm_buffers(model) if one.mean in used]
-    meeting = find_sync_modules(model, all_modules=rule == "sync")
-    together = None
-    if meeting:
+    modules = [module for module in find_batch_norm_buffers(model) if module.mean in used]
+    sync_modules = find_sync_modules(model, all_modules=rule == "sync")
+    sync_groups = None
+    if sync_modules:
         if run_spec.step_variants[-1].async_pipeline is None:
-            require_no_deadlock(run_spec.program, meeting)
-            require_not_recomputed(run_spec.program, meeting)
+            require_no_deadlock(run_spec.program, sync_modules)
+            require_not_recomputed(run_spec.program, sync_modules)
         else:
-            require_no_sync_in_async_pipeline(run_spec.program, meeting)
-        together = SyncBatchNormGroups(meeting, store, fabric, find_sync_partners(run_spec.program, fabric.rank))
-    if not kept and together is None:
+            require_no_sync_in_async_pipeline(run_spec.program, sync_modules)
+        sync_groups = SyncBatchNormGroups(
+            sync_modules, store, fabric, find_sync_partners(run_spec.program, fabric.rank)
+        )
+    if not modules and sync_groups is None:
         return None
-    is_cut = any(len(domain) > 1 for domain in loss_scopes(run_spec.program, fabric.rank))
+    is_split = any(len(scope) > 1 for scope in loss_scopes(run_spec.program, fabric.rank))
     deferred = None
-    if kept and rule != "microbatch" and (is_cut or run_spec.guard.nonfinite == "skip"):
-        deferred = DeferredBatchNorm(kept, store.buffers, fabric, find_stats_peers(run_spec.program, fabric.rank))
-    return BatchNormState(kept, store, together, deferred)
+    if modules and rule != "microbatch" and (is_split or run_spec.guard.nonfinite == "skip"):
+        deferred = DeferredBatchNorm(modules, store.buffers, fabric, find_stats_peers(run_spec.program, fabric.rank))
+    return BatchNormState(modules, store, sync_groups, deferred)

@@ -1,8 +1,8 @@
-"""Whether replicas with weights of their own are still alike: a few of their bits travel with every commit.
+"""Check that replicas which keep their own weights still have equal ones: a checksum is sent with every commit.
 
-Every update changes them alike, so they can only come to differ when something else changes one of them. A sum over
-their bits is compared, of a part in each step and of all in turn, so that a step costs no more for a large model. It
-travels in the commit, and nothing else is sent unless it differs.
+Every update changes replicas equally, so they can only differ if something else changed one of them. The checksum is a
+sum over the bits of one part of the weights per step, cycling through all parts, so its cost per step does not grow
+with the model. Only if checksums differ, sums of every parameter are exchanged to name the first one that differs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import ParamStore
 
 NUM_CHECKED = 65536
-"""How many weights of a rank are compared in a step."""
+"""Weights of a rank that are compared per step."""
 
 MAX_PARTS = 8
-"""In how many pieces of memory they lie at most."""
+"""Largest number of separate memory ranges that these come from."""
 
 ROUNDING_TOLERANCE = 1e-6
-"""Sums of a parameter's numbers that differ by less, relative to the sum of their magnitudes, differ by rounding."""
+"""Sums of a parameter's values differ by rounding if they differ by less than this, relative to their magnitudes."""
 
 INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaChecksum:
-    """The ranks that should hold the same weights as others, and what one of them says of its own.
+    """The groups of ranks that should hold equal weights, and the checksum of one rank's own.
 
     Args:
         groups: the ranks that hold the same weights.
@@ -48,46 +48,53 @@ class ReplicaChecksum:
         self.next_part = 0
 
     def checksum(self) -> int:
-        """Return a number that is the same for the same weights, in the next part of them; fewer than 48 bits."""
-        found, count = 0, 0
+        """Return a checksum of less than 48 bits over the next part of the weights."""
+        parts, count = 0, 0
         for _ in range(min(len(self.parts), MAX_PARTS)):
-            arena, start, stop = self.parts[self.next_part]
-            found = (31 * found + sum_bits(arena.flat_view(start, stop))) % (1 << 48)
+            flat_params, start, stop = self.parts[self.next_part]
+            parts = (31 * parts + sum_bits(flat_params.flat_view(start, stop))) % (1 << 48)
             self.next_part, count = (self.next_part + 1) % len(self.parts), count + stop - start
             if count >= NUM_CHECKED:
                 break
-        return found
+        return parts
 
     def compare(self, checksums: Mapping[int, int], group: Group, fabric: Fabric, step: int) -> None:
-        """Check that ranks which should hold the same weights do; all members of a commit call it together.
+        """Raise if ranks that should hold equal weights do not; all members of a commit call it together.
+
+        If they differ by rounding only, warn once and stop checking.
 
         Args:
-            marks: of each rank.
-            group: who commits.
-            fabric: the way to them.
-            step: the one that is being committed.
+            checksums: of each rank.
+            group: the members of the commit.
+            fabric: this rank's connection to them.
+            step: the step being committed.
 
         Raises:
             DataError: some differ.
         """
-        if all(len({checksums[rank] for rank in twins}) == 1 for twins in self.groups if set(twins) <= set(group)):
+        if all(
+            len({checksums[rank] for rank in replica_group}) == 1
+            for replica_group in self.groups
+            if set(replica_group) <= set(group)
+        ):
             return
-        mine: dict[str, Any] = {}
-        for arena, start, stop in self.parts:
-            for slot in arena.layout.slots:
+        own_summaries: dict[str, Any] = {}
+        for flat_params, start, stop in self.parts:
+            for slot in flat_params.layout.slots:
                 low, high = max(slot.start, start), min(slot.stop, stop)
                 if low < high:
-                    numbers = arena.flat_view(low, high)
-                    known = mine.get(slot.name, [0, 0.0, 0.0])
-                    mine[slot.name] = [a + b for a, b in zip(known, summarize_values(numbers), strict=True)]
-        found: list[Any] = fabric.gather_values("replicas", mine, group)
-        told = dict(zip(group, found, strict=True))
-        for twins in self.groups:
-            if set(twins) <= set(group):
-                require_equal_replicas({rank: told[rank] for rank in twins}, step)
+                    values = flat_params.flat_view(low, high)
+                    known = own_summaries.get(slot.name, [0, 0.0, 0.0])
+                    own_summaries[slot.name] = [a + b for a, b in zip(known, summarize_values(values), strict=True)]
+        gathered: list[Any] = fabric.gather_values("replicas", own_summaries, group)
+        summaries = dict(zip(group, gathered, strict=True))
+        for replica_group in self.groups:
+            if set(replica_group) <= set(group):
+                require_equal_replicas({rank: summaries[rank] for rank in replica_group}, step)
         warnings.warn(
-            f"replicas differ in step {step}, but by rounding alone; their processors round differently: a run "
-            "goes on, and whether replicas differ is no longer looked at",
+            f"replicas differ in step {step}, but by rounding only, because their processors round differently; the "
+            "run "
+            "continues without this check",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -95,34 +102,34 @@ class ReplicaChecksum:
 
 
 def weight_parts(store: ParamStore) -> list[tuple[FlatParams, int, int]]:
-    """Return all weights that a rank keeps and updates, in parts that are not too long for one step."""
-    found = []
+    """Return the weights that a rank updates as ``(flat_params, start, stop)``, in parts short enough for one step."""
+    parts = []
     for unit in store.units.values():
-        span = unit.role.update_shard
-        for arena in unit.flat_params if span is not None else ():
-            low, high = arena.layout.element_range(span or WHOLE)
-            found += [(arena, at, min(at + NUM_CHECKED, high)) for at in range(low, high, NUM_CHECKED)]
-    return found
+        update_shard = unit.role.update_shard
+        for flat_params in unit.flat_params if update_shard is not None else ():
+            low, high = flat_params.layout.element_range(update_shard or WHOLE)
+            parts += [(flat_params, start, min(start + NUM_CHECKED, high)) for start in range(low, high, NUM_CHECKED)]
+    return parts
 
 
-def sum_bits(numbers: Tensor) -> int:
-    """Return the sum over numbers taken for whole ones."""
-    return int(numbers.detach().view(INT_DTYPES.get(numbers.element_size(), torch.int64)).sum(dtype=torch.int64))
+def sum_bits(values: Tensor) -> int:
+    """Return the sum of the values' bits, read as integers."""
+    return int(values.detach().view(INT_DTYPES.get(values.element_size(), torch.int64)).sum(dtype=torch.int64))
 
 
-def summarize_values(numbers: Tensor) -> list[float]:
-    """Return the sum of the bits, of the numbers, and of their magnitudes; what is no number counts nothing."""
-    real = torch.view_as_real(numbers.detach()) if numbers.is_complex() else numbers.detach()
+def summarize_values(values: Tensor) -> list[float]:
+    """Return the sum of the bits, of the values, and of their magnitudes; nan and inf count as 0."""
+    real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
     wide = real.double().nan_to_num(0.0, 0.0, 0.0)
-    return [sum_bits(numbers), float(wide.sum()), float(wide.abs().sum())]
+    return [sum_bits(values), float(wide.sum()), float(wide.abs().sum())]
 
 
 def require_equal_replicas(summaries: Mapping[int, Mapping[str, Sequence[float]]], step: int) -> None:
-    """Check that ranks hold the same weights, but for rounding.
+    """Raise unless ranks hold the same weights up to rounding.
 
     Args:
-        told: for each rank, by parameter, what :func:`summary` says.
-        step: the one that is being committed.
+        summaries: for each rank, by parameter, the result of :func:`summarize_values`.
+        step: the step being committed.
 
     Raises:
         DataError: they do not; the message names the first parameter and the ranks.
@@ -131,14 +138,14 @@ def require_equal_replicas(summaries: Mapping[int, Mapping[str, Sequence[float]]
     for name, (_, total, size) in first.items():
         if all(abs(other[name][1] - total) <= ROUNDING_TOLERANCE * size for other in summaries.values()):
             continue
-        held: defaultdict[float, list[int]] = defaultdict(list)
+        ranks_by_checksum: defaultdict[float, list[int]] = defaultdict(list)
         for rank, other in summaries.items():
-            held[other[name][0]].append(rank)
-        most = max(held.values(), key=len)
-        odd = [rank for rank in summaries if rank not in most]
+            ranks_by_checksum[other[name][0]].append(rank)
+        majority = max(ranks_by_checksum.values(), key=len)
+        minority = [rank for rank in summaries if rank not in majority]
         raise DataError(
-            f"replicas differ in step {step}, first in {name}, which on {format_ranks(odd)} is not what it is on "
-            f"{format_ranks(most)}; updates change all replicas alike, so something else changed it on some: a change in "
-            "place by one rank, in a callback or in the model's own code; change weights on all ranks alike, and "
-            "between two calls of fit(), or between step.export_weights() and step.import_weights()"
+            f"replicas differ in step {step}, first in {name}, whose value on {format_ranks(minority)} is not that on "
+            f"{format_ranks(majority)}; updates change all replicas equally, so other code changed it on some ranks: "
+            "an in-place change in a callback or in the model; change weights equally on all ranks, and only between "
+            "two calls of fit(), or between step.export_weights() and step.import_weights()"
         )

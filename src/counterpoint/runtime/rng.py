@@ -1,4 +1,4 @@
-"""Random numbers by name: every draw depends on (seed, step, microbatch, module), never on a rank."""
+"""Random numbers keyed by name: every draw depends on (seed, step, microbatch, module), never on a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hash_seed(*parts: int) -> int:
 
 
 class ModuleRNG:
-    """The random state of one rank: told the step and the microbatch, asked by module path.
+    """Random state of one rank: holds the step and microbatch; calling it seeds torch for one module.
 
     Args:
         seed: the run's seed.
@@ -37,7 +37,7 @@ class ModuleRNG:
         self.path_hashes: dict[str, int] = {}
 
     def __call__(self, path: str) -> None:
-        """Set the generator for the call of the module at ``path``."""
+        """Seed torch's generator for the call of the module at ``path``."""
         name = self.path_hashes.get(path)
         if name is None:
             name = self.path_hashes[path] = crc32(path.encode())
@@ -45,5 +45,5 @@ class ModuleRNG:
 
 
 def make_seeder(rng: ModuleRNG, *, uses_rng: bool) -> Callable[[str], None]:
-    """Return what a segment calls before a module that may draw."""
+    """Return what a segment calls before each module that may draw random numbers."""
     return rng if uses_rng else no_seed

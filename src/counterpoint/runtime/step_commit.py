@@ -1,8 +1,8 @@
-"""The step commit: collect, decide, apply. Every rank of a group decides the same from the same ballots.
+"""Step commit: every rank of a group decides from the same step reports whether the step is applied.
 
-How ballots reach all ranks of a commit: as a few numbers, with names behind them only where something is missing.
-
-What one rank's steps leave behind: what was decided, what a server answered, and when calls were made.
+A rank reports its loss, gradient norm, missing gradients and weight checksum as a few 64-bit numbers, which are
+all-gathered; names of parameters follow only where a gradient is missing. :func:`decide_step` is a pure function of the
+reports, so all members reach the same result without another message.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from counterpoint.fabric.fingerprint import format_ranks
 
 @dataclass(frozen=True, slots=True)
 class StepGuard:
-    """What is checked before an update, and what is done then.
+    """What is checked before an update, and what happens then.
 
     Args:
         clip_norm: gradients are scaled down to this global norm; None for no clipping.
-        watch: ``loss`` checks the losses, ``gradients`` every gradient as well (it is read once more).
-        nonfinite: ``error`` ends the run, ``skip`` leaves out the step on all ranks.
-        clip_value: then every number of a gradient is brought to at most this size; None for no clipping.
-        most_skips: so many skipped steps in a row end the run all the same.
+        check_finite: ``loss`` checks the losses, ``gradients`` also every gradient, which reads it once more.
+        nonfinite: ``error`` ends the run, ``skip`` skips the step on all ranks.
+        clip_value: each element of a gradient is clamped to this magnitude; None for no clipping.
+        max_consecutive_skips: more skipped steps in a row than this end the run.
     """
 
     clip_norm: float | None = None
@@ -42,21 +42,21 @@ class StepGuard:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the norm of the gradients has to be computed."""
+        """Whether the gradient norm has to be computed."""
         return self.clip_norm is not None or self.check_finite == "gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank knows of a step.
+    """What one rank reports of a step.
 
     Args:
-        loss_sum: sum over its samples of the microbatches' mean losses; nan and inf travel as they are.
-        num_samples: how many samples that were.
-        squared_norm: of the gradients it answers for.
-        worst: the microbatch with a loss that is not finite; -1 for none.
-        missing: the parameters it computes with on which none of its microbatches has put a gradient.
-        mark: a number for some of its weights, the same for the same ones; 0 where nobody should have the same.
+        loss_sum: mean loss of each microbatch times its samples, summed; nan and inf are kept.
+        num_samples: the samples of these microbatches.
+        squared_norm: of the gradients that this rank owns.
+        nonfinite_micro: the first microbatch whose loss is not finite; -1 for none.
+        missing_grads: the parameters that this rank computes with and that got no gradient.
+        checksum: of a part of its weights, equal on replicas; 0 where no rank should have the same weights.
         is_idle: whether none of its microbatches had samples.
     """
 
@@ -71,14 +71,14 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a group decided.
+    """What a commit group decided.
 
     Args:
-        loss: mean over the samples of the group; nan when it saw none.
+        loss: mean over the samples of the group; nan without samples.
         num_samples: samples of the group.
-        norm: global gradient norm; nan when it was not needed.
+        norm: global gradient norm; nan if it was not needed.
         scale: what gradients are multiplied with before the update.
-        fault: why the step is left out; empty when it is applied.
+        skip_reason: why the step is skipped; empty if it is applied.
     """
 
     loss: float
@@ -97,7 +97,7 @@ def make_step_report(
     checksum: int = 0,
     is_idle: bool = False,
 ) -> StepReport:
-    """Return the ballot of a rank from its microbatches' mean losses."""
+    """Return the report of a rank from the mean losses of its microbatches."""
     worst = next((micro for micro, loss in sorted(losses.items()) if not math.isfinite(loss)), -1)
     total = sum(loss * sizes[micro] for micro, loss in losses.items())
     return StepReport(
@@ -106,11 +106,11 @@ def make_step_report(
 
 
 REPORT_NUMBERS = 6
-"""How many numbers :func:`encode_report` makes of a ballot."""
+"""Length of :func:`encode_report`."""
 
 
 def encode_report(report: StepReport) -> list[float]:
-    """Return the ballot as numbers of 64 bits, nan and inf among them, and how many parameters are missing."""
+    """Return a report as 64-bit numbers, the last one the number of missing gradients."""
     return [
         report.loss_sum,
         report.num_samples,
@@ -122,23 +122,23 @@ def encode_report(report: StepReport) -> list[float]:
 
 
 def decode_report(numbers: Sequence[float], missing_grads: Sequence[str] = (), *, is_idle: bool = False) -> StepReport:
-    """Return the ballot that :func:`encode_report` was given; what is missing from whom travels apart."""
+    """Return the report that :func:`encode_report` was given; names of missing gradients are sent separately."""
     loss_sum, num_samples, squared_norm, worst, mark, _ = numbers
     return StepReport(loss_sum, int(num_samples), squared_norm, int(worst), tuple(missing_grads), int(mark), is_idle)
 
 
 def merge_results(first: StepResult, second: StepResult) -> StepResult:
-    """Return what two commits of one step decided, as one: the mean loss over all samples, the first fault.
+    """Return the results of two commits of one step as one: the mean loss over all samples, the first skip reason.
 
     Example:
-        >>> both(Verdict(1.0, 1, 0.5, 1.0, ""), Verdict(3.0, 3, 0.2, 1.0, "")).loss
+        >>> merge_results(StepResult(1.0, 1, 0.5, 1.0, ""), StepResult(3.0, 3, 0.2, 1.0, "")).loss
         2.5
     """
-    count = first.num_samples + second.num_samples
-    seen = [verdict for verdict in (first, second) if verdict.num_samples]
-    loss = sum(verdict.loss * verdict.num_samples for verdict in seen) / count if count else math.nan
-    fault = first.skip_reason or second.skip_reason
-    return StepResult(loss, count, max(first.norm, second.norm), min(first.scale, second.scale), fault)
+    num_samples = first.num_samples + second.num_samples
+    with_samples = [result for result in (first, second) if result.num_samples]
+    loss = sum(result.loss * result.num_samples for result in with_samples) / num_samples if num_samples else math.nan
+    skip_reason = first.skip_reason or second.skip_reason
+    return StepResult(loss, num_samples, max(first.norm, second.norm), min(first.scale, second.scale), skip_reason)
 
 
 def decide_step(
@@ -148,52 +148,53 @@ def decide_step(
     loss_group: Collection[int] = (),
     microbatches_per_batch: int = 0,
 ) -> StepResult:
-    """Return the verdict of a group; the same on all its members, but for norm and scale where these are apart.
+    """Return the result of a group; equal on all members, except norm and scale where ``loss_group`` differs.
 
     Args:
-        ballots: of all members, in the order of the group.
-        group: who decides.
+        reports: of all members, in the order of the group.
+        group: the members.
         guard: what is checked.
-        own: the members whose gradients are one with this rank's; empty for all.
-        stride: in a stream, how many microbatches a batch has.
+        loss_group: the members whose gradients are clipped together with this rank's; empty for all.
+        microbatches_per_batch: in an asynchronous pipeline; else 0.
     """
-    count = sum(ballot.num_samples for ballot in reports)
-    loss = sum(ballot.loss_sum for ballot in reports) / count if count else math.nan
-    squared = sum(ballot.squared_norm for ballot in reports)
-    fault = _find_skip_reason(reports, group, squared, microbatches_per_batch)
+    num_samples = sum(report.num_samples for report in reports)
+    loss = sum(report.loss_sum for report in reports) / num_samples if num_samples else math.nan
+    squared_norm = sum(report.squared_norm for report in reports)
+    skip_reason = _find_skip_reason(reports, group, squared_norm, microbatches_per_batch)
     if loss_group:
-        squared = sum(one.squared_norm for member, one in zip(group, reports, strict=True) if member in loss_group)
-    norm = math.sqrt(squared) if guard.needs_norm and math.isfinite(squared) else math.nan
+        squared_norm = sum(one.squared_norm for member, one in zip(group, reports, strict=True) if member in loss_group)
+    norm = math.sqrt(squared_norm) if guard.needs_norm and math.isfinite(squared_norm) else math.nan
     scale = 1.0
-    if guard.clip_norm is not None and not fault:
+    if guard.clip_norm is not None and not skip_reason:
         scale = min(1.0, guard.clip_norm / (norm + 1e-6))
-    return StepResult(loss, count, norm, scale, fault)
+    return StepResult(loss, num_samples, norm, scale, skip_reason)
 
 
 def has_nonfinite_loss(reports: Iterable[StepReport]) -> bool:
-    """Tell whether the gradients that were computed in this step are of no use."""
-    return any(ballot.nonfinite_micro >= 0 for ballot in reports)
+    """Return whether the gradients computed in this step are unusable."""
+    return any(report.nonfinite_micro >= 0 for report in reports)
 
 
 def has_nonfinite_grad(reports: Iterable[StepReport]) -> bool:
-    """Tell whether the gradients that would be applied in this step are of no use, be they of an earlier one."""
-    return not math.isfinite(sum(ballot.squared_norm for ballot in reports))
+    """Return whether the gradients to be applied in this step are unusable; they may be those of an earlier step."""
+    return not math.isfinite(sum(report.squared_norm for report in reports))
 
 
 def _find_skip_reason(
     reports: Sequence[StepReport], group: Sequence[int], squared_norm: float, microbatches_per_batch: int
 ) -> str:
-    bad = [ballot for ballot in reports if ballot.nonfinite_micro >= 0]
+    nonfinite = [report for report in reports if report.nonfinite_micro >= 0]
     if (
-        microbatches_per_batch and bad
-    ):  # stages decide each for itself, by a loss that came from the last one, and say the same
-        first = min(bad, key=lambda ballot: ballot.nonfinite_micro)
-        return f"the loss of microbatch {first.nonfinite_micro % microbatches_per_batch} of batch {first.nonfinite_micro // microbatches_per_batch} is {first.loss_sum}"
-    for rank, ballot in zip(group, reports, strict=True):
-        if ballot.nonfinite_micro >= 0:
-            return f"the loss of microbatch {ballot.nonfinite_micro} on rank {rank} is {ballot.loss_sum}"
-    for rank, ballot in zip(group, reports, strict=True):
-        if not math.isfinite(ballot.squared_norm):
+        microbatches_per_batch and nonfinite
+    ):  # every stage decides separately from the last stage's loss: one text for all
+        first = min(nonfinite, key=lambda report: report.nonfinite_micro)
+        batch, micro = divmod(first.nonfinite_micro, microbatches_per_batch)
+        return f"the loss of microbatch {micro} of batch {batch} is {first.loss_sum}"
+    for rank, report in zip(group, reports, strict=True):
+        if report.nonfinite_micro >= 0:
+            return f"the loss of microbatch {report.nonfinite_micro} on rank {rank} is {report.loss_sum}"
+    for rank, report in zip(group, reports, strict=True):
+        if not math.isfinite(report.squared_norm):
             return f"a gradient on rank {rank} is not finite"
     return "" if math.isfinite(squared_norm) else "the gradients' norm is too large to be a number"
 
@@ -201,79 +202,76 @@ def _find_skip_reason(
 def require_finite(
     skip_reason: str, step: int, num_skipped: int, guard: StepGuard, *, is_async_pipeline: bool = False
 ) -> None:
-    """Check a verdict's fault against what is allowed; in a stream each stage clips by its own norm, if it does.
+    """Raise if a step may not be skipped.
 
     Raises:
-        DataError: the step must not be skipped, or too many were in a row.
+        DataError: steps must not be skipped, or too many in a row were.
     """
     if skip_reason and guard.nonfinite == "error":
         clip = "clip_norm=1.0, clip_by='stage'" if is_async_pipeline else "clip_norm=1.0"
         raise DataError(
-            f"step {step} cannot be applied: {skip_reason}; the parameters are as they were before the step; look at the "
-            f"samples of this step, lower the learning rate or clip with {clip}, or pass nonfinite='skip' to "
-            "leave such steps out on all ranks; if weights are not finite by now, an earlier step's gradient was not, "
-            "though its loss was: check_finite='gradients' finds that step"
+            f"step {step} cannot be applied: {skip_reason}; the parameters are unchanged; check the samples of this "
+            f"step, lower the learning rate or clip with {clip}, or pass nonfinite='skip' to skip such steps on all "
+            "ranks; if weights are already not finite, an earlier step had a finite loss but a gradient that was not: "
+            "check_finite='gradients' finds that step"
         )
     if num_skipped > guard.max_consecutive_skips:
         raise DataError(
-            f"{num_skipped} steps in a row were skipped, the last one, step {step}, because {skip_reason}; the run would only "
-            "waste time: lower the learning rate, or start again from an earlier checkpoint"
+            f"{num_skipped} steps in a row were skipped, the last one, step {step}, because {skip_reason}; lower the "
+            "learning rate, or resume from an earlier checkpoint"
         )
 
 
 def find_unused_params(reports: Sequence[StepReport], computing_ranks: Mapping[str, Group]) -> tuple[str, ...]:
-    """Return the parameters that got no gradient anywhere: missing on every rank that computes with them.
-
-    One that only some microbatches or ranks used has a gradient, the sum of theirs.
-    """
-    counts = Counter(name for ballot in reports for name in ballot.missing_grads)
-    return tuple(name for name, count in counts.items() if count == len(computing_ranks[name]))
+    """Return the parameters without a gradient on every rank that computes with them."""
+    counts = Counter(name for report in reports for name in report.missing_grads)
+    return tuple(name for name, num_ranks in counts.items() if num_ranks == len(computing_ranks[name]))
 
 
 def warn_partially_unused(
     reports: Sequence[StepReport], group: Sequence[int], computing_ranks: Mapping[str, Group], step: int
 ) -> bool:
-    """Warn of parameters that got a gradient on some ranks only, and return whether there was one.
+    """Warn of parameters that got a gradient on some ranks only; return whether there was one.
 
     Args:
-        ballots: of all members, in the order of the group.
-        group: who decides.
-        readers: the ranks that compute with each parameter.
+        reports: of all members, in the order of the group.
+        group: the members.
+        computing_ranks: the ranks that compute with each parameter.
         step: its number.
     """
-    idle = {rank for rank, ballot in zip(group, reports, strict=True) if ballot.is_idle}
+    idle = {rank for rank, report in zip(group, reports, strict=True) if report.is_idle}
     without: dict[str, Group] = {}
-    for name in dict.fromkeys(name for ballot in reports for name in ballot.missing_grads):
-        found = [rank for rank, ballot in zip(group, reports, strict=True) if name in ballot.missing_grads]
-        if set(found) != set(computing_ranks[name]) and set(found) - idle:
-            without[name] = tuple(sorted(set(found) - idle))
+    for name in dict.fromkeys(name for report in reports for name in report.missing_grads):
+        ranks_without = [rank for rank, report in zip(group, reports, strict=True) if name in report.missing_grads]
+        if set(ranks_without) != set(computing_ranks[name]) and set(ranks_without) - idle:
+            without[name] = tuple(sorted(set(ranks_without) - idle))
     if not without:
         return False
     first = next(iter(without))
     names = [
         name
-        for name, found in without.items()
-        if found == without[first] and computing_ranks[name] == computing_ranks[first]
+        for name, ranks_without in without.items()
+        if ranks_without == without[first] and computing_ranks[name] == computing_ranks[first]
     ]
-    others = tuple(sorted(set(computing_ranks[first]) - set(without[first]) - idle))
+    ranks_with = tuple(sorted(set(computing_ranks[first]) - set(without[first]) - idle))
     warnings.warn(
-        f"{format_names(names)} got no gradient on {format_ranks(without[first])} in step {step}, but did on {format_ranks(others)}; the "
-        "gradients are summed as they are, so the step is right, but forward took another way there: if it was not "
-        "meant to, look at what it decides by, and if it was, pass unused_parameters='zero'",
+        f"{format_names(names)} got no gradient on {format_ranks(without[first])} in step {step}, but did on "
+        f"{format_ranks(ranks_with)}; the sum of gradients is correct, but forward took a different branch on those "
+        "ranks; if that is intended, pass unused_parameters='zero'",
         stacklevel=2,
     )
     return True
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names as text, and how many more there are."""
+    """Return the first eight names as text, and the number of further ones."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def require_all_used(unused: Sequence[str], step: int) -> None:
-    """Check that every trainable parameter got a gradient in this step.
+    """Raise unless every trainable parameter got a gradient in this step.
 
-    Optimizers pass over a parameter without one, but decay one that got zeros, so that plans would come to differ.
+    Optimizers pass over a parameter without a gradient but decay one with zeros, so plans would give different results.
 
     Raises:
         DataError: some got none.
@@ -281,34 +279,34 @@ def require_all_used(unused: Sequence[str], step: int) -> None:
     if unused:
         raise DataError(
             f"no gradient reached {format_names(unused)}: the loss does not depend on "
-            f"{'it' if len(unused) == 1 else 'them'}; freeze what is not trained with requires_grad_(False), use its "
-            f"output in the loss of every step (this was step {step}), or pass unused_parameters='zero' to train on with "
-            "gradients of zeros"
+            f"{'it' if len(unused) == 1 else 'them'}; freeze parameters that are not trained with "
+            f"requires_grad_(False), use their output in the loss of every step (this was step {step}), or pass "
+            "unused_parameters='zero' to use gradients of zeros"
         )
 
 
 def gather_reports(fabric: Fabric, report: StepReport, group: Group) -> list[StepReport]:
-    """Return the ballots of all members, in their order; names travel only where parameters are missing."""
-    count, place = len(group), group.index(fabric.rank)
-    own = np.zeros((count, REPORT_NUMBERS))
-    own[place] = encode_report(report)
-    numbers = torch.from_numpy(own).view(-1)
-    bounds = range(0, (count + 1) * REPORT_NUMBERS, REPORT_NUMBERS)
+    """Return the reports of all members, in the order of the group; names are sent only where gradients are missing."""
+    num_members, position = len(group), group.index(fabric.rank)
+    own_numbers = np.zeros((num_members, REPORT_NUMBERS))
+    own_numbers[position] = encode_report(report)
+    numbers = torch.from_numpy(own_numbers).view(-1)
+    bounds = range(0, (num_members + 1) * REPORT_NUMBERS, REPORT_NUMBERS)
     fabric.all_gather("commit", numbers, bounds, group).wait()
-    rows = numbers.view(count, REPORT_NUMBERS).tolist()
+    rows = numbers.view(num_members, REPORT_NUMBERS).tolist()
     if not any(row[-1] for row in rows):
         return [decode_report(row) for row in rows]
-    found = fabric.gather_values("missing gradients", [report.is_idle, *report.missing_grads], group)
-    told = cast("list[tuple[bool, *tuple[str, ...]]]", found)
-    return [decode_report(row, names, is_idle=idle) for row, (idle, *names) in zip(rows, told, strict=True)]
+    gathered = fabric.gather_values("missing gradients", [report.is_idle, *report.missing_grads], group)
+    idle_and_names = cast("list[tuple[bool, *tuple[str, ...]]]", gathered)
+    return [decode_report(row, names, is_idle=idle) for row, (idle, *names) in zip(rows, idle_and_names, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class PushRecord:
-    """One push to a server: which unit, from which worker, and which version was there afterwards.
+    """One push that a server applied: the unit, the worker, and the unit's version afterwards.
 
-    That version is what the worker gets back, or a later one where it has to wait for slower workers. A push that
-    brings no gradient makes no version; it is noted because of what the worker got back.
+    The worker receives that version, or a later one if it waits for slower workers. A push without a gradient makes no
+    new version and is recorded because of what the worker receives.
     """
 
     unit: tuple[int, ...]
@@ -318,7 +316,7 @@ class PushRecord:
 
 @dataclass(slots=True)
 class CallTiming:
-    """What the interpreter tells of a call, or of a transfer beside it: the words of the row it was, and its times."""
+    """Times of one call, or of one transfer that overlapped with calls, and the range of its instructions."""
 
     start: int
     stop: int
@@ -329,17 +327,17 @@ class CallTiming:
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank's step left behind.
+    """What a rank's last step produced.
 
     Args:
-        verdict: of the last commit; None for a rank that commits nothing.
-        decided: how many of the step's commits are over.
-        skipped: steps left out in a row.
-        leaves_out: whether the updates behind the last commit are left out.
-        leaves_out_late: whether those with the gradients that were set aside will be.
-        has_told: whether it has been said that parameters get gradients on some ranks only.
-        journal: the pushes that a server has applied, in order.
-        notes: the calls of the last step with their times, when they are kept.
+        result: of the last commit; None for a rank without commits.
+        num_commits: commits of this step that are done.
+        num_skipped: steps skipped in a row.
+        skip_update: whether the updates after the last commit are skipped.
+        skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
+        has_warned: whether the warning of partially unused parameters was given.
+        push_log: the pushes that a server has applied, in order.
+        timings: the calls of the last step, if there was a clock.
     """
 
     result: StepResult | None = None

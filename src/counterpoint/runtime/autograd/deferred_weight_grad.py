@@ -1,8 +1,8 @@
-"""Weight gradients that are put off: the input part of a backward notes them, the weight part makes them.
+"""Deferred weight gradients: the input part of a backward queues their computation, the weight part runs it.
 
-What is put off are products of linear layers, tables and convolutions, which are nearly all that a weight part costs.
-All other gradients, of norms and biases for instance, are made with the input part, and so is that of a weight that is
-used in another way: results are the same, only less is left for later.
+Linear layers, embedding tables and convolutions are deferred, which are nearly all the cost of a weight part. Other
+gradients, of norms and biases for instance, are computed with the input part, and so is that of a weight that is used
+in another way. Results are the same; only less is deferred.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WeightGradJob: TypeAlias = Callable[[], None]
 
 
 class WeightGradQueue:
-    """Where jobs are done at once, or noted while a backward is only an input part."""
+    """Runs jobs immediately, or queues them during the input part of a backward."""
 
     def __init__(self) -> None:
         self.recorded: list[WeightGradJob] | None = None
 
     @contextmanager
     def recording(self) -> Iterator[list[WeightGradJob]]:
-        """Note jobs in the list that is given."""
+        """Queue jobs in the list that is yielded."""
         self.recorded = []
         try:
             yield self.recorded
@@ -39,7 +39,7 @@ class WeightGradQueue:
             self.recorded = None
 
     def submit(self, job: WeightGradJob) -> None:
-        """Do a job, or note it."""
+        """Run a job, or queue it."""
         if self.recorded is None:
             job()
         else:
@@ -47,62 +47,62 @@ class WeightGradQueue:
 
 
 class DeferredGradSink(NamedTuple):
-    """Where a gradient belongs that may be put off."""
+    """A sink whose gradient may be computed later."""
 
     sink: ParamGradSink | GradSink
     queue: WeightGradQueue
 
     @property
     def accepts_grads(self) -> bool:
-        """Whether gradients that are made now are those of a step."""
+        """Whether gradients computed now belong to a step."""
         return self.sink.accepts_grads
 
     @property
     def is_deferred(self) -> bool:
-        """They may be."""
+        """Always True."""
         return True
 
     def target(self) -> tuple[Tensor, bool]:
-        """Return the memory, in the weight's shape, and whether something is in it to be added to."""
+        """Return the memory, in the weight's shape, and whether to add to what is there."""
         return self.sink.target()
 
     def add(self, row_grad: RowGrad) -> None:
-        """Take rows in the place of a gradient of the weight's size."""
+        """Submit a job that adds rows to the gradient."""
         self.queue.submit(partial(self.sink.add, row_grad))
 
     def submit(self, job: WeightGradJob) -> None:
-        """Do it at once, or when the row comes to it."""
+        """Run a job, or queue it for the weight part."""
         self.queue.submit(job)
 
 
 def build_grad_sinks(store: ParamStore, queue: WeightGradQueue | None) -> GradSinks:
-    """Return where gradients of a rank's weights are put that autograd does not hand over."""
+    """Return the sinks of a rank's gradients that bypass autograd."""
     if queue is None:
-        found: list[tuple[int, ParamGradSink | FlatGradSink]] = [*store.param_sinks.items(), *store.flat_sinks.items()]
-        open_ones: dict[int, GradSink] = {weight: place for weight, place in found if not place.has_user_hooks}
-        shown = {weight: place for weight, place in store.flat_sinks.items() if place.is_shared}
-        return GradSinks(open_ones, {**_embedding_sinks(store), **shown})
-    places = build_deferred_sinks(store, queue)
-    return GradSinks(places, {**_embedding_sinks(store), **places})
+        sinks: list[tuple[int, ParamGradSink | FlatGradSink]] = [*store.param_sinks.items(), *store.flat_sinks.items()]
+        weight_sinks: dict[int, GradSink] = {weight: sink for weight, sink in sinks if not sink.has_user_hooks}
+        shared = {weight: sink for weight, sink in store.flat_sinks.items() if sink.is_shared}
+        return GradSinks(weight_sinks, {**_embedding_sinks(store), **shared})
+    deferred = build_deferred_sinks(store, queue)
+    return GradSinks(deferred, {**_embedding_sinks(store), **deferred})
 
 
 def _embedding_sinks(store: ParamStore) -> Mapping[int, RowGradSink]:
-    """Return where rows of tables' gradients are added, by the identity of what is looked up in, in every version.
+    """Return the sinks of tables whose gradient stays on this rank, by ``id`` of the table in every version.
 
-    What other ranks add to is left to autograd, which says when it is complete.
+    Tables whose gradient other ranks add to are left to autograd, which signals when it is complete.
     """
-    shared = {name for arena in store.flat_params() for name in arena.params}
-    own = (store.tables.keys() & store.params.keys()) - shared - store.sparse_names
+    shared = {name for flat_params in store.flat_params() for name in flat_params.params}
+    names = (store.tables.keys() & store.params.keys()) - shared - store.sparse_names
     versions = (
         [store.params]
         if store.weight_versions is None
-        else [edition.leaves for edition in store.weight_versions.versions]
+        else [version.leaves for version in store.weight_versions.versions]
     )
-    return {id(leaves[name]): ParamGradSink(store.params[name], store) for leaves in versions for name in own}
+    return {id(leaves[name]): ParamGradSink(store.params[name], store) for leaves in versions for name in names}
 
 
 def build_deferred_sinks(store: ParamStore, queue: WeightGradQueue) -> Mapping[int, GradSink]:
-    """Return where the gradients of a rank's weights belong, by the weights' identity; sparse ones are autograd's."""
+    """Return deferring sinks of all dense weight gradients, by ``id`` of the weight."""
     return {
         id(param): DeferredGradSink(store.flat_sinks.get(id(param)) or ParamGradSink(param, store), queue)
         for name, param in store.params.items()

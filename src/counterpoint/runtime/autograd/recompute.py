@@ -1,9 +1,9 @@
-"""What a forward keeps that is computed again for its backward, and whether the second time is like the first.
+"""Save what a recomputed forward needs, and check that it gives the same results the second time.
 
-The second time must see what the first one saw: the same inputs, whose changes in place are found by torch's own
-counts of them; the same buffers, of which those that a forward changes are copied before it; the same random numbers,
-which depend on step, microbatch and module alone; the same weights, which is the program's business. What else a
-module may depend on shows in its results, a few of whose numbers are compared.
+The second forward must see the same inputs, whose in-place changes are found by autograd's version counters; the same
+buffers, which are copied before a forward that changes them; the same random numbers, which depend only on step,
+microbatch and module; and the same weights, which the program ensures. Anything else that a module depends on shows in
+its outputs: a sample of their values is compared.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from counterpoint.partitioning.partitioned_model import Segment
 from counterpoint.program.recompute_sets import RecomputeSet
 
 NUM_SAMPLED = 64
-"""So many numbers of each result are kept and compared."""
+"""Largest number of values of each output that are compared."""
 
 
 class SavedForward:
-    """One segment's forward on one microbatch, as far as it is needed to run it again.
+    """One segment's forward on one microbatch, as needed to run it again.
 
     Args:
-        segment: what runs.
-        leaves: what it reads.
+        segment: the function.
+        leaves: its inputs.
         buffers: the rank's own; copies of those that the segment changes are kept.
-        changing: which these are, as far as it is known from an earlier microbatch; None where it is not.
+        changed_buffers: the names of these, if an earlier microbatch has shown them; else None.
     """
 
     def __init__(
@@ -43,40 +43,40 @@ class SavedForward:
         self.segment = segment
         self.leaves: list[Tensor | None] = list(leaves)
         self.live_buffers = buffers
-        self.leaf_versions = [value._version for value in leaves]  # noqa: SLF001 - torch's count of changes in place
-        copied = segment.buffers if changed_buffers is None else changed_buffers
-        self.buffer_copies = {name: buffers[name].clone() for name in copied}
+        self.leaf_versions = [value._version for value in leaves]  # noqa: SLF001 - autograd's version counter
+        names = segment.buffers if changed_buffers is None else changed_buffers
+        self.buffer_copies = {name: buffers[name].clone() for name in names}
         self.buffer_versions = {name: buffers[name]._version for name in segment.buffers}  # noqa: SLF001
         self.late_changed_buffers: set[str] = set()
         self.output_samples: list[Tensor] = []
         self.output_signatures: list[tuple[object, ...]] = []
 
     def no_saved_tensors(self) -> AbstractContextManager[object]:
-        """Have autograd note what depends on what, but keep no tensor for it."""
+        """Return a context in which autograd records the graph but saves no tensors."""
         return torch.autograd.graph.saved_tensors_hooks(_drop, _unreachable)
 
     def record_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Keep a few numbers of the results, and of the copies of buffers only those that the forward has changed."""
+        """Sample the outputs, and keep only copies of buffers that the forward has changed."""
         self.output_samples = [sample_values(output) for output in outputs]
         self.output_signatures = [tensor_signature(output) for output in outputs]
-        counted = {name for name, count in self.buffer_versions.items() if self.live_buffers[name]._version != count}  # noqa: SLF001
-        self.late_changed_buffers = counted - self.buffer_copies.keys()
-        self.buffer_copies = {  # batch norm changes its buffers without torch's counting it
+        changed = {name for name, count in self.buffer_versions.items() if self.live_buffers[name]._version != count}  # noqa: SLF001
+        self.late_changed_buffers = changed - self.buffer_copies.keys()
+        self.buffer_copies = {  # batch norm changes its buffers without increasing their version
             name: copy
             for name, copy in self.buffer_copies.items()
-            if name in counted or not torch.equal(self.live_buffers[name], copy)
+            if name in changed or not torch.equal(self.live_buffers[name], copy)
         }
 
     def drop_inputs(self, recomputed: Collection[int]) -> None:
-        """Keep nothing of these values, which are made again before."""
+        """Drop these inputs, which are recomputed before."""
         pairs = zip(self.segment.inputs, self.leaves, strict=True)
         self.leaves = [None if at in recomputed else leaf for at, leaf in pairs]
 
     def make_leaves(self, recomputed: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return what the segment reads as new leaves of autograd.
+        """Return the inputs as new leaves.
 
         Args:
-            made: by its place, what was made again right before.
+            recomputed: inputs that were just recomputed, by value.
         """
         pairs = zip(self.segment.inputs, self.leaves, strict=True)
         values = [recomputed[at] if leaf is None else leaf for at, leaf in pairs]
@@ -84,7 +84,7 @@ class SavedForward:
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers as they were, to be changed without a trace; as they are where a first change came late."""
+        """The buffers as they were, to be changed freely; current values for those first changed by this microbatch."""
         return {
             **self.live_buffers,
             **{name: self.live_buffers[name].clone() for name in self.late_changed_buffers},
@@ -92,55 +92,55 @@ class SavedForward:
         }
 
     def require_unchanged(self, location: str) -> None:
-        """Check that what the segment reads is as it was.
+        """Raise if an input was changed in place.
 
         Raises:
-            DataError: something has changed it in place.
+            DataError: one was.
         """
-        for index, (value, count) in enumerate(zip(self.leaves, self.leaf_versions, strict=True)):
-            if value is not None and value._version != count:  # noqa: SLF001 - as above
+        for index, (value, version) in enumerate(zip(self.leaves, self.leaf_versions, strict=True)):
+            if value is not None and value._version != version:  # noqa: SLF001 - as above
                 raise DataError(
-                    f"input {index} of {location}, was changed in place, but these blocks are computed again from it; "
-                    "write x = x + 1 in the place of x += 1 and leave inplace=True away in the first layer of a stage, "
-                    "or give recompute=never"
+                    f"input {index} of {location}, was changed in place, but these blocks are recomputed from it; "
+                    "write x = x + 1 instead of x += 1, and no inplace=True in the first layer of a stage, or set "
+                    "recompute=never"
                 )
 
     def require_same_outputs(self, outputs: Sequence[Tensor], location: str) -> None:
-        """Check that the results are those of the first time, as far as they were kept.
+        """Raise unless outputs equal those of the first forward, as far as these were sampled.
 
         Raises:
-            DataError: they are others.
+            DataError: they do not.
         """
         if self.output_signatures != [tensor_signature(output) for output in outputs]:
-            raise _mismatch_error(location, "tensors of another kind")
+            raise _mismatch_error(location, "tensors of other shapes or dtypes")
         for before, output in zip(self.output_samples, outputs, strict=True):
             if not samples_match(before, sample_values(output)):
-                raise _mismatch_error(location, "other numbers")
+                raise _mismatch_error(location, "other values")
 
 
 class RecomputeStore:
-    """All that one rank's forwards have kept to be computed again."""
+    """Everything that one rank's forwards have saved for recomputation."""
 
     def __init__(self) -> None:
         self.recompute_set = RecomputeSet()
         self.saved: dict[tuple[int, int], SavedForward] = {}
         self.changed_buffers: dict[int, frozenset[str]] = {}
-        self.is_recomputing = False  # whether what runs now is no new forward, and must not count as one
+        self.is_recomputing = False  # while set, forward hooks must not count the call as a new forward
 
     def begin_step(self, recompute_set: RecomputeSet) -> None:
-        """Start a step in which a row is run that computes these forwards again."""
+        """Start a step in which the given forwards are recomputed."""
         self.recompute_set = recompute_set
 
     def is_recomputed(self, block: int, micro: int) -> bool:
-        """Tell whether a block's forward on a microbatch keeps only what it reads."""
+        """Return whether a block's forward on a microbatch saves only its inputs."""
         return self.recompute_set.key(block, micro) in self.recompute_set.recomputed
 
     def input_is_recomputed(self, block: int, micro: int) -> bool:
-        """Tell whether what only this block reads of the one before is made again before it."""
+        """Return whether the input from the previous block is recomputed too, and only this block reads it."""
         return self.recompute_set.key(block, micro) in self.recompute_set.input_recomputed
 
     def save(self, key: tuple[int, int], saved_forward: SavedForward, outputs: Sequence[Tensor], location: str) -> None:
-        """Keep what a forward has read."""
+        """Save the inputs of a forward and a sample of its outputs."""
         saved_forward.require_unchanged(location)
         saved_forward.record_outputs(outputs)
         self.changed_buffers[key[0]] = (
@@ -152,42 +152,42 @@ class RecomputeStore:
 
     @contextmanager
     def replay(self, key: tuple[int, int]) -> Iterator[SavedForward]:
-        """Give back what a forward has read, and know meanwhile that it is computed again."""
-        once = self.saved.pop(key)
-        once.require_unchanged(f"block {key[0]} on microbatch {key[1]}")
+        """Yield a saved forward, with ``is_recomputing`` set meanwhile."""
+        saved_forward = self.saved.pop(key)
+        saved_forward.require_unchanged(f"block {key[0]} on microbatch {key[1]}")
         self.is_recomputing = True
         try:
-            yield once
+            yield saved_forward
         finally:
             self.is_recomputing = False
 
 
 def tensor_signature(tensor: Tensor) -> tuple[object, ...]:
-    """Return what two results must have in common before their numbers are looked at."""
+    """Return what two outputs must have in common before their values are compared."""
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 def sample_values(tensor: Tensor) -> Tensor:
-    """Return up to :data:`SAMPLES` numbers of a tensor, from all over it."""
+    """Return up to :data:`NUM_SAMPLED` evenly spaced values of a tensor."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, math.ceil(flat.numel() / NUM_SAMPLED))].clone()
 
 
 def samples_match(before: Tensor, now: Tensor) -> bool:
-    """Tell whether two samples are equal but for the rounding of sums that were made in another order."""
+    """Return whether two samples are equal up to rounding of sums in another order."""
     if not before.is_floating_point() or not before.numel():
         return bool(torch.equal(before, now))
-    most = float(before.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    magnitude = float(before.abs().nan_to_num(0.0, 0.0, 0.0).max())
     bound = math.sqrt(torch.finfo(before.dtype).eps)
-    return bool(torch.allclose(before, now, rtol=bound, atol=bound * most, equal_nan=True))
+    return bool(torch.allclose(before, now, rtol=bound, atol=bound * magnitude, equal_nan=True))
 
 
-def _mismatch_error(location: str, found: str) -> DataError:
+def _mismatch_error(location: str, difference: str) -> DataError:
     return DataError(
-        f"{location}: computed again for its backward, it gave {found} than the first time; what is recomputed must do "
-        "the same twice: draw random numbers from torch in a module (as nn.Dropout does) and not from Python, numpy or "
-        "a generator of your own, keep what a forward remembers in buffers, or leave these blocks out: "
-        "recompute=never, or a pass recompute:PATTERN that matches others"
+        f"{location}: recomputed for its backward, it gave {difference} than the first time; recomputed blocks must be "
+        "deterministic: draw random numbers from torch in a module (as nn.Dropout does), not from Python, numpy or a "
+        "generator of your own, keep a forward's state in buffers, or do not recompute these blocks: recompute=never, "
+        "or a pass recompute:PATTERN that matches others"
     )
 
 
@@ -195,5 +195,5 @@ def _drop(tensor: Tensor) -> None:
     del tensor
 
 
-def _unreachable(nothing: None) -> Tensor:
-    raise AssertionError("what was forgotten is computed again before it is needed")
+def _unreachable(_: None) -> Tensor:
+    raise AssertionError("recomputation runs before backward unpacks saved tensors")

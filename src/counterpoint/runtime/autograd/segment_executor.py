@@ -1,9 +1,13 @@
-"""The functions of a cut model that a rank computes with, and the values that they make for each other.
+"""Forward and backward of one rank: segments of the model, each with an autograd graph of its own.
 
-Forwards and backwards of one rank: segments of the model with autograd cut at their ends.
+A segment's inputs are detached leaves (1), so that autograd stops there; its outputs are stored detached (2) for the
+segments that read them. Backward starts from the outputs with the gradients that their readers have added up (3), and
+adds the gradients of its own leaves to those of the values that it read (4)::
 
-Values that segments make for each other are kept here one by one, detached, with a note whether a gradient can come
-back for them. What their readers add to a gradient is added up as it comes, from this rank's segments and from others.
+    values[v] --detach--> leaves (1) --segment--> outputs --detach--> values[w] (2)
+    grads[v]  <---(4)---- leaf.grad <--autograd-- outputs <---(3)---- grads[w]
+
+A value's readers may be segments of this rank or of others: sends and receives read and write the same dictionaries.
 """
 
 from __future__ import annotations
@@ -32,17 +36,17 @@ from counterpoint.runtime.rng import ModuleRNG, make_seeder
 
 @dataclass(frozen=True, slots=True)
 class BoundModel:
-    """What is computed with: the cut model's functions and its two ends.
+    """The partitioned model's functions that a rank runs, and how to enter and leave them.
 
     Args:
         segments: by first block and one past the last.
         num_blocks: blocks of the whole model.
-        num_inputs: how many of the values are the model's own inputs; they come first.
-        strands: the values of each strand, by its maker and its readers.
-        flatten: from a feed's inputs to the values that they are.
-        unflatten: from what the last segment gives to the model's output.
+        num_inputs: number of values that are the model's own inputs; they come first.
+        edge_values: the values of each edge, by its producer and its consumers.
+        flatten: from a microbatch's inputs to their values.
+        unflatten: from the outputs of the last segment to the model's output.
         loss: from the model's output and the targets to a scalar, the mean over the samples.
-        draws: whether the model draws random numbers.
+        uses_rng: whether the model draws random numbers.
     """
 
     segments: Mapping[tuple[int, int], Segment]
@@ -56,32 +60,32 @@ class BoundModel:
 
 
 class StoredValue(NamedTuple):
-    """A value, detached, and whether a gradient can come back for it."""
+    """A detached value, and whether it needs a gradient."""
 
     value: Tensor
     requires_grad: bool
 
 
 def values_freed_by_backward(segments: Mapping[tuple[int, int], Segment]) -> dict[int, list[int]]:
-    """Return for each first block of a segment the values that no other one here needs behind its backward."""
-    first_reader: dict[int, int] = {}
+    """Return for each segment, by first block, the values that no segment here needs after its backward."""
+    first_consumer: dict[int, int] = {}
     for first, stop in sorted(segments):
-        for at in segments[first, stop].inputs:
-            first_reader.setdefault(at, first)
-    return {first: [at for at, reader in first_reader.items() if reader == first] for first, _ in segments}
+        for value in segments[first, stop].inputs:
+            first_consumer.setdefault(value, first)
+    return {first: [value for value, consumer in first_consumer.items() if consumer == first] for first, _ in segments}
 
 
 OptionalGrads = list["Tensor | None"]
 
 
 class SegmentExecutor:
-    """The compute words of one rank.
+    """Runs the compute instructions of one rank.
 
     Args:
-        model: what is computed with.
+        model: the functions to run.
         store: the rank's parameters and buffers.
-        dice: the random state.
-        desk: where weight gradients are put off; None where all backwards are whole.
+        rng: the rank's random state.
+        weight_grad_queue: defers weight gradients; None if all backwards are whole.
     """
 
     def __init__(
@@ -100,18 +104,16 @@ class SegmentExecutor:
         self.grads: dict[tuple[int, int], Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}
         self.losses: dict[int, float] = {}
-        self.last_loss: Sequence[
-            Tensor
-        ] = ()  # the last loss: its graph, freed of tensors, is taken apart after a forward
-        self.batch_norm: BatchNormState | None = None  # what modules of batch norm do, where a plan changes that
-        self.recompute_store = RecomputeStore()  # what is computed again for its backward
-        self.unused_params = "error"  # what a parameter without a gradient means; a commit looks
+        self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
+        self.batch_norm: BatchNormState | None = None  # None where the plan changes nothing about batch norm
+        self.recompute_store = RecomputeStore()  # inputs of forwards that are recomputed
+        self.unused_params = "error"  # or "zero": what a commit does about parameters without a gradient
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
         self.freed_by_backward = values_freed_by_backward(model.segments)
 
     def segments_in(self, first: int, last: int) -> Iterator[Segment]:
-        """Yield the segments of a run of blocks."""
+        """Yield the segments of a range of blocks."""
         block = first
         while block <= last:
             block, segment = self.by_first[block]
@@ -121,9 +123,9 @@ class SegmentExecutor:
         """Start a step on a global batch.
 
         Args:
-            feed: the batch, or those under way.
-            shares: the part of each microbatch's mean loss in the loss that is differentiated.
-            stride: in a stream, how many microbatches a batch has; what is under way then stays.
+            batch: the batch, or those in flight.
+            loss_weights: of each microbatch.
+            microbatches_per_batch: in an asynchronous pipeline, where what is in flight is kept; else 0.
         """
         self.batch = batch
         self.loss_weights = loss_weights
@@ -136,19 +138,19 @@ class SegmentExecutor:
             self.clear_values()
 
     def clear_values(self) -> None:
-        """Forget what forwards have made."""
-        for books in (self.values, self.grads, self.saved, self.deferred_jobs, self.recompute_store.saved):
-            books.clear()
+        """Drop everything that forwards have stored."""
+        for stored in (self.values, self.grads, self.saved, self.deferred_jobs, self.recompute_store.saved):
+            stored.clear()
 
     def clear(self) -> None:
-        """Forget all that is under way."""
+        """Drop everything in flight."""
         self.clear_values()
         self.last_loss = ()
         if self.batch_norm is not None:
             self.batch_norm.clear()
 
     def is_empty(self, micro: int) -> bool:
-        """Tell whether a microbatch has no samples, so that nothing is computed for it."""
+        """Return whether a microbatch has no samples, so that nothing is computed for it."""
         assert self.batch is not None, "a step has begun"
         return self.batch.sizes[micro] == 0
 
@@ -162,43 +164,45 @@ class SegmentExecutor:
             stop, segment = self.by_first[block]
             leaves = self.make_leaves(segment, micro)
             if self.recompute_store.is_recomputed(block, micro):
-                once = SavedForward(
+                saved_forward = SavedForward(
                     segment, leaves, self.store.buffers, self.recompute_store.changed_buffers.get(block)
                 )
-                with once.no_saved_tensors():
+                with saved_forward.no_saved_tensors():
                     outputs = self.run_segment(block, leaves, micro, version)
                 self.recompute_store.save(
-                    (block, micro), once, outputs, self.describe_location(block, stop, micro, leaves)
+                    (block, micro), saved_forward, outputs, self.describe_location(block, stop, micro, leaves)
                 )
                 if self.recompute_store.input_is_recomputed(block, micro):
-                    self.drop_recomputed_inputs(once, self.model.edge_values.get((block - 1, block), ()), micro)
+                    self.drop_recomputed_inputs(
+                        saved_forward, self.model.edge_values.get((block - 1, block), ()), micro
+                    )
             else:
                 outputs = self.run_segment(block, leaves, micro, version)
                 self.saved[block, micro] = (leaves, outputs)
             if stop < self.model.num_blocks:
-                for at, output in zip(segment.outputs, outputs, strict=True):
-                    self.values[at, micro] = StoredValue(output.detach(), output.requires_grad)
+                for index, output in zip(segment.outputs, outputs, strict=True):
+                    self.values[index, micro] = StoredValue(output.detach(), output.requires_grad)
             block = stop
         self.sync_running_stats(first, last, micro)
 
     def drop_recomputed_inputs(self, saved_forward: SavedForward, recomputed: Sequence[int], micro: int) -> None:
-        """Keep nothing of what the recomputation of the block before makes again, which only this block reads."""
+        """Drop inputs that the recomputation of the previous block will produce, and which only this block reads."""
         saved_forward.drop_inputs(recomputed)
-        for at in recomputed:
-            self.values.pop((at, micro), None)
+        for index in recomputed:
+            self.values.pop((index, micro), None)
 
     def recompute(self, first: int, last: int, micro: int, version: int = 0) -> None:
-        """Run blocks forward again from what their forward has read, for their backward."""
+        """Run blocks forward again for their backward, from the saved inputs of their forward."""
         block = first
-        made: dict[int, Tensor] = {}
+        produced: dict[int, Tensor] = {}
         while block <= last and not self.is_empty(micro):
             stop, segment = self.by_first[block]
-            with self.recompute_store.replay((block, micro)) as once:
-                leaves = once.make_leaves(made)
-                outputs = self.run_segment(block, leaves, micro, version, once.buffers)
-                once.require_same_outputs(outputs, self.describe_location(block, stop, micro, leaves))
+            with self.recompute_store.replay((block, micro)) as saved_forward:
+                leaves = saved_forward.make_leaves(produced)
+                outputs = self.run_segment(block, leaves, micro, version, saved_forward.buffers)
+                saved_forward.require_same_outputs(outputs, self.describe_location(block, stop, micro, leaves))
             self.saved[block, micro] = (leaves, outputs)
-            made = dict(zip(segment.outputs, outputs, strict=stop < self.model.num_blocks))
+            produced = dict(zip(segment.outputs, outputs, strict=stop < self.model.num_blocks))
             block = stop
 
     def run_segment(
@@ -209,7 +213,7 @@ class SegmentExecutor:
         version: int,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> Sequence[Tensor]:
-        """Call one segment on leaves of autograd; return what it gives, at the end the loss."""
+        """Run one segment on leaves; return its outputs, which for the last one is the loss."""
         self.rng.step, self.rng.micro = self.step_and_micro(micro)
         stop, segment = self.by_first[block]
         seed = make_seeder(self.rng, uses_rng=self.model.uses_rng)
@@ -225,32 +229,29 @@ class SegmentExecutor:
         return outputs
 
     def step_and_micro(self, micro: int) -> tuple[int, int]:
-        """Return the step of a microbatch, and which of that it is; a stream counts those of all batches."""
+        """Return the step of a microbatch, and its index in that step."""
         return divmod(micro, self.microbatches_per_batch) if self.microbatches_per_batch else (self.rng.step, micro)
 
     def autocast(self, micro: int) -> AbstractContextManager[object]:
-        """Have the autocasts of the call that brought a microbatch, also where a later one comes to it."""
+        """Enter the autocasts under which the microbatch was submitted, which may have been in an earlier step."""
         return (
             autocast_as(self.batch.autocasts(micro)) if isinstance(self.batch, AsyncPipelineBatches) else nullcontext()
         )
 
     def function_mode(self, block: int, micro: int, *, is_recompute: bool = False) -> AbstractContextManager[object]:
-        """Have gradients of weights written straight to where they belong, if there is such a place.
-
-        Batch norm does what it does in this plan, if there is any; again, it takes in no statistics.
-        """
+        """Return the function mode for a segment: direct writes of weight gradients, and the plan's batch norm."""
         assert self.batch is not None, "a step has begun"
-        normal = (
+        replacements = (
             self.batch_norm.replacements(block, micro, self.batch.sizes, is_recompute=is_recompute)
             if self.batch_norm is not None
             else {}
         )
         if any(self.grad_sinks):
-            return InPlaceGradMode(self.grad_sinks, normal)
-        return InterceptFunctions(normal) if normal else nullcontext()
+            return InPlaceGradMode(self.grad_sinks, replacements)
+        return InterceptFunctions(replacements) if replacements else nullcontext()
 
     def sync_running_stats(self, first: int, last: int, micro: int) -> None:
-        """Bring running statistics of what replicas normalize together to those that had no samples."""
+        """Send running statistics of synchronized batch norm to members without samples."""
         if self.batch_norm is not None:
             assert self.batch is not None, "a step has begun"
             names = [name for segment in self.segments_in(first, last) for name in segment.buffers]
@@ -261,37 +262,34 @@ class SegmentExecutor:
         assert self.batch is not None, "a step has begun"
         blocks = f"block {block}" if stop == block + 1 else f"blocks {block} to {stop - 1}"
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
-        step, number = self.step_and_micro(micro)
-        count = sum(size for other, size in self.batch.sizes.items() if self.step_and_micro(other)[0] == step)
+        step, index = self.step_and_micro(micro)
+        num_samples = sum(size for other, size in self.batch.sizes.items() if self.step_and_micro(other)[0] == step)
         return (
-            f"{blocks} of {self.model.num_blocks} on microbatch {number} of step {step}, which has "
-            f"{self.batch.sizes[micro]} of the batch's {count} samples, with inputs of the shapes {shapes}"
+            f"{blocks} of {self.model.num_blocks} on microbatch {index} of step {step}, which has "
+            f"{self.batch.sizes[micro]} of the batch's {num_samples} samples, with inputs of shapes {shapes}"
         )
 
     def make_leaves(self, segment: Segment, micro: int) -> list[Tensor]:
-        """Return what a segment takes, each to be differentiated by itself; the model's inputs are read from the feed.
-
-        The model's inputs come first, and there is no gradient of them.
-        """
-        count = sum(at < self.model.num_inputs for at in segment.inputs)
-        taken: list[Tensor] = []
+        """Return a segment's inputs as leaves: the model's own from the batch, without gradient, then stored values."""
+        count = sum(index < self.model.num_inputs for index in segment.inputs)
+        leaves: list[Tensor] = []
         if count:
             assert self.batch is not None, "a step has begun"
             inputs = self.model.flatten(self.batch.inputs(micro))
-            taken = [inputs[at] for at in segment.inputs[:count]]
-        for value, carries in (self.values[at, micro] for at in segment.inputs[count:]):
-            taken.append(value.detach().requires_grad_() if carries else value)
-        return taken
+            leaves = [inputs[index] for index in segment.inputs[:count]]
+        for value, requires_grad in (self.values[index, micro] for index in segment.inputs[count:]):
+            leaves.append(value.detach().requires_grad_() if requires_grad else value)
+        return leaves
 
     def compute_loss(self, outputs: Sequence[Tensor], micro: int) -> Tensor:
-        """Return the microbatch's part of the step's loss, and note its mean loss."""
+        """Return the microbatch's weighted loss, and record its mean loss."""
         assert self.batch is not None, "a step has begun"
         loss: Any = self.model.loss(self.model.unflatten(outputs), self.batch.targets(micro))
         if not isinstance(loss, Tensor) or loss.dim() > 0:
-            found = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+            actual = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise DataError(
-                f"the loss of microbatch {self.step_and_micro(micro)[1]} {found}; it must be a tensor of one number, the "
-                "mean over the samples: leave reduction='mean', and return it before item() or float()"
+                f"the loss of microbatch {self.step_and_micro(micro)[1]} {actual}; it must be a 0-dim tensor, the mean "
+                "over the samples: keep reduction='mean', and return it without item() or float()"
             )
         self.losses[micro] = float(loss.detach())
         weight = self.loss_weights.weights[micro]
@@ -299,45 +297,43 @@ class SegmentExecutor:
         return weighted
 
     def backward(self, first: int, last: int, micro: int, version: int = 0) -> None:
-        """Run blocks ``last`` down to ``first`` backward; gradients are added to the parameters'."""
+        """Run blocks ``last`` down to ``first`` backward; gradients are added to those of the parameters."""
         if self.is_empty(micro):
             return
         stop = last + 1
         while stop > first:
             block, segment = self.by_stop[stop]
             leaves, outputs = self.saved.pop((block, micro))
-            roots, gradients = self.take_backward_roots(segment, outputs, micro)
+            roots, grads = self.take_backward_roots(segment, outputs, micro)
             if any(root.requires_grad for root in roots):
-                with (
-                    self.autocast(micro),
-                    self.function_mode(block, micro, is_recompute=True),
-                ):  # as where it checkpoints
-                    self.run_autograd(roots, gradients)
+                # the modes of the forward, because torch.utils.checkpoint recomputes inside backward
+                with self.autocast(micro), self.function_mode(block, micro, is_recompute=True):
+                    self.run_autograd(roots, grads)
                 self.store.fold_version_grads(version)
-            for at, leaf in zip(segment.inputs, leaves, strict=True):
-                if leaf.grad is not None and at >= self.model.num_inputs:
-                    self.add_grad(at, micro, leaf.grad)
-            for at in (*segment.outputs, *self.freed_by_backward[block]):
-                self.values.pop((at, micro), None)
+            for index, leaf in zip(segment.inputs, leaves, strict=True):
+                if leaf.grad is not None and index >= self.model.num_inputs:
+                    self.add_grad(index, micro, leaf.grad)
+            for index in (*segment.outputs, *self.freed_by_backward[block]):
+                self.values.pop((index, micro), None)
             stop = block
 
     def backward_input(self, first: int, last: int, micro: int) -> None:
-        """Run blocks backward as :meth:`backward` does, but put off what only makes gradients of weights."""
-        assert self.weight_grad_queue is not None, "a row with parts of backwards has one"
+        """Run blocks backward as :meth:`backward` does, but defer computations of weight gradients."""
+        assert self.weight_grad_queue is not None, "split backwards need it"
         for start, stop in self.segment_bounds_reversed(first, last):
             with self.weight_grad_queue.recording() as jobs:
                 self.backward(start, stop - 1, micro)
             self.deferred_jobs[start, micro] = jobs
 
     def backward_weight(self, first: int, last: int, micro: int) -> None:
-        """Make the gradients of weights that blocks have put off."""
+        """Compute the weight gradients that blocks have deferred."""
         with torch.no_grad():
             for start, _ in self.segment_bounds_reversed(first, last):
                 for job in self.deferred_jobs.pop((start, micro)):
                     job()
 
     def segment_bounds_reversed(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield the first block and one past the last of each segment of a run, the last segment first."""
+        """Yield the first block and one past the last of each segment in a range, the last segment first."""
         stop = last + 1
         while stop > first:
             start, _ = self.by_stop[stop]
@@ -345,7 +341,7 @@ class SegmentExecutor:
             stop = start
 
     def run_autograd(self, roots: Sequence[Tensor], grads: OptionalGrads) -> None:
-        """Run autograd; gradients are added to the parameters'."""
+        """Run autograd; gradients are added to those of the parameters."""
         self.store.in_backward = True
         try:
             if any(self.grad_sinks) or self.batch_norm is not None:
@@ -358,29 +354,29 @@ class SegmentExecutor:
     def take_backward_roots(
         self, segment: Segment, outputs: Sequence[Tensor], micro: int
     ) -> tuple[list[Tensor], OptionalGrads]:
-        """Return what autograd starts from, with the gradients that have come for it, which are forgotten here."""
-        if not segment.outputs:  # the model's last one: its output has become the loss, or a block that nobody reads
+        """Remove and return the gradients of a segment's outputs, with the outputs that autograd starts from."""
+        if not segment.outputs:  # the last segment, whose output is the loss, or one without consumers
             return list(outputs), [None] * len(outputs)
         roots: list[Tensor] = []
-        gradients: OptionalGrads = []
-        for at, output in zip(segment.outputs, outputs, strict=True):
-            gradient = self.grads.pop((at, micro), None)
-            if gradient is not None and output.requires_grad:
+        grads: OptionalGrads = []
+        for index, output in zip(segment.outputs, outputs, strict=True):
+            grad = self.grads.pop((index, micro), None)
+            if grad is not None and output.requires_grad:
                 roots.append(output)
-                gradients.append(gradient)
-        return roots, gradients
+                grads.append(grad)
+        return roots, grads
 
-    def add_grad(self, at: int, micro: int, grad: Tensor) -> None:
+    def add_grad(self, index: int, micro: int, grad: Tensor) -> None:
         """Add what a reader of a value contributes to its gradient."""
-        before = self.grads.get((at, micro))
-        self.grads[at, micro] = grad if before is None else before + grad
+        before = self.grads.get((index, micro))
+        self.grads[index, micro] = grad if before is None else before + grad
 
     def attached_loss(self, micro: int) -> list[Tensor]:
-        """Return what goes with a gradient to the stage before: in a stream the loss, which all stages decide by."""
+        """Return what is sent with a gradient to the previous stage: the loss, in an asynchronous pipeline."""
         return [torch.tensor(self.losses[micro], dtype=torch.float64)] if self.microbatches_per_batch else []
 
     def receive_loss(self, micro: int, peer: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Note the loss that came with a gradient; return the gradient, as a part of what is decided on here."""
+        """Record the loss that came with a gradient; return the gradient, rescaled to this rank's loss scope."""
         if not self.microbatches_per_batch:
             return tensors
         self.losses[micro] = float(tensors[0])
@@ -388,24 +384,24 @@ class SegmentExecutor:
         return [tensor * ratio for tensor in tensors[1:]] if ratio != 1.0 else tensors[1:]
 
     def partial_output(self, block: int, micro: int) -> Tensor | None:
-        """Return the partial output of a sliced block, to be summed in place; None when there is none."""
+        """Return the partial output of a row-parallel block, to be reduced in place; None for an empty microbatch."""
         if self.is_empty(micro):
             return None
         _, segment = self.by_stop[block + 1]
-        (at,) = segment.partial_outputs
-        kept = self.values[at, micro]
-        fresh = kept.value.clone(memory_format=torch.contiguous_format)
-        self.values[at, micro] = StoredValue(fresh, kept.requires_grad)
-        return fresh
+        (index,) = segment.partial_outputs
+        stored = self.values[index, micro]
+        contiguous = stored.value.clone(memory_format=torch.contiguous_format)
+        self.values[index, micro] = StoredValue(contiguous, stored.requires_grad)
+        return contiguous
 
     def partial_input_grad(self, block: int, micro: int) -> Tensor | None:
-        """Return the partial input gradient of a sliced block, to be summed in place; None when there is none."""
+        """Return the partial input gradient of a column-parallel block, reduced in place; None if there is none."""
         if self.is_empty(micro):
             return None
         _, segment = self.by_first[block]
-        (at,) = segment.partial_inputs
-        gradient = self.grads.get((at, micro))
-        if gradient is None:
+        (index,) = segment.partial_inputs
+        grad = self.grads.get((index, micro))
+        if grad is None:
             return None
-        self.grads[at, micro] = gradient.contiguous()
-        return self.grads[at, micro]
+        self.grads[index, micro] = grad.contiguous()
+        return self.grads[index, micro]

@@ -1,11 +1,15 @@
-"""Which of a few ways to do the same is the fastest, by trying them in turns while training goes on.
+"""Gradient buckets that all members of a group agree on: which gradients, in which order, and of which size.
 
-Ranges of the flat buffers that gradients are summed in, and sizes of buckets that are worth a try.
+The order is that in which the first member's gradients became ready; it is broadcast once (1). If the plan asks for
+tuning, a few bucket sizes are tried in turn during training (2), and the members adopt the one whose slowest member is
+fastest (3)::
 
-What the members of a group agree on about their buckets: the order of their gradients, and how large they are.
+    step   0      1 .. 4     5 6 7  8 9 10  ...  n      n+1 ...
+          (1)     warm-up    size 0 size 1  ...  (3)    best size
+                             '----- (2) 3 rounds ---'
 
-Both are agreed on by a small collective that is started beside the sums of a step and is there for the next one, so
-that nobody waits for it.
+Both (1) and (3) are small collectives that are started with the reductions of one step and waited for in the next, so
+that no rank waits for them.
 """
 
 from __future__ import annotations
@@ -24,21 +28,21 @@ from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.strategies.buckets import BucketConfig, ReadyGrad, assign_buckets, format_bytes
 
 MIN_SPEEDUP_RATIO = 0.97
-"""What is tried must take at most this part of the time of what there is, or it is not worth a change."""
+"""A candidate is adopted only if its step time is at most this fraction of the current one."""
 
 
 @dataclass(slots=True)
 class BucketAutotuner:
-    """Steps in which ways are tried, and what they took; the steps are counted, so it changes.
+    """Tries candidates in turn while training continues, and records step times.
 
-    All members of a group count the same steps, so that each step is done in the same way by all of them.
+    All members of a group count the same steps, so that all use the same candidate in each step.
 
     Args:
-        num_ways: how many there are; the first is what there is before.
+        num_candidates: the first one is the current setting.
         warm_up: steps before the first trial.
-        num_rounds: how often each is tried.
-        num_steps: steps of a trial; the first of them does not count.
-        seconds: what was measured, by way.
+        num_rounds: trials of each candidate.
+        num_steps: steps of a trial; the first of them is not measured.
+        seconds: step times, by candidate.
     """
 
     num_candidates: int
@@ -50,7 +54,7 @@ class BucketAutotuner:
 
     @property
     def is_done(self) -> bool:
-        """Whether all have been tried; with a single way there is nothing to try."""
+        """Whether all have been tried; True for a single candidate."""
         return (
             self.num_candidates < 2
             or self.step >= self.warm_up + self.num_rounds * self.num_candidates * self.num_steps
@@ -58,64 +62,64 @@ class BucketAutotuner:
 
     @property
     def candidate(self) -> int:
-        """The way of the next step.
+        """The candidate of the next step.
 
         Example:
-            >>> trials = Trials(2, warm_up=1, num_rounds=2, num_steps=2)
-            >>> [(trials.way, trials.take(1.0))[0] for _ in range(9)]
+            >>> autotuner = BucketAutotuner(2, warm_up=1, num_rounds=2, num_steps=2)
+            >>> [(autotuner.candidate, autotuner.record(1.0))[0] for _ in range(9)]
             [0, 0, 0, 1, 1, 0, 0, 1, 1]
         """
-        at = self.step - self.warm_up
-        return 0 if at < 0 or self.is_done else at // self.num_steps % self.num_candidates
+        step = self.step - self.warm_up
+        return 0 if step < 0 or self.is_done else step // self.num_steps % self.num_candidates
 
     def record(self, seconds: float) -> None:
-        """A step is done and took so long."""
-        at = self.step - self.warm_up
-        if at >= 0 and at % self.num_steps and not self.is_done:
+        """Record the time of a step."""
+        step = self.step - self.warm_up
+        if step >= 0 and step % self.num_steps and not self.is_done:
             self.seconds.setdefault(self.candidate, []).append(seconds)
         self.step += 1
 
     def medians(self) -> list[float]:
-        """Return what a step took in each way."""
-        return [median(self.seconds.get(way, [0.0])) for way in range(self.num_candidates)]
+        """Return the median step time of each candidate."""
+        return [median(self.seconds.get(candidate, [0.0])) for candidate in range(self.num_candidates)]
 
 
 def choose_fastest(medians: Sequence[float]) -> int:
-    """Return the way to go on with: the first, unless another one is faster by more than noise.
+    """Return the candidate to adopt: the first, unless another is faster by more than noise.
 
     Example:
-        >>> fastest([1.0, 0.98, 1.2]), fastest([1.0, 0.95, 0.9])
+        >>> choose_fastest([1.0, 0.98, 1.2]), choose_fastest([1.0, 0.95, 0.9])
         (0, 2)
     """
-    best = min(range(len(medians)), key=lambda way: medians[way])
+    best = min(range(len(medians)), key=lambda candidate: medians[candidate])
     return best if medians[best] <= MIN_SPEEDUP_RATIO * medians[0] else 0
 
 
 ElementRange: TypeAlias = tuple[int, int]
-"""Elements of a flat buffer, from and to."""
+"""First element of a range in a flat buffer, and one past its last."""
 
 
 def merge_ranges(ranges: Iterable[ElementRange]) -> list[ElementRange]:
-    """Return the same elements as few ranges.
+    """Merge adjacent ranges.
 
     Example:
-        >>> joined([(4, 6), (0, 2), (2, 4), (8, 9)])
+        >>> merge_ranges([(4, 6), (0, 2), (2, 4), (8, 9)])
         [(0, 6), (8, 9)]
     """
-    found: list[ElementRange] = []
+    merged: list[ElementRange] = []
     for start, stop in sorted(ranges):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def subtract_ranges(ranges: Iterable[ElementRange], removed: Sequence[ElementRange]) -> Iterator[ElementRange]:
-    """Yield what is left of ranges when some have been taken, each of which lies within one of them.
+    """Yield the parts of ranges that were not removed; each removed range lies within one of them.
 
     Example:
-        >>> list(left_over([(0, 10), (20, 30)], [(2, 4), (20, 25)]))
+        >>> list(subtract_ranges([(0, 10), (20, 30)], [(2, 4), (20, 25)]))
         [(0, 2), (4, 10), (25, 30)]
     """
     for low, high in ranges:
@@ -129,35 +133,39 @@ def subtract_ranges(ranges: Iterable[ElementRange], removed: Sequence[ElementRan
 
 
 def candidate_sizes(sizes: BucketConfig) -> list[BucketConfig]:
-    """Return the sizes that are worth a try: those given, larger and smaller ones, and everything at once."""
-    one = BucketConfig(2**62, 2**62, 0.0, sizes.tune)
+    """Return the bucket sizes to try: the given one, larger and smaller ones, and a single bucket."""
+    single_bucket = BucketConfig(2**62, 2**62, 0.0, sizes.tune)
     others = [4 * sizes.bucket_bytes, sizes.bucket_bytes // 4, sizes.bucket_bytes // 16]
-    return [sizes, *(BucketConfig(size, sizes.first_bytes, sizes.cycle_ms, sizes.tune) for size in others), one]
+    return [
+        sizes,
+        *(BucketConfig(size, sizes.first_bytes, sizes.cycle_ms, sizes.tune) for size in others),
+        single_bucket,
+    ]
 
 
 BucketAssignment: TypeAlias = tuple[tuple[int, ...], ...]
-"""The places of each bucket, in the order in which buckets are started."""
+"""The gradients of each bucket, by index, in the order in which buckets are started."""
 
 LOG = logging.getLogger("counterpoint.buckets")
 
 
 @dataclass(frozen=True, slots=True)
 class GradSize:
-    """What is known of a gradient before any backward: in which flat buffer it lies, and its size."""
+    """What is known of a gradient before any backward: its flat gradient, and its size."""
 
     flat_index: int
     num_bytes: int
 
 
 class BucketPlan:
-    """The buckets of one group, the same on all members.
+    """The buckets of one group, equal on all members.
 
     Args:
-        fabric: the way to the others.
+        fabric: this rank's connection to the others.
         group: the members.
-        sizes: of buckets, as the plan says.
-        weighed: every gradient that may be in one; the same on all members.
-        label: what is summed, for errors and the log.
+        sizes: of buckets, from the plan.
+        grad_sizes: of every gradient that may be in a bucket; equal on all members.
+        label: what is reduced, for errors and the log.
     """
 
     def __init__(
@@ -181,57 +189,59 @@ class BucketPlan:
 
     @property
     def assignment(self) -> BucketAssignment:
-        """The buckets of the next backward; none before an order is agreed on."""
+        """The buckets of the next backward; none before the order is known."""
         return self.assignments[self.chosen if self.autotuner.is_done else self.autotuner.candidate]
 
     def start_sync(self, ready_s: Sequence[float]) -> None:
-        """Start to agree on what is open; all members call it at the same place of a step.
+        """Start to agree on the order, or on the fastest size; all members call it at the same point of a step.
 
         Args:
-            ready_s: when each gradient was ready in this step, on this rank; nan for those that never were.
+            ready_s: when each gradient became ready in this step, on this rank; nan if it did not.
         """
         if not self.is_ordered:
-            seen = torch.tensor([-1.0 if math.isnan(when) else when for when in ready_s], dtype=torch.float64)
-            work = self.fabric.broadcast(f"order of {self.label}", seen, self.group, self.group[0])
-            self._pending = seen, work
+            times = torch.tensor([-1.0 if math.isnan(time_s) else time_s for time_s in ready_s], dtype=torch.float64)
+            work = self.fabric.broadcast(f"order of {self.label}", times, self.group, self.group[0])
+            self._pending = times, work
         elif self.autotuner.is_done and len(self.candidates) > 1:
             seconds = torch.tensor(self.autotuner.medians(), dtype=torch.float64)
             self._pending = seconds, self.fabric.all_reduce(f"seconds of {self.label}", seconds, self.group, "max")
 
     def finish_sync(self) -> None:
-        """What was asked for is agreed on; all members call it, at places where they may wait."""
+        """Wait for what was started; all members call it at a point where they wait anyway."""
         if self._pending is None:
             return
-        numbers, work = self._pending
+        values, work = self._pending
         work.wait()
         self._pending = None
-        (self._adopt_fastest if self.is_ordered else self._assign_in_order)(numbers.tolist())
+        (self._adopt_fastest if self.is_ordered else self._assign_in_order)(values.tolist())
 
     def _assign_in_order(self, ready_s: Sequence[float]) -> None:
-        """Cut the gradients that the first member has seen, in the order in which it has."""
-        made = [
-            ReadyGrad(place, weighed.flat_index, weighed.num_bytes, when)
-            for place, (weighed, when) in enumerate(zip(self.grad_sizes, ready_s, strict=True))
-            if when >= 0
+        """Assign gradients to buckets in the order in which the first member's became ready."""
+        ready = [
+            ReadyGrad(index, grad_size.flat_index, grad_size.num_bytes, time_s)
+            for index, (grad_size, time_s) in enumerate(zip(self.grad_sizes, ready_s, strict=True))
+            if time_s >= 0
         ]
-        self.is_ordered = bool(made)
-        given = self.candidates[0]
-        cuts = {
-            assign_buckets(made, sizes): sizes for sizes in reversed(candidate_sizes(given) if given.tune else [given])
+        self.is_ordered = bool(ready)
+        planned = self.candidates[0]
+        sizes_of = {
+            assign_buckets(ready, sizes): sizes
+            for sizes in reversed(candidate_sizes(planned) if planned.tune else [planned])
         }
-        first = assign_buckets(made, given)
-        self.assignments = [first, *(other for other in reversed(cuts) if other != first)]
-        self.candidates = [given, *(cuts[other] for other in self.assignments[1:])]
+        first = assign_buckets(ready, planned)
+        self.assignments = [first, *(other for other in reversed(sizes_of) if other != first)]
+        self.candidates = [planned, *(sizes_of[other] for other in self.assignments[1:])]
         self.autotuner = BucketAutotuner(len(self.assignments))
 
     def _adopt_fastest(self, seconds: Sequence[float]) -> None:
-        """Go on with the fastest."""
+        """Adopt the size with the lowest step time."""
         self.chosen = choose_fastest(seconds)
         before, after = self.candidates[0], self.candidates[self.chosen]
         if self.chosen and self.fabric.rank == self.group[0]:
             LOG.info(
                 "%s: buckets of %s instead of %s, %d instead of %d of them: %.1f ms a step instead of %.1f",
-                self.label, format_bucket_size(after), format_bucket_size(before), len(self.assignments[self.chosen]), len(self.assignments[0]),
+                self.label, format_bucket_size(after), format_bucket_size(before),
+                len(self.assignments[self.chosen]), len(self.assignments[0]),
                 1e3 * seconds[self.chosen], 1e3 * seconds[0],
             )  # fmt: skip
         self.candidates, self.assignments, self.chosen = [after], [self.assignments[self.chosen]], 0

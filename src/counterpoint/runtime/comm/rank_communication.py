@@ -1,4 +1,10 @@
-"""What travels between ranks and how it is called there."""
+"""Communication of one rank: what each send, receive and collective instruction transfers, and how it is labelled.
+
+A message of an edge is a mask followed by tensors. The mask of activations says for each value whether it needs a
+gradient (``NEEDS_GRAD``), or is not sent (``MISSING``) because no other rank reads it in evaluation; the mask of
+gradients says which values have one. Messages and collectives of parameters work on flat buffers; tables with sparse
+gradients are gathered as rows instead.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +31,22 @@ from counterpoint.runtime.params.sparse_grads import CombinedWork
 from counterpoint.strategies.buckets import BucketConfig
 
 _Pending: TypeAlias = tuple[FlatParams | None, Work, Collective]
-"""The arena a collective works on, if any, the work, and the word."""
+"""The flat parameters that a collective works on, if any, the work, and the instruction."""
 
 NEEDS_GRAD, MISSING = 1, 2
-"""What a message says of a value: a gradient can come back for it; it is not there."""
+"""Flags in the mask of a message: the value needs a gradient; the value is not sent."""
 
 
 class RankCommunication:
-    """The communication words of one rank.
+    """Runs the communication instructions of one rank.
 
     Args:
-        fabric: the rank's way to its peers.
-        compute: where activations and their gradients lie.
-        store: where parameters and their gradients lie.
-        brought: for a group and a unit that it sums in a code the microbatches that each member brings.
-        sizes: of the buckets in which sums begin early.
+        fabric: the rank's connection to its peers.
+        executor: stores activations and their gradients.
+        store: stores parameters and their gradients.
+        compressed_contributions: for each group and unit with a compressed all-reduce the microbatches that each member
+            contributes.
+        bucket_sizes: of reductions that overlap with backward.
     """
 
     def __init__(
@@ -55,17 +62,17 @@ class RankCommunication:
         self.store = store
         self.compressed_contributions = compressed_contributions
         self.started: dict[TensorRef, list[_Pending]] = {}
-        self.completed: list[tuple[FlatParams | None, Collective]] = []  # what was started and waited for in this step
+        self.completed: list[tuple[FlatParams | None, Collective]] = []  # in this step, with a wait of their own
         self.overlap = BackwardOverlap(self, bucket_sizes)
 
     def clear(self) -> None:
-        """Forget what is under way, and what a group has agreed on, of which some members may not have heard."""
+        """Drop collectives in flight, and the buckets that a group agreed on, of which some members may not know."""
         self.started.clear()
         self.completed.clear()
         self.overlap.clear()
 
     def send(self, tensor: TensorRef, peer: int, codec: str = "") -> None:
-        """Send values, their gradients, a gradient of parameters, be it in a code, or parameters."""
+        """Send activations or their gradients; parameters or their gradient, compressed if there is a codec."""
         label = format_tensor_ref(tensor)
         if tensor.micro is not None:
             if self.executor.is_empty(tensor.micro):
@@ -74,20 +81,24 @@ class RankCommunication:
             return
         unit = self.store.units[tensor.blocks]
         if tensor.name == "weight":
-            self.fabric.send(peer, label, [arena.weights for arena in unit.flat_params])
+            self.fabric.send(peer, label, [flat_params.weights for flat_params in unit.flat_params])
         else:
             self.fabric.send(peer, label, self.grad_message(unit, peer, codec))
             unit.clear_grads()
 
     def grad_message(self, unit: UnitParams, peer: int, codec: str) -> list[Tensor]:
-        """Return a unit's gradient as tensors to be sent to a peer; :func:`add_grad` is its opposite."""
+        """Return a unit's gradient as tensors to be sent to a peer; :func:`add_grad` is its inverse."""
         if not codec:
-            return [tensor for arena in unit.flat_params for tensor in arena.pack_grad()]
-        way = peer_pair(peer, self.fabric.rank)
-        return [tensor for arena in unit.flat_params for tensor in encode_message(arena, way, find_codec(codec))]
+            return [tensor for flat_params in unit.flat_params for tensor in flat_params.pack_grad()]
+        pair = peer_pair(peer, self.fabric.rank)
+        return [
+            tensor
+            for flat_params in unit.flat_params
+            for tensor in encode_message(flat_params, pair, find_codec(codec))
+        ]
 
     def recv(self, tensor: TensorRef, peer: int, codec: str = "") -> None:
-        """Receive what the peer's :meth:`send` of the same value sent."""
+        """Receive what the peer's :meth:`send` of the same tensor sent."""
         label = format_tensor_ref(tensor)
         if tensor.micro is not None:
             if self.executor.is_empty(tensor.micro):
@@ -102,77 +113,75 @@ class RankCommunication:
             add_grad(unit, tensors, codec)
 
     def encode(self, tensor: TensorRef, micro: int) -> list[Tensor]:
-        """Return the message that a strand or its gradient is: a mask, then the tensors.
-
-        The mask of a strand says for which values a gradient can come back (``NEEDS_GRAD``), and which are not there
-        because no other rank reads them in evaluation (``ABSENT``); that of a gradient says for which there is one.
-        """
-        compute, places = self.executor, self.executor.model.edge_values[edge_endpoints(tensor)]
+        """Return the message of an edge's activations or their gradients."""
+        executor, values = self.executor, self.executor.model.edge_values[edge_endpoints(tensor)]
         if tensor.name in ACTIVATIONS:
-            kept = [compute.values.get((at, micro)) for at in places]
-            if tensor.name == "x":  # nobody here reads it
+            stored = [executor.values.get((index, micro)) for index in values]
+            if tensor.name == "x":  # only the receiver reads it
                 self.drop_values(tensor, micro)
-            mask = _mask(MISSING if one is None else int(one.requires_grad) for one in kept)
-            return [mask, *(one.value for one in kept if one is not None)]
-        gradients = [compute.grads.pop((at, micro), None) for at in places]
-        there = [gradient for gradient in gradients if gradient is not None]
-        return [_mask(int(gradient is not None) for gradient in gradients), *compute.attached_loss(micro), *there]
+            mask = _mask(
+                MISSING if stored_value is None else int(stored_value.requires_grad) for stored_value in stored
+            )
+            return [mask, *(stored_value.value for stored_value in stored if stored_value is not None)]
+        grads = [executor.grads.pop((index, micro), None) for index in values]
+        present = [grad for grad in grads if grad is not None]
+        return [_mask(int(grad is not None) for grad in grads), *executor.attached_loss(micro), *present]
 
     def decode(self, tensor: TensorRef, micro: int, peer: int, message: Sequence[Tensor]) -> None:
-        """Put a message of a strand or its gradient where it belongs."""
-        compute, places = self.executor, self.executor.model.edge_values[edge_endpoints(tensor)]
+        """Store the message of an edge's activations, or add that of their gradients."""
+        executor, values = self.executor, self.executor.model.edge_values[edge_endpoints(tensor)]
         mask, *tensors = message
         flags: list[int] = mask.tolist()
         if tensor.name in ACTIVATIONS:
-            came = iter(tensors)
-            for at, flag in zip(places, flags, strict=True):
+            received = iter(tensors)
+            for index, flag in zip(values, flags, strict=True):
                 if flag != MISSING:
-                    compute.values[at, micro] = StoredValue(next(came), flag == NEEDS_GRAD)
+                    executor.values[index, micro] = StoredValue(next(received), flag == NEEDS_GRAD)
             return
-        left = iter(compute.receive_loss(micro, peer, tensors))
-        for at, has_gradient in zip(places, flags, strict=True):
+        remaining = iter(executor.receive_loss(micro, peer, tensors))
+        for index, has_gradient in zip(values, flags, strict=True):
             if has_gradient:
-                compute.add_grad(at, micro, next(left))
+                executor.add_grad(index, micro, next(remaining))
 
     def run_collectives(self, instructions: Sequence[Collective]) -> None:
-        """Do blocking collectives of one verb and group, side by side."""
-        works = [work for word in instructions for work in self.start_collective(word)]
-        for arena, work, word in works:
+        """Run blocking collectives of one operation and group concurrently."""
+        works = [work for instruction in instructions for work in self.start_collective(instruction)]
+        for flat_params, work, instruction in works:
             work.wait()
-            self.finish(arena, word)
+            self.finish(flat_params, instruction)
 
     def start(self, instruction: Collective) -> None:
-        """Start a collective that a later word waits for, or what is left of it to be started."""
-        site = self.overlap.active.get(instruction.tensor)
+        """Start a collective that a later instruction waits for, or the part of it that backward has not started."""
+        reducer = self.overlap.active.get(instruction.tensor)
         self.started[instruction.tensor] = (
-            self.start_collective(instruction) if site is None else list(site.start_remaining(instruction))
+            self.start_collective(instruction) if reducer is None else list(reducer.start_remaining(instruction))
         )
 
     def wait(self, instruction: Collective) -> None:
         """Wait for a started collective."""
         self.overlap.wait(instruction)
-        for arena, work, begun in self.started.pop(instruction.tensor):
+        for flat_params, work, started in self.started.pop(instruction.tensor):
             work.wait()
-            self.completed.append((arena, begun))
-            self.finish(arena, begun)
+            self.completed.append((flat_params, started))
+            self.finish(flat_params, started)
 
     def start_collective(self, instruction: Collective) -> list[_Pending]:
-        """Start one collective on every tensor of its value."""
-        value, group = instruction.tensor, instruction.group
-        label = format_tensor_ref(value)
-        if value.micro is not None:
-            block = value.blocks[0]
-            find = self.executor.partial_output if value.name == "y" else self.executor.partial_input_grad
-            tensor = find(block, value.micro)
+        """Start one collective on every tensor that it names."""
+        tensor_ref, group = instruction.tensor, instruction.group
+        label = format_tensor_ref(tensor_ref)
+        if tensor_ref.micro is not None:
+            block = tensor_ref.blocks[0]
+            find = self.executor.partial_output if tensor_ref.name == "y" else self.executor.partial_input_grad
+            tensor = find(block, tensor_ref.micro)
             return [] if tensor is None else [(None, self.fabric.all_reduce(label, tensor, group), instruction)]
-        begun: list[_Pending] = []
-        for index, arena in enumerate(self.store.units[value.blocks].flat_params):
+        started: list[_Pending] = []
+        for index, flat_params in enumerate(self.store.units[tensor_ref.blocks].flat_params):
             name = f"{label}[{index}]" if index else label
-            begun.append((arena, self.start_on_flat_params(instruction, arena, name), instruction))
-        return begun
+            started.append((flat_params, self.start_on_flat_params(instruction, flat_params, name), instruction))
+        return started
 
     def start_on_flat_params(self, instruction: Collective, flat_params: FlatParams, label: str) -> Work:
-        """Start one collective on one arena."""
+        """Start one collective on the flat parameters of one dtype."""
         group = instruction.group
         if flat_params.shared is not None and instruction.op in {"reduce_scatter", "all_gather"}:
             if instruction.op == "reduce_scatter":
@@ -191,31 +200,33 @@ class RankCommunication:
             )
         if instruction.codec:
             return self.start_compressed(instruction, flat_params, label)
-        span = self.store.units[instruction.tensor.blocks].role.update_shard
-        return self.start_reduce(instruction, flat_params, label, span if instruction.op == "all_reduce" else None)
+        update_shard = self.store.units[instruction.tensor.blocks].role.update_shard
+        return self.start_reduce(
+            instruction, flat_params, label, update_shard if instruction.op == "all_reduce" else None
+        )
 
     def start_reduce(
         self, instruction: Collective, flat_params: FlatParams, label: str, span: ShardSpan | None
     ) -> Work:
-        """Start to add up one arena's gradient, or this rank's share of it, range by range between rows of tables.
+        """Start to reduce a flat gradient, or this rank's shard of it, in ranges between tables with sparse gradients.
 
         Args:
-            word: the share or sum.
-            arena: whose gradient.
-            label: what it is called.
-            span: the share that is added up where there is one already; None for the whole gradient.
+            instruction: the reduce-scatter or all-reduce.
+            flat_params: whose gradient.
+            label: of the collective.
+            span: the shard to reduce if there is one already; None for the whole gradient.
         """
         group = instruction.group
         flat = flat_params.collect_flat_grad() if span is None else flat_params.reducible_grad(span)
-        has_share = flat_params.grad_shard is not None and instruction.op == "all_reduce"
-        low = flat_params.layout.element_range(span)[0] if has_share and span is not None else 0
-        strewn = flat_params.sparse_grads
-        if strewn.slots:
-            strewn.all_gather(
-                self.fabric, group, label, reduced_already=instruction.op == "all_reduce" and bool(strewn.reduced)
+        has_shard = flat_params.grad_shard is not None and instruction.op == "all_reduce"
+        low = flat_params.layout.element_range(span)[0] if has_shard and span is not None else 0
+        sparse_grads = flat_params.sparse_grads
+        if sparse_grads.slots:
+            sparse_grads.all_gather(
+                self.fabric, group, label, reduced_already=instruction.op == "all_reduce" and bool(sparse_grads.reduced)
             )
         works = self.start_range_reduces(
-            instruction, flat_params, label, strewn.dense_ranges(low, low + len(flat)), flat, low
+            instruction, flat_params, label, sparse_grads.dense_ranges(low, low + len(flat)), flat, low
         )
         return works[0] if len(works) == 1 else CombinedWork(works)
 
@@ -228,28 +239,28 @@ class RankCommunication:
         flat: Tensor,
         low: int = 0,
     ) -> list[Work]:
-        """Start to add up ranges of an arena's gradient, or of this rank's share of it.
+        """Start to reduce ranges of a flat gradient, or of this rank's shard of it.
 
         Args:
-            word: the share or sum.
-            arena: whose gradient.
-            label: what it is called.
-            ranges: elements of the arena.
-            flat: the gradient or share.
-            low: where in the arena it begins.
+            instruction: the reduce-scatter or all-reduce.
+            flat_params: whose gradient.
+            label: of the collective.
+            ranges: elements of the flat gradient.
+            flat: the gradient or shard.
+            low: the element at which ``flat`` begins.
         """
         bounds, works = flat_params.layout.shard_bounds(len(instruction.group)), []
         for start, stop in ranges:
             part = flat[start - low : stop - low]
             if instruction.op == "reduce_scatter":
-                inside = [min(max(bound, start), stop) - start for bound in bounds]
-                works.append(self.fabric.reduce_scatter(label, part, inside, instruction.group))
+                local_bounds = [min(max(bound, start), stop) - start for bound in bounds]
+                works.append(self.fabric.reduce_scatter(label, part, local_bounds, instruction.group))
             else:
                 works.append(self.fabric.all_reduce(label, part, instruction.group))
         return works
 
     def start_compressed(self, instruction: Collective, flat_params: FlatParams, label: str) -> Work:
-        """Start to add up one arena's gradient in a code; rows of tables with sparse gradients travel as they are."""
+        """Start to all-reduce a compressed gradient; rows of tables with sparse gradients are gathered uncompressed."""
         if flat_params.sparse_grads.slots:
             flat_params.collect_grads()
             flat_params.sparse_grads.all_gather(
@@ -265,37 +276,39 @@ class RankCommunication:
         )
 
     def sample_fractions(self, instruction: Collective) -> list[float]:
-        """Return for each member of a coded sum which part of the mean over all samples its gradient is."""
-        brought = self.compressed_contributions[instruction.group, instruction.tensor.blocks]
-        return [sum(self.executor.loss_weights.weights[micro] for micro in micros) for micros in brought]
+        """Return for each member of a compressed all-reduce its gradient's samples divided by those of the loss."""
+        contributions = self.compressed_contributions[instruction.group, instruction.tensor.blocks]
+        return [sum(self.executor.loss_weights.weights[micro] for micro in micros) for micros in contributions]
 
     def finish(self, flat_params: FlatParams | None, instruction: Collective) -> None:
-        """Put the result of a collective where it belongs."""
+        """Store the result of a collective."""
         if flat_params is not None and flat_params.shared is not None:
             if instruction.op == "reduce_scatter":
                 flat_params.read_published(self.fabric, instruction.group, format_tensor_ref(instruction.tensor))
         elif flat_params is not None and instruction.op == "reduce_scatter":
             bounds = flat_params.layout.shard_bounds(len(instruction.group))
-            at = instruction.group.index(self.fabric.rank)
-            flat_params.accumulate_shard(bounds[at], bounds[at + 1])
+            position = instruction.group.index(self.fabric.rank)
+            flat_params.accumulate_shard(bounds[position], bounds[position + 1])
 
     def free(self, tensor: TensorRef) -> None:
-        """Free what was gathered, or a gradient that has been used."""
+        """Free gathered weights, a gradient that was used, or activations."""
         if tensor.name in UNIT_TENSORS:
-            for arena in self.store.units[tensor.blocks].flat_params:
+            for flat_params in self.store.units[tensor.blocks].flat_params:
                 if tensor.name == "weight":
-                    arena.reshard_weights()
+                    flat_params.reshard_weights()
                 elif tensor.name == "delayed_grad":
-                    arena.delayed_grad = None
+                    flat_params.delayed_grad = None
                 else:
-                    arena.free_grad()
+                    flat_params.free_grad()
         elif tensor.micro is not None:
             self.drop_values(tensor, tensor.micro)
 
     def drop_values(self, tensor: TensorRef, micro: int) -> None:
-        """Free values that belong to a microbatch."""
-        for at in self.executor.model.edge_values.get(edge_endpoints(tensor), ()) if tensor.name in ACTIVATIONS else ():
-            self.executor.values.pop((at, micro), None)
+        """Drop the values of an edge for a microbatch."""
+        for index in (
+            self.executor.model.edge_values.get(edge_endpoints(tensor), ()) if tensor.name in ACTIVATIONS else ()
+        ):
+            self.executor.values.pop((index, micro), None)
 
 
 def _mask(flags: Iterable[int]) -> Tensor:
@@ -304,20 +317,20 @@ def _mask(flags: Iterable[int]) -> Tensor:
 
 def set_weights(unit: UnitParams, tensors: Sequence[Tensor]) -> None:
     """Replace a unit's weights by received ones."""
-    for arena, tensor in zip(unit.flat_params, tensors, strict=True):
-        arena.weights.data.copy_(tensor)
+    for flat_params, tensor in zip(unit.flat_params, tensors, strict=True):
+        flat_params.weights.data.copy_(tensor)
 
 
 def add_grad(unit: UnitParams, tensors: Sequence[Tensor], codec: str = "") -> None:
     """Add a received gradient to a unit's."""
-    left = iter(tensors)
-    for arena in unit.flat_params:
+    remaining = iter(tensors)
+    for flat_params in unit.flat_params:
         if codec:
-            arena.add_packed_grad(iter(decode_message(arena, left, find_codec(codec))))
+            flat_params.add_packed_grad(iter(decode_message(flat_params, remaining, find_codec(codec))))
         else:
-            arena.add_packed_grad(left)
+            flat_params.add_packed_grad(remaining)
 
 
 def peer_pair(peer: int, rank: int) -> Group:
-    """Return the two ends of a way, as what a code keeps for it is named by."""
+    """Return two ranks in order, as the key of the error feedback between them."""
     return (min(peer, rank), max(peer, rank))

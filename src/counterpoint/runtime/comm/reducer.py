@@ -1,12 +1,21 @@
-"""Hooks on gradients of parameters that are there during one backward of each step, put on and taken off at once.
+"""Gradient reductions that overlap with the backward that computes the gradients, bucket by bucket.
 
-Sums of gradients that begin while the backward goes on which makes them, bucket by bucket.
+The program says which reductions may overlap with which backward; the exact time is decided here, as in DDP's Reducer.
+In the first step, every reduction runs where its instruction is, and each rank records the order in which gradients
+become ready. From then on the order of the group's first member is used by all: gradients are assigned to buckets in
+this order, and a bucket's reduction starts as soon as it and all buckets before it are complete. So all members start
+them in the same order, whatever the order of their own gradients::
 
-The program says which sums may begin early; when exactly is seen here. A first step sums as the words say, and looks in
-which order gradients become ready. The order that the first member of a group has seen is everybody's from then on: in
-this order gradients are put together in buckets, ranges of the flat buffers they lie in, and a bucket's sum is started
-as soon as it and all buckets before it are complete. So all members start them in one order, whatever the order of
-their own gradients is. What is not complete when the backward is over is started where the word stands.
+    backward   |  g5   g4   g3   g2   g1   g0  |
+    buckets    [  0:  g5 g4  ][ 1: g3 g2 ][ 2 ]         in the order of the first member            (1)
+    ready           x    x        x  x                  on_grad counts down num_waiting             (2)
+    started              '--0--->    '--1---->          reductions run while backward continues     (3)
+    start_remaining                            '--2->   at the instruction: whatever is left        (4)
+    wait                                          '-->  at its wait instruction: all of them        (5)
+
+A bucket is a set of ranges in flat gradients. Small gradients are copied there when their bucket is complete, large
+ones as soon as they are ready. How often a parameter gets a gradient in one backward is known from earlier backwards;
+one more after its reduction has started is an error.
 """
 
 from __future__ import annotations
@@ -44,29 +53,29 @@ GradHook: TypeAlias = Callable[[Tensor], None]
 
 
 class _HookEntry(NamedTuple):
-    hooks: MutableMapping[int, GradHook]  # all of the parameter's, as torch calls them
-    number: int  # that torch has given to this one
+    hooks: MutableMapping[int, GradHook]  # all hooks of the parameter, by number
+    number: int  # of this one
     hook: GradHook
 
 
 class ToggledGradHooks:
-    """What hears of every gradient that is put on some parameters, while it listens.
+    """Post-accumulate-grad hooks on some parameters, active only inside :meth:`enabled`.
 
-    Registering a hook and removing it takes longer than many a gradient of few numbers: this does so once, and then
-    writes the hook to and from its place among the parameter's others.
+    Registering and removing a hook takes longer than a small gradient: this registers each once, and then writes it to
+    and removes it from its place in the parameter's hook dictionary.
 
     Args:
-        params: they keep no hook while nothing listens.
+        params: they have no hook outside of :meth:`enabled`.
         hooks: one for each.
 
     Example:
         >>> import torch
-        >>> param, heard = nn.Parameter(torch.ones(2)), []
-        >>> listening = Listening([param], [lambda param: heard.append(param.grad.tolist())])
-        >>> with listening.during():
+        >>> param, grads = nn.Parameter(torch.ones(2)), []
+        >>> grad_hooks = ToggledGradHooks([param], [lambda param: grads.append(param.grad.tolist())])
+        >>> with grad_hooks.enabled():
         ...     param.sum().backward()
         >>> param.sum().backward()
-        >>> heard
+        >>> grads
         [[1.0, 1.0]]
     """
 
@@ -76,17 +85,17 @@ class ToggledGradHooks:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Listen inside."""
-        for ear in self._entries:
-            ear.hooks[ear.number] = ear.hook
+        """Activate the hooks inside."""
+        for entry in self._entries:
+            entry.hooks[entry.number] = entry.hook
         try:
             yield
         finally:
             self._disable()
 
     def _disable(self) -> None:
-        for ear in self._entries:
-            ear.hooks.pop(ear.number, None)
+        for entry in self._entries:
+            entry.hooks.pop(entry.number, None)
 
 
 def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch's stubs leave out these members
@@ -97,30 +106,35 @@ def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch
 ClockFn: TypeAlias = Callable[[], float]
 
 NO_BUCKET = -1
-"""Of a gradient that is summed where the word stands."""
+"""Bucket of a gradient that is reduced at its instruction only."""
 
 
 class RangeReducer(Protocol):
-    """What sums ranges of a gradient."""
+    """Starts reductions of ranges of a flat gradient."""
 
     fabric: Fabric
     store: ParamStore
 
     def start_range_reduces(
-        self, instruction: Collective, flat_params: FlatParams, label: str, ranges: Sequence[ElementRange], flat: Tensor
+        self,
+        instruction: Collective,
+        flat_params: FlatParams,
+        label: str,
+        ranges: Sequence[ElementRange],
+        flat_grad: Tensor,
     ) -> list[Work]:
-        """Start to add up ranges of one arena's flat gradient."""
+        """Start to reduce ranges of a flat gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatGrad:
-    """One flat gradient of a site.
+    """One flat gradient of a reducer.
 
     Args:
-        word: its sum.
-        arena: where it lies.
-        number: among those of the site.
-        label: what it is called between ranks.
+        instruction: its reduction.
+        flat_params: which have it.
+        index: among those of the reducer.
+        label: of its collectives.
     """
 
     instruction: Collective
@@ -131,12 +145,12 @@ class FlatGrad:
 
 @dataclass(frozen=True, slots=True)
 class GradSlot:
-    """A parameter whose gradient may be summed early.
+    """A parameter whose gradient may be reduced during backward.
 
     Args:
-        flat: in which of a site's flat buffers it lies.
-        slot: where in there.
-        is_large: whether it moves there by itself.
+        flat_grad: where its gradient is stored.
+        slot: its position there.
+        is_large: whether it is copied there alone.
     """
 
     flat_grad: FlatGrad
@@ -145,13 +159,13 @@ class GradSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the gradient."""
         return (self.slot.stop - self.slot.start) * self.flat_grad.flat_params.layout.dtype.itemsize
 
 
 @dataclass(slots=True)
 class OverlappedReduce:
-    """Sums that were under way, from their start until they were seen complete; changes when they are."""
+    """Reductions in flight, with the times of their start and of when they were seen to be complete."""
 
     instruction: Collective
     works: Sequence[Work]
@@ -159,24 +173,25 @@ class OverlappedReduce:
     stop_s: float = math.nan
 
     def poll(self, clock: ClockFn) -> None:
-        """Note that they are complete, if they can be seen to be."""
+        """Record the current time if they are complete."""
         if math.isnan(self.stop_s) and all(work.is_complete for work in self.works):
             self.stop_s = clock()
 
 
 @dataclass(slots=True)
 class BackwardProgress:
-    """How far a backward is; changes with every gradient.
+    """Progress of one backward; updated with every gradient.
 
     Args:
-        cut: its buckets.
-        left: for each bucket how many gradients it waits for.
-        seen: for each place how often a gradient was put on it.
-        ready_s: when that was the last time; nan for never.
-        num_begun: buckets that have been started, the first ones.
-        works: of these, by flat gradient.
-        ranges: what they sum, by flat gradient.
-        is_over: whether all that can be has been started.
+        assignment: its buckets.
+        num_waiting: for each bucket the number of gradients it waits for.
+        hits: for each gradient slot how often it got a gradient.
+        ready_s: time of the last one; nan for never.
+        start_s: time of the start of backward.
+        num_started: buckets that have been started, in order.
+        works: their reductions, by flat gradient.
+        ranges: what these reduce, by flat gradient.
+        is_done: whether everything has been started.
     """
 
     assignment: BucketAssignment
@@ -191,12 +206,12 @@ class BackwardProgress:
 
 
 class Reducer:
-    """One backward of a row, and the sums of one group that may begin during it.
+    """The reductions of one group that may overlap with one backward of a program.
 
     Args:
-        words: the sums.
-        summing: what sums ranges.
-        sizes: how large buckets are, as the plan says.
+        instructions: the reductions.
+        range_reducer: starts them.
+        bucket_sizes: from the plan.
     """
 
     def __init__(
@@ -206,145 +221,151 @@ class Reducer:
         self.range_reducer = range_reducer
         self.flat_grads = list(_find_flat_grads(instructions, range_reducer.store))
         self.grad_slots = [
-            GradSlot(flat, slot, not is_small(slot, flat.flat_params.layout))
-            for flat in self.flat_grads
-            for slot in flat.flat_params.layout.slots
-            if slot.name not in flat.flat_params.sparse_grads.slots and flat.flat_params.params[slot.name].requires_grad
+            GradSlot(flat_grad, slot, not is_small(slot, flat_grad.flat_params.layout))
+            for flat_grad in self.flat_grads
+            for slot in flat_grad.flat_params.layout.slots
+            if slot.name not in flat_grad.flat_params.sparse_grads.slots
+            and flat_grad.flat_params.params[slot.name].requires_grad
         ]
-        self.expected_hits = [0] * len(self.grad_slots)  # how often a gradient is put on each in one backward
-        weighed = [GradSize(place.flat_grad.index, place.num_bytes) for place in self.grad_slots]
-        label = " ".join(format_tensor_ref(word.tensor) for word in instructions)
-        self.bucket_plan = BucketPlan(range_reducer.fabric, instructions[0].group, bucket_sizes, weighed, label)
-        self.bucket_of: list[int] = []  # for each place, or that it has none
+        self.expected_hits = [0] * len(self.grad_slots)  # gradients of each in one backward
+        grad_sizes = [GradSize(grad_slot.flat_grad.index, grad_slot.num_bytes) for grad_slot in self.grad_slots]
+        label = " ".join(format_tensor_ref(instruction.tensor) for instruction in instructions)
+        self.bucket_plan = BucketPlan(range_reducer.fabric, instructions[0].group, bucket_sizes, grad_sizes, label)
+        self.bucket_of: list[int] = []  # of each gradient slot, or NO_BUCKET
         self.progress = self.new_progress()
         self.clock: ClockFn | None = None
         self.reduces: list[OverlappedReduce] = []
         self.grad_hooks = ToggledGradHooks(
-            [place.flat_grad.flat_params.params[place.slot.name] for place in self.grad_slots],
-            [partial(self.on_grad, at) for at in range(len(self.grad_slots))],
+            [grad_slot.flat_grad.flat_params.params[grad_slot.slot.name] for grad_slot in self.grad_slots],
+            [partial(self.on_grad, index) for index in range(len(self.grad_slots))],
         )
 
     @property
     def is_enabled(self) -> bool:
-        """Whether gradients are summed at all: in memory in common, they are not."""
-        return all(flat.flat_params.shared is None for flat in self.flat_grads)
+        """Whether gradients are reduced at all; those in shared memory are not."""
+        return all(flat_grad.flat_params.shared is None for flat_grad in self.flat_grads)
 
     def new_progress(self) -> BackwardProgress:
-        """Return how far a backward is that has just begun."""
-        cut, count = self.bucket_plan.assignment, len(self.grad_slots)
+        """Return the progress of a backward that begins now."""
+        assignment, count = self.bucket_plan.assignment, len(self.grad_slots)
         self.bucket_of = [NO_BUCKET] * count
-        for bucket, places in enumerate(cut):
-            for at in places:
-                self.bucket_of[at] = bucket
+        for bucket, indices in enumerate(assignment):
+            for index in indices:
+                self.bucket_of[index] = bucket
         return BackwardProgress(
-            cut, [len(places) for places in cut], [0] * count, [math.nan] * count, time.perf_counter()
+            assignment, [len(indices) for indices in assignment], [0] * count, [math.nan] * count, time.perf_counter()
         )
 
     @contextmanager
     def overlapping(self, clock: ClockFn | None) -> Iterator[None]:
-        """Buckets are started while the backward goes on inside."""
+        """Start buckets while backward runs inside."""
         self.progress, self.clock = self.new_progress(), clock
         self.reduces.clear()
         with self.grad_hooks.enabled():
             yield
         self.expected_hits = list(map(max, self.expected_hits, self.progress.hits))
 
-    def on_grad(self, at: int, _: Tensor) -> None:
-        """A gradient has been put on a parameter; a bucket that waited for it alone is started.
+    def on_grad(self, index: int, _: Tensor) -> None:
+        """Count a gradient that autograd has put on a parameter, and start buckets that are now complete.
 
         Raises:
-            DataError: its sum has begun without it.
+            DataError: its reduction has already started.
         """
-        now = self.progress
-        now.hits[at] = seen = now.hits[at] + 1
-        now.ready_s[at] = time.perf_counter() - now.start_s
+        progress = self.progress
+        progress.hits[index] = hits = progress.hits[index] + 1
+        progress.ready_s[index] = time.perf_counter() - progress.start_s
         if self.clock is not None:
-            for transfer in self.reduces:
-                transfer.poll(self.clock)
-        often, bucket = self.expected_hits[at], self.bucket_of[at]
-        if bucket == NO_BUCKET or not 0 < often <= seen:
+            for reduce in self.reduces:
+                reduce.poll(self.clock)
+        expected, bucket = self.expected_hits[index], self.bucket_of[index]
+        if bucket == NO_BUCKET or not 0 < expected <= hits:
             return
-        if bucket < now.num_started:
+        if bucket < progress.num_started:
             raise DataError(
-                f"{self.grad_slots[at].slot.name} got gradient number {seen} of one backward after its sum had begun, "
-                f"because in no backward before it got more than {often}; a sum that begins early has to "
-                "know which one is the last: give passes=(), so that sums begin after the backward"
+                f"{self.grad_slots[index].slot.name} got gradient {hits} of one backward after its all-reduce had "
+                f"started, because no earlier backward gave it more than {expected}; a reduction that overlaps with "
+                "backward must know which gradient is the last: set passes=(), so that reductions start after backward"
             )
-        now.num_waiting[bucket] -= seen == often
-        if self.grad_slots[at].is_large or (bucket == now.num_started and now.num_waiting[bucket] == 0):
+        progress.num_waiting[bucket] -= hits == expected
+        if self.grad_slots[index].is_large or (bucket == progress.num_started and progress.num_waiting[bucket] == 0):
             with without_torch_function():
-                self._collect(self.grad_slots[at])
+                self._collect(self.grad_slots[index])
 
     def _collect(self, grad_slot: GradSlot) -> None:
-        """Move a gradient that is too large to wait for others, and start the buckets that are complete."""
+        """Copy a large gradient, and start the buckets that are complete."""
         if grad_slot.is_large:
             grad_slot.flat_grad.flat_params.collect_grad(grad_slot.slot)
-        now = self.progress
-        while now.num_started < len(now.assignment) and now.num_waiting[now.num_started] == 0:
+        progress = self.progress
+        while progress.num_started < len(progress.assignment) and progress.num_waiting[progress.num_started] == 0:
             self.start_bucket()
 
     def start_bucket(self) -> None:
-        """Start the next bucket, whose gradients are there; the small ones go to their flat buffer together."""
-        places = [self.grad_slots[at] for at in self.progress.assignment[self.progress.num_started]]
+        """Copy the small gradients of the next bucket, and start it."""
+        grad_slots = [self.grad_slots[index] for index in self.progress.assignment[self.progress.num_started]]
         self.progress.num_started += 1
-        places[0].flat_grad.flat_params.collect_many_grads([place.slot for place in places])
-        self.start_ranges(places[0].flat_grad, merge_ranges((place.slot.start, place.slot.stop) for place in places))
+        grad_slots[0].flat_grad.flat_params.collect_many_grads([grad_slot.slot for grad_slot in grad_slots])
+        self.start_ranges(
+            grad_slots[0].flat_grad,
+            merge_ranges((grad_slot.slot.start, grad_slot.slot.stop) for grad_slot in grad_slots),
+        )
 
     def start_ranges(self, flat_grad: FlatGrad, ranges: Sequence[ElementRange]) -> None:
-        """Start to add up some ranges of a flat gradient."""
-        now, began_s = self.progress, self.clock() if self.clock is not None else 0.0
+        """Start to reduce some ranges of a flat gradient."""
+        progress, start_s = self.progress, self.clock() if self.clock is not None else 0.0
         works = self.range_reducer.start_range_reduces(
             flat_grad.instruction, flat_grad.flat_params, flat_grad.label, ranges, flat_grad.flat_params.grad_buffer()
         )
-        now.ranges.setdefault(flat_grad.index, []).extend(ranges)
-        now.works.setdefault(flat_grad.index, []).extend(works)
+        progress.ranges.setdefault(flat_grad.index, []).extend(ranges)
+        progress.works.setdefault(flat_grad.index, []).extend(works)
         if self.clock is not None and works:
-            self.reduces.append(OverlappedReduce(flat_grad.instruction, works, began_s))
+            self.reduces.append(OverlappedReduce(flat_grad.instruction, works, start_s))
 
     def start_remaining(self, instruction: Collective) -> Iterator[tuple[FlatParams, Work, Collective]]:
-        """Start what is left of a sum where it stands in the row; yield what is under way of it."""
-        now = self.progress
-        if not now.is_done:
-            now.is_done = True
-            for flat in self.flat_grads:
-                flat.flat_params.collect_flat_grad()
-            while now.num_started < len(now.assignment):
+        """Start whatever is left of a reduction at its instruction; yield everything in flight of it."""
+        progress = self.progress
+        if not progress.is_done:
+            progress.is_done = True
+            for flat_grad in self.flat_grads:
+                flat_grad.flat_params.collect_flat_grad()
+            while progress.num_started < len(progress.assignment):
                 self.start_bucket()
-            self.bucket_plan.start_sync(now.ready_s)
-        for flat in self.flat_grads:
-            if flat.instruction == instruction:
-                strewn = flat.flat_params.sparse_grads
-                if strewn.slots:
-                    strewn.all_gather(self.range_reducer.fabric, instruction.group, flat.label, reduced_already=False)
-                dense = strewn.dense_ranges(0, flat.flat_params.layout.num_elements)
-                self.start_ranges(flat, list(subtract_ranges(dense, now.ranges.get(flat.index, []))))
-                yield flat.flat_params, CombinedWork(now.works[flat.index]), instruction
+            self.bucket_plan.start_sync(progress.ready_s)
+        for flat_grad in self.flat_grads:
+            if flat_grad.instruction == instruction:
+                sparse_grads = flat_grad.flat_params.sparse_grads
+                if sparse_grads.slots:
+                    sparse_grads.all_gather(
+                        self.range_reducer.fabric, instruction.group, flat_grad.label, reduced_already=False
+                    )
+                dense = sparse_grads.dense_ranges(0, flat_grad.flat_params.layout.num_elements)
+                self.start_ranges(flat_grad, list(subtract_ranges(dense, progress.ranges.get(flat_grad.index, []))))
+                yield flat_grad.flat_params, CombinedWork(progress.works[flat_grad.index]), instruction
 
     def wait(self, instruction: Collective) -> None:
-        """What the group has agreed on is known; with a clock, also when the parts of the sum were complete."""
-        for transfer in self.reduces:
-            if transfer.instruction.tensor == instruction.tensor and self.clock is not None:
-                for work in transfer.works:
+        """Finish the group's synchronization; with a clock, record when each part of the reduction is complete."""
+        for reduce in self.reduces:
+            if reduce.instruction.tensor == instruction.tensor and self.clock is not None:
+                for work in reduce.works:
                     work.wait()
-                transfer.stop_s = self.clock() if math.isnan(transfer.stop_s) else transfer.stop_s
+                reduce.stop_s = self.clock() if math.isnan(reduce.stop_s) else reduce.stop_s
         self.bucket_plan.finish_sync()
 
 
 def _find_flat_grads(instructions: Sequence[Collective], store: ParamStore) -> Iterator[FlatGrad]:
-    number = 0
-    for word in instructions:
-        label = format_tensor_ref(word.tensor)
-        for index, arena in enumerate(store.units[word.tensor.blocks].flat_params):
-            yield FlatGrad(word, arena, number, f"{label}[{index}]" if index else label)
-            number += 1
+    index = 0
+    for instruction in instructions:
+        label = format_tensor_ref(instruction.tensor)
+        for dtype_index, flat_params in enumerate(store.units[instruction.tensor.blocks].flat_params):
+            yield FlatGrad(instruction, flat_params, index, f"{label}[{dtype_index}]" if dtype_index else label)
+            index += 1
 
 
 class BackwardOverlap:
-    """All sums of a rank that may begin early.
+    """All reducers of a rank.
 
     Args:
-        summing: what sums ranges.
-        sizes: how large buckets are, as the plan says.
+        range_reducer: starts reductions.
+        bucket_sizes: from the plan.
     """
 
     def __init__(self, range_reducer: RangeReducer, bucket_sizes: BucketConfig) -> None:
@@ -355,41 +376,50 @@ class BackwardOverlap:
 
     @contextmanager
     def overlapping(self, instructions: tuple[Collective, ...], clock: ClockFn | None) -> Iterator[None]:
-        """These sums may begin during the backward inside."""
+        """Allow these reductions to start during the backward that runs inside."""
         if instructions not in self.reducers:
-            groups = dict.fromkeys(word.group for word in instructions)
+            groups = dict.fromkeys(instruction.group for instruction in instructions)
             self.reducers[instructions] = [
-                Reducer([word for word in instructions if word.group == group], self.range_reducer, self.bucket_sizes)
+                Reducer(
+                    [instruction for instruction in instructions if instruction.group == group],
+                    self.range_reducer,
+                    self.bucket_sizes,
+                )
                 for group in groups
             ]
         with ExitStack() as stack:
-            for site in self.reducers[instructions]:
-                if site.is_enabled:
-                    self.active.update((word.tensor, site) for word in site.instructions)
-                    stack.enter_context(site.overlapping(clock))
+            for reducer in self.reducers[instructions]:
+                if reducer.is_enabled:
+                    self.active.update((instruction.tensor, reducer) for instruction in reducer.instructions)
+                    stack.enter_context(reducer.overlapping(clock))
             yield
 
     @contextmanager
     def time_step(self) -> Iterator[None]:
-        """Tell those who try sizes of buckets how long the step inside takes."""
-        trying = [site.bucket_plan for sites in self.reducers.values() for site in sites if site.bucket_plan.is_tuning]
+        """Record the time of the step that runs inside, for reducers that try bucket sizes."""
+        tuning = [
+            reducer.bucket_plan
+            for reducers in self.reducers.values()
+            for reducer in reducers
+            if reducer.bucket_plan.is_tuning
+        ]
         self.active.clear()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         yield
-        for agreement in trying:
-            agreement.autotuner.record(time.perf_counter() - began)
+        for bucket_plan in tuning:
+            bucket_plan.autotuner.record(time.perf_counter() - start_s)
 
     def clear(self) -> None:
-        """Forget all sums, and in which order and in what buckets they begin."""
+        """Drop all reducers, with the order and buckets that they have agreed on."""
         self.reducers.clear()
         self.active.clear()
 
     def wait(self, instruction: Collective) -> None:
-        """A sum is about to be waited for."""
-        site = self.active.pop(instruction.tensor, None)
-        if site is not None:
-            site.wait(instruction)
+        """Wait for a reducer's synchronization before its reduction is waited for."""
+        reducer = self.active.pop(instruction.tensor, None)
+        if reducer is not None:
+            reducer.wait(instruction)
 
     def reduces(self) -> list[OverlappedReduce]:
-        """Return the sums of the last step that were under way while there was a clock."""
-        return [transfer for sites in self.reducers.values() for site in sites for transfer in site.reduces]
+        """Return the overlapped reductions of the last step, if there was a clock."""
+        return [reduce for reducers in self.reducers.values() for reducer in reducers for reduce in reducer.reduces]

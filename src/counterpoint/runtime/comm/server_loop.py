@@ -1,6 +1,7 @@
-"""What a server does with pushes: it applies each as it comes, and answers when its worker may go on.
+"""Loop of a parameter server: apply pushes in the order in which they arrive, and reply when the worker may continue.
 
-What a push is says its label, the word that sent it, so that those of later steps may come before others of this one.
+A push is labelled with its instruction, so that pushes of a later step may arrive before others of the current one. A
+worker gets its reply with the weights when it is at most ``staleness`` pushes ahead of the slowest worker (SSP).
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from counterpoint.runtime.step_commit import PushRecord
 
 
 def format_push_label(instruction: Push) -> str:
-    """Return what a push is called on its way: ``push(grad3)``, ``push_no_reply:int8(grad3)``."""
+    """Return the label of a push: ``push(grad3)``, ``push_no_reply:int8(grad3)``."""
     return f"{instruction.op_name}({format_tensor_ref(instruction.tensor)})"
 
 
 def parse_push_label(label: str) -> Push:
-    """Return the word that a push came from, to no rank in particular."""
-    word = parse_instruction(f"{label}>0")
-    assert isinstance(word, Push), "nothing else is sent to a server that does not wait"
-    return word
+    """Return the push instruction of a label, without its receiver."""
+    instruction = parse_instruction(f"{label}>0")
+    assert isinstance(instruction, Push), "workers send servers nothing else"
+    return instruction
 
 
 class ParameterServerLoop:
-    """Where workers bring gradients and get weights.
+    """Applies the workers' pushes to the weights of one server.
 
     Args:
         store: the weights.
-        fabric: the way to the workers.
-        journal: where every push is noted, in the order in which they are applied.
+        fabric: the server's connection to the workers.
+        push_log: records every push, in the order in which they are applied.
     """
 
     def __init__(self, store: ParamStore, fabric: Fabric, push_log: list[PushRecord]) -> None:
@@ -45,44 +46,44 @@ class ParameterServerLoop:
         self.fabric = fabric
         self.push_log = push_log
         self.versions: dict[Unit, int] = {}
-        self.clocks: dict[Unit, dict[int, int]] = {}  # how often each worker has pushed a unit
-        self.waiting: dict[Unit, list[int]] = {}  # for their answers, in the order in which they came
+        self.clocks: dict[Unit, dict[int, int]] = {}  # pushes of a unit by each worker
+        self.waiting: dict[Unit, list[int]] = {}  # workers without a reply yet, in order of arrival
 
     def clear(self) -> None:
-        """Nobody waits for an answer, and all workers begin the next step together."""
+        """Drop all clocks and pending replies; all workers begin the next step together."""
         self.clocks.clear()
         self.waiting.clear()
 
     def apply_and_reply(self, instructions: Sequence[ApplyPushes]) -> None:
-        """Take as many pushes as the words say, in the order they come; answer those whose workers may go on.
+        """Apply as many pushes as the instructions name, in order of arrival; reply to workers that may continue.
 
         Raises:
-            ProtocolError: a worker has pushed that was not to go on yet.
+            ProtocolError: a worker has pushed before it was allowed to continue.
         """
-        word_of = {unit: word for word in instructions for unit in word.units}
-        workers = sorted({worker for word in instructions for worker in word.workers})
-        for _ in range(sum(len(word.units) * len(word.workers) for word in instructions)):
+        instruction_of = {unit: instruction for instruction in instructions for unit in instruction.units}
+        workers = sorted({worker for instruction in instructions for worker in instruction.workers})
+        for _ in range(sum(len(instruction.units) * len(instruction.workers) for instruction in instructions)):
             worker, label, tensors = self.fabric.recv_any(workers)
             push = parse_push_label(label)
             unit = push.tensor.blocks
-            if word_of[unit].applies_gradients:
-                self.apply_push(word_of[unit], worker, push, tensors)
+            if instruction_of[unit].applies_gradients:
+                self.apply_push(instruction_of[unit], worker, push, tensors)
             else:
-                self.elastic_average(word_of[unit], worker, unit, tensors)
+                self.elastic_average(instruction_of[unit], worker, unit, tensors)
 
     def elastic_average(self, instruction: ApplyPushes, worker: int, unit: Unit, tensors: Sequence[Tensor]) -> None:
-        """Draw a worker's weights and those here together, and give its own back."""
-        back = []
-        for arena, theirs in zip(self.store.units[unit].flat_params, tensors, strict=True):
-            step = (theirs - arena.weights.detach()) * float(instruction.alpha)
-            arena.weights.data.add_(step)
-            back.append(theirs - step)
+        """Move a worker's weights and the server's towards each other (EASGD), and reply with the worker's."""
+        replies = []
+        for flat_params, worker_weights in zip(self.store.units[unit].flat_params, tensors, strict=True):
+            step = (worker_weights - flat_params.weights.detach()) * float(instruction.alpha)
+            flat_params.weights.data.add_(step)
+            replies.append(worker_weights - step)
         self.versions[unit] = self.versions.get(unit, 0) + 1
         self.push_log.append(PushRecord(unit, worker, self.versions[unit]))
-        self.fabric.send(worker, format_tensor_ref(weight(unit)), back)
+        self.fabric.send(worker, format_tensor_ref(weight(unit)), replies)
 
     def apply_push(self, instruction: ApplyPushes, worker: int, push: Push, tensors: Sequence[Tensor]) -> None:
-        """Apply a gradient that a worker has pushed, and answer whoever has asked for it and may go on then."""
+        """Apply a pushed gradient, and send the weights to every waiting worker that may continue now."""
         unit = push.tensor.blocks
         clocks = self.clocks.setdefault(unit, dict.fromkeys(instruction.workers, 0))
         require_within_staleness(instruction, (unit, worker), clocks)
@@ -92,32 +93,38 @@ class ParameterServerLoop:
         self.versions[unit] = self.versions.get(unit, 0) + bool(tensors)
         self.push_log.append(PushRecord(unit, worker, self.versions[unit]))
         clocks[worker] += 1
-        asking = [*self.waiting.get(unit, ()), *([worker] if push.op == "push" else [])]
-        self.waiting[unit] = [one for one in asking if not within_staleness(instruction, one, clocks)]
-        for one in asking:
-            if one not in self.waiting[unit]:
-                arenas = self.store.units[unit].flat_params
-                self.fabric.send(one, format_tensor_ref(weight(unit)), [arena.weights.detach() for arena in arenas])
+        waiting = [*self.waiting.get(unit, ()), *([worker] if push.op == "push" else [])]
+        self.waiting[unit] = [
+            waiting_worker for waiting_worker in waiting if not within_staleness(instruction, waiting_worker, clocks)
+        ]
+        for waiting_worker in waiting:
+            if waiting_worker not in self.waiting[unit]:
+                all_flat_params = self.store.units[unit].flat_params
+                self.fabric.send(
+                    waiting_worker,
+                    format_tensor_ref(weight(unit)),
+                    [flat_params.weights.detach() for flat_params in all_flat_params],
+                )
 
 
 def within_staleness(instruction: ApplyPushes, worker: int, clocks: Mapping[int, int]) -> bool:
-    """Tell whether a worker is not too far ahead of the slowest to be given weights."""
+    """Return whether a worker is not too far ahead of the slowest to be sent weights."""
     return instruction.staleness is None or clocks[worker] - min(clocks.values()) <= instruction.staleness
 
 
 def require_within_staleness(
     instruction: ApplyPushes, unit_and_worker: tuple[Unit, int], clocks: Mapping[int, int]
 ) -> None:
-    """Check before a gradient is applied that its worker was given weights in time.
+    """Raise if a gradient's worker was too far ahead to have been sent weights.
 
     Raises:
-        ProtocolError: the worker is further ahead of the slowest than the word says.
+        ProtocolError: the worker is further ahead of the slowest than the instruction allows.
     """
     unit, worker = unit_and_worker
     if not within_staleness(instruction, worker, clocks):
-        slowest = min(clocks, key=lambda one: clocks[one])
+        slowest = min(clocks, key=lambda other: clocks[other])
         raise ProtocolError(
-            f"staleness: push {clocks[worker] + 1} of unit {format_unit(unit)} has come from rank {worker}, while rank "
-            f"{slowest} has pushed it {clocks[slowest]} times; a worker that is given weights may be at most "
-            f"{instruction.staleness} pushes ahead of it"
+            f"staleness: rank {worker} sent push {clocks[worker] + 1} of unit {format_unit(unit)}, but rank {slowest} "
+            f"has pushed it {clocks[slowest]} times; a worker may be at most {instruction.staleness} pushes ahead of "
+            "the slowest when it is sent weights"
         )

@@ -1,8 +1,8 @@
-"""Cross entropy of scores against classes, with fewer passes over the scores than torch makes.
+"""Cross entropy of logits against class indices, with fewer passes over the logits than torch's.
 
-Torch keeps a matrix of logarithms for the backward, fills another one with zeros for the gradient of what it picks from
-the first, and adds up both: six passes over what is, for a language model, the largest matrix of a step. Here a forward
-reads the scores once and keeps one number of each row; a backward reads them and writes their gradient.
+Torch keeps a matrix of log-probabilities for backward, fills another with zeros for the gradient of the selected ones,
+and adds both: six passes over what is, in a language model, the largest matrix of a step. Here forward reads the logits
+once and keeps one number per row; backward reads them and writes their gradient.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from counterpoint.fabric.shm.native import CrossEntropyArgs, LossSum, native
 from counterpoint.runtime.kernels.small_batch_linear import dtype_and_device
 
 MIN_LOGITS = 1 << 14
-"""For fewer a call costs more than it saves."""
+"""With fewer logits, the overhead of the call exceeds the savings."""
 
 
 class CrossEntropyCall(NamedTuple):
-    """What ``F.cross_entropy`` is called with, as far as this module does it."""
+    """Arguments of ``F.cross_entropy`` that the fused kernel supports."""
 
     logits: Tensor
     targets: Tensor
@@ -43,7 +43,7 @@ def _parse_call(  # noqa: PLR0913 - torch's signature
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> CrossEntropyCall | None:
-    """Return the call; None for one that is torch's own to do."""
+    """Return the call; None if it has to be torch's."""
     if weight is not None or size_average is not None or reduce is not None or label_smoothing:
         return None
     is_plain = reduction in {"mean", "sum"} and input.dim() == 2 and target.shape == input.shape[:1]
@@ -71,39 +71,39 @@ def _kernel_args(logits: Tensor, targets: Tensor, sums: Tensor, ignore_index: in
 
 
 class FusedCrossEntropy(torch.autograd.Function):
-    """The loss of all rows, of which the sums of exponentials and how many count are known."""
+    """The loss over all rows, given each row's sum of exponentials and the number of rows that are not ignored."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: CrossEntropyCall, sums: Tensor, loss_sum: LossSum) -> Tensor:  # noqa: ANN401
         """Return the loss."""
         ctx.save_for_backward(logits, call.targets, sums)
-        ctx.ignored, ctx.is_mean, ctx.count = call.ignore_index, call.is_mean, loss_sum.count
+        ctx.ignore_index, ctx.is_mean, ctx.count = call.ignore_index, call.is_mean, loss_sum.count
         if call.is_mean:
             return logits.new_tensor(loss_sum.sum / loss_sum.count if loss_sum.count else torch.nan)
         return logits.new_tensor(loss_sum.sum)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Return the gradient of the scores."""
-        (above,) = gradients
-        scores, targets, sums = ctx.saved_tensors
+        """Return the gradient of the logits."""
+        (grad_output,) = gradients
+        logits, targets, sums = ctx.saved_tensors
         if torch.is_grad_enabled():
             reduction = "mean" if ctx.is_mean else "sum"
-            own = torch.log_softmax(scores, 1)
-            loss = F.nll_loss(own, targets, ignore_index=ctx.ignored, reduction=reduction)
-            return (*torch.autograd.grad(loss, scores, above, create_graph=True), None, None, None)
-        gradient = torch.empty_like(scores)
-        given = _kernel_args(scores, targets, sums, ctx.ignored)
-        given.gradient = gradient.data_ptr()
-        given.factor = above.item() / max(ctx.count, 1) if ctx.is_mean else above.item()
+            log_probs = torch.log_softmax(logits, 1)
+            loss = F.nll_loss(log_probs, targets, ignore_index=ctx.ignore_index, reduction=reduction)
+            return (*torch.autograd.grad(loss, logits, grad_output, create_graph=True), None, None, None)
+        grad = torch.empty_like(logits)
+        kernel_args = _kernel_args(logits, targets, sums, ctx.ignore_index)
+        kernel_args.gradient = grad.data_ptr()
+        kernel_args.factor = grad_output.item() / max(ctx.count, 1) if ctx.is_mean else grad_output.item()
         library = native().library
-        assert library is not None, "it has filled in the sums"
-        library.cp_entropy_gradient(byref(given))
-        return gradient, None, None, None
+        assert library is not None, "forward has used it"
+        library.cp_entropy_gradient(byref(kernel_args))
+        return grad, None, None, None
 
 
 def _is_supported() -> bool:
-    """Tell whether a call is differentiated backwards, by one thread, and neither traced nor transformed."""
+    """Return whether a call is differentiated by one thread, and neither traced nor transformed."""
     return (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
@@ -113,7 +113,7 @@ def _is_supported() -> bool:
 
 
 class FusedCrossEntropyMode(TorchFunctionMode):
-    """While this is active, cross entropy is :class:`FusedCrossEntropy` where that does it."""
+    """Function mode under which cross entropy is :class:`FusedCrossEntropy`, for calls that it supports."""
 
     def __torch_function__(
         self,
@@ -122,13 +122,13 @@ class FusedCrossEntropyMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function, or do what it does."""
+        """Call the function or its replacement."""
         if func is F.cross_entropy and _is_supported():
             call = _parse_call(*args, **(kwargs or {}))
             library = native().library
             if call is not None and library is not None:
-                sums, lost = call.logits.new_empty(call.logits.shape[0]), LossSum()
-                given = _kernel_args(call.logits, call.targets, sums, call.ignore_index)
-                if library.cp_entropy(byref(given), byref(lost)):
-                    return FusedCrossEntropy.apply(call.logits, call, sums, lost)  # type: ignore[no-untyped-call]
+                sums, loss_sum = call.logits.new_empty(call.logits.shape[0]), LossSum()
+                kernel_args = _kernel_args(call.logits, call.targets, sums, call.ignore_index)
+                if library.cp_entropy(byref(kernel_args), byref(loss_sum)):
+                    return FusedCrossEntropy.apply(call.logits, call, sums, loss_sum)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))

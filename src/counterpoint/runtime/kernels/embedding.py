@@ -1,7 +1,7 @@
-"""Embeddings whose backward notes rows, instead of making a gradient of the table's size or a sparse one.
+"""Embedding lookups whose backward records row gradients, instead of a dense or sparse gradient of the table.
 
-What is looked up in the plain ways is done here: single rows, and sums and means of bags. Calls that count frequencies,
-renormalize the table, weigh samples or take the largest of a bag are torch's, whose gradient is taken as it comes.
+Plain lookups are replaced: single rows, and sums and means of bags. Calls that scale by frequency, renormalize the
+table, weight samples or take the maximum of a bag stay torch's.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from counterpoint.runtime.params.sparse_grads import RowGrad
 
 
 class RowGradSink(Protocol):
-    """Where the rows of a gradient belong."""
+    """Where the row gradient of a table is put."""
 
     @property
     def accepts_grads(self) -> bool:
-        """Whether what autograd makes now are the gradients of a step."""
+        """Whether gradients that autograd computes now belong to a step."""
         ...
 
     def add(self, row_grad: RowGrad) -> None:
-        """Take rows in the place of a gradient of the weight's size."""
+        """Add rows, instead of a gradient of the weight's shape."""
 
 
 class EmbeddingCall(NamedTuple):
-    """One look-up.
+    """Arguments of one lookup.
 
     Args:
         weight: the table.
-        rows: which of its rows.
-        bags: where bags begin in ``rows``, and its length at the end; None where each row of ``rows`` is a bag, or
-            where there are none.
+        indices: the rows that are looked up.
+        offsets: where bags begin in ``indices``, and its length at the end; None if each row of ``indices`` is a bag,
+            or there are none.
         mode: ``row``, ``sum`` or ``mean``.
-        padding: a row that gets no gradient; -1 for none.
+        padding_idx: a row without a gradient; -1 for none.
         is_sparse: whether a sparse gradient is wanted.
-        plain: what torch computes.
+        forward: what torch computes.
     """
 
     weight: Tensor
@@ -52,33 +52,36 @@ class EmbeddingCall(NamedTuple):
 
 
 class EmbeddingRowGrad(torch.autograd.Function):
-    """A look-up whose backward notes rows."""
+    """A lookup whose backward records a row gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, call: EmbeddingCall, sink: RowGradSink) -> Tensor:  # noqa: ANN401
         """Return what torch computes."""
         ctx.save_for_backward(call.indices, *(() if call.offsets is None else (call.offsets,)))
-        ctx.how = (tuple(weight.shape), call.mode, call.padding_idx, call.is_sparse, sink)
+        ctx.args = (tuple(weight.shape), call.mode, call.padding_idx, call.is_sparse, sink)
         return call.forward()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:  # noqa: ANN401
-        """Return nothing for the table, unless its gradient is somebody else's."""
-        (above,) = gradients
-        shape, mode, padding, is_sparse, place = ctx.how
-        rows, *bags = ctx.saved_tensors
-        piece = _build_row_grad(rows, bags[0] if bags else None, mode, above)
-        if padding >= 0:
-            piece = RowGrad(
-                piece.rows.masked_fill(piece.rows == padding, -1), piece.values, piece.value_index, piece.rows_per_value
+        """Put the row gradient into the sink; return a gradient of the table only if the sink accepts none."""
+        (grad_output,) = gradients
+        shape, mode, padding_idx, is_sparse, sink = ctx.args
+        indices, *offsets = ctx.saved_tensors
+        row_grad = _build_row_grad(indices, offsets[0] if offsets else None, mode, grad_output)
+        if padding_idx >= 0:
+            row_grad = RowGrad(
+                row_grad.rows.masked_fill(row_grad.rows == padding_idx, -1),
+                row_grad.values,
+                row_grad.value_index,
+                row_grad.rows_per_value,
             )
-        if not torch.is_grad_enabled() and place.is_open:
-            place.add(RowGrad(piece.rows, piece.values, piece.value_index, piece.rows_per_value, is_sparse))
+        if not torch.is_grad_enabled() and sink.accepts_grads:
+            sink.add(RowGrad(row_grad.rows, row_grad.values, row_grad.value_index, row_grad.rows_per_value, is_sparse))
             return None, None, None
-        numbers, values = piece.expand()
+        rows, values = row_grad.expand()
         if is_sparse:
-            return torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False), None, None
-        return above.new_zeros(shape).index_add(0, numbers, values), None, None
+            return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False), None, None
+        return grad_output.new_zeros(shape).index_add(0, rows, values), None, None
 
 
 def _build_row_grad(indices: Tensor, offsets: Tensor | None, mode: str, grad_output: Tensor) -> RowGrad:
@@ -86,18 +89,20 @@ def _build_row_grad(indices: Tensor, offsets: Tensor | None, mode: str, grad_out
     if mode == "row":
         return RowGrad(flat, grad_output.reshape(-1, grad_output.shape[-1]).contiguous())
     if offsets is None:
-        each = max(indices.shape[1], 1)
-        return RowGrad(flat, grad_output.contiguous() if mode == "sum" else grad_output / each, rows_per_value=each)
+        bag_size = max(indices.shape[1], 1)
+        return RowGrad(
+            flat, grad_output.contiguous() if mode == "sum" else grad_output / bag_size, rows_per_value=bag_size
+        )
     counts = offsets.diff()
     values = grad_output if mode == "sum" else grad_output / counts.clamp(min=1)[:, None]
-    at = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return RowGrad(flat[: len(at)], values.contiguous(), at)
+    value_index = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return RowGrad(flat[: len(value_index)], values.contiguous(), value_index)
 
 
 def embedding_lookup(call: EmbeddingCall, sink: RowGradSink) -> Tensor:
-    """Return the rows, and note those that get a gradient in a backward."""
-    found: Tensor = EmbeddingRowGrad.apply(call.weight, call, sink)  # type: ignore[no-untyped-call]
-    return found
+    """Return the rows; backward puts their gradient into the sink."""
+    output: Tensor = EmbeddingRowGrad.apply(call.weight, call, sink)  # type: ignore[no-untyped-call]
+    return output
 
 
 def parse_embedding(  # noqa: PLR0913 - torch's arguments
@@ -109,7 +114,7 @@ def parse_embedding(  # noqa: PLR0913 - torch's arguments
     scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002
     sparse: bool = False,  # noqa: FBT001, FBT002
 ) -> EmbeddingCall | None:
-    """Return a call of ``torch.nn.functional.embedding``; None where it is not done here."""
+    """Return a call of ``torch.nn.functional.embedding``; None if it is not replaced."""
     if max_norm is not None or scale_grad_by_freq or not _is_supported(input, weight):
         return None
     padding = -1 if padding_idx is None else padding_idx + (len(weight) if padding_idx < 0 else 0)
@@ -129,9 +134,11 @@ def parse_embedding_bag(  # noqa: PLR0913 - torch's arguments
     include_last_offset: bool = False,  # noqa: FBT001, FBT002
     padding_idx: int | None = None,
 ) -> EmbeddingCall | None:
-    """Return a call of ``torch.nn.functional.embedding_bag``; None where it is not done here."""
-    is_odd = max_norm is not None or scale_grad_by_freq or per_sample_weights is not None or padding_idx is not None
-    if is_odd or mode not in {"sum", "mean"} or not _is_supported(input, weight):
+    """Return a call of ``torch.nn.functional.embedding_bag``; None if it is not replaced."""
+    is_unsupported = (
+        max_norm is not None or scale_grad_by_freq or per_sample_weights is not None or padding_idx is not None
+    )
+    if is_unsupported or mode not in {"sum", "mean"} or not _is_supported(input, weight):
         return None
     if (offsets is None) != (input.dim() == 2) or not input.numel():
         return None
@@ -139,11 +146,11 @@ def parse_embedding_bag(  # noqa: PLR0913 - torch's arguments
     if offsets is not None and not include_last_offset:
         bags = torch.cat([offsets, offsets.new_tensor([len(input)])])
 
-    def plain() -> Tensor:
+    def forward() -> Tensor:
         table = weight.detach()
         return F.embedding_bag(input, table, offsets, mode=mode, include_last_offset=include_last_offset)
 
-    return EmbeddingCall(weight, input, bags, mode, -1, sparse, plain)
+    return EmbeddingCall(weight, input, bags, mode, -1, sparse, forward)
 
 
 def _is_supported(indices: Tensor, weight: Tensor) -> bool:
@@ -166,4 +173,4 @@ EMBEDDING_FNS: Mapping[Callable[..., Any], Callable[..., EmbeddingCall | None]] 
     F.embedding_bag: parse_embedding_bag,
     torch.ops.aten.embedding.default: _parse_aten_embedding,
 }
-"""The functions that look up rows, and how their arguments are read."""
+"""Functions that look up rows, and how to parse their arguments."""

@@ -1,4 +1,4 @@
-"""Functions of torch that do something else while blocks run: one look at each call, whatever is looked for."""
+"""Function mode that replaces calls of some torch functions while segments run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.overrides import TorchFunctionMode
 
 TorchFunction: TypeAlias = Callable[..., Any]
 FunctionReplacement: TypeAlias = Callable[[TorchFunction, Sequence[Any], Mapping[str, Any]], Any]
-"""Called with the function and its arguments."""
+"""Called with the replaced function and its arguments."""
 
 
 class InterceptFunctions(TorchFunctionMode):
-    """While this is active, some functions do what is put in their place.
+    """Function mode under which some functions of torch are replaced.
 
     Args:
-        instead: what, by function.
+        replacements: by function.
 
     Cost:
-        a microsecond or two for each call of any function of torch, and each look at an attribute of a tensor.
+        one or two microseconds for each call of any torch function, and for each access to a tensor's attribute.
     """
 
     def __init__(self, replacements: Mapping[TorchFunction, FunctionReplacement]) -> None:
@@ -33,6 +33,6 @@ class InterceptFunctions(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function, or what is in its place."""
-        instead = self.replacements.get(func)
-        return func(*args, **(kwargs or {})) if instead is None else instead(func, args, kwargs or {})
+        """Call the function or its replacement."""
+        replacement = self.replacements.get(func)
+        return func(*args, **(kwargs or {})) if replacement is None else replacement(func, args, kwargs or {})

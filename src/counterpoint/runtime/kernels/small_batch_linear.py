@@ -1,7 +1,7 @@
-"""The output of a linear layer for few samples, as a rank has them that takes its part of a batch.
+"""Linear layer for few samples, as a rank has them that computes a part of a batch.
 
-Matrix libraries rearrange both operands before they multiply. For few samples that takes longer than the product
-itself, which here reads the weights once, as they lie in memory.
+Matrix libraries repack both operands before they multiply. For few samples that takes longer than the product itself;
+the native kernel reads the weights once, in their memory layout.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from counterpoint.fabric.shm.native import LinearArgs, native
 
 MAX_SAMPLES = 64
-"""From here on rearranging pays."""
+"""With more samples, repacking is faster."""
 
 
 def small_batch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias``, up to rounding, without noting it for autograd.
+    """Return ``x @ weight.T + bias`` up to rounding, without an autograd graph.
 
     Args:
         x: (..., inputs).
@@ -35,22 +35,22 @@ def small_batch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
         or (bias is not None and bias.shape != weight.shape[:1])
         or not 0 < num_samples <= MAX_SAMPLES
         or torch.get_num_threads() > 1
-        or not all(dtype_and_device(one) == (torch.float32, "cpu") and one.is_contiguous() for one in tensors)
+        or not all(dtype_and_device(tensor) == (torch.float32, "cpu") and tensor.is_contiguous() for tensor in tensors)
     ):
         return F.linear(x, weight, bias)
-    found = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    layer = LinearArgs(
+    output = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    args = LinearArgs(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
-        y=found.data_ptr(),
+        y=output.data_ptr(),
         rows=num_samples,
         inputs=weight.shape[1],
         outputs=weight.shape[0],
     )
-    return found if library.cp_linear(byref(layer)) else F.linear(x, weight, bias)
+    return output if library.cp_linear(byref(args)) else F.linear(x, weight, bias)
 
 
 def dtype_and_device(tensor: Tensor) -> tuple[torch.dtype, str]:
-    """Return the type of a tensor's numbers and of the device they are on."""
+    """Return the dtype of a tensor and the type of its device."""
     return tensor.dtype, tensor.device.type

@@ -1,13 +1,12 @@
-"""Convolutions whose weight gradient is made when it is due, not when autograd comes by.
+"""Weight gradients of linear and convolution layers, written to gradient sinks instead of returned to autograd.
 
-Weight gradients of linear layers and tables, written where they belong instead of handed over by autograd.
+A linear layer's weight gradient is a matrix product. Autograd lets the product allocate a new tensor, which is then
+added or copied to the flat gradient: for a large weight that is more memory traffic than the rest of the layer's step.
+Here the product writes directly into the flat gradient. A convolution's gradient cannot be written in place; its sink
+only allows the computation to be deferred. Embedding tables: :mod:`counterpoint.runtime.kernels.embedding`.
 
-A weight's gradient is a matrix product. Autograd lets it make a new tensor, which then has to be added to or copied to
-the flat gradient: for a large weight that is more memory traffic than the rest of the layer's step. Here the product
-writes its result straight into its place. That of a table is noted as rows: :mod:`counterpoint.runtime.kernels.embedding`.
-
-Only a plain backward does so. A gradient that is itself to be differentiated, or that somebody else asks autograd for,
-is made in torch's own way.
+Only a plain backward does so. A gradient that is itself differentiated, or requested from autograd by other code, is
+computed by torch's own functions.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from counterpoint.runtime.kernels.function_mode import FunctionReplacement, Inte
 from counterpoint.runtime.kernels.small_batch_linear import small_batch_linear
 
 
-class ConvGradSink(Protocol):
-    """Where a weight's gradient belongs."""
+class GradSink(RowGradSink, Protocol):
+    """Where the gradient of a weight is written."""
+
+    def target(self) -> tuple[Tensor, bool]:
+        """Return the memory, in the weight's shape, and whether to add to what is there."""
 
     @property
-    def accepts_grads(self) -> bool:
-        """Whether what autograd makes now are the gradients of a step."""
+    def is_deferred(self) -> bool:
+        """Whether jobs may run later."""
         ...
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do what makes the gradient, now or later."""
-
-    def target(self) -> tuple[Tensor, bool]:
-        """Return the memory, in the weight's shape, and whether something is in it to be added to."""
+        """Run a job that computes the gradient, now or when the program reaches the weight part of backward."""
 
 
 class ConvArgs(NamedTuple):
-    """How a convolution is done: its numbers for each dim, and in how many groups channels are convolved apart."""
+    """Parameters of a convolution: a number per dim, and the number of channel groups."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -52,13 +51,13 @@ class ConvArgs(NamedTuple):
 
 
 class ConvCall(NamedTuple):
-    """One call.
+    """Arguments of one convolution.
 
     Args:
-        x: what enters.
+        x: the input.
         weight: the kernels.
-        bias: is added, if there is one.
-        how: the rest.
+        bias: added to the output, if there is one.
+        args: the rest.
     """
 
     x: Tensor
@@ -69,24 +68,24 @@ class ConvCall(NamedTuple):
     def forward(self) -> Tensor:
         """Return what torch computes."""
         stride, padding, dilation, groups = self.args
-        found: Tensor = torch.ops.aten.convolution(
+        output: Tensor = torch.ops.aten.convolution(
             self.x, self.weight, self.bias, stride, padding, dilation, False, [0] * len(stride), groups
         )
-        return found
+        return output
 
     def backward(self, grad_output: Tensor, *, output_mask: tuple[bool, bool, bool]) -> tuple[Tensor | None, ...]:
-        """Return the wanted ones of the gradients of input, weight and bias."""
+        """Return the gradients of input, weight and bias that ``output_mask`` selects."""
         stride, padding, dilation, groups = self.args
         sizes = None if self.bias is None else list(self.bias.shape)
         zeros = [0] * len(stride)
-        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        grads: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
             grad_output, self.x, self.weight, sizes, stride, padding, dilation, False, zeros, groups, output_mask
         )
-        return found
+        return grads
 
 
 class ConvWeightGrad(torch.autograd.Function):
-    """A convolution whose backward gives the weight's gradient to its taker."""
+    """A convolution whose backward submits the weight's gradient to its sink."""
 
     @staticmethod
     def forward(
@@ -95,32 +94,32 @@ class ConvWeightGrad(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         args: ConvArgs,
-        sink: ConvGradSink,
+        sink: GradSink,
     ) -> Tensor:
         """Return what torch computes."""
         ctx.save_for_backward(x, weight, bias)
-        ctx.how, ctx.taker = args, sink
+        ctx.args, ctx.sink = args, sink
         return ConvCall(x, weight, bias, args).forward()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Return the gradients of input and bias, and the weight's where nobody takes it."""
-        (above,) = gradients
+        """Return the gradients of input and bias, and the weight's if the sink does not accept it."""
+        (grad_output,) = gradients
         x, weight, bias = ctx.saved_tensors
-        call = ConvCall(x, weight, bias, ctx.how)
+        call = ConvCall(x, weight, bias, ctx.args)
         to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
-        is_taken = to_weight and ctx.taker.is_open and not torch.is_grad_enabled()
-        found = call.backward(above, output_mask=(to_input, to_weight and not is_taken, to_bias))
-        if is_taken:
-            ctx.taker.when_due(partial(_write_conv_weight_grad, call, above, ctx.taker))
-        return *found, None, None
+        is_submitted = to_weight and ctx.sink.accepts_grads and not torch.is_grad_enabled()
+        grads = call.backward(grad_output, output_mask=(to_input, to_weight and not is_submitted, to_bias))
+        if is_submitted:
+            ctx.sink.submit(partial(_write_conv_weight_grad, call, grad_output, ctx.sink))
+        return *grads, None, None
 
 
-def _write_conv_weight_grad(call: ConvCall, grad_output: Tensor, sink: ConvGradSink) -> None:
-    _, found, _ = call.backward(grad_output, output_mask=(False, True, False))
-    assert found is not None, "it is wanted"
-    into, has_some = sink.target()
-    (into.add_ if has_some else into.copy_)(found)
+def _write_conv_weight_grad(call: ConvCall, grad_output: Tensor, sink: GradSink) -> None:
+    _, weight_grad, _ = call.backward(grad_output, output_mask=(False, True, False))
+    assert weight_grad is not None, "the output mask selects it"
+    target, has_some = sink.target()
+    (target.add_ if has_some else target.copy_)(weight_grad)
 
 
 def parse_conv_call(  # noqa: PLR0913 - torch's arguments
@@ -132,7 +131,7 @@ def parse_conv_call(  # noqa: PLR0913 - torch's arguments
     dilation: Any = 1,  # noqa: ANN401
     groups: int = 1,
 ) -> ConvCall | None:
-    """Return a call as it is convolved; None where padding is asked for by a name, or the input is no batch."""
+    """Return a call with one number per dim; None if padding is given by name, or the input has no batch dim."""
     dims = weight.dim() - 2
     if isinstance(padding, str) or input.dim() != weight.dim():
         return None
@@ -141,10 +140,10 @@ def parse_conv_call(  # noqa: PLR0913 - torch's arguments
     return ConvCall(input, weight, bias, ConvArgs(stride, padding, dilation, groups))
 
 
-def conv_with_sink(call: ConvCall, sink: ConvGradSink) -> Tensor:
-    """Return the convolution, and give the weight's gradient to its taker in a backward."""
-    found: Tensor = ConvWeightGrad.apply(call.x, call.weight, call.bias, call.args, sink)  # type: ignore[no-untyped-call]
-    return found
+def conv_with_sink(call: ConvCall, sink: GradSink) -> Tensor:
+    """Return the convolution; backward submits the weight's gradient to the sink."""
+    output: Tensor = ConvWeightGrad.apply(call.x, call.weight, call.bias, call.args, sink)  # type: ignore[no-untyped-call]
+    return output
 
 
 CONV_FNS: Mapping[Callable[..., Any], Callable[..., ConvCall | None]] = dict.fromkeys(
@@ -154,37 +153,21 @@ CONV_FNS: Mapping[Callable[..., Any], Callable[..., ConvCall | None]] = dict.fro
     ),
     parse_conv_call,
 )  # fmt: skip
-"""The functions that convolve, and how their arguments are read."""
+"""Functions that convolve, and how to parse their arguments."""
 
 
 LINEAR_FNS: frozenset[Callable[..., Any]] = frozenset({F.linear, torch.ops.aten.linear.default})
 INTERCEPTED_FNS = LINEAR_FNS | CONV_FNS.keys() | EMBEDDING_FNS.keys()
-"""Of all functions these are looked at."""
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction  # noqa: SLF001 - it has no public name
-"""In which functions are called without a look at each: what a backward does in here is no forward that is repeated."""
-
-
-class GradSink(RowGradSink, Protocol):
-    """Where a weight's gradient belongs."""
-
-    def target(self) -> tuple[Tensor, bool]:
-        """Return the memory, in the weight's shape, and whether something is in it to be added to."""
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether jobs may be done later than at once."""
-        ...
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Do what makes the gradient: at once, or when the row comes to it."""
+"""Context in which no function is replaced: a backward's own computation is not a recomputed forward."""
 
 
 class GradSinks(NamedTuple):
-    """Where gradients belong, by the weights' identity.
+    """Gradient sinks, by ``id`` of the weight.
 
     Args:
-        places: of weights of any kind.
-        shelves: of tables.
+        weight_sinks: of weights of linear and convolution layers.
+        row_sinks: of embedding tables.
     """
 
     weight_sinks: Mapping[int, GradSink] = MappingProxyType({})
@@ -192,19 +175,19 @@ class GradSinks(NamedTuple):
 
 
 class LinearWeightGrad(torch.autograd.Function):
-    """``x @ weight.T + bias``, whose backward writes the weight's gradient into its place."""
+    """``x @ weight.T + bias``, whose backward writes the weight's gradient to its sink."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink) -> Tensor:  # noqa: ANN401
         """Return the layer's output."""
         ctx.save_for_backward(x, weight)
-        ctx.place, ctx.has_bias = sink, bias is not None
+        ctx.sink, ctx.has_bias = sink, bias is not None
         return small_batch_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Return the gradients of input and bias, and the weight's where it has not been put into its place."""
-        x, weight = ctx.saved_tensors  # which may be computed again for that, as in the forward
+        """Return the gradients of input and bias, and the weight's if the sink does not accept it."""
+        x, weight = ctx.saved_tensors  # may run recomputation, with function modes as in the forward
         with without_torch_function():
             return _linear_backward(ctx, x, weight, *gradients)
 
@@ -215,31 +198,31 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -
     to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     if not ctx.needs_input_grad[1]:
         return to_input, None, to_bias, None
-    if torch.is_grad_enabled() or not ctx.place.is_open:
+    if torch.is_grad_enabled() or not ctx.sink.accepts_grads:
         return to_input, rows.t() @ inputs, to_bias, None
-    ctx.place.when_due(partial(_write_product, rows, inputs, ctx.place))
+    ctx.sink.submit(partial(_write_product, rows, inputs, ctx.sink))
     return to_input, None, to_bias, None
 
 
 def _write_product(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
-    into, has_some = sink.target()
-    if not has_some and not into.is_cpu:
-        torch.mm(rows.t(), inputs, out=into)
+    target, has_some = sink.target()
+    if not has_some and not target.is_cpu:
+        torch.mm(rows.t(), inputs, out=target)
         return
     if not has_some:
-        into.zero_()  # a product of few samples that overwrites takes longer than both do on processors
-    into.addmm_(rows.t(), inputs)
+        target.zero_()  # on CPUs, zeroing and adding is faster than overwriting for few samples
+    target.addmm_(rows.t(), inputs)
 
 
 class InPlaceGradMode(InterceptFunctions):
-    """While this is active, linear layers with one of these weights use :class:`LinearWeightGrad`, and tables :class:`EmbeddingRowGrad`.
+    """Function mode under which layers with a gradient sink use the functions of this module.
 
-    Convolutions use :class:`ConvWeightGrad` where gradients may be put off; their results are no products that could be
-    written straight to somewhere.
+    Linear layers use :class:`LinearWeightGrad`, embedding tables :class:`EmbeddingRowGrad`, and convolutions
+    :class:`ConvWeightGrad` if gradients may be deferred.
 
     Args:
-        ways: where their gradients belong.
-        beside: what other functions do meanwhile.
+        sinks: by weight.
+        replacements: of other functions, active at the same time.
     """
 
     def __init__(
@@ -249,32 +232,34 @@ class InPlaceGradMode(InterceptFunctions):
         self.weight_sinks, self.row_sinks = sinks
 
     def call(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """Call the function, or do what it does; in a graph that is compiled, nothing but call it."""
+        """Call the function or its replacement; inside a compiled graph always the function."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func in EMBEDDING_FNS:
             call = EMBEDDING_FNS[func](*args, **kwargs)
-            shelf = self.row_sinks.get(id(call.weight)) if call is not None else None
-            return embedding_lookup(call, shelf) if call is not None and shelf is not None else func(*args, **kwargs)
+            row_sink = self.row_sinks.get(id(call.weight)) if call is not None else None
+            return (
+                embedding_lookup(call, row_sink) if call is not None and row_sink is not None else func(*args, **kwargs)
+            )
         if torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         if func in CONV_FNS:
-            found = CONV_FNS[func](*args, **kwargs)
-            place = self.weight_sinks.get(id(found.weight)) if found is not None else None
-            if found is None or place is None or not place.is_deferred:
+            conv_call = CONV_FNS[func](*args, **kwargs)
+            sink = self.weight_sinks.get(id(conv_call.weight)) if conv_call is not None else None
+            if conv_call is None or sink is None or not sink.is_deferred:
                 return func(*args, **kwargs)
-            return conv_with_sink(found, place)
-        place = self.weight_sinks.get(id(args[1])) if not kwargs else None
-        if place is None:
+            return conv_with_sink(conv_call, sink)
+        sink = self.weight_sinks.get(id(args[1])) if not kwargs else None
+        if sink is None:
             return func(*args, **kwargs)
-        return LinearWeightGrad.apply(args[0], args[1], args[2] if len(args) > 2 else None, place)  # type: ignore[no-untyped-call]
+        return LinearWeightGrad.apply(args[0], args[1], args[2] if len(args) > 2 else None, sink)  # type: ignore[no-untyped-call]
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Run autograd as ``torch.autograd.backward`` does, but with the active function mode active inside, too.
+    """Run ``torch.autograd.backward`` with the active function mode staying active inside.
 
-    That call is itself open to function modes, which torch sets aside while they serve it. What is computed again in a
-    backward would then be computed in another way than in the forward.
+    ``torch.autograd.backward`` is itself dispatched to function modes, which torch disables while they handle it.
+    Recomputation inside backward would then use other functions than the forward did.
     """
     seeds = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, gradients, strict=True)]
     engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001 - it has no public name

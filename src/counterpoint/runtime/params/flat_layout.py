@@ -1,4 +1,4 @@
-"""How the parameters of one unit lie back to back in a flat buffer; the same on every rank of a slice."""
+"""Positions of one unit's parameters in a flat buffer; equal on every rank that holds the same slice of the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 ShardSpan: TypeAlias = tuple[Fraction, Fraction]
 WHOLE: ShardSpan = (Fraction(0), Fraction(1))
 SMALL_BYTES = 64 << 10
-"""A gradient up to this size is moved together with others; a larger one at once, while it is in the cache."""
+"""Gradients up to this size are copied together; larger ones one by one, while they are in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One parameter in an arena: its name, local shape, first element, option group; and one past its last element."""
+    """One parameter in a flat buffer: name, local shape, first element, option group, and one past its last element."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,15 +33,15 @@ class ParamSlot:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where the parameters of one unit and dtype lie in their arena; the same on every rank of a slice.
+    """Positions of the parameters of one unit and dtype in their flat buffer.
 
     Args:
         dtype: of all of them.
-        slots: back to back, those of one option group together.
-        cut_anywhere: whether a share may end within a parameter.
+        slots: contiguous, sorted by option group.
+        may_split_params: whether a shard may end within a parameter.
 
     Attributes:
-        num_elements: length of the arena.
+        num_elements: length of the buffer.
     """
 
     dtype: torch.dtype
@@ -53,12 +53,12 @@ class FlatLayout:
         object.__setattr__(self, "num_elements", self.slots[-1].stop if self.slots else 0)
 
     def element_range(self, span: ShardSpan) -> tuple[int, int]:
-        """Return the elements from and to of a part of the arena."""
-        low, high = (int(self.num_elements * at) for at in span)
+        """Return the first element of a shard and one past its last."""
+        low, high = (int(self.num_elements * bound) for bound in span)
         return self._align_to_param(low), self._align_to_param(high)
 
     def shard_bounds(self, num_parts: int) -> list[int]:
-        """Return the ``num_state_slots + 1`` elements where its shares begin and end."""
+        """Return the ``num_parts + 1`` bounds of equal shards."""
         return [self._align_to_param(self.num_elements * index // num_parts) for index in range(num_parts + 1)]
 
     def _align_to_param(self, element: int) -> int:
@@ -67,14 +67,14 @@ class FlatLayout:
         return min(slot.stop for slot in self.slots if slot.stop >= element)
 
     def as_param_shape(self, flat: Tensor, start: int, stop: int) -> Tensor:
-        """Return the numbers of a range in a parameter's shape where they are one and a share may not end within it."""
+        """View a range in the shape of its parameter; flat if it is not exactly one, or shards may split them."""
         if self.may_split_params:
             return flat
         shapes = (slot.shape for slot in self.slots if (slot.start, slot.stop) == (start, stop))
         return flat.view(next(shapes, (stop - start,)))
 
     def slots_in(self, span: ShardSpan) -> Iterator[tuple[ParamSlot, int, int]]:
-        """Yield each parameter that has elements in a part, with the elements from and to."""
+        """Yield each parameter that overlaps a shard, with its first element there and one past its last."""
         low, high = self.element_range(span)
         for slot in self.slots:
             start, stop = max(slot.start, low), min(slot.stop, high)
@@ -82,18 +82,18 @@ class FlatLayout:
                 yield slot, start, stop
 
     def optimizer_ranges(self, span: ShardSpan) -> list[tuple[int, int, int]]:
-        """Return ``(group, start, stop)`` of every tensor an optimizer is given for a part of the arena."""
-        found: list[tuple[int, int, int]] = []
+        """Return ``(option group, start, stop)`` of every tensor that an optimizer gets for a shard."""
+        ranges: list[tuple[int, int, int]] = []
         for slot, start, stop in self.slots_in(span):
-            if self.may_split_params and found and found[-1][0] == slot.group:
-                found[-1] = (slot.group, found[-1][1], stop)
+            if self.may_split_params and ranges and ranges[-1][0] == slot.group:
+                ranges[-1] = (slot.group, ranges[-1][1], stop)
             else:
-                found.append((slot.group, start, stop))
-        return found
+                ranges.append((slot.group, start, stop))
+        return ranges
 
 
 def is_small(slot: ParamSlot, layout: FlatLayout) -> bool:
-    """Tell whether a gradient waits for others with which it is moved."""
+    """Return whether a gradient is copied into the flat buffer together with others."""
     return (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES
 
 

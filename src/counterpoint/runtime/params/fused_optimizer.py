@@ -1,6 +1,6 @@
-"""Updates in one pass over memory: gradients of all replicas are added up where the weights are updated.
+"""Fused optimizer step: sum the replicas' gradients and update weights in one pass over memory.
 
-Optimizers of torch keep their state and their options; only the arithmetic of a step is done by the native library.
+State and options stay in torch's optimizer; only the arithmetic of a step runs in the native library.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ OptimizerOptions = Mapping[str, Any]
 
 
 class GradSource(Protocol):
-    """Tells what adds up to the gradient of a tensor, range by range; nothing where it has none."""
+    """Callable that returns the ranges a tensor's gradient consists of; none if it has no gradient."""
 
     def __call__(self, *, as_rows: bool) -> Sequence[GradRange]:
-        """Return the ranges; rows of tables may be left as such, or are added up."""
+        """Return the ranges; rows of tables may stay rows if ``as_rows``, else they are added up."""
 
 
 def own_grad(param: Tensor, *, as_rows: bool) -> list[GradRange]:
-    """Return the gradient of a parameter that nothing is added to, if it has one, as a :class:`GradSource` does."""
+    """Return a parameter's own gradient as a :class:`GradSource` does, if it has one."""
     return [] if param.grad is None else [GradRange(0, param.numel(), [param.grad])]
 
 
 def is_param_contiguous(param: Tensor) -> bool:
-    """Tell whether a parameter and its gradient, if it has one, are flat memory in the same order."""
+    """Return whether a parameter and its gradient, if any, are contiguous."""
     tensors = [param] if param.grad is None else [param, param.grad]
-    return all(one.layout == torch.strided and one.is_contiguous() for one in tensors)
+    return all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors)
 
 
 def supports_fused_update(optimizer: optim.Optimizer) -> bool:
-    """Tell whether a step of this optimizer can be taken here, with its options as they stand."""
+    """Return whether a step of this optimizer, with its current options, can be fused."""
     if native().library is None or type(optimizer) not in FUSED_OPTIMIZERS:
         return False
     for group in optimizer.param_groups:
@@ -51,55 +51,55 @@ def supports_fused_update(optimizer: optim.Optimizer) -> bool:
 
 
 def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) -> bool:
-    """Tell whether a step changes only weights with a gradient, and by a multiple of it, so that rows can be added."""
+    """Return whether a step only adds a multiple of the gradient to weights, so that single rows can be updated."""
     return type(optimizer) is optim.SGD and not options["momentum"] and not options["weight_decay"]
 
 
 def fused_update(optimizer: optim.Optimizer, sources: Mapping[int, GradSource]) -> None:
-    """Take one step on all tensors of an optimizer that have a gradient; :func:`supports_fused_update` has said that it can.
+    """Step all tensors of an optimizer that have a gradient; :func:`supports_fused_update` must be true.
 
     Args:
-        optimizer: keeps the state, as after a step of its own.
-        sums: of each tensor, by identity.
+        optimizer: has the state, as after its own step.
+        sources: the gradient of each tensor, by ``id``.
     """
     for group in optimizer.param_groups:
         as_rows = supports_row_updates(optimizer, group)
         for tensor in group["params"]:
-            stretches = sources[id(tensor)](as_rows=as_rows)
-            if stretches:
-                update_tensor(optimizer, group, tensor, stretches)
+            grad_ranges = sources[id(tensor)](as_rows=as_rows)
+            if grad_ranges:
+                update_tensor(optimizer, group, tensor, grad_ranges)
                 increment_version(tensor)
 
 
 def update_tensor(
     optimizer: optim.Optimizer, options: OptimizerOptions, weights: Tensor, grad_ranges: Sequence[GradRange]
 ) -> None:
-    """Take one step on one tensor; :func:`supports_fused_update` has said that this is possible.
+    """Step one tensor; :func:`supports_fused_update` must be true.
 
     Args:
-        optimizer: keeps the state, as after a step of its own.
+        optimizer: has the state, as after its own step.
         options: of the tensor's group.
         weights: the tensor.
-        gradient: what adds up to it, range by range; there are rows only where :func:`supports_row_updates` says so.
+        grad_ranges: what its gradient consists of; rows only if :func:`supports_row_updates`.
     """
     library = native().library
-    assert library is not None, "whoever comes here has asked"
-    number, describe = FUSED_OPTIMIZERS[type(optimizer)]
-    step = describe(optimizer.state[weights], options, weights)
-    step.kind, step.dtype = number, DTYPES[weights.dtype]
+    assert library is not None, "supports_fused_update has checked it"
+    kind, make_args = FUSED_OPTIMIZERS[type(optimizer)]
+    step = make_args(optimizer.state[weights], options, weights)
+    step.kind, step.dtype = kind, DTYPES[weights.dtype]
     step.maximize = int(bool(options.get("maximize")))
-    first, begin = [step.state0, step.state1, step.state2], grad_ranges[0].start if grad_ranges else 0
-    for stretch in grad_ranges:
-        low, high = stretch.start - begin, stretch.stop - begin
-        if not stretch.parts:
+    state_pointers, begin = [step.state0, step.state1, step.state2], grad_ranges[0].start if grad_ranges else 0
+    for grad_range in grad_ranges:
+        low, high = grad_range.start - begin, grad_range.stop - begin
+        if not grad_range.parts:
             factor = float(options["lr"]) * (1.0 if step.maximize else -1.0)
-            add_rows(weights.detach().view(-1)[low:high], stretch.table_offset, stretch.row_grads, factor)
+            add_rows(weights.detach().view(-1)[low:high], grad_range.table_offset, grad_range.row_grads, factor)
             continue
         skipped_bytes = low * weights.element_size()
         step.count, step.weights = high - low, weights.data_ptr() + skipped_bytes
-        step.state0, step.state1, step.state2 = (None if at is None else at + skipped_bytes for at in first)
-        step.num_parts = len(stretch.parts)
-        step.parts = (c_void_p * len(stretch.parts))(*(part.data_ptr() for part in stretch.parts))
+        step.state0, step.state1, step.state2 = (None if at is None else at + skipped_bytes for at in state_pointers)
+        step.num_parts = len(grad_range.parts)
+        step.parts = (c_void_p * len(grad_range.parts))(*(part.data_ptr() for part in grad_range.parts))
         library.cp_update(byref(step))
 
 
@@ -167,4 +167,4 @@ FUSED_OPTIMIZERS: dict[
     optim.AdamW: (1, _adam_decoupled),
     optim.Adagrad: (2, _adagrad),
 }
-"""Whose steps can be taken here: their number in the library, and how they are described to it."""
+"""Optimizers with a fused step: their number in the library, and the function that fills in its arguments."""

@@ -1,21 +1,22 @@
-"""Where replicas of one host show each other rows of gradients: numbers and values in memory that all of them read.
+r"""Parameters in shared memory: the replicas of one host have one copy of the weights, and read each other's gradients.
 
-A note for each table says how many rows there are and where they begin. What does not fit is only noted; when all have
-met, all see that, get larger memory together, and write there.
+Every rank computes with the one copy, writes its gradient where all others can read it, and updates its shard of the
+weights with the sum of all gradients. A reduce-scatter is then only a barrier after which the gradients are complete,
+and an all-gather one after which the weights are updated::
 
-What replicas of one host have shown of a gradient, as a sum: ranges of each of them, or rows of tables.
+    rank 0   weights  (shared)        rank 1
+        |    +-----------------+        |
+        |--> | shard 0 | shard 1| <-----|        each updates its own shard
+             +-----------------+
+      grad 0 [................] \  read by all   sum over replicas in
+      grad 1 [................] /                 the order of ranks
 
-The own memory for the gradient of a table is zeros in the own share, as long as there are only rows: these are added
-where they belong when somebody asks for the sum as a tensor, and set to zero again afterwards.
+Gradients of small parameters are copied to shared memory together, when a rank's last one is complete; a large one as
+soon as it is complete, while it is still in the cache and before the next one needs memory.
 
-Memory that the replicas of one host have in common: one copy of the weights, and the gradient of each of them.
-
-Every rank computes with the one copy, writes its own gradient where all others can read it, and updates its share of
-the weights with what all have written. Nothing is copied from rank to rank: a share of gradients is an announcement
-that they are complete, and a join of weights one that they have been updated.
-
-The gradients of small parameters are moved there all at once, when a rank's last one is complete; a large one as soon
-as it is complete, while it is still in the cache and before the next one needs memory.
+Gradients of embedding tables may stay rows (:class:`SparseGradExchange`). A header for each table says how many rows
+there are and where they begin. If they do not fit into the shared memory, the header says so, and after the barrier all
+replicas get larger memory together and write their rows there.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_sm
 from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows, clear_rows, concat_row_grads, is_table
 
 NO_GRAD, ROW_GRAD, DENSE_GRAD = 0, 1, 2
-"""What a replica has for a table: no gradient, one of rows, or one of the table's size."""
+"""State of a replica's gradient of one table."""
 
 
 class RowGradHeader(NamedTuple):
-    """What a replica says of its gradient of one table; offsets count from where its own numbers begin."""
+    """What a replica publishes about its gradient of one table; offsets count from the start of its own buffers."""
 
     state: int
     is_sparse: int
@@ -52,22 +53,22 @@ class RowGradHeader(NamedTuple):
 
 
 HEADER_FIELDS = len(RowGradHeader._fields)
-PREFIX_FIELDS = 2  # before the notes: how many numbers, and how many elements of values
+PREFIX_FIELDS = 2  # before the headers: the numbers of indices and of value elements
 
 
 def header_elements(num_tables: int) -> int:
-    """Return how many numbers the notes of one replica are, so that the next ones begin with a cache line."""
+    """Return the length of one replica's headers, padded so that the next ones begin at a cache line."""
     return -(-(PREFIX_FIELDS + HEADER_FIELDS * num_tables) // 8) * 8
 
 
 class SparseGradExchange:
-    """The rows of all replicas, as one of them sees them.
+    """Row gradients of all replicas, as one of them sees them.
 
     Args:
-        notes: the same memory on all members: one row of :func:`header_elements` for each.
-        tables: those of which there may be rows.
+        headers: shared by all members: :func:`header_elements` numbers for each.
+        tables: those that may have row gradients.
         dtype: of their values.
-        place: the own one among the replicas.
+        replica: index of this rank among the replicas.
     """
 
     def __init__(self, headers: Tensor, tables: Sequence[ParamSlot], dtype: torch.dtype, replica: int) -> None:
@@ -81,118 +82,121 @@ class SparseGradExchange:
         self._unpublished: list[tuple[str, RowGrad]] = []
 
     def begin_step(self) -> None:
-        """Start a step: nobody has shown anything."""
+        """Start a step without published rows."""
         self.local.clear()
         self.published.clear()
         self._unpublished.clear()
 
     def add(self, name: str, row_grad: RowGrad) -> None:
-        """The own gradient of a table has these rows, too."""
+        """Add a row gradient to this replica's own of a table."""
         self.local.setdefault(name, []).append(row_grad)
 
     def publish(self, dense: Collection[str]) -> None:
-        """Write what this replica has, for the others to see after they have met.
+        """Write this replica's rows for the others to read after the next barrier.
 
         Args:
-            dense: the tables of which there is a gradient of the table's size, which has its rows in it.
+            dense: the tables with a dense gradient, into which their rows have been added.
         """
         self._unpublished = [
-            (name, concat_row_grads(pieces)) for name, pieces in self.local.items() if name not in dense
+            (name, concat_row_grads(row_grads)) for name, row_grads in self.local.items() if name not in dense
         ]
         if not self.tables:
             return
-        own, notes = dict(self._unpublished), []
-        first_number = first_value = 0
+        local, table_headers = dict(self._unpublished), []
+        first_index = first_value = 0
         for name in self.tables:
-            piece = own.get(name)
-            if piece is None:
-                notes.append(RowGradHeader(DENSE_GRAD if name in dense else NO_GRAD, 0, 0, 0, 1, 0, 0, 0))
+            row_grad = local.get(name)
+            if row_grad is None:
+                table_headers.append(RowGradHeader(DENSE_GRAD if name in dense else NO_GRAD, 0, 0, 0, 1, 0, 0, 0))
                 continue
-            count, has_places = len(piece.rows), piece.value_index is not None
-            notes.append(
+            count, has_value_index = len(row_grad.rows), row_grad.value_index is not None
+            table_headers.append(
                 RowGradHeader(
                     ROW_GRAD,
-                    piece.is_sparse,
+                    row_grad.is_sparse,
                     count,
-                    has_places,
-                    piece.rows_per_value,
-                    first_number,
-                    len(piece.values),
+                    has_value_index,
+                    row_grad.rows_per_value,
+                    first_index,
+                    len(row_grad.values),
                     first_value,
                 )
             )
-            first_number += count * (1 + has_places)
-            first_value += piece.values.numel()
-        flat = [first_number, first_value, *(number for note in notes for number in note)]
+            first_index += count * (1 + has_value_index)
+            first_value += row_grad.values.numel()
+        flat = [first_index, first_value, *(number for header in table_headers for number in header)]
         self.headers[self.replica, : len(flat)] = torch.tensor(flat)
-        if first_number <= self.indices.shape[1] and first_value <= self.values.shape[1]:
+        if first_index <= self.indices.shape[1] and first_value <= self.values.shape[1]:
             self._write()
 
     def _write(self) -> None:
-        numbers, values = self.indices[self.replica], self.values[self.replica]
-        first_number = first_value = 0
-        for _, piece in self._unpublished:
-            for column in (piece.rows, piece.value_index):
+        indices, values = self.indices[self.replica], self.values[self.replica]
+        first_index = first_value = 0
+        for _, row_grad in self._unpublished:
+            for column in (row_grad.rows, row_grad.value_index):
                 if column is not None:
-                    numbers[first_number : first_number + len(column)] = column
-                    first_number += len(column)
-            count = piece.values.numel()
-            values[first_value : first_value + count] = piece.values.reshape(-1)
+                    indices[first_index : first_index + len(column)] = column
+                    first_index += len(column)
+            count = row_grad.values.numel()
+            values[first_value : first_value + count] = row_grad.values.reshape(-1)
             first_value += count
 
     def read_all(self, fabric: Fabric, group: Group, label: str) -> None:
-        """Read what all have shown; where it does not fit, get larger memory first. All members come here together."""
-        found = self.headers.tolist()
-        most_numbers, most_values = (max(row[at] for row in found) for at in range(PREFIX_FIELDS))
-        if most_numbers > self.indices.shape[1] or most_values > self.values.shape[1]:
-            self.indices = self._grow(self.indices, most_numbers, fabric, group, f"rows of {label}")
-            self.values = self._grow(self.values, most_values, fabric, group, f"values of {label}")
+        """Read the rows of all replicas, after growing the buffers if they do not fit; all members call it together."""
+        header_rows = self.headers.tolist()
+        max_indices, max_values = (max(row[field] for row in header_rows) for field in range(PREFIX_FIELDS))
+        if max_indices > self.indices.shape[1] or max_values > self.values.shape[1]:
+            self.indices = self._grow(self.indices, max_indices, fabric, group, f"rows of {label}")
+            self.values = self._grow(self.values, max_values, fabric, group, f"values of {label}")
             self._write()
             fabric.barrier_async(f"rows of {label}", group).wait()
         for index, (name, slot) in enumerate(self.tables.items()):
             start = PREFIX_FIELDS + index * HEADER_FIELDS
-            notes = [RowGradHeader(*row[start : start + HEADER_FIELDS]) for row in found]
-            self.published[name] = [(note.state, self._read_row_grad(at, note, slot)) for at, note in enumerate(notes)]
+            table_headers = [RowGradHeader(*row[start : start + HEADER_FIELDS]) for row in header_rows]
+            self.published[name] = [
+                (header.state, self._read_row_grad(replica, header, slot))
+                for replica, header in enumerate(table_headers)
+            ]
 
     def _grow(self, old: Tensor, needed: int, fabric: Fabric, group: Group, label: str) -> Tensor:
         if needed <= old.shape[1]:
             return old
         capacity = -(-needed * 3 // 2 // 64) * 64
         memory = fabric.shared_zeros(label, len(group) * capacity, old.dtype, group)
-        assert memory is not None, "these ranks have memory in common"
+        assert memory is not None, "these ranks share memory"
         return memory.view(len(group), capacity)
 
     def _read_row_grad(self, replica: int, header: RowGradHeader, slot: ParamSlot) -> RowGrad | None:
         if header.state != ROW_GRAD:
             return None
-        numbers, width = self.indices[replica][header.first_index :], slot.shape[1]
+        indices, width = self.indices[replica][header.first_index :], slot.shape[1]
         values = self.values[replica][header.first_value : header.first_value + header.num_values * width]
         return RowGrad(
-            numbers[: header.num_rows],
+            indices[: header.num_rows],
             values.view(header.num_values, width),
-            numbers[header.num_rows : 2 * header.num_rows] if header.has_value_index else None,
+            indices[header.num_rows : 2 * header.num_rows] if header.has_value_index else None,
             header.rows_per_value,
             bool(header.is_sparse),
         )
 
     def row_grads(self, name: str) -> list[RowGrad]:
-        """Return the rows of a table that replicas have shown, in their order."""
-        return [piece for _, piece in self.published.get(name, []) if piece is not None]
+        """Return the published row gradients of a table, in the order of the replicas."""
+        return [row_grad for _, row_grad in self.published.get(name, []) if row_grad is not None]
 
     def dense_replicas(self, name: str) -> list[int]:
-        """Return the replicas that have a gradient of the table's size."""
-        return [place for place, (state, _) in enumerate(self.published.get(name, [])) if state == DENSE_GRAD]
+        """Return the replicas with a dense gradient of the table."""
+        return [replica for replica, (state, _) in enumerate(self.published.get(name, [])) if state == DENSE_GRAD]
 
 
 class GradRange(NamedTuple):
-    """A range of an arena, and what adds up to its gradient: tensors of its length, or rows of a table.
+    """A range of a flat gradient, and what it is the sum of: tensors of its length, or rows of a table.
 
     Args:
         start: its first element.
         stop: one past its last.
-        parts: to be added up in this order.
-        pieces: rows to be added up, where there are no parts.
-        low: where the range begins in its table.
+        parts: tensors to be added up in this order.
+        row_grads: rows to be added up, if there are no parts.
+        table_offset: where the range begins in its table.
     """
 
     start: int
@@ -203,19 +207,22 @@ class GradRange(NamedTuple):
 
 
 class SharedEmbeddingGrads:
-    """The gradients of all replicas, shown in memory in common.
+    """Gradients of all replicas in shared memory, with tables either dense or as rows.
+
+    This replica's shared buffer is zero at tables of which only rows exist. The rows are added there if a caller asks
+    for the sum as a tensor, and zeroed again afterwards.
 
     Args:
-        rows: the flat gradient of each replica; that of a table is up to date where the board says so.
-        own: this replica's.
-        board: where rows of tables are shown.
+        replica_grads: the flat gradient of each replica; valid at a table if the exchange says it is dense.
+        local_grad: this replica's.
+        exchange: where rows of tables are published.
     """
 
     def __init__(self, replica_grads: Sequence[Tensor], local_grad: Tensor, exchange: SparseGradExchange) -> None:
         self.replica_grads = replica_grads
         self.local_grad = local_grad
         self.exchange = exchange
-        self.dirty: set[str] = set()  # the tables whose own memory may hold something
+        self.dirty: set[str] = set()  # tables at which the own buffer may be nonzero
         self._added_ranges: dict[str, tuple[int, int]] = {}
 
     def begin_step(self) -> None:
@@ -224,101 +231,103 @@ class SharedEmbeddingGrads:
         self.exchange.begin_step()
 
     def clear_added_rows(self) -> None:
-        """What rows have been added are zeros again."""
+        """Zero the rows that were added to the own buffer."""
         for name, (start, stop) in self._added_ranges.items():
             low = start - self.exchange.tables[name].start
             clear_rows(self.local_grad[start:stop], low, self.exchange.row_grads(name))
         self._added_ranges.clear()
 
     def mark_all_dirty(self) -> None:
-        """Something else is going to be written to the own memory."""
+        """Mark every table as possibly nonzero in the own buffer, before other data is written there."""
         self.dirty.update(self.exchange.tables)
         self._added_ranges.clear()
 
     def merge_rows_into_dense(self, dense: Collection[str]) -> None:
-        """Add the own rows of tables of which there is a gradient of the table's size, too, to that."""
+        """Add the own rows of tables that also have a dense gradient to that."""
         for name in [name for name in self.exchange.local if name in dense]:
             slot = self.exchange.tables[name]
             add_rows(self.local_grad[slot.start : slot.stop], 0, self.exchange.local.pop(name), 1.0)
             self.dirty.add(name)
 
     def grad_ranges(self, start: int, stop: int, *, as_rows: bool) -> Iterator[GradRange]:
-        """Yield what adds up to a range of the own share, in order.
+        """Yield what a range of the gradient is the sum of, in order.
 
         Args:
             start: its first element.
             stop: one past its last.
             as_rows: whether rows may stay rows; else they are added up.
         """
-        begun = start
+        position = start
         for slot in self.exchange.tables.values():  # in the order of the layout
             low, high = max(start, slot.start), min(stop, slot.stop)
             if low >= high or len(self.exchange.dense_replicas(slot.name)) == len(self.replica_grads):
                 continue
-            if begun < low:
-                yield self._dense_range(begun, low)
-            begun = high
+            if position < low:
+                yield self._dense_range(position, low)
+            position = high
             yield self._table_range(slot, low, high, as_rows=as_rows)
-        if begun < stop:
-            yield self._dense_range(begun, stop)
+        if position < stop:
+            yield self._dense_range(position, stop)
 
     def _dense_range(self, start: int, stop: int) -> GradRange:
         return GradRange(start, stop, [row[start:stop] for row in self.replica_grads])
 
     def _table_range(self, slot: ParamSlot, start: int, stop: int, *, as_rows: bool) -> GradRange:
-        pieces, low = self.exchange.row_grads(slot.name), start - slot.start
-        dense = [self.replica_grads[place][start:stop] for place in self.exchange.dense_replicas(slot.name)]
-        mine = self.local_grad[start:stop]
+        row_grads, low = self.exchange.row_grads(slot.name), start - slot.start
+        dense = [self.replica_grads[replica][start:stop] for replica in self.exchange.dense_replicas(slot.name)]
+        local_grad = self.local_grad[start:stop]
         if not dense and as_rows:
-            return GradRange(start, stop, [], pieces, low)
-        if dense and not pieces:
+            return GradRange(start, stop, [], row_grads, low)
+        if dense and not row_grads:
             return GradRange(start, stop, dense)
         if dense:
-            mine.copy_(reduce_in_order(dense, "sum") if len(dense) > 1 else dense[0])
+            local_grad.copy_(reduce_in_order(dense, "sum") if len(dense) > 1 else dense[0])
             self.dirty.add(slot.name)
         else:
             if slot.name in self.dirty:
-                mine.zero_()
+                local_grad.zero_()
                 self.dirty.discard(slot.name)
             self._added_ranges[slot.name] = (start, stop)
-        add_rows(mine, low, pieces, 1.0)
-        return GradRange(start, stop, [mine])
+        add_rows(local_grad, low, row_grads, 1.0)
+        return GradRange(start, stop, [local_grad])
 
     def as_row_grads(self) -> dict[str, list[RowGrad]]:
-        """Return what has been shown of every table as rows, that of a gradient of the table's size, too."""
-        found = {}
+        """Return all published gradients of every table as rows, dense ones too."""
+        row_grads = {}
         for name, slot in self.exchange.tables.items():
-            dense = [self.replica_grads[place][slot.start : slot.stop] for place in self.exchange.dense_replicas(name)]
-            whole = [RowGrad(torch.arange(slot.shape[0]), gradient.view(slot.shape)) for gradient in dense]
-            found[name] = [*self.exchange.row_grads(name), *whole]
-        return found
+            dense = [
+                self.replica_grads[replica][slot.start : slot.stop] for replica in self.exchange.dense_replicas(name)
+            ]
+            dense_rows = [RowGrad(torch.arange(slot.shape[0]), grad.view(slot.shape)) for grad in dense]
+            row_grads[name] = [*self.exchange.row_grads(name), *dense_rows]
+        return row_grads
 
 
 CACHE_LINE_BYTES = 64
 
 
 def table_slots(layout: FlatLayout, sparse: Collection[str]) -> list[ParamSlot]:
-    """Return the parameters whose gradients may be shown as rows: those that are large, or sparse as the model says."""
+    """Return the parameters whose gradients may be published as rows: large tables, and those with sparse gradients."""
     return [
         slot for slot in layout.slots if is_table(slot.shape) and (slot.name in sparse or not is_small(slot, layout))
     ]
 
 
 def aligned_elements(num_elements: int, dtype: torch.dtype) -> int:
-    """Return how long a row for so many elements is, so that the next one begins at the start of a cache line."""
+    """Return the smallest length of at least ``num_elements`` that ends at a cache line."""
     step = CACHE_LINE_BYTES // dtype.itemsize
     return -(-num_elements // step) * step
 
 
 class SharedParams:
-    """One arena's memory in common, as one rank sees it.
+    """Shared memory of one unit's flat parameters, as one rank sees it.
 
     Args:
         weights: of all replicas; flat.
-        gradients: a row for each replica's gradient.
-        layout: what lies in a row.
-        place: which replica's is the own one.
-        board: where they show rows of gradients.
+        gradients: one row for each replica.
+        layout: of the flat parameters.
+        replica: index of this rank among the replicas.
+        exchange: where replicas publish row gradients.
     """
 
     def __init__(
@@ -337,7 +346,7 @@ class SharedParams:
     def install_hooks(
         self, layout: FlatLayout, params: Mapping[str, nn.Parameter], collect_grad: Callable[[ParamSlot], None]
     ) -> None:
-        """Large gradients come here by ``move`` as soon as they are complete, small ones by :meth:`gather`."""
+        """Call ``collect_grad`` for each large gradient as soon as it is complete; list small ones for later."""
         for slot in layout.slots:
             if is_small(slot, layout):
                 self._small_params.append((params[slot.name], self.local_grad[slot.start : slot.stop].view(slot.shape)))
@@ -351,21 +360,21 @@ class SharedParams:
         self.small_names = frozenset(slot.name for slot in layout.slots if slot.name not in large)
 
     def collect_small_grads(self) -> frozenset[str]:
-        """Move all small gradients here at once and return their names; none where one is missing or sparse."""
-        fresh = [param.grad for param, _ in self._small_params]
-        if any(grad is None or grad.is_sparse for grad in fresh):
+        """Copy all small gradients here in one call and return their names; none if one is missing or sparse."""
+        grads = [param.grad for param, _ in self._small_params]
+        if any(grad is None or grad.is_sparse for grad in grads):
             return frozenset()
-        torch._foreach_copy_([place for _, place in self._small_params], fresh)  # type: ignore[arg-type]
+        torch._foreach_copy_([target for _, target in self._small_params], grads)  # type: ignore[arg-type]
         for param, _ in self._small_params:
             param.grad = None
         return self.small_names
 
     def drop_grad_pages(self) -> None:
-        """The own row takes no memory any more; nobody reads it after the updates of a step."""
+        """Free the memory of the own gradient; nobody reads it after the updates of a step."""
         discard_shared_pages(self.local_grad.data_ptr(), self.local_grad.numel() * self.local_grad.element_size())
 
     def detach(self) -> None:
-        """Gradients stay on the parameters again."""
+        """Remove the hooks, so that gradients stay on the parameters."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,4 +1,4 @@
-"""What a rank's row does with the parameters of every unit: which part it keeps, which it updates, with whom."""
+"""Derive from a rank program what a rank does with each unit: which part it keeps, which it updates, with whom."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from counterpoint.runtime.params.flat_layout import WHOLE, ShardSpan
 
 @dataclass(frozen=True, slots=True)
 class UnitRole:
-    """What a row does with a unit.
+    """What a rank does with a unit.
 
     Args:
-        home: the part of the weights kept between steps.
-        span: the part it updates; None when it updates nothing.
-        in_arena: whether any other rank needs its gradient or gives it weights.
-        replicas: who shares out its one update and joins its weights, if they may have these in common.
+        local_shard: the part of the weights kept between steps.
+        update_shard: the part it updates; None if it updates nothing.
+        is_communicated: whether another rank needs its gradient or gives it weights.
+        host_replicas: the ranks of one update, which may keep the weights in shared memory; None if there are none.
     """
 
     local_shard: ShardSpan
@@ -47,30 +47,30 @@ class UnitRole:
 
     @property
     def has_full_params(self) -> bool:
-        """Whether the rank has the whole unit as it is between steps."""
+        """Whether the rank has all current weights of the unit between steps."""
         return self.local_shard == WHOLE and (self.update_shard == WHOLE or self.host_replicas is not None)
 
 
-def find_unit_roles(rank: int, words: Iterable[Instruction], model: ModelSpec) -> dict[Unit, UnitRole]:
-    """Return what a rank's row does with every unit that it computes with, updates or serves."""
-    notes = _RoleCollector(rank, model)
-    row = tuple(words)
-    together = host_shareable_units(row)
-    for word in row:
-        notes.visit(word)
+def find_unit_roles(rank: int, instructions: Iterable[Instruction], model: ModelSpec) -> dict[Unit, UnitRole]:
+    """Return a rank's role for every unit that it computes with, updates or serves."""
+    collector = _RoleCollector(rank, model)
+    rank_program = tuple(instructions)
+    host_replicas = host_shareable_units(rank_program)
+    for instruction in rank_program:
+        collector.visit(instruction)
     return {
         unit: UnitRole(
-            home,
-            notes.update_shards.get(unit, WHOLE) if unit in notes.updated else None,
-            unit in notes.communicated,
-            together.get(unit) if home == WHOLE else None,
+            local_shard,
+            collector.update_shards.get(unit, WHOLE) if unit in collector.updated else None,
+            unit in collector.communicated,
+            host_replicas.get(unit) if local_shard == WHOLE else None,
         )
-        for unit, home in notes.local_shards.items()
+        for unit, local_shard in collector.local_shards.items()
     }
 
 
 class _RoleCollector:
-    """What a row has said about units so far."""
+    """Roles that the instructions visited so far imply."""
 
     def __init__(self, rank: int, model: ModelSpec) -> None:
         self.rank = rank
@@ -83,9 +83,8 @@ class _RoleCollector:
         self.updated: set[Unit] = set()
         self.communicated: set[Unit] = set()
 
-    def visit(self, word: Instruction) -> None:
-        """Note one word."""
-        match word:
+    def visit(self, instruction: Instruction) -> None:
+        match instruction:
             case Forward(block):
                 for unit in self.units_of_block.get(block, []):
                     self.local_shards.setdefault(unit, WHOLE)
@@ -93,26 +92,25 @@ class _RoleCollector:
                 self.updated.add(unit)
                 self.local_shards.setdefault(unit, WHOLE)
             case ApplyPushes(units):
-                self.updated.update(units if word.applies_gradients else ())
+                self.updated.update(units if instruction.applies_gradients else ())
                 self.communicated.update(units)
                 self.local_shards.update(dict.fromkeys(units, WHOLE))
             case Collective() | Send() | Recv() | Push() | Pull():
-                self._visit_communication(word)
+                self._visit_communication(instruction)
             case Recompute() | Backward() | Commit() | SwapGradBuffers() | Free():
                 pass
 
-    def _visit_communication(self, word: Collective | Send | Recv | Push | Pull) -> None:
-        """Note that a gradient or weights travel."""
-        if word.tensor.name in UNIT_TENSORS:
-            self.communicated.add(word.tensor.blocks)
-            if isinstance(word, Collective):
-                self._visit_sharding(word)
+    def _visit_communication(self, instruction: Collective | Send | Recv | Push | Pull) -> None:
+        if instruction.tensor.name in UNIT_TENSORS:
+            self.communicated.add(instruction.tensor.blocks)
+            if isinstance(instruction, Collective):
+                self._visit_sharding(instruction)
 
-    def _visit_sharding(self, word: Collective) -> None:
-        """Note which part of a unit a share or a first join leaves to this rank."""
-        at, count = word.group.index(self.rank), len(word.group)
-        part = (Fraction(at, count), Fraction(at + 1, count))
-        if word.op == "reduce_scatter":
-            self.update_shards[word.tensor.blocks] = part
-        elif word.op == "all_gather":
-            self.local_shards.setdefault(word.tensor.blocks, part)
+    def _visit_sharding(self, instruction: Collective) -> None:
+        """Record the shard that a reduce-scatter, or an all-gather without one before it, leaves on this rank."""
+        position, count = instruction.group.index(self.rank), len(instruction.group)
+        shard = (Fraction(position, count), Fraction(position + 1, count))
+        if instruction.op == "reduce_scatter":
+            self.update_shards[instruction.tensor.blocks] = shard
+        elif instruction.op == "all_gather":
+            self.local_shards.setdefault(instruction.tensor.blocks, shard)

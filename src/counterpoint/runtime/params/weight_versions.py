@@ -1,9 +1,14 @@
-"""Weights of several versions, each in memory of its own, for streams whose microbatches meet older ones.
+"""Several versions of the weights, each in memory of its own, for pipelines whose microbatches use older weights.
 
-What autograd keeps of a forward is the memory of the weights that were used. So a version is never written to while a
-microbatch is under way that has met it: before an update the newest weights are copied to the memory of the version
-that nobody will read any more, and the update is made there. Forwards get the parameters of their version as tensors
-of their own; their gradients are those of the one parameter that the optimizer knows. Buffers have no versions.
+Autograd saves the weights' memory, not a copy, in a forward. So a version must not be written to while a microbatch
+that used it is in flight. Before an update, the newest weights are copied to the memory of the version that no
+microbatch will read any more, and the update is made there::
+
+    history   [oldest ... newest]          advance:  copy newest -> oldest's memory, which becomes the newest
+    memory       1     2     0
+
+Forwards get the parameters of their version as separate leaf tensors; gradients on these are added to the one parameter
+that the optimizer knows. Buffers have no versions.
 """
 
 from __future__ import annotations
@@ -20,12 +25,12 @@ from counterpoint.runtime.params.flat_params import FlatParams
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """One version's memory.
+    """Memory of one version.
 
     Args:
-        flats: of every arena.
-        loose: of every parameter outside of arenas.
-        leaves: what forwards are called with, by name: views of these, and parameters that are not trained.
+        flat_weights: one buffer for each flat parameter object.
+        unflattened: one tensor for every trainable parameter outside of these.
+        leaves: what forwards are called with, by name: views of both, and frozen parameters.
     """
 
     flat_weights: tuple[Tensor, ...]
@@ -34,76 +39,78 @@ class WeightVersion:
 
 
 class WeightVersions:
-    """The versions of one rank's weights.
+    """All versions of one rank's weights.
 
     Args:
-        params: the rank's parameters by name; they are always views of the newest version.
-        arenas: where some of them live.
-        count: how many versions there are.
+        params: the rank's parameters by name; always views of the newest version.
+        flat_params: where some of them are stored.
+        count: number of versions.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], flat_params: Sequence[FlatParams], count: int) -> None:
-        housed = {name for arena in flat_params for name in arena.params}
+        flattened = {name for storage in flat_params for name in storage.params}
         self.params = params
         self.flat_params = tuple(flat_params)
-        self.unflattened = {name: param for name, param in params.items() if param.requires_grad and name not in housed}
-        self.versions = [self._allocate_version(is_first=at == 0) for at in range(count)]
-        self.history = deque([0] * count, maxlen=count)  # which edition each version is in, the newest last
+        self.unflattened = {
+            name: param for name, param in params.items() if param.requires_grad and name not in flattened
+        }
+        self.versions = [self._allocate_version(is_first=index == 0) for index in range(count)]
+        self.history = deque([0] * count, maxlen=count)  # index in ``versions`` of each version, the newest last
 
     def _allocate_version(self, *, is_first: bool) -> WeightVersion:
-        """Return memory for one version; autograd counts changes of its tensors apart from those of parameters."""
-        flats = [arena.weights.data for arena in self.flat_params]
-        loose = {name: param.data for name, param in self.unflattened.items()}
+        """Return memory for one version, as tensors whose in-place changes autograd counts separately."""
+        flat_weights = [storage.weights.data for storage in self.flat_params]
+        unflattened = {name: param.data for name, param in self.unflattened.items()}
         if not is_first:
-            flats = [torch.empty_like(flat) for flat in flats]
-            loose = {name: torch.empty_like(tensor) for name, tensor in loose.items()}
+            flat_weights = [torch.empty_like(flat) for flat in flat_weights]
+            unflattened = {name: torch.empty_like(tensor) for name, tensor in unflattened.items()}
         leaves: dict[str, Tensor] = dict(self.params)
-        leaves.update({name: tensor.data.requires_grad_() for name, tensor in loose.items()})
-        for arena, flat in zip(self.flat_params, flats, strict=True):
-            for slot in arena.layout.slots:
+        leaves.update({name: tensor.data.requires_grad_() for name, tensor in unflattened.items()})
+        for storage, flat in zip(self.flat_params, flat_weights, strict=True):
+            for slot in storage.layout.slots:
                 leaves[slot.name] = flat[slot.start : slot.stop].view(slot.shape).data.requires_grad_()
-        return WeightVersion(tuple(flats), tuple(loose.values()), leaves)
+        return WeightVersion(tuple(flat_weights), tuple(unflattened.values()), leaves)
 
     def read(self, version: int) -> Mapping[str, Tensor]:
-        """Return the parameters by name as they stood so many updates ago."""
+        """Return the parameters by name as they were ``-version`` updates ago."""
         return self.versions[self.history[version - 1]].leaves
 
     def fold_grads(self, version: int) -> None:
-        """Add the gradients on the parameters of a version to those of the rank's parameters."""
+        """Add the gradients on the leaves of a version to those of the rank's parameters."""
         leaves = self.read(version)
         for name, leaf in leaves.items():
-            param, fresh = self.params[name], leaf.grad
-            if fresh is None or leaf is param:
+            param, grad = self.params[name], leaf.grad
+            if grad is None or leaf is param:
                 continue
             leaf.grad = None
-            param.grad = fresh if param.grad is None else param.grad.add_(fresh)
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
 
     def reset(self) -> None:
-        """All versions are as the newest, and no gradient is on any of them."""
+        """Make all versions equal to the newest, and drop their gradients."""
         self.history.extend([self.history[-1]] * len(self.history))
-        for edition in self.versions:
-            for leaf in edition.leaves.values():
+        for version in self.versions:
+            for leaf in version.leaves.values():
                 leaf.grad = None
 
     def advance(self, *, is_new: bool) -> None:
-        """The newest version becomes the one before; a new one has the same values, and is the parameters' memory.
+        """Begin a new newest version with the values of the current one; the parameters become views of it.
 
         Args:
-            is_new: whether the weights will change; else the newest version stands for the next one, too.
+            is_new: whether the weights will change; if not, the current version counts as the next one, too.
         """
-        now = self.history[-1]
+        newest = self.history[-1]
         if not is_new:
-            self.history.append(now)
+            self.history.append(newest)
             return
-        kept = set(list(self.history)[1:])
-        free = next(at for at in range(len(self.versions)) if at not in kept)
-        before, after = self.versions[now], self.versions[free]
+        in_use = set(list(self.history)[1:])
+        free = next(index for index in range(len(self.versions)) if index not in in_use)
+        before, after = self.versions[newest], self.versions[free]
         for old, new in zip(
             before.flat_weights + before.unflattened, after.flat_weights + after.unflattened, strict=True
         ):
             new.copy_(old)
-        for arena, flat in zip(self.flat_params, after.flat_weights, strict=True):
-            arena.rebind_views(flat)
+        for storage, flat in zip(self.flat_params, after.flat_weights, strict=True):
+            storage.rebind_views(flat)
         for param, tensor in zip(self.unflattened.values(), after.unflattened, strict=True):
             param.data = tensor
         self.history.append(free)
