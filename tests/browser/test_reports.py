@@ -46,7 +46,7 @@ def test_the_report_of_a_planned_run_shows_its_step_twice_and_the_best_plans_bes
     words = ("digits", "--local", "-n", "2", "--strategy", "auto", "--steps", "4", "--batch-size", "16")
     run("train", *words, "--folder", tmp_path / "run", "--progress", "off")
     headings, timelines = seen(tmp_path / "run" / "report.html", tmp_path)
-    assert {"One step, simulated and measured", "Plans that were weighed"} <= set(headings)
+    assert {"One step, simulated and measured", "Plans that were compared"} <= set(headings)
     assert drawn(timelines, "one step, simulated and measured")
     assert drawn(timelines, "one step under 3 plans")
 
@@ -54,7 +54,7 @@ def test_the_report_of_a_planned_run_shows_its_step_twice_and_the_best_plans_bes
 def test_the_page_about_a_choice_shows_the_best_plans_on_one_scale(tmp_path):
     run("plan", "-n", "2", "--blocks", "2", "--report", tmp_path / "plan.html")
     headings, timelines = seen(tmp_path / "plan.html", tmp_path)
-    assert headings == ["Plans that were weighed", "One step under the best plans, simulated"]
+    assert headings == ["Plans that were compared", "One step under the best plans, simulated"]
     assert drawn(timelines, "one step under 3 plans")
 
 

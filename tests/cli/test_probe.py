@@ -29,7 +29,7 @@ def test_ranks_of_this_host_write_a_cluster_that_can_be_planned_with(tmp_path):
 def test_one_rank_is_measured_here_and_all_figures_are_json():
     found = json.loads(run("probe", "-n", "1", "--json").output)
     assert (found["num_ranks"], found["links"]) == (1, [])
-    assert {one["size"] for one in found["products"]} == {256, 512, 1024}
+    assert {one["size"] for one in found["matmuls"]} == {256, 512, 1024}
     assert parse_cluster(found["cluster"]).device.memory_bytes > 0
 
 

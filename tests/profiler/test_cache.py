@@ -46,5 +46,5 @@ def test_a_file_that_cannot_be_read_is_written_anew(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(PlanError, match=r"the timing cannot be kept in .*file/timings: Not a directory; give another"):
+    with pytest.raises(PlanError, match=r"the profile cannot be written to .*file/timings: Not a directory; give another"):
         load_or_measure(tmp_path / "file", FACTS, Measuring())

@@ -73,7 +73,7 @@ def test_a_trace_in_which_nothing_takes_time_is_still_drawn():
 
 @pytest.mark.parametrize("tick_s", [0.0, -1.0, float("nan")])
 def test_a_tick_takes_time(tick_s):
-    with pytest.raises(ValueError, match="a column stands for some time; give seconds above 0"):
+    with pytest.raises(ValueError, match="a column needs a positive duration; give seconds above 0"):
         draw_ascii_timeline(UNIT, tick_s=tick_s)
 
 

@@ -49,7 +49,7 @@ def test_the_kind_of_an_event_follows_from_its_lane_and_its_word(words, lane, ki
 
 @pytest.mark.parametrize(
     ("words", "name"),
-    [("F3.11:-1", "F11"), ("B0.2 B1.2", "B2"), ("U0+4", "U"), ("all_reduce_wait(grad0)@0,1", "sum"), ("commit@0-7", "commit"),
+    [("F3.11:-1", "F11"), ("B0.2 B1.2", "B2"), ("U0+4", "U"), ("all_reduce_wait(grad0)@0,1", "all_reduce_wait"), ("commit@0-7", "commit"),
      ("x1.0>1", "x1.0>1"), ("what?", "what?")],
 )  # fmt: skip
 def test_a_short_name_is_the_letter_and_the_microbatch(words, name):

@@ -28,7 +28,7 @@ def page(weighing=WEIGHING):
 
 def test_a_page_has_the_table_the_best_plans_and_what_was_measured():
     seen = Nesting(page())
-    assert seen.text["h2"] == ["Plans that were weighed", "One step under the best plans, simulated",
+    assert seen.text["h2"] == ["Plans that were compared", "One step under the best plans, simulated",
                                "Predicted and measured"]  # fmt: skip
     assert seen.text["td"][:2] == ["pipeline(2)", "6 s"]
     assert [tag for tag, _ in seen.seen].count("svg") == 2, "one of all plans, one of the plan that was measured"
@@ -36,7 +36,7 @@ def test_a_page_has_the_table_the_best_plans_and_what_was_measured():
 
 def test_what_was_not_measured_and_what_has_no_timeline_is_left_out():
     bare = PlanComparison(WEIGHING.explanation, WEIGHING.titles, ROWS)
-    assert Nesting(page(bare)).text["h2"] == ["Plans that were weighed"]
+    assert Nesting(page(bare)).text["h2"] == ["Plans that were compared"]
 
 
 def test_plans_stand_on_one_scale_each_under_its_name():
@@ -50,7 +50,7 @@ def test_plans_that_take_far_longer_have_a_scale_of_their_own_and_say_so():
     assert draw_plans([("fast", REAL), ("slow", UNIT)]).count("on a scale of its own") == 2
 
 
-@pytest.mark.parametrize("text", [page(), write_report(report()), write_report(report(weighing=WEIGHING))])
+@pytest.mark.parametrize("text", [page(), write_report(report()), write_report(report(plan_comparison=WEIGHING))])
 def test_pages_keep_the_syntax_of_html(text):
     assert find_html_errors(text) == []
 

@@ -114,7 +114,7 @@ def test_words_of_the_program_have_the_colour_of_their_kind():
 
 
 def test_what_there_is_not_is_left_out():
-    data = report(figures=(), curves=TrainingCurves(), timelines=StepTimelines(), configuration="")
+    data = report(stat_cards=(), curves=TrainingCurves(), timelines=StepTimelines(), configuration="")
     page = Nesting(write_report(data))
     assert page.text["h2"] == ["Program"]
     assert "svg" not in {tag for tag, _ in page.seen}

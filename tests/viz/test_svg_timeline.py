@@ -28,8 +28,8 @@ def test_every_event_that_takes_time_has_a_box_with_its_word_and_milliseconds():
         "B0.0: 8 ms",
         "F0.0 F1.0: 4 ms",
         "U0: 1 ms",
-        "commit@0,1: 1 ms",
         "all_reduce_start(grad1)@0,1: 5 ms",
+        "commit@0,1: 1 ms",
     ]
 
 

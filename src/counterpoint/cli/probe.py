@@ -94,7 +94,7 @@ def write_cluster_file(text: str, out: Path) -> None:
 
 def print_measurements(values: dict[str, Any], out: Path | None) -> None:
     """The figures are on standard output as tables, then the cluster file or where it is."""
-    products, links = values["products"], values["links"]
+    products, links = values["matmuls"], values["links"]
     sizes = sorted({one["size"] for one in products})
     found = {(one["threads"], one["size"]): one["flops_per_s"] for one in products}
     typer.echo("products of square matrices on rank 0 alone, by rows\n")

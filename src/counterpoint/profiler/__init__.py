@@ -1,1 +1,1 @@
-"""What a machine and a model take: seconds, bytes and rates, measured where it runs or counted without running."""
+"""Profile machines and models: seconds, bytes and rates, measured on the machine or estimated without running."""

@@ -1,10 +1,10 @@
-"""Timings of earlier days, so that a model is measured once on a machine.
+"""Cache measured model profiles in a folder, so that a model is measured once on a machine.
 
-A timing is a file ``timings/MODEL-DIGEST.json`` in a folder. The digest is of all that the figures depend on: the names
-and sizes of parameters, the pieces with their counted work, the shapes of a sample, the sizes of microbatches, the loss
-and the optimizer, the device, the threads, and the version of torch. If one of these is another one, or the file is
-gone or cannot be read, the model is measured again; also where that is asked for. What else a machine does, and code
-that changes its speed but none of these, is not seen.
+A profile is the file ``timings/MODEL-DIGEST.json``. The digest covers all that the times depend on: the names and sizes
+of parameters, the layers with their operation counts, the shapes of a sample, the microbatch sizes, the loss and the
+optimizer, the device, the threads, and the version of torch. If one of these differs, the file is missing or cannot be
+read, or a new measurement is requested, the model is measured again. Other processes on the machine, and code that
+changes its speed but none of these, go unnoticed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from counterpoint.model.model_profile import ModelProfile, format_profile, parse
 def load_or_measure(
     folder: Path, attributes: Mapping[str, object], measure: Callable[[], ModelProfile], *, must_measure: bool = False
 ) -> ModelProfile:
-    """Return the timing that lies in a folder, or measure it and put it there.
+    """Return the cached profile, or measure it and store it.
 
     Args:
-        folder: is made where it is not there.
-        facts: all that the figures depend on, as JSON values.
-        measure: gives the timing.
-        is_wanted_anew: whether it is measured whatever lies there.
+        folder: of the cache; created if it does not exist.
+        attributes: all that the times depend on, as JSON values.
+        measure: measures the profile.
+        must_measure: whether to measure even if a cached profile exists.
 
     Raises:
         PlanError: the folder cannot be written to.
@@ -38,19 +38,21 @@ def load_or_measure(
             return parse_profile(path.read_text(encoding="utf-8"))
         except (PlanError, OSError, UnicodeDecodeError):
             path.unlink(missing_ok=True)
-    timing = measure()
+    profile = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(format_profile(timing), encoding="utf-8")
-        draft.replace(path)
+        temporary_path = path.with_suffix(".tmp")
+        temporary_path.write_text(format_profile(profile), encoding="utf-8")
+        temporary_path.replace(path)
     except OSError as error:
-        raise PlanError(f"the timing cannot be kept in {path.parent}: {error.strerror}; give another folder") from None
-    return timing
+        raise PlanError(
+            f"the profile cannot be written to {path.parent}: {error.strerror}; give another folder"
+        ) from None
+    return profile
 
 
 def cache_path(folder: Path, attributes: Mapping[str, object]) -> Path:
-    """Return the file of a timing; other facts have another file."""
+    """Return the file of a profile; other attributes have another file."""
     text = json.dumps(attributes, sort_keys=True, default=str)
     return (
         folder / "timings" / f"{attributes.get('model', 'model')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

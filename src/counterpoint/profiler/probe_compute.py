@@ -1,13 +1,8 @@
-"""How much a probe measures: how large, how long, how often.
+"""Measure how fast ranks compute: alone, several at once, and in time slices.
 
-How fast a rank computes and goes through its memory: products of matrices and sums of long vectors, timed warm.
-
-How fast ranks of one host are while several do the same at once.
-
-How fast ranks of one host are that take turns with short pieces of work, and what a message costs between these.
-
-The work is a step of a small model, since what others leave in the caches of a core, and in its tables of branches,
-costs the many short calls of a model far more than one long product.
+Matrix products measure arithmetic, sums of long vectors measure memory bandwidth, both after a warm-up. Time slices are
+measured with steps of a small model, because evicted caches and branch predictors cost its many short calls far more
+than they cost one long product.
 """
 
 from __future__ import annotations
@@ -28,16 +23,16 @@ from counterpoint.fabric.fabric import Fabric
 
 @dataclass(frozen=True, slots=True)
 class ProbeConfig:
-    """What a probe measures, and how long it takes over it.
+    """What a probe measures, and for how long.
 
     Args:
-        rows: of the square matrices that are multiplied.
-        layer: samples, inputs and outputs of the layer that ranks compute at the same time; its weights and their
-            gradient are more than a core's own caches hold, as those of most models are.
-        vector_bytes: of the vectors that are added up; more than caches hold.
-        messages: bytes of each, from small to large.
-        span_s: so long one figure is measured, though at least three times.
-        rounds: how often a crowd computes.
+        matrix_sizes: rows of the square matrices that are multiplied.
+        layer_shape: samples, inputs and outputs of the layer that ranks compute at the same time; its weight and
+            gradient exceed the caches of a core, as in most models.
+        vector_bytes: of the vectors that are added; more than caches hold.
+        message_bytes: message sizes, ascending.
+        duration_s: for how long one figure is measured, but at least :data:`MIN_REPEATS` times.
+        num_rounds: repetitions of the measurements with contention.
     """
 
     matrix_sizes: tuple[int, ...] = (256, 512, 1024)
@@ -49,57 +44,57 @@ class ProbeConfig:
 
 
 TimedWork: TypeAlias = Callable[[], list[float]]
-"""Does a piece of work after the other for a while; returns when it began, and when each was done, by the clock."""
+"""Repeats a piece of work for a while; returns the start time and the end time of each repetition."""
 
 MIN_REPEATS = 3
-"""So often a figure is measured at least."""
+"""Repetitions of a measurement at least."""
 
 
 def measure_flops_by_size(config: ProbeConfig) -> dict[int, float]:
-    """Return floating point operations per second by rows of the matrices, with the threads that torch has now."""
+    """Return floating point operations per second by matrix size, with the present number of threads."""
     return {rows: 2.0 * rows**3 / _median_s(_matmul(rows), config.duration_s) for rows in config.matrix_sizes}
 
 
 def measure_flops_by_threads(counts: Sequence[int], config: ProbeConfig) -> dict[int, dict[int, float]]:
-    """Return what :func:`measure_flops_by_size` does with each of these numbers of threads; torch has as many as before."""
-    found = {}
+    """Return :func:`measure_flops_by_size` for each number of threads, and restore the present one."""
+    flops = {}
     for count in counts:
         with _with_threads(count):
-            found[count] = measure_flops_by_size(config)
-    return found
+            flops[count] = measure_flops_by_size(config)
+    return flops
 
 
 def layer_work(config: ProbeConfig) -> TimedWork:
-    """Return what goes through a layer, forward and backward, again and again for the span of the effort."""
+    """Return work that runs forward and backward of one layer for the duration of the configuration."""
     samples, inputs, outputs = config.layer_shape
     weights, gradient = (torch.ones(outputs, inputs) for _ in range(2))
-    arrived, left = torch.ones(samples, inputs), torch.ones(samples, outputs)
+    activations, left = torch.ones(samples, inputs), torch.ones(samples, outputs)
 
     def work() -> None:
-        torch.mm(arrived, weights.t(), out=left)
-        torch.mm(left.t(), arrived, out=gradient)
-        torch.mm(left, weights, out=arrived)
-        arrived.fill_(1.0)  # else they grow beyond all numbers
+        torch.mm(activations, weights.t(), out=left)
+        torch.mm(left.t(), activations, out=gradient)
+        torch.mm(left, weights, out=activations)
+        activations.fill_(1.0)  # values would overflow
 
     return _timed_work(work, config.duration_s)
 
 
 def memory_work(config: ProbeConfig) -> TimedWork:
-    """Return what adds one long vector to another again and again for the span of the effort; see :func:`vector_sum_bytes`.
+    """Return work that adds long vectors for the duration of the configuration; see :func:`vector_sum_bytes`.
 
-    Both have been written, as zeros that nobody has written lie in one page.
+    Both vectors have been written: untouched zeros would all lie in one page.
     """
     total, more = (torch.ones(config.vector_bytes // 4) for _ in range(2))
     return _timed_work(lambda: total.add_(more), config.duration_s)
 
 
 def vector_sum_bytes(config: ProbeConfig) -> int:
-    """Return how many bytes such a sum reads and writes."""
+    """Return how many bytes such an addition reads and writes."""
     return 3 * config.vector_bytes
 
 
 def thread_counts(max_threads: int) -> list[int]:
-    """Return the numbers of threads that are tried: 1, 2, 3, 4, then every power of two, and the most.
+    """Return the numbers of threads that are tried: 1, 2, 3, 4, powers of two, and the maximum.
 
     Example:
         >>> thread_counts(12)
@@ -110,7 +105,7 @@ def thread_counts(max_threads: int) -> list[int]:
 
 
 def _matmul(rows: int) -> Callable[[], object]:
-    """Return what multiplies two matrices; it has done so once."""
+    """Return a function that multiplies two matrices, after one call."""
     left, right, out = (torch.ones(rows, rows) for _ in range(3))
 
     def work() -> object:
@@ -121,7 +116,7 @@ def _matmul(rows: int) -> Callable[[], object]:
 
 
 def _timed_work(work: Callable[[], object], span_s: float) -> TimedWork:
-    """Return what does something for so long; it has been done once."""
+    """Return work that repeats a function for so long, after one call."""
     work()
 
     def timed() -> list[float]:
@@ -135,19 +130,19 @@ def _timed_work(work: Callable[[], object], span_s: float) -> TimedWork:
 
 
 def _median_s(work: Callable[[], object], span_s: float) -> float:
-    """Return the median of the seconds of calls for so long, after one that does not count."""
+    """Return the median seconds of calls for so long, after one call that does not count."""
     work()
-    took: list[float] = []
-    while len(took) < MIN_REPEATS or sum(took) < span_s:
+    seconds: list[float] = []
+    while len(seconds) < MIN_REPEATS or sum(seconds) < span_s:
         began = time.perf_counter()
         work()
-        took.append(time.perf_counter() - began)
-    return max(median(took), 1e-9)
+        seconds.append(time.perf_counter() - began)
+    return max(median(seconds), 1e-9)
 
 
 @contextmanager
 def _with_threads(count: int) -> Iterator[None]:
-    """So many threads compute inside of the block."""
+    """Compute with so many threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -157,73 +152,76 @@ def _with_threads(count: int) -> Iterator[None]:
 
 
 DIGITS = 3
-"""So many digits of a measured figure count."""
+"""Significant digits of a measured figure."""
 
 
 def round_figure(figure: float) -> float:
-    """Return a measured figure with the digits that count."""
+    """Return a measured figure rounded to its significant digits."""
     return float(f"{figure:.{DIGITS}g}")
 
 
 def measure_contention(
     fabric: Fabric, per_host: int, config: ProbeConfig, make_work: Callable[[ProbeConfig], TimedWork] = layer_work
 ) -> list[float]:
-    """Return how many pieces a second each of 1, 2, ... ranks of this host does at once; known to its first rank.
+    """Return how many pieces of work a second each of 1, 2, ... concurrent ranks of this host does.
 
     Args:
-        fabric: the way to the other ranks, all of which call this together.
+        fabric: connects the ranks, all of which call this together.
         per_host: ranks of each host.
-        effort: how large what they do is, and how long they do it.
-        ready: makes their pieces ready; who still does so takes nothing from those that are measured.
+        config: how large the work is, and for how long it runs.
+        make_work: prepares the work, before the barrier that starts the measurement.
+
+    Returns:
+        The rates, on the first rank of the host.
     """
     first = fabric.rank - fabric.rank % per_host
-    here, pieces, found = tuple(range(first, first + per_host)), make_work(config), []
+    host_ranks, work, rates = tuple(range(first, first + per_host)), make_work(config), []
     for count in range(1, per_host + 1):
-        fabric.barrier(here)
-        heard = fabric.gather_values("pieces", pieces() if fabric.rank - first < count else [], here)
-        found.append(concurrent_rate([ends for ends in heard[:count] if isinstance(ends, list)]))
-    return found
+        fabric.barrier(host_ranks)
+        times = fabric.gather_values("pieces", work() if fabric.rank - first < count else [], host_ranks)
+        rates.append(concurrent_rate([ends for ends in times[:count] if isinstance(ends, list)]))
+    return rates
 
 
 def concurrent_rate(rank_times: Sequence[Sequence[float]]) -> float:
-    """Return how many pieces a second each rank does, on average, while all do.
+    """Return how many pieces of work a second each rank does on average while all of them run.
 
-    Where ranks outnumber cores some begin late and some end early, and the others are faster then: that does not count,
-    unless there is nothing else.
+    If ranks outnumber cores, some start late and some end early, and the others are faster then; that is excluded,
+    unless there is no moment at which all run.
 
     Args:
-        ranks: when each began, and when each of its pieces was done.
+        rank_times: for each rank its start, and the end of each piece.
 
     Example:
-        >>> at_once([[0.0, 1.0, 3.0, 5.0], [1.0, 3.0, 5.0, 6.0]])  # both from 1 to 5
+        >>> concurrent_rate([[0.0, 1.0, 3.0, 5.0], [1.0, 3.0, 5.0, 6.0]])  # both from 1 to 5
         0.5
     """
-    firsts, lasts = [own[0] for own in rank_times], [own[-1] for own in rank_times]
+    firsts, lasts = [times[0] for times in rank_times], [times[-1] for times in rank_times]
     began, ended = max(firsts), min(lasts)
     if began >= ended:
         began, ended = min(firsts), max(lasts)
-    done = (np.interp((began, ended), own, np.arange(len(own))) for own in rank_times)
-    return float(sum(after - before for before, after in done)) / (ended - began) / len(rank_times)
+    progress = (np.interp((began, ended), times, np.arange(len(times))) for times in rank_times)
+    return float(sum(after - before for before, after in progress)) / (ended - began) / len(rank_times)
 
 
 def contention_curve(hosts: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return for each number of ranks the middle one of the parts that hosts have told."""
-    return _make_monotone([median(parts) for parts in zip(*hosts, strict=True)])
+    """Return for each number of ranks the median over hosts, made monotone."""
+    return _make_monotone([median(fractions) for fractions in zip(*hosts, strict=True)])
 
 
 def relative_rates(rates: Sequence[Sequence[float]]) -> list[float]:
-    """Return how fast ranks are at once, in parts of how fast one is alone."""
-    middles = [median(rates) for rates in zip(*rates, strict=True)]
-    return [rate / middles[0] for rate in middles]
+    """Return the median rate of concurrent ranks as a fraction of that of one rank."""
+    medians = [median(column) for column in zip(*rates, strict=True)]
+    return [rate / medians[0] for rate in medians]
 
 
 def _make_monotone(parts: Sequence[float]) -> tuple[float, ...]:
-    """Return parts of which none is above 1 or above one before it, as no rank is faster in a larger crowd."""
-    return tuple(round_figure(min(1.0, *parts[: at + 1])) for at in range(len(parts)))
+    """Return fractions none of which exceeds 1 or an earlier one: no rank is faster with more contention."""
+    return tuple(round_figure(min(1.0, *parts[: index + 1])) for index in range(len(parts)))
 
 
 SAMPLE_S, MIN_SAMPLES = 2.5e-3, 3
-"""A piece may last so long on average if there are to be as many as an effort has time for; there are no fewer."""
+"""Expected seconds of a work sample, from which the number of samples follows, and their minimum number."""
 WARMUP_STEPS, BATCH_SIZE, WIDTH = 5, 16, 16
 
 
@@ -238,7 +236,7 @@ class WorkSample:
             self.compute()
 
     def compute(self) -> float:
-        """Return how long it has computed."""
+        """Run the work and return its CPU time."""
         began = time.thread_time()
         self._model.zero_grad()
         self._model(self._inputs).sum().backward()
@@ -246,55 +244,55 @@ class WorkSample:
 
 
 def measure_time_slice_rates(fabric: Fabric, per_host: int, config: ProbeConfig) -> list[float]:
-    """Return how fast each of 1, 2, ... ranks of this host is in its turn, on average, known to its first rank.
+    """Return how fast each of 1, 2, ... ranks of this host is while it has a time slice, relative to one rank.
 
-    As a part of how fast one is that is alone. All ranks call it together.
+    All ranks call it together; the result is known to the first rank of the host.
     """
     first = fabric.rank - fabric.rank % per_host
-    here, piece, took = tuple(range(first, first + per_host)), WorkSample(), []
+    host_ranks, sample, mean_s = tuple(range(first, first + per_host)), WorkSample(), []
     for count in range(1, per_host + 1):
-        fabric.barrier(here)
-        own_s = _time_in_turn(fabric, here[:count], piece, config) if fabric.rank - first < count else 0.0
-        heard = fabric.gather_values("seconds", own_s, here)
-        took.append(mean(seconds for seconds in heard[:count] if isinstance(seconds, float)))
-    return [took[0] / seconds for seconds in took]
+        fabric.barrier(host_ranks)
+        median_s = _time_in_turn(fabric, host_ranks[:count], sample, config) if fabric.rank - first < count else 0.0
+        medians = fabric.gather_values("seconds", median_s, host_ranks)
+        mean_s.append(mean(seconds for seconds in medians[:count] if isinstance(seconds, float)))
+    return [mean_s[0] / seconds for seconds in mean_s]
 
 
 def num_samples(config: ProbeConfig) -> int:
-    """Return how many pieces are done one after the other, or messages sent."""
+    """Return how many work samples are run, or messages are sent."""
     return max(MIN_SAMPLES, round(config.duration_s / SAMPLE_S))
 
 
 def _time_in_turn(fabric: Fabric, members: tuple[int, ...], piece: WorkSample, config: ProbeConfig) -> float:
-    """Return the seconds of a piece, each of which is followed by a wait for all members."""
-    found = []
+    """Return the median seconds of a work sample that is followed by a barrier of all members."""
+    samples = []
     for _ in range(num_samples(config)):
-        found.append(piece.compute())
+        samples.append(piece.compute())
         fabric.barrier(members)
-    return median(found)
+    return median(samples)
 
 
 def time_contended_message(fabric: Fabric, peer: int, config: ProbeConfig) -> float:
-    """Return for how long a small message keeps both ranks of a pair, each of which comes to it from other work.
+    """Return the CPU time of a small message on both ranks of a pair that also compute.
 
-    The lower rank sends, and the other one begins to receive when the message is there; both call it with each other,
-    and the lower one knows the answer.
+    The lower rank sends, and the other one begins to receive when the message is there. Both call it with each other;
+    the lower one returns the sum of both.
     """
-    piece, message, found = WorkSample(), torch.zeros(8, dtype=torch.uint8), []
+    sample, message, times = WorkSample(), torch.zeros(8, dtype=torch.uint8), []
     for _ in range(num_samples(config)):
         fabric.barrier((min(fabric.rank, peer), max(fabric.rank, peer)))
-        piece.compute()
+        sample.compute()
         if fabric.rank > peer:
-            piece.compute()  # meanwhile the other one has sent
+            sample.compute()  # the lower rank sends meanwhile
         began = time.thread_time()
         if fabric.rank < peer:
-            fabric.send(peer, "from work to work", [message])
+            fabric.send(peer, "contended message", [message])
         else:
-            fabric.recv(peer, "from work to work")
-        found.append(time.thread_time() - began)
-    own_s = median(found)
+            fabric.recv(peer, "contended message")
+        times.append(time.thread_time() - began)
+    local_s = median(times)
     if fabric.rank > peer:
-        fabric.send(peer, "seconds", [torch.tensor([own_s], dtype=torch.float64)])
-        return own_s
-    (others,) = fabric.recv(peer, "seconds")
-    return own_s + float(others.item())
+        fabric.send(peer, "seconds", [torch.tensor([local_s], dtype=torch.float64)])
+        return local_s
+    (remote_s,) = fabric.recv(peer, "seconds")
+    return local_s + float(remote_s.item())

@@ -1,4 +1,4 @@
-"""A model made ready to be timed as the runtime runs it: as it is, in one call, and piece by piece."""
+"""Prepare a model to be timed as the runtime runs it: whole, in one call, and layer by layer."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ NUM_MICROBATCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class ProfileTarget:
-    """What is timed.
+    """A model with all that is needed to time it.
 
     Args:
-        model: it stays as it is.
-        cut: the same model in pieces.
-        spec: these pieces, with the parameters that are trained.
+        model: is not modified.
+        partitioned: the same model in layers.
+        spec: of these layers, with the trainable parameters.
         loss: from the model's output and the targets to the mean loss.
-        face: the user's optimizer.
+        optimizer_spec: of the user's optimizer.
         batch: inputs and targets of some samples.
     """
 
@@ -56,7 +56,7 @@ class ProfileTarget:
     batch: tuple[Any, Any]
 
     def batches(self, samples: int, num_microbatches: int = NUM_MICROBATCHES) -> SlicedBatch:
-        """Return microbatches of so many samples: those there are, again and again where they are too few."""
+        """Return microbatches of so many samples, repeating the given samples if they are too few."""
         count = num_samples(self.batch[0])
         rows = torch.arange(samples * num_microbatches) % count
 
@@ -64,27 +64,27 @@ class ProfileTarget:
             has_samples = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
             return leaf[rows.to(leaf.device)].contiguous() if has_samples else leaf
 
-        inputs, targets = (tree_map(resized, part) for part in self.batch)
+        inputs, targets = (tree_map(resized, nest) for nest in self.batch)
         return SlicedBatch(
-            (inputs, targets), tuple((at * samples, (at + 1) * samples) for at in range(num_microbatches))
+            (inputs, targets), tuple((index * samples, (index + 1) * samples) for index in range(num_microbatches))
         )
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the parameters."""
         return next(self.model.parameters()).device
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileHarness:
-    """A subject on one rank, twice: as it is, and in pieces.
+    """A target on one rank, twice: whole and in layers.
 
     Args:
-        whole: the rank that calls the model as it is.
-        alone: the same where a step has one microbatch; the same rank where batch norm keeps nothing.
-        pieces: the rank that has it in pieces, all of which are one call.
-        apart: what it computes with where every piece is a call of its own.
-        parts: the same where backwards are done in two parts.
+        whole: a rank that calls the unpartitioned model.
+        single_microbatch: the same with one microbatch per step; the same object without batch-norm statistics.
+        layers: a rank whose model is partitioned into layers, all of which run in one call.
+        separate: an executor of the same layers in a call each.
+        split_backward: the same with the backward in two parts.
     """
 
     whole: Interpreter
@@ -95,54 +95,60 @@ class ProfileHarness:
 
     @property
     def num_layers(self) -> int:
-        """How many pieces there are."""
+        """Number of layers."""
         return len(self.separate.by_first)
 
 
 def build_harness(target: ProfileTarget, samples: int) -> ProfileHarness:
-    """Return the subject on one rank; the model of the subject is not touched.
+    """Return the target on one rank; its model is not modified.
 
     Args:
-        subject: what is timed.
+        target: what is timed.
         samples: in its microbatches.
     """
-    whole = alone = _whole_model(target, samples, NUM_MICROBATCHES)
+    whole = single = _whole_model(target, samples, NUM_MICROBATCHES)
     if find_batch_norm_buffers(target.model):
-        alone = _whole_model(target, samples, 1)
-    blocks = tuple(Block((piece,), index) for index, piece in enumerate(target.spec.layers))
-    pieces, parts = _build_interpreter(
-        target, target.partitioned, replace(target.spec, blocks=blocks, heads=()), target.model, NUM_MICROBATCHES
+        single = _whole_model(target, samples, 1)
+    blocks = tuple(Block((layer,), index) for index, layer in enumerate(target.spec.layers))
+    layers, run_spec = _build_interpreter(
+        target, target.partitioned, replace(target.spec, blocks=blocks, chunk_starts=()), target.model, NUM_MICROBATCHES
     )
-    model = bind_segments(parts, target.partitioned, _separate_blocks(len(blocks)), training=True)
-    apart, in_parts = (SegmentExecutor(model, pieces.store, pieces.rng, desk) for desk in (None, WeightGradQueue()))
-    apart.batch_norm = in_parts.batch_norm = pieces.executor.batch_norm
-    return ProfileHarness(whole, alone, pieces, apart, in_parts)
+    model = bind_segments(run_spec, target.partitioned, _separate_blocks(len(blocks)), training=True)
+    separate, split_backward = (
+        SegmentExecutor(model, layers.store, layers.rng, queue) for queue in (None, WeightGradQueue())
+    )
+    separate.batch_norm = split_backward.batch_norm = layers.executor.batch_norm
+    return ProfileHarness(whole, single, layers, separate, split_backward)
 
 
 def _whole_model(target: ProfileTarget, samples: int, num_microbatches: int) -> Interpreter:
-    """Return a rank that calls the model as it is, with a copy of its own."""
-    own = copy.deepcopy(target.model)
-    cut = partition_model(own, as_call_args(target.batches(samples, 1).inputs(0)), granularity="whole")
-    return _build_interpreter(target, cut, replace(cut.spec, params=target.spec.params), own, num_microbatches)[0]
+    """Return a rank that calls a copy of the unpartitioned model."""
+    model = copy.deepcopy(target.model)
+    partitioned = partition_model(model, as_call_args(target.batches(samples, 1).inputs(0)), granularity="whole")
+    return _build_interpreter(
+        target, partitioned, replace(partitioned.spec, params=target.spec.params), model, num_microbatches
+    )[0]
 
 
 def _build_interpreter(
     target: ProfileTarget, partitioned: PartitionedModel, spec: ModelSpec, model: nn.Module, num_microbatches: int
 ) -> tuple[Interpreter, RunSpec]:
     compiled = compile(Plan((), num_microbatches), spec)
-    parts = RunSpec(compiled.step_variants, compiled.model, target.loss, target.optimizer_spec, StepGuard(), 0)
-    rank = build_rank(parts, partitioned, model, LocalWorld(1).fabrics[0])
-    rank.interpreter.executor.batch_norm = make_batch_norm(parts, model, rank.interpreter, None)
+    run_spec = RunSpec(compiled.step_variants, compiled.model, target.loss, target.optimizer_spec, StepGuard(), 0)
+    rank = build_rank(run_spec, partitioned, model, LocalWorld(1).fabrics[0])
+    rank.interpreter.executor.batch_norm = make_batch_norm(run_spec, model, rank.interpreter, None)
     rank.interpreter.executor.unused_params = "zero"
-    return rank.interpreter, parts
+    return rank.interpreter, run_spec
 
 
 def _separate_blocks(num_blocks: int) -> Sequence[Instruction]:
-    """Return words in which no two blocks stand side by side, so that each is a function of its own."""
+    """Return instructions in which no two blocks are adjacent, so that each is a segment of its own."""
     return [word for block in range(num_blocks) for word in (Forward(block, 0), Backward(block, 0))]
 
 
 def storage_sizes(values: Any) -> dict[int, int]:  # noqa: ANN401 - any nest of tensors
-    """Return the memory that tensors lie in, by its identity, with its bytes; tensors may be without values."""
-    found = (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_sparse)
-    return {StorageWeakRef(storage).cdata: storage.nbytes() for storage in found}  # type: ignore[no-untyped-call]
+    """Return the bytes of the storages of tensors by their identity; also of fake tensors."""
+    leaf_storages = (
+        leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_sparse
+    )
+    return {StorageWeakRef(storage).cdata: storage.nbytes() for storage in leaf_storages}  # type: ignore[no-untyped-call]

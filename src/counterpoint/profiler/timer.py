@@ -1,4 +1,4 @@
-"""A stop watch: the same work again and again, warm, and the middle of what it took."""
+"""Time work repeatedly, after warm-up, under the conditions of training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class RepeatPolicy:
-    """How long something is measured.
+    """How often something is measured.
 
     Args:
-        warm_ups: times that it is done before it counts.
-        least: times at least.
-        most: times at most.
-        budget_s: seconds after which no further one is begun, once there have been enough.
+        num_warmups: repetitions before the measured ones.
+        min_repeats: measured repetitions at least.
+        max_repeats: measured repetitions at most.
+        budget_s: seconds after which no further repetition starts, once there are ``min_repeats``.
     """
 
     num_warmups: int = 2
@@ -35,7 +35,7 @@ class RepeatPolicy:
     budget_s: float = 2.0
 
     def repeat(self, work: Callable[[], T]) -> list[T]:
-        """Return what the work gives, each time."""
+        """Return the results of the measured repetitions."""
         for _ in range(self.num_warmups):
             work()
         began, found = time.perf_counter(), list[T]()
@@ -47,10 +47,10 @@ class RepeatPolicy:
 
 
 def device_clock(device: torch.device) -> Clock:
-    """Return a clock that shows the time at which a device is done with what it has been given.
+    """Return a clock that waits for the device before it reads the time.
 
-    Of one thread on a processor it counts what that thread computes, so that whatever else the machine does meanwhile
-    takes nothing from it but its share of caches and memory.
+    On a CPU with one thread it reads that thread's CPU time, so that other processes of the machine only matter through
+    caches and memory bandwidth.
     """
     if device.type == "cpu":
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -69,7 +69,7 @@ def column_medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 @contextmanager
 def training_conditions(threads: int) -> Iterator[None]:
-    """Compute with so many threads inside, and keep freed memory as a run does; nothing of it stays."""
+    """Compute with so many threads and retain freed memory as training does; restore both afterwards."""
     before, kept = torch.get_num_threads(), None if allocator_variables() else process_heap()
     torch.set_num_threads(threads)
     if kept is not None:

@@ -1,1 +1,1 @@
-"""Programs and traces made visible: text grid, SVG, HTML report, Perfetto."""
+"""Draw programs and traces: text timelines, SVG, HTML reports, Perfetto."""

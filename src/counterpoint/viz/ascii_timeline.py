@@ -1,4 +1,4 @@
-"""Traces and programs as plain text, for terminals and doctests."""
+"""Draw traces and programs as plain text, for terminals and doctests."""
 
 from __future__ import annotations
 
@@ -16,38 +16,42 @@ from counterpoint.viz.number_format import format_tick, round_step, ticks, time_
 def draw_ascii_timeline(trace: Trace, *, tick_s: float | None, width: int = 100, max_ranks: int = 32) -> str:
     """Return what every rank computes, one line per rank, time from left to right.
 
-    A name such as ``F0`` is a forward of microbatch 0, ``=`` goes on with it, and ``.`` computes nothing. ``F0a`` and
-    ``F0b`` are those of the first and the second chunk of the rank; ``F0:-1`` reads weights one version older than the
-    newest. A cell shows what took most of its time.
+    A label such as ``F0`` is the forward of microbatch 0, ``=`` continues it, and ``.`` is idle. ``F0a`` and ``F0b``
+    belong to the first and the second chunk of the rank; ``F0:-1`` reads weights one version older than the newest. A
+    cell shows what took most of its time.
 
     Args:
         trace: what to draw.
-        tick_s: the seconds of one column; None for one character per equal part of the step.
-        width: characters of a line; ticks that do not fit are left out and counted below.
-        most_ranks: lines for ranks; further ranks are counted below.
-
-    Example:
-        >>> print(draw_grid(Trace((Event(0, 0, "F0.0", 0, 1, "compute"),), 1, "simulated"), tick_s=1))
-        tick   0
-        rank 0 F0
+        tick_s: seconds per column; None for one character per equal part of the step.
+        width: characters of a line; further ticks are counted below.
+        max_ranks: lines for ranks; further ranks are counted below.
 
     Raises:
-        ValueError: a tick that takes no time.
+        ValueError: a tick that is not positive.
+
+    Example:
+        >>> print(draw_ascii_timeline(Trace((TraceEvent(0, 0, "F0.0", 0, 1, "compute"),), 1, "simulated"), tick_s=1))
+        tick   0
+        rank 0 F0
     """
     if tick_s is not None and not tick_s > 0:
-        raise ValueError(f"tick_s is {tick_s}; a column stands for some time; give seconds above 0, or None")
+        raise ValueError(f"tick_s is {tick_s}; a column needs a positive duration; give seconds above 0, or None")
     ranks = range(min(trace.num_ranks, max(1, max_ranks)))
-    heads = [f"rank {rank} " for rank in ranks]
-    indent = max((len(head) for head in heads), default=0)
+    headers = [f"rank {rank} " for rank in ranks]
+    indent = max((len(header) for header in headers), default=0)
     computes = {rank: list(events) for rank, events in groupby(_computing_events(trace), lambda event: event.rank)}
     rows = [computes.get(rank, []) for rank in ranks]
-    room = max(1, width - indent)
-    names = EventLabels.from_traces(trace).full_label
-    drawn = _draw_by_tick(trace, rows, (tick_s, room), names) if tick_s else _draw_by_fraction(trace, rows, room, names)
-    ruler, lines, notes = drawn
+    num_columns = max(1, width - indent)
+    label = EventLabels.from_traces(trace).full_label
+    timeline = (
+        _draw_by_tick(trace, rows, (tick_s, num_columns), label)
+        if tick_s
+        else _draw_by_fraction(trace, rows, num_columns, label)
+    )
+    ruler, lines, notes = timeline
     if len(ranks) < trace.num_ranks:
         notes = [*notes, f"and {trace.num_ranks - len(ranks)} more ranks"]
-    text = [ruler[0].ljust(indent) + ruler[1], *(a.ljust(indent) + b for a, b in zip(heads, lines, strict=True))]
+    text = [ruler[0].ljust(indent) + ruler[1], *(a.ljust(indent) + b for a, b in zip(headers, lines, strict=True))]
     return "\n".join(line.rstrip() for line in [*text, *notes])
 
 
@@ -57,49 +61,51 @@ def _computing_events(trace: Trace) -> Iterator[TraceEvent]:
 
 _LabelFn = Callable[[TraceEvent], str]
 _Timeline = tuple[tuple[str, str], list[str], list[str]]
-"""The ruler and its name, one line per rank, notes."""
+"""The label and the text of the ruler, one line per rank, notes."""
 
 
 def _draw_by_tick(
     trace: Trace, rows: Sequence[Sequence[TraceEvent]], columns: tuple[float, int], name: _LabelFn
 ) -> _Timeline:
-    tick_s, room = columns
+    tick_s, num_columns = columns
     num_ticks = math.ceil(trace.span_s / tick_s - 1e-6)
     longest = max((len(name(event)) for row in rows for event in row), default=1)
     cell = longest + 1
-    shown = min(num_ticks, max(1, (room + 1) // cell))
-    every = math.ceil((len(str(max(0, shown - 1))) + 1) / cell)
+    num_shown = min(num_ticks, max(1, (num_columns + 1) // cell))
+    label_distance = math.ceil((len(str(max(0, num_shown - 1))) + 1) / cell)
     ruler = ""
-    for at in range(0, shown, every):
-        ruler = f"{ruler.ljust(at * cell)}{at}"
-    cells = [_cell_texts(_dominant_events(row, tick_s, shown), longest, name) for row in rows]
+    for tick in range(0, num_shown, label_distance):
+        ruler = f"{ruler.ljust(tick * cell)}{tick}"
+    cells = [_cell_texts(_dominant_events(row, tick_s, num_shown), longest, name) for row in rows]
     lines = [" ".join(text.ljust(longest) for text in row) for row in cells]
-    left_out = num_ticks - shown
-    return ("tick", ruler), lines, [f"and {left_out} more ticks of {num_ticks}"] if left_out else []
+    num_hidden = num_ticks - num_shown
+    return ("tick", ruler), lines, [f"and {num_hidden} more ticks of {num_ticks}"] if num_hidden else []
 
 
 def _cell_texts(fillers: Sequence[TraceEvent | None], longest: int, name: _LabelFn) -> Iterator[str]:
     for event, run in groupby(fillers, lambda event: event):
-        for at, _ in enumerate(run):
-            yield "." if event is None else "=" * longest if at else name(event)
+        for index, _ in enumerate(run):
+            yield "." if event is None else "=" * longest if index else name(event)
 
 
-def _draw_by_fraction(trace: Trace, rows: Sequence[Sequence[TraceEvent]], room: int, name: _LabelFn) -> _Timeline:
+def _draw_by_fraction(
+    trace: Trace, rows: Sequence[Sequence[TraceEvent]], num_columns: int, name: _LabelFn
+) -> _Timeline:
     span_s = trace.span_s
     if span_s == 0:
         return ("time", "0"), ["" for _ in rows], []
     lines = []
     for row in rows:
-        runs = groupby(_dominant_events(row, span_s / room, room), lambda event: event)
+        runs = groupby(_dominant_events(row, span_s / num_columns, num_columns), lambda event: event)
         lines.append("".join(_bar(event, sum(1 for _ in run), name) for event, run in runs))
     times, unit = time_unit(span_s)
-    most = max(1, min(8, room // 10))
-    step = round_step(span_s * times, most)
+    max_ticks = max(1, min(8, num_columns // 10))
+    step = round_step(span_s * times, max_ticks)
     ruler = ""
-    for tick in ticks(0, span_s * times, most):
-        at = min(room - 1, round(tick / (span_s * times) * room))
-        ruler = f"{ruler.ljust(at)}{format_tick(tick, step)}"
-    return (unit, ruler[:room]), lines, []
+    for tick in ticks(0, span_s * times, max_ticks):
+        column = min(num_columns - 1, round(tick / (span_s * times) * num_columns))
+        ruler = f"{ruler.ljust(column)}{format_tick(tick, step)}"
+    return (unit, ruler[:num_columns]), lines, []
 
 
 def _bar(event: TraceEvent | None, length: int, name: _LabelFn) -> str:
@@ -109,25 +115,25 @@ def _bar(event: TraceEvent | None, length: int, name: _LabelFn) -> str:
 def _dominant_events(events: Sequence[TraceEvent], column_s: float, num_columns: int) -> list[TraceEvent | None]:
     """Return what takes most of each column: one of the events, or None for idle time."""
     best: list[TraceEvent | None] = [None] * num_columns
-    taken = [0.0] * num_columns
+    longest = [0.0] * num_columns
     idle = [1.0] * num_columns
     for event in events:
         start, stop = event.start_s / column_s, event.stop_s / column_s
-        for at in range(max(0, math.floor(start)), min(num_columns, math.ceil(stop))):
-            part = min(stop, at + 1) - max(start, at)
-            idle[at] -= part
-            if part > taken[at]:
-                best[at], taken[at] = event, part
-    return [event if idle[at] <= 0.5 else None for at, event in enumerate(best)]
+        for column in range(max(0, math.floor(start)), min(num_columns, math.ceil(stop))):
+            overlap = min(stop, column + 1) - max(start, column)
+            idle[column] -= overlap
+            if overlap > longest[column]:
+                best[column], longest[column] = event, overlap
+    return [event if idle[column] <= 0.5 else None for column, event in enumerate(best)]
 
 
 def abbreviate_program(program: Program, *, max_ranks: int = 16, width: int = 100) -> str:
-    """Return the program's text with the rank before every row, long rows and many ranks abbreviated.
+    """Return the program's text with the rank before each line, abbreviating long lines and many ranks.
 
     Args:
-        program: what to write.
-        most_ranks: lines for ranks: the first ones and the last one.
-        width: characters of a line; words in the middle of a longer row are counted instead.
+        program: what to format.
+        max_ranks: lines for ranks: the first ones and the last one.
+        width: characters of a line; instructions in the middle of a longer one are counted instead.
     """
     last = program.num_ranks - 1
     first = range(program.num_ranks if last < max_ranks else max(1, max_ranks - 1))
@@ -145,18 +151,18 @@ def _rank_line(program: Program, rank: int, indent: int, width: int) -> str:
     return (f"rank {rank} ".ljust(indent) + _abbreviate(text, max(1, width - indent))).rstrip()
 
 
-def _abbreviate(text: str, room: int) -> str:
-    """Return text of at most ``room`` characters, or its first word, its last and the number between."""
-    if len(text) <= room:
+def _abbreviate(text: str, width: int) -> str:
+    """Return text of at most ``width`` characters: its first and last instructions, and the number between them."""
+    if len(text) <= width:
         return text
     words = text.split()
     front, back = words[:1], words[-1:] if len(words) > 1 else []
     rest = words[1:-1]
-    room -= len(" ".join([*front, f"..{len(rest)}..", *back]))
+    width -= len(" ".join([*front, f"..{len(rest)}..", *back]))
     while rest:
-        end, at = (back, -1) if len(front) >= 2 * len(back) else (front, 0)
-        room -= len(rest[at]) + 1
-        if room < 0:
+        kept, index = (back, -1) if len(front) >= 2 * len(back) else (front, 0)
+        width -= len(rest[index]) + 1
+        if width < 0:
             break
-        end.insert(0 if at else len(end), rest.pop(at))
+        kept.insert(0 if index else len(kept), rest.pop(index))
     return " ".join([*front, *([f"..{len(rest)}.."] if rest else []), *back])

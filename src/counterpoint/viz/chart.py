@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: loss and throughput over the steps of a run."""
+"""Draw line charts as inline SVG: loss and throughput over the steps of a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ChartSeries:
     """One line of a chart.
 
     Args:
-        name: its word in the legend.
-        points: ``(x, y)`` upwards in x; what is not finite interrupts the line.
-        look: a line, a faint one for what another one smooths, or a line with a dot at every point.
+        name: its label in the legend.
+        points: ``(x, y)`` in ascending x; values that are not finite interrupt the line.
+        style: a line, a faint line that a smoothed one is drawn over, or a line with a dot at every point.
     """
 
     name: str
@@ -34,13 +34,13 @@ class ChartSeries:
 
     @property
     def finite(self) -> Points:
-        """The points that can be drawn."""
+        """The points with finite coordinates."""
         return tuple(point for point in self.points if all(map(math.isfinite, point)))
 
 
 @dataclass(frozen=True, slots=True)
 class _PlotArea:
-    """The part of the plane that the picture shows, and how far apart the ticks of its upright axis are."""
+    """The data range that the picture shows, and the distance of ticks on the vertical axis."""
 
     y_step: float
     x_low: float
@@ -49,7 +49,7 @@ class _PlotArea:
     y_high: float
 
     def to_pixels(self, point: tuple[float, float]) -> tuple[float, float]:
-        """Return where a point stands in the picture, from its left and its upper edge."""
+        """Return the position of a data point, from the left and the upper edge of the picture."""
         across = (point[0] - self.x_low) / (self.x_high - self.x_low)
         up = (point[1] - self.y_low) / (self.y_high - self.y_low)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
@@ -58,42 +58,49 @@ class _PlotArea:
 def draw_chart(
     series: Sequence[ChartSeries], *, title: str, x_label: str, y_label: str, y_low: float | None = None
 ) -> str:
-    """Return a line chart with its axes and a legend that gives the last value of every line.
+    """Return a line chart with axes and a legend that gives the last value of every line.
 
     Args:
-        series: the lines; those without a point that can be drawn are left out.
-        title: what it shows.
-        x_label: below.
-        y_label: above the upright axis.
-        y_low: the upright axis begins at this value or below it; None for where the lines need it.
+        series: the lines; those without a finite point are skipped.
+        title: of the chart.
+        x_label: of the horizontal axis.
+        y_label: of the vertical axis.
+        y_low: upper limit of the vertical axis's lower end; None to fit the lines.
     """
-    drawn = [one for one in series if one.finite]
-    said = "; ".join(_describe_series(one) for one in drawn) or "no values"
-    if not drawn:
-        return svg_picture(WIDTH, 60, title, said, label("no values", x=LEFT, y=34))
-    frame = _plot_area([point for one in drawn for point in one.finite], y_low)
-    colours = list(_assign_colours(drawn))
-    lines = [_draw_line(one, frame, colour) for one, colour in zip(drawn, colours, strict=True)]
+    visible = [line for line in series if line.finite]
+    description = "; ".join(_describe_series(line) for line in visible) or "no values"
+    if not visible:
+        return svg_picture(WIDTH, 60, title, description, label("no values", x=LEFT, y=34))
+    frame = _plot_area([point for line in visible for point in line.finite], y_low)
+    colours = list(_assign_colours(visible))
+    lines = [_draw_line(line, frame, colour) for line, colour in zip(visible, colours, strict=True)]
     return svg_picture(
-        WIDTH, HEIGHT, title, f"{said}.", _draw_axes(frame, x_label, y_label), *lines, _draw_legend(drawn, colours)
+        WIDTH,
+        HEIGHT,
+        title,
+        f"{description}.",
+        _draw_axes(frame, x_label, y_label),
+        *lines,
+        _draw_legend(visible, colours),
     )
 
 
 def moving_average(points: Points, window: int) -> Points:
-    """Return the mean of every ``window`` neighbours, at the place of the middle one."""
-    ends = range(window, len(points) + 1)
+    """Return the mean of every ``window`` neighbours, at the x of the middle one."""
+    window_ends = range(window, len(points) + 1)
     return tuple(
-        (points[end - 1 - window // 2][0], sum(y for _, y in points[end - window : end]) / window) for end in ends
+        (points[end - 1 - window // 2][0], sum(y for _, y in points[end - window : end]) / window)
+        for end in window_ends
     )
 
 
 def _describe_series(series: ChartSeries) -> str:
     (first_x, first_y), (last_x, last_y) = series.finite[0], series.finite[-1]
-    lost = len(series.points) - len(series.finite)
-    more = f", {lost} values are not finite" if lost else ""
+    num_missing = len(series.points) - len(series.finite)
+    suffix = f", {num_missing} values are not finite" if num_missing else ""
     return (
         f"{series.name}: {format_number(first_y)} at {format_number(first_x)}, "
-        f"{format_number(last_y)} at {format_number(last_x)}{more}"
+        f"{format_number(last_y)} at {format_number(last_x)}{suffix}"
     )
 
 
@@ -106,43 +113,43 @@ def _plot_area(points: Sequence[tuple[float, float]], y_low: float | None) -> _P
 
 def _value_range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    room = max(abs(high) * 1e-9, 1e-12)
-    return (low, high) if high - low > room else (low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2)
+    tolerance = max(abs(high) * 1e-9, 1e-12)
+    return (low, high) if high - low > tolerance else (low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2)
 
 
 def _draw_axes(frame: _PlotArea, x_label: str, y_label: str) -> str:
     x_step = round_step(frame.x_high - frame.x_low, 6)
     lines, texts = [], []
-    for number in range(round((frame.y_high - frame.y_low) / frame.y_step) + 1):
-        y = frame.y_low + number * frame.y_step
-        _, at = frame.to_pixels((frame.x_low, y))
-        lines.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at))
-        texts.append(label(format_tick(y, frame.y_step), x=LEFT - 8, y=at + 4, text_anchor="end"))
+    for tick in range(round((frame.y_high - frame.y_low) / frame.y_step) + 1):
+        y = frame.y_low + tick * frame.y_step
+        _, position = frame.to_pixels((frame.x_low, y))
+        lines.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=position, y2=position))
+        texts.append(label(format_tick(y, frame.y_step), x=LEFT - 8, y=position + 4, text_anchor="end"))
     for x in ticks(frame.x_low, frame.x_high, 6):
-        at, _ = frame.to_pixels((x, frame.y_low))
-        texts.append(label(format_tick(x, x_step), x=at, y=HEIGHT - BOTTOM + 18, text_anchor="middle"))
-    names = label(y_label, x=8, y=16, font_weight=600) + label(
+        position, _ = frame.to_pixels((x, frame.y_low))
+        texts.append(label(format_tick(x, x_step), x=position, y=HEIGHT - BOTTOM + 18, text_anchor="middle"))
+    labels = label(y_label, x=8, y=16, font_weight=600) + label(
         x_label, x=WIDTH - RIGHT, y=HEIGHT - 8, text_anchor="end", font_weight=600
     )
-    return tag("g", *lines, stroke="currentColor", stroke_opacity=0.2) + tag("g", *texts) + names
+    return tag("g", *lines, stroke="currentColor", stroke_opacity=0.2) + tag("g", *texts) + labels
 
 
-def _assign_colours(drawn: Sequence[ChartSeries]) -> Iterator[str]:
-    """Yield a colour per line; a faint one has that of the next, which smooths it."""
-    at = 0
-    for one in drawn:
-        yield LINE_COLOURS[at % len(LINE_COLOURS)]
-        at += one.style != "faint"
+def _assign_colours(visible: Sequence[ChartSeries]) -> Iterator[str]:
+    """Yield a colour per line; a faint line has the colour of the next one, which smooths it."""
+    index = 0
+    for series in visible:
+        yield LINE_COLOURS[index % len(LINE_COLOURS)]
+        index += series.style != "faint"
 
 
-def _draw_legend(drawn: Sequence[ChartSeries], colours: Sequence[str]) -> str:
+def _draw_legend(visible: Sequence[ChartSeries], colours: Sequence[str]) -> str:
     parts, right = [], WIDTH - RIGHT
-    for one, colour in reversed(list(zip(drawn, colours, strict=True))):
-        text = f"{one.name} {format_number(one.finite[-1][1])}"
+    for series, colour in reversed(list(zip(visible, colours, strict=True))):
+        text = f"{series.name} {format_number(series.finite[-1][1])}"
         parts.append(label(text, x=right, y=16, text_anchor="end"))
         right -= 6.8 * len(text) + 6
-        faint = 0.45 if one.style == "faint" else 1.0
-        parts.append(tag("rect", x=right - 14, y=10, width=14, height=4, rx=2, fill=colour, fill_opacity=faint))
+        opacity = 0.45 if series.style == "faint" else 1.0
+        parts.append(tag("rect", x=right - 14, y=10, width=14, height=4, rx=2, fill=colour, fill_opacity=opacity))
         right -= 24
     return "".join(parts)
 
@@ -155,19 +162,19 @@ def _draw_line(series: ChartSeries, frame: _PlotArea, colour: str) -> str:
         if len(run) == 1:
             dots = (*dots, *run)
             continue
-        places = " ".join(
+        coordinates = " ".join(
             f"{format_coordinate(x)},{format_coordinate(y)}" for x, y in map(frame.to_pixels, _downsample(run))
         )
-        parts.append(tag("polyline", points=places, fill="none", stroke_linejoin="round"))
+        parts.append(tag("polyline", points=coordinates, fill="none", stroke_linejoin="round"))
     for dot in dict.fromkeys(_downsample(dots)):
         x, y = frame.to_pixels(dot)
-        tip = f"{series.name} {format_number(dot[1])} at {format_number(dot[0])}"
-        parts.append(tag("circle", tag("title", escape(tip)), cx=x, cy=y, r=3, fill=colour, stroke="none"))
+        tooltip = f"{series.name} {format_number(dot[1])} at {format_number(dot[0])}"
+        parts.append(tag("circle", tag("title", escape(tooltip)), cx=x, cy=y, r=3, fill=colour, stroke="none"))
     return tag("g", *parts, stroke=colour, stroke_width=width, stroke_opacity=opacity)
 
 
 def _finite_runs(points: Points) -> Iterator[Points]:
-    """Yield the parts of a line between values that are not finite."""
+    """Yield the stretches of a line between values that are not finite."""
     run: list[tuple[float, float]] = []
     for point in points:
         if all(map(math.isfinite, point)):
@@ -180,13 +187,13 @@ def _finite_runs(points: Points) -> Iterator[Points]:
 
 
 def _downsample(points: Points) -> Points:
-    """Return at most ``MAX_POINTS`` points, the lowest and the highest of equal parts: peaks stay."""
+    """Return at most ``MAX_POINTS`` points, the minimum and maximum of equal parts, so that peaks remain."""
     if len(points) <= MAX_POINTS:
         return points
     num_parts = MAX_POINTS // 2
-    kept: list[tuple[float, float]] = []
-    for at in range(num_parts):
-        part = points[at * len(points) // num_parts : (at + 1) * len(points) // num_parts]
+    sampled: list[tuple[float, float]] = []
+    for index in range(num_parts):
+        part = points[index * len(points) // num_parts : (index + 1) * len(points) // num_parts]
         extremes = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        kept += sorted(extremes)
-    return tuple(kept)
+        sampled += sorted(extremes)
+    return tuple(sampled)

@@ -1,6 +1,6 @@
-"""What an instruction is for, as drawings show it: its kind, its colour, its short name.
+"""Style events of a trace: kind, colour and label.
 
-What events are called in drawings: which microbatch, which of its rank's chunks, on weights of which version.
+A label names the microbatch, the chunk of the rank and the version of the weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ KIND_COLOURS: MappingProxyType[EventKind, str] = MappingProxyType(
         "waiting": "#8a939e",
     }
 )
-"""One colour per kind, in the order of legends; each has a contrast of 3 and more to white and to a dark page."""
+"""One colour per kind, in the order of legends; each has a contrast of at least 3 to white and to a dark page."""
 
 MIN_CONTRAST = 3.2
-"""What is drawn lighter still has this contrast to white."""
+"""Contrast to white that lighter shades of a colour keep."""
 
 _COMPUTE_KINDS: MappingProxyType[str, EventKind] = MappingProxyType(
     {"F": "forward", "R": "recomputation", "B": "backward", "U": "update"}
@@ -44,45 +44,49 @@ _MICROBATCH_PATTERN = re.compile(r"(F|R|B[iw]?)\d+\.\+?(\d+)")
 
 
 def chunk_shade(kind: EventKind, chunk: int, num_chunks: int) -> str:
-    """Return the colour of a kind on one of so many chunks: that of the kind for the first one, lighter ones behind."""
+    """Return the colour of a kind on a chunk: its own colour on the first one, lighter shades on later ones."""
     colour = KIND_COLOURS[kind]
     if not chunk:
         return colour
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    part = chunk / max(1, num_chunks - 1) * _max_white_fraction((red, green, blue))
-    mixed = (round(value + part * (255 - value)) for value in (red, green, blue))
+    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    white_fraction = chunk / max(1, num_chunks - 1) * _max_white_fraction((red, green, blue))
+    mixed = (round(value + white_fraction * (255 - value)) for value in (red, green, blue))
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
 def _max_white_fraction(colour: tuple[int, int, int]) -> float:
-    """Return how much white may be mixed into a colour until its contrast to white is the least."""
-    parts = (at / 100 for at in range(100))
+    """Return how much white may be mixed into a colour until :data:`MIN_CONTRAST` is reached."""
+    fractions = (percent / 100 for percent in range(100))
     return max(
-        (part for part in parts if _contrast(value + part * (255 - value) for value in colour) >= MIN_CONTRAST),
+        (
+            fraction
+            for fraction in fractions
+            if _contrast(value + fraction * (255 - value) for value in colour) >= MIN_CONTRAST
+        ),
         default=0.0,
     )
 
 
 def _contrast(colour: Iterable[float]) -> float:
-    """Return the contrast of a colour to white, as web pages are judged by."""
+    """Return the contrast ratio of a colour to white, as defined by WCAG."""
     shares = [value / 255 for value in colour]
     linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
     return 1.05 / (sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
 
 
 _SERVER_OPS = ("apply_and_reply", "apply", "elastic_average")
-"""With these a server's words begin, whose time on the processor goes into updates."""
+"""Instructions of a server, whose CPU time counts as updates."""
 
 
 def instruction_kind(text: str) -> EventKind:
-    """Return the kind of an instruction's text; whatever is neither computing nor a commit is communication."""
+    """Return the kind of an instruction's text; what is neither computing nor a commit is communication."""
     if text.startswith("commit@"):
         return "commit"
     return "weight part" if text.startswith("Bw") else _COMPUTE_KINDS.get(text[:1], "communication")
 
 
 def event_kind(event: TraceEvent) -> EventKind:
-    """Return the kind of an event: a commit is one in every lane, all other waiting is waiting."""
+    """Return the kind of an event: a commit in every lane, otherwise waiting in the wait lane."""
     kind = instruction_kind(event.text)
     if kind == "commit":
         return kind
@@ -96,11 +100,11 @@ def event_kind(event: TraceEvent) -> EventKind:
 
 
 def short_name(text: str) -> str:
-    """Return the letter and the microbatch of what has both, ``F3``; of anything else what it begins with."""
+    """Return operation and microbatch, ``F3``, or the name of the instruction where it has no microbatch."""
     first = text.split(" ", 1)[0]
-    found = _MICROBATCH_PATTERN.match(first)
-    if found is not None:
-        return found[1] + found[2]
+    match = _MICROBATCH_PATTERN.match(first)
+    if match is not None:
+        return match[1] + match[2]
     return "U" if instruction_kind(first) == "update" else first.partition("(")[0].partition("@")[0]
 
 
@@ -108,7 +112,7 @@ _COMPUTE_PATTERN = re.compile(r"(?P<kind>F|R|B[iw]?)(?P<block>\d+)\.\+?(?P<micro
 
 
 class _ComputeEvent(NamedTuple):
-    """A forward, one that is computed again, or a backward or a part of one."""
+    """A forward, a recomputation, or a backward or a part of one."""
 
     kind: str
     block: int
@@ -118,15 +122,15 @@ class _ComputeEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventLabels:
-    """The names of the events of one trace.
+    """Labels of the events of one trace.
 
-    A trace knows blocks, not chunks. Two neighbouring blocks of a rank are one chunk if each forward of the first one
-    is followed by that of the second, and backwards the other way round; as chunks take turns, this never holds for
-    blocks of two.
+    A trace names blocks, not chunks. Two adjacent blocks of a rank belong to one chunk if each forward of the first is
+    followed by that of the second, and each backward of the second by that of the first; as chunks alternate, this
+    never holds for blocks of different chunks.
 
     Args:
         chunk_of: for a rank with several chunks, and a block, the number of the chunk.
-        num_chunks: the most chunks that a rank has.
+        num_chunks: the largest number of chunks of a rank.
     """
 
     chunk_of: Mapping[tuple[int, int], int]
@@ -134,58 +138,58 @@ class EventLabels:
 
     @staticmethod
     def from_traces(*traces: Trace) -> EventLabels:
-        """Return the names of the events of traces of one program."""
+        """Return the labels of the events of traces of one program."""
         chunk_of: dict[tuple[int, int], int] = {}
-        most = 1
+        max_chunks = 1
         for trace in traces:
             rows: defaultdict[int, list[_ComputeEvent]] = defaultdict(list)
             for event in trace.events:
                 if event.lane == "compute":
                     rows[event.rank] += _compute_events(event)
             for rank, row in rows.items():
-                found = _group_blocks(row)
-                most = max(most, len(found))
-                for number, blocks in enumerate(found if len(found) > 1 else ()):
+                chunks = _group_blocks(row)
+                max_chunks = max(max_chunks, len(chunks))
+                for number, blocks in enumerate(chunks if len(chunks) > 1 else ()):
                     chunk_of |= {(rank, block): number for block in blocks}
-        return EventLabels(chunk_of, most)
+        return EventLabels(chunk_of, max_chunks)
 
     def chunk(self, event: TraceEvent) -> int | None:
-        """Return which chunk of its rank an event belongs to; None where there is one, or it belongs to none."""
+        """Return the chunk of its rank that an event belongs to; None if there is only one, or it belongs to none."""
         turn = next(_compute_events(event), None)
         return None if turn is None else self.chunk_of.get((event.rank, turn.block))
 
     def short_label(self, event: TraceEvent) -> str:
-        """Return the shortest name: ``F3`` for a forward of microbatch 3, ``F3b`` for that of the second chunk."""
+        """Return the shortest label: ``F3`` for a forward of microbatch 3, ``F3b`` for that of the second chunk."""
         chunk = self.chunk(event)
         return short_name(event.text) + ("" if chunk is None else chunk_suffix(chunk))
 
     def full_label(self, event: TraceEvent) -> str:
-        """Return the short name with the version of the weights that are read, if they are not the newest."""
+        """Return the short label with the version of the weights, if it is not the newest."""
         version = weight_version(event)
         return self.short_label(event) + (f":{version}" if version else "")
 
 
 def chunk_suffix(chunk: int) -> str:
-    """Return what stands for a chunk: ``a`` for the first one."""
+    """Return the letter of a chunk: ``a`` for the first one."""
     return ascii_lowercase[chunk % len(ascii_lowercase)]
 
 
 def weight_version(event: TraceEvent) -> int:
-    """Return how much older than the newest weights those are that an event reads, as a negative number."""
+    """Return the version of the weights that an event reads, as a non-positive number relative to the newest."""
     turn = next(_compute_events(event), None)
     return 0 if turn is None else turn.version
 
 
 def _compute_events(event: TraceEvent) -> Iterator[_ComputeEvent]:
-    for word in event.text.split():
-        found = _COMPUTE_PATTERN.match(word)
-        if found is not None:
-            place = int(found["block"]), int(found["micro"]), int(found["version"] or 0)
-            yield _ComputeEvent(found["kind"], *place)
+    for instruction in event.text.split():
+        match = _COMPUTE_PATTERN.match(instruction)
+        if match is not None:
+            numbers = int(match["block"]), int(match["micro"]), int(match["version"] or 0)
+            yield _ComputeEvent(match["kind"], *numbers)
 
 
 def _group_blocks(row: Sequence[_ComputeEvent]) -> list[list[int]]:
-    """Return the blocks of each chunk of a rank that does this."""
+    """Return the blocks of each chunk of a rank with these events."""
     follows: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
     ends = [*((turn, behind) for turn, behind in pairwise(row)), *((turn, None) for turn in row[-1:])]
     for turn, behind in ends:
@@ -201,9 +205,9 @@ def _group_blocks(row: Sequence[_ComputeEvent]) -> list[list[int]]:
 
 
 def _are_always_adjacent(follows: Mapping[tuple[str, int], set[tuple[str, int]]], first: int, second: int) -> bool:
-    """Tell whether two neighbouring blocks always follow one another, both ways."""
-    for (kind, block), found in follows.items():
-        at, wanted = (first, second) if kind in {"F", "R"} else (second, first)
-        if block == at and found != {("same", wanted)}:
+    """Return whether two adjacent blocks always follow each other, in both directions."""
+    for (kind, block), followers in follows.items():
+        before, after = (first, second) if kind in {"F", "R"} else (second, first)
+        if block == before and followers != {("same", after)}:
             return False
     return True

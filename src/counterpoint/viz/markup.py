@@ -1,4 +1,4 @@
-"""Elements of XML and HTML as text; whatever comes from outside is escaped here and nowhere else."""
+"""Build XML and HTML elements as text; text from outside is escaped here and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def escape(text: str) -> str:
-    """Return text that is only text in XML and HTML, in attributes too; characters that XML has not become U+FFFD."""
+    """Return text escaped for content and attributes of XML and HTML; characters that XML forbids become U+FFFD."""
     return html.escape(_NOT_IN_XML.sub("\ufffd", text), quote=True)
 
 
 def tag(name: str, *content: str, **attributes: str | float) -> str:
-    """Return an element around content that is markup already; ``font_size`` is the attribute font-size.
+    """Return an element around content that is markup already; ``font_size`` becomes the attribute font-size.
 
-    Without content it closes itself, as SVG allows for every element and HTML for those that have none.
+    Without content the element closes itself, which SVG allows everywhere and HTML for void elements.
     """
-    head = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(value) if isinstance(value, str) else format_coordinate(value)}"'
-        for key, value in attributes.items()
-    )
+    texts = {
+        key: escape(value) if isinstance(value, str) else format_coordinate(value) for key, value in attributes.items()
+    }
+    head = "".join(f' {key.rstrip("_").replace("_", "-")}="{text}"' for key, text in texts.items())
     return f"<{name}{head}>{''.join(content)}</{name}>" if content else f"<{name}{head}/>"
 
 
@@ -31,14 +31,14 @@ def label(text: str, **attributes: str | float) -> str:
 
 
 def format_coordinate(value: float) -> str:
-    """Write a number for an attribute: two decimals at most, and no exponent."""
+    """Format a number for an attribute: at most two decimals, and no exponent."""
     return f"{round(value, 2) + 0.0:.2f}".rstrip("0").rstrip(".")
 
 
 def svg_picture(width: float, height: float, title: str, description: str, *content: str) -> str:
-    """Return an inline SVG that says what it shows.
+    """Return an inline SVG with a title and a description.
 
-    Its text is of a grey that reads on light and on dark; a page that gives ``svg`` a colour of its own wins.
+    Its text is of a grey that is legible on light and on dark; a page that sets the colour of ``svg`` overrides it.
     """
     return tag(
         "svg",

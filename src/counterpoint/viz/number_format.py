@@ -1,4 +1,4 @@
-"""Axes: round ticks, and numbers written as a person would."""
+"""Choose round ticks of axes, and format numbers, durations and sizes for people."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from fractions import Fraction
 
 
 def round_step(span: float, max_steps: int) -> float:
-    """Return the smallest of 1, 2 or 5 times a power of ten that fits into the span at most ``most`` times."""
+    """Return the smallest of 1, 2 or 5 times a power of ten that fits into the span at most ``max_steps`` times."""
     raw = span / max_steps
     power = 10.0 ** math.floor(math.log10(raw))
     return next((times * power for times in (1, 2, 5) if times * power >= raw * (1 - 1e-9)), 10 * power)
 
 
 def ticks(low: float, high: float, max_ticks: int = 6) -> tuple[float, ...]:
-    """Return the round numbers from ``low`` to ``high``, about ``most`` of them; none when there is no span."""
+    """Return the round numbers from ``low`` to ``high``, about ``max_ticks`` of them; none for an empty span."""
     if not high > low:
         return ()
     step = round_step(high - low, max_ticks)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return tuple(step * at for at in range(first, last + 1))
+    return tuple(step * index for index in range(first, last + 1))
 
 
 def format_tick(value: float, step: float) -> str:
-    """Write a tick with as many decimals as the step has: ``0.25`` at steps of 0.05, ``12,000`` at steps of 2,000."""
+    """Format a tick with as many decimals as the step has: ``0.25`` at steps of 0.05, ``12,000`` at steps of 2,000."""
     if value and (abs(value) >= 1e7 or step < 1e-6):
         return f"{value:.3g}"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -31,7 +31,7 @@ def format_tick(value: float, step: float) -> str:
 
 
 def format_number(value: float | str) -> str:
-    """Write a figure with four digits that count: ``0.2727``, ``81.53``, ``12,346``; text stays as it is."""
+    """Format a number with four significant digits: ``0.2727``, ``81.53``, ``12,346``; return text unchanged."""
     if isinstance(value, str | bool):
         return str(value)
     if isinstance(value, int):
@@ -46,20 +46,20 @@ def format_number(value: float | str) -> str:
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
-    """Return how many of which unit make a second, so that the span reads as a number from 1 to 1000."""
+    """Return how many of which unit make a second, so that the span becomes a number from 1 to 1000."""
     if span_s >= 1:
         return 1.0, "s"
     return (1e3, "ms") if span_s >= 1e-3 else (1e6, "us")
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration in the unit that suits it: ``12.5 ms``."""
+    """Format a duration in a suitable unit: ``12.5 ms``."""
     times, unit = time_unit(seconds)
     return f"{format_number(seconds * times)} {unit}"
 
 
 def format_bytes(size: float | Fraction) -> str:
-    """Write a size in the unit that suits it.
+    """Format a size in a suitable unit.
 
     Example:
         >>> format_bytes(512), format_bytes(3 * 2**19)

@@ -1,6 +1,6 @@
-"""How a report looks: on a light and a dark screen, on a telephone and on paper.
+"""Build self-contained HTML pages: style, tables, timelines, and cards with single numbers.
 
-Numbers to see first: each on a card of its own.
+The style fits light and dark screens, telephones and paper.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ details { margin-top: .75rem; } summary { cursor: pointer; color: var(--quiet); 
 """.strip()
 
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a report may load: nothing."""
+"""What a page may load: nothing."""
 
 
 def write_page(title: str, *parts: str) -> str:
@@ -86,12 +86,12 @@ def write_page(title: str, *parts: str) -> str:
 
 
 def scroll_area(name: str, content: str, title: str, class_: str = "") -> str:
-    """Return an element that scrolls sideways on a narrow screen, with the keyboard too."""
+    """Return an element that scrolls sideways on a narrow screen, also with the keyboard."""
     return tag(name, content, class_=f"{class_} wide".strip(), tabindex="0", role="group", aria_label=title)
 
 
 def timeline_figure(drawing: str, title: str = "timeline") -> str:
-    """Return a drawing of a trace as a figure."""
+    """Return the drawing of a trace as a figure."""
     return scroll_area("figure", drawing, title, "timeline")
 
 
@@ -103,13 +103,14 @@ def write_table(
     Args:
         titles: of its columns.
         rows: the texts of its cells.
-        name: of the table.
-        texts: the columns that hold words, and not figures.
+        name: of the table, for screen readers.
+        text_columns: titles of the columns that hold text instead of numbers.
     """
-    looks = [{"class_": "text"} if title in text_columns else {} for title in titles]
-    head = (tag("th", escape(title), scope="col", **look) for title, look in zip(titles, looks, strict=True))
+    attributes = [{"class_": "text"} if title in text_columns else {} for title in titles]
+    head = (tag("th", escape(title), scope="col", **look) for title, look in zip(titles, attributes, strict=True))
     lines = (
-        tag("tr", *(tag("td", escape(cell), **look) for cell, look in zip(row, looks, strict=True))) for row in rows
+        tag("tr", *(tag("td", escape(cell), **look) for cell, look in zip(row, attributes, strict=True)))
+        for row in rows
     )
     return scroll_area("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *lines)), name)
 
@@ -124,7 +125,7 @@ class StatCard:
 
 
 def draw_stat_cards(figures: Sequence[StatCard]) -> str:
-    """Return the figures as a list of cards; nothing where there are none."""
+    """Return cards with one number each; nothing if there are none."""
     if not figures:
         return ""
     cards = [

@@ -1,4 +1,4 @@
-"""How a plan was chosen, as a page: the plans in a table, and the timelines of the best beside each other."""
+"""Draw how a plan was chosen as a page: a table of plans, and timelines of the best ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ComparedPlan:
 
     Args:
         name: of the plan.
-        simulated: as it was predicted.
-        measured: as it was on real ranks; None where it was not tried.
+        simulated: the predicted trace.
+        measured: the measured trace; None if the plan was not tried.
     """
 
     name: str
@@ -28,14 +28,14 @@ class ComparedPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """What there was to choose from.
+    """The plans that were compared.
 
     Args:
-        sentences: what was taken, and why.
+        explanation: sentences that say which plan was chosen, and why.
         titles: of the table's columns.
-        rows: one for each plan, the first one first.
-        texts: the columns that hold words, and not figures.
-        steps: of the best plans.
+        rows: one for each plan, the best first.
+        text_columns: titles of the columns that hold text instead of numbers.
+        plans: the best plans with their traces.
     """
 
     explanation: tuple[str, ...]
@@ -50,33 +50,33 @@ def write_comparison_page(title: str, purpose: str, cards: Sequence[StatCard], c
 
     Args:
         title: of the page.
-        subject: what a plan is wanted for, in one sentence.
-        figures: the numbers to see first.
-        weighing: what there was to choose from.
+        purpose: what the plan is for, in one sentence.
+        cards: the most important numbers.
+        comparison: the plans.
     """
     header = tag("header", tag("h1", escape(title)), tag("p", escape(purpose), class_="quiet"))
     return write_page(title, header, draw_stat_cards(cards), *draw_plan_comparison(comparison))
 
 
 def draw_plan_comparison(comparison: PlanComparison) -> Iterator[str]:
-    """Yield the sections of a page that say how a plan was chosen."""
-    said = (tag("p", escape(sentence)) for sentence in comparison.explanation)
+    """Yield the sections of a page that show how a plan was chosen."""
+    paragraphs = (tag("p", escape(sentence)) for sentence in comparison.explanation)
     table = write_table(comparison.titles, comparison.rows, "plans", comparison.text_columns)
-    yield tag("section", tag("h2", "Plans that were weighed"), *said, table)
+    yield tag("section", tag("h2", "Plans that were compared"), *paragraphs, table)
     if comparison.plans:
-        drawing = draw_plans([(step.name, step.simulated) for step in comparison.plans])
+        drawing = draw_plans([(plan.name, plan.simulated) for plan in comparison.plans])
         yield tag(
             "section",
             tag("h2", "One step under the best plans, simulated"),
             timeline_figure(drawing, "simulated plans"),
         )
-    tried = [step for step in comparison.plans if step.measured is not None]
-    if tried:
-        yield tag("section", tag("h2", "Predicted and measured"), *map(_draw_measured_plan, tried))
+    measured = [plan for plan in comparison.plans if plan.measured is not None]
+    if measured:
+        yield tag("section", tag("h2", "Predicted and measured"), *map(_draw_measured_plan, measured))
 
 
 def _draw_measured_plan(step: ComparedPlan) -> str:
-    """Draw a plan that was tried: its step as it was predicted, and as it was."""
-    assert step.measured is not None, "it was tried"
+    """Draw the predicted and the measured step of a plan that was tried."""
+    assert step.measured is not None, "the plan was tried"
     drawing = draw_comparison(step.simulated, step.measured)
     return tag("h3", escape(step.name)) + timeline_figure(drawing, f"timeline of {step.name}")

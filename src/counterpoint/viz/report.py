@@ -1,4 +1,4 @@
-"""A run as one HTML file: nothing else is needed to read it, now or in ten years."""
+"""Write a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MAX_PROGRAM_CHARS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class ReportHeading:
-    """What a report is about.
+    """Title and status of a report.
 
     Args:
         title: of the run.
-        plan: the plan as it is written.
-        ended_early: why the run ended before its last step; empty when it is finished.
+        plan: the plan's text.
+        ended_early: why the run ended before its last step; empty if it finished.
         note: a sentence below; may be empty.
     """
 
@@ -47,7 +47,7 @@ class ReportHeading:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPoint:
-    """What was measured on held-out data after so many steps: ``(name, value)`` per metric."""
+    """Metrics on held-out data after so many steps: ``(name, value)`` per metric."""
 
     step: int
     metrics: tuple[tuple[str, float], ...]
@@ -55,12 +55,12 @@ class EvaluationPoint:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCurves:
-    """What changed from step to step.
+    """Values per step.
 
     Args:
         loss: ``(step, loss)``.
         throughput: ``(step, samples per second)``.
-        held_out: every evaluation.
+        evaluations: metrics on held-out data.
     """
 
     loss: Points = ()
@@ -70,7 +70,7 @@ class TrainingCurves:
 
 @dataclass(frozen=True, slots=True)
 class StepTimelines:
-    """One step on the simulator's clock and on the real one; ``note`` is a sentence about them."""
+    """The simulated and the measured trace of one step, with a sentence about them."""
 
     simulated: Trace | None = None
     measured: Trace | None = None
@@ -79,16 +79,16 @@ class StepTimelines:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """Everything that a report shows.
+    """Content of a report.
 
     Args:
-        heading: title, plan, and how the run ended.
-        figures: the numbers to see first.
+        heading: title, plan and status.
+        stat_cards: the most important numbers.
         curves: loss, throughput and evaluations.
-        program: what every rank did.
+        program: the rank programs.
         timelines: one step.
-        configuration: the text from which the run can be repeated.
-        weighing: how the plan was chosen, where it was.
+        configuration: text of the configuration from which the run can be repeated.
+        plan_comparison: how the plan was chosen, if it was.
     """
 
     heading: ReportHeading
@@ -101,7 +101,7 @@ class ReportData:
 
 
 def write_report(data: ReportData) -> str:
-    """Return a self-contained HTML page: it loads nothing, runs nothing, and shows text from outside as text."""
+    """Return a self-contained HTML page; it loads nothing, runs nothing, and escapes all text from outside."""
     return write_page(
         data.heading.title,
         _heading_section(data.heading),
@@ -130,7 +130,10 @@ def _training_section(curves: TrainingCurves) -> str:
     charts = []
     if curves.loss:
         held_out = tuple(
-            (one.step, value) for one in curves.evaluations for name, value in one.metrics if name == "loss"
+            (evaluation.step, value)
+            for evaluation in curves.evaluations
+            for name, value in evaluation.metrics
+            if name == "loss"
         )
         lines = _with_mean("loss", curves.loss)
         if held_out:
@@ -153,7 +156,7 @@ def _training_section(curves: TrainingCurves) -> str:
 
 
 def _with_mean(name: str, points: Points) -> list[ChartSeries]:
-    """Return a line, and for many points a faint one with the mean of neighbours over it."""
+    """Return a line, or for many points a faint one with its moving average."""
     window = len(points) // 40
     if window < 2:
         return [ChartSeries(name, points)]
@@ -163,10 +166,11 @@ def _with_mean(name: str, points: Points) -> list[ChartSeries]:
 def _evaluation_section(evaluations: Sequence[EvaluationPoint]) -> str:
     if not evaluations:
         return ""
-    names = list(dict.fromkeys(name for one in evaluations for name, _ in one.metrics))
+    names = list(dict.fromkeys(name for evaluation in evaluations for name, _ in evaluation.metrics))
     shown = evaluations[-MAX_EVALUATIONS:]
     rows = [
-        (format_number(one.step), *(_format_metric(dict(one.metrics).get(name)) for name in names)) for one in shown
+        (format_number(evaluation.step), *(_format_metric(dict(evaluation.metrics).get(name)) for name in names))
+        for evaluation in shown
     ]
     earlier = len(evaluations) - len(shown)
     note = tag("p", f"{earlier} earlier evaluations are not shown.", class_="quiet") if earlier else ""
@@ -178,13 +182,13 @@ def _format_metric(value: float | None) -> str:
 
 
 def _program_section(program: Program, simulated: Trace | None) -> str:
-    parts = [tag("h2", "Program"), _program_block(abbreviate_program(program, width=132), "rows of the program")]
+    parts = [tag("h2", "Program"), _program_block(abbreviate_program(program, width=132), "rank programs")]
     whole = format_program(program)
     if len(whole) <= MAX_PROGRAM_CHARS:
-        summary = tag("summary", f"all words of {program.num_ranks} rows")
-        parts.append(tag("details", summary, _program_block(whole, "all rows of the program")))
+        summary = tag("summary", f"all instructions of {program.num_ranks} ranks")
+        parts.append(tag("details", summary, _program_block(whole, "all rank programs")))
     if simulated is not None:
-        parts += [tag("h3", "Its step on the simulator's clock"), timeline_figure(draw_timeline(simulated))]
+        parts += [tag("h3", "One step, simulated"), timeline_figure(draw_timeline(simulated))]
     return tag("section", *parts)
 
 
@@ -193,7 +197,7 @@ def _program_block(text: str, name: str) -> str:
 
 
 def _colour_line(line: str) -> str:
-    """Write a line of words, each in the colour of its kind."""
+    """Return a line of instructions, each in the colour of its kind."""
     return " ".join(_colour_instruction(word) for word in line.split(" "))
 
 

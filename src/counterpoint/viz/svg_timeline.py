@@ -1,4 +1,4 @@
-"""Traces as inline SVG: one row per rank, time from left to right."""
+"""Draw traces as inline SVG: one row per rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ WIDTH, LEFT, RIGHT = 960.0, 62.0, 46.0
 ROW_HEIGHT, LINK_HEIGHT, GAP = 20.0, 5.0, 6.0
 LEGEND_HEIGHT, HEADING_HEIGHT, RULER_HEIGHT = 28.0, 26.0, 26.0
 MIN_EVENT_WIDTH, CHAR_WIDTH = 0.75, 6.6
-"""Widths, in units of the picture: below the first, events are drawn as one; a letter takes the second."""
+"""Narrower events are drawn together with their neighbours; width of a character. In user units of the picture."""
 
 COMPUTE_KINDS: frozenset[EventKind] = frozenset({"forward", "recomputation", "backward", "weight part", "update"})
-"""Kinds that are drawn as high as their row; all others are thin."""
+"""Kinds that are drawn at the full height of their row; all others are thin."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TimeAxis:
-    """Where a time stands, ``span_s`` fills the picture; and what events are called."""
+    """Scale from seconds to the picture, whose width is ``span_s``, and the labels of events."""
 
     span_s: float
     labels: EventLabels
 
     def x(self, seconds: float) -> float:
-        """Return how far from the left edge of the picture a time stands."""
+        """Return the distance of a time from the left edge of the picture."""
         return LEFT + (WIDTH - LEFT - RIGHT) * (seconds / self.span_s if self.span_s else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One trace, drawn from the height ``top`` to ``bottom``."""
+    """The drawing of one trace, down to the height ``bottom``."""
 
     content: str
     bottom: float
@@ -46,7 +46,7 @@ def draw_timeline(trace: Trace, *, max_ranks: int = 32) -> str:
 
     Args:
         trace: what to draw.
-        most_ranks: rows; further ranks are counted below.
+        max_ranks: rows; further ranks are counted below.
     """
     panel = _draw_panel(
         trace, _TimeAxis(trace.span_s, EventLabels.from_traces(trace)), LEGEND_HEIGHT, max_ranks, _summary(trace)
@@ -64,19 +64,19 @@ def draw_timeline(trace: Trace, *, max_ranks: int = 32) -> str:
 def draw_comparison(simulated: Trace, measured: Trace, *, max_ranks: int = 16) -> str:
     """Return both traces on one time scale, the simulated one above.
 
-    Where one takes more than twenty times as long as the other, each has its own scale, and the picture says so.
+    If one takes more than twenty times as long as the other, each has its own scale, and the picture says so.
     """
     return _draw_stacked([("", simulated), ("", measured)], "one step, simulated and measured", max_ranks)
 
 
 def draw_plans(traces: Sequence[tuple[str, Trace]], *, max_ranks: int = 8) -> str:
-    """Return one step under each of several plans on one time scale, the first one above.
+    """Return one step under each of several plans on one time scale, the first one at the top.
 
-    Where one takes more than twenty times as long as another, each has its own scale, and the picture says so.
+    If one takes more than twenty times as long as another, each has its own scale, and the picture says so.
 
     Args:
-        traces: what the plans are called, and their steps.
-        most_ranks: rows of each; further ranks are counted below.
+        traces: names of the plans, and their steps.
+        max_ranks: rows of each; further ranks are counted below.
     """
     named = [(f"{name}: ", trace) for name, trace in traces]
     return _draw_stacked(named, f"one step under {len(traces)} plans", max_ranks)
@@ -84,27 +84,27 @@ def draw_plans(traces: Sequence[tuple[str, Trace]], *, max_ranks: int = 8) -> st
 
 def _draw_stacked(traces: Sequence[tuple[str, Trace]], title: str, max_ranks: int) -> str:
     spans = [trace.span_s for _, trace in traces]
-    alike = max(spans) <= 20 * min(spans)
+    has_one_scale = max(spans) <= 20 * min(spans)
     content, bottom = [], LEGEND_HEIGHT
     for name, trace in traces:
-        scale = _TimeAxis(max(spans) if alike else trace.span_s, EventLabels.from_traces(trace))
-        heading = f"{name}{_summary(trace)}{'' if alike else ', on a scale of its own'}"
+        scale = _TimeAxis(max(spans) if has_one_scale else trace.span_s, EventLabels.from_traces(trace))
+        heading = f"{name}{_summary(trace)}{'' if has_one_scale else ', on a scale of its own'}"
         panel = _draw_panel(trace, scale, bottom, max_ranks, heading)
         content.append(panel.content)
         bottom = panel.bottom + GAP
-    said = " ".join(f"{name}{_describe(trace)}" for name, trace in traces)
-    return svg_picture(WIDTH, bottom, title, said, _draw_legend([trace for _, trace in traces]), *content)
+    description = " ".join(f"{name}{_describe(trace)}" for name, trace in traces)
+    return svg_picture(WIDTH, bottom, title, description, _draw_legend([trace for _, trace in traces]), *content)
 
 
 def _describe(trace: Trace) -> str:
-    """Write what the picture shows, for those who do not see it."""
+    """Return what the picture shows as text, for screen readers."""
     busy = _busy_fractions(trace)
     shares = ", ".join(f"rank {rank} {busy[rank]:.0%}" for rank in range(min(trace.num_ranks, 32)))
     return f"{_summary(trace)}. Part of the step in which a rank computes: {shares}."
 
 
 def _busy_fractions(trace: Trace) -> defaultdict[int, float]:
-    """Return the part of the step in which each rank computes."""
+    """Return the fraction of the step in which each rank computes."""
     busy: defaultdict[int, float] = defaultdict(float)
     step_s = trace.step_s or 1.0
     for event in trace.events:
@@ -119,21 +119,21 @@ def _summary(trace: Trace) -> str:
 
 
 def _draw_legend(traces: Sequence[Trace]) -> str:
-    shown = {event_kind(event) for trace in traces for event in trace.events if event.seconds > 0}
+    kinds = {event_kind(event) for trace in traces for event in trace.events if event.seconds > 0}
     parts, x = [], LEFT
     for kind, colour in KIND_COLOURS.items():
-        if kind in shown:
+        if kind in kinds:
             height = _height(kind)
             parts.append(tag("rect", x=x, y=11 - height / 2, width=14, height=height, rx=2, fill=colour))
             parts.append(label(kind, x=x + 19, y=15))
             x += 34 + CHAR_WIDTH * len(kind)
-    parts += _chunk_legend(shown, EventLabels.from_traces(*traces).num_chunks, x)
+    parts += _chunk_legend(kinds, EventLabels.from_traces(*traces).num_chunks, x)
     return tag("g", *parts) if parts else ""
 
 
-def _chunk_legend(shown: set[EventKind], num_chunks: int, x: float) -> Iterator[str]:
-    """Draw what tells chunks of one rank apart, where one has several."""
-    if num_chunks < 2 or "forward" not in shown:
+def _chunk_legend(kinds: set[EventKind], num_chunks: int, x: float) -> Iterator[str]:
+    """Draw the shades of chunks, if a rank has several."""
+    if num_chunks < 2 or "forward" not in kinds:
         return
     for chunk in range(num_chunks):
         fill = chunk_shade("forward", chunk, num_chunks)
@@ -150,28 +150,39 @@ def _draw_panel(trace: Trace, axis: _TimeAxis, top: float, max_ranks: int, title
     ranks: defaultdict[int, list[TraceEvent]] = defaultdict(list)
     for event in trace.events:
         ranks[event.rank].append(event)
-    shown = min(trace.num_ranks, max(1, max_ranks))
+    num_shown = min(trace.num_ranks, max(1, max_ranks))
     has_links = any(event.lane == "link" and event.seconds > 0 for event in trace.events)
     pitch = ROW_HEIGHT + GAP + (LINK_HEIGHT + 2 if has_links else 0)
     first = top + HEADING_HEIGHT
-    last = first + shown * pitch
+    last = first + num_shown * pitch
     busy = _busy_fractions(trace)
-    rows = [_draw_rank(rank, ranks[rank], axis, first + rank * pitch, busy[rank]) for rank in range(shown)]
+    rows = [_draw_rank(rank, ranks[rank], axis, first + rank * pitch, busy[rank]) for rank in range(num_shown)]
     heading = label(title, x=LEFT, y=top + 16, font_weight=600)
-    more = label(f"and {trace.num_ranks - shown} more ranks", x=LEFT, y=last + 12) if shown < trace.num_ranks else ""
-    end = last + (16 if more else 0)
-    return _Panel(heading + _draw_ruler(axis, first, end) + "".join(rows) + more, end + RULER_HEIGHT)
+    note = (
+        label(f"and {trace.num_ranks - num_shown} more ranks", x=LEFT, y=last + 12)
+        if num_shown < trace.num_ranks
+        else ""
+    )
+    end = last + (16 if note else 0)
+    return _Panel(heading + _draw_ruler(axis, first, end) + "".join(rows) + note, end + RULER_HEIGHT)
 
 
 def _draw_ruler(axis: _TimeAxis, top: float, bottom: float) -> str:
-    """Draw upright lines at round times, and the times below them."""
+    """Draw vertical lines at round times, and the times below them."""
     times, unit = time_unit(axis.span_s)
     step = round_step(axis.span_s * times, 8) if axis.span_s else 1.0
     marks = ticks(0, axis.span_s * times, 8) or (0.0,)
-    lines = [tag("line", x1=axis.x(at / times), x2=axis.x(at / times), y1=top - 4, y2=bottom + 2) for at in marks]
+    lines = [
+        tag("line", x1=axis.x(position / times), x2=axis.x(position / times), y1=top - 4, y2=bottom + 2)
+        for position in marks
+    ]
     texts = [
-        label(format_tick(at, step) + (f" {unit}" if at == marks[-1] else ""), x=axis.x(at / times), y=bottom + 15)
-        for at in marks
+        label(
+            format_tick(position, step) + (f" {unit}" if position == marks[-1] else ""),
+            x=axis.x(position / times),
+            y=bottom + 15,
+        )
+        for position in marks
     ]
     return tag("g", *lines, stroke="currentColor", stroke_opacity=0.2) + tag(
         "g", *texts, text_anchor="middle", font_size=11
@@ -180,21 +191,22 @@ def _draw_ruler(axis: _TimeAxis, top: float, bottom: float) -> str:
 
 def _draw_rank(rank: int, events: Sequence[TraceEvent], axis: _TimeAxis, top: float, busy: float) -> str:
     """Draw one rank: waiting and computing on one line, since a rank does one at a time, and its link below."""
-    own = [event for event in events if event.lane != "link"]
+    on_processor = [event for event in events if event.lane != "link"]
     link = [event for event in events if event.lane == "link"]
-    bars = [_Bar.from_events(group, axis) for group in _group_thin_events(own, axis)]
+    bars = [_Bar.from_events(group, axis) for group in _group_thin_events(on_processor, axis)]
     transfers = [_Bar.from_events(group, axis) for group in _group_thin_events(link, axis)]
     boxes: defaultdict[str, list[str]] = defaultdict(list)
     for bar in bars:
         height = ROW_HEIGHT if bar.kind in COMPUTE_KINDS else LINK_HEIGHT
         boxes[bar.fill].append(bar.box(top + (ROW_HEIGHT - height) / 2, height))
+    link_fill = KIND_COLOURS["communication"]
     names = [bar.label(top + ROW_HEIGHT / 2 + 4) for bar in bars if bar.text]
     return tag(
         "g",
         label(f"rank {rank}", x=LEFT - 8, y=top + ROW_HEIGHT / 2 + 4, text_anchor="end"),
         label(f"{busy:.0%}", x=WIDTH - RIGHT + 8, y=top + ROW_HEIGHT / 2 + 4),
         *(tag("g", *boxes[fill], fill=fill) for fill in sorted(boxes, key=_z_order)),
-        *([tag("g", *(bar.box(top + ROW_HEIGHT + 1, LINK_HEIGHT) for bar in transfers), fill=KIND_COLOURS["communication"])]
+        *([tag("g", *(bar.box(top + ROW_HEIGHT + 1, LINK_HEIGHT) for bar in transfers), fill=link_fill)]
           if transfers else []),
         *([tag("g", *names, fill="#ffffff", font_size=11, text_anchor="middle", pointer_events="none")]
           if names else []),
@@ -202,14 +214,14 @@ def _draw_rank(rank: int, events: Sequence[TraceEvent], axis: _TimeAxis, top: fl
 
 
 def _z_order(fill: str) -> tuple[int, str]:
-    """Return where a colour stands among those that are drawn: the kinds of legends last, shades before all."""
+    """Return the drawing order of a colour: shades first, the kinds of the legend last."""
     colours = list(KIND_COLOURS.values())
     return -colours.index(fill) if fill in colours else -len(colours), fill
 
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """A box for one event, or for several that are too thin to be told apart."""
+    """A box for one event, or for several that are too thin to be drawn separately."""
 
     kind: EventKind
     fill: str
@@ -220,11 +232,11 @@ class _Bar:
 
     @staticmethod
     def from_events(group: Sequence[TraceEvent], axis: _TimeAxis) -> _Bar:
-        """Return the box for events that follow upon each other; its kind is the one that takes the most time."""
-        spent: defaultdict[EventKind, float] = defaultdict(float)
+        """Return the box of adjacent events; its kind is the one that takes the most time."""
+        seconds: defaultdict[EventKind, float] = defaultdict(float)
         for event in group:
-            spent[event_kind(event)] += event.seconds
-        kind = max(spent, key=lambda kind: spent[kind])
+            seconds[event_kind(event)] += event.seconds
+        kind = max(seconds, key=lambda kind: seconds[kind])
         start, stop = group[0].start_s, max(event.stop_s for event in group)
         width = axis.x(stop) - axis.x(start)
         words = group[0].text if len(group) == 1 else f"{len(group)} events, {group[0].text} to {group[-1].text}"
@@ -234,24 +246,24 @@ class _Bar:
         return _Bar(kind, fill, axis.x(start), width, _fit_label(kind, group, width, axis.labels), tip)
 
     def box(self, y: float, height: float) -> str:
-        """Return the box, and what it says to whoever points at it; ``y`` is its upper edge."""
+        """Return the box with its tooltip; ``y`` is its upper edge."""
         slit = 0.6 if self.width > 3 else 0.0
         shape = {"rx": 2.0} if self.width > 6 else {}
         width = max(self.width - slit, 0.4)
         return tag("rect", tag("title", escape(self.tooltip)), x=self.x, y=y, width=width, height=height, **shape)
 
     def label(self, y: float) -> str:
-        """Return what is written in the box, around the height ``y``."""
+        """Return the text in the box, centred at the height ``y``."""
         return label(self.text, x=self.x + self.width / 2, y=y)
 
 
 def _fit_label(kind: EventKind, group: Sequence[TraceEvent], width: float, labels: EventLabels) -> str:
-    """Return the longest name that fits into a box."""
+    """Return the longest label that fits into a box."""
     if len(group) > 1 or kind not in COMPUTE_KINDS:
         return ""
     event = group[0]
-    wanted = (event.text, labels.full_label(event), labels.short_label(event))
-    return next((name for name in wanted if len(name) * CHAR_WIDTH <= width - 4), "")
+    candidates = (event.text, labels.full_label(event), labels.short_label(event))
+    return next((candidate for candidate in candidates if len(candidate) * CHAR_WIDTH <= width - 4), "")
 
 
 def _truncate(words: str) -> str:
@@ -259,7 +271,7 @@ def _truncate(words: str) -> str:
 
 
 def _group_thin_events(events: Sequence[TraceEvent], axis: _TimeAxis) -> Iterator[tuple[TraceEvent, ...]]:
-    """Yield events that take time one by one, and neighbours together that are too thin to be told apart."""
+    """Yield events that take time, adjacent ones together where they are too thin to be drawn separately."""
     group: list[TraceEvent] = []
     for event in events:
         if event.seconds <= 0:
