@@ -1,4 +1,4 @@
-"""Ranks of a small model, built and asked what they hold while they run."""
+"""Ranks of a small model in one process, and what they store while they run."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,34 +35,34 @@ def make_batch(num_micros, num_samples=None):
 
 @contextmanager
 def build_team(plan, *, num_microbatches=1, model=None, optimizer=ADAMW, passes=(), **options):
-    """Yield the ranks of a plan, built but not yet run."""
+    """Yield the ranks of a plan, before their first step."""
     model = chain(4) if model is None else model
-    found = replace(Plan.parse(plan, num_microbatches=num_microbatches), passes=passes)
-    with LocalWorld(found.num_ranks, 10.0) as world:
-        face = OptimizerSpec(optimizer, dict(model.named_parameters()))
-        one = LocalRanks(world, found, model, F.mse_loss, face, TrainingOptions(**options))
-        one.build(make_batch(found.global_num_microbatches).inputs(0), 2)
-        yield one
+    parsed = replace(Plan.parse(plan, num_microbatches=num_microbatches), passes=passes)
+    with LocalWorld(parsed.num_ranks, 10.0) as world:
+        optimizer_spec = OptimizerSpec(optimizer, dict(model.named_parameters()))
+        team = LocalRanks(world, parsed, model, F.mse_loss, optimizer_spec, TrainingOptions(**options))
+        team.build(make_batch(parsed.global_num_microbatches).inputs(0), 2)
+        yield team
 
 
 def observe_calls(team, observe):
-    """Run a step; return for each rank what ``look(rank)`` saw before and after every call of its row."""
-    seen: dict[int, list[Any]] = {at: [] for at in team.ranks}
+    """Run a step; return for each rank what ``observe(rank)`` returned before and after every call of its program."""
+    observed: dict[int, list[Any]] = {number: [] for number in team.ranks}
 
-    def clock(at, rank):
-        seen[at].append(observe(rank))
-        return float(len(seen[at]))
+    def clock(number, rank):
+        observed[number].append(observe(rank))
+        return float(len(observed[number]))
 
-    for at, rank in team.ranks.items():
-        rank.interpreter.clock = partial(clock, at, rank)
-    team.step(0, make_batch(team.num_micros))
-    return seen
+    for number, rank in team.ranks.items():
+        rank.interpreter.clock = partial(clock, number, rank)
+    team.step(0, make_batch(team.global_num_microbatches))
+    return observed
 
 
 def flat_params_of(rank):
-    return [arena for store in rank.interpreter.store.units.values() for arena in store.arenas]
+    return [flat_params for unit_params in rank.interpreter.store.units.values() for flat_params in unit_params.flat_params]
 
 
 def storage_bytes(tensor):
-    """Bytes of memory behind a tensor."""
+    """Return the bytes of a tensor's storage."""
     return 0 if tensor is None else tensor.untyped_storage().size()

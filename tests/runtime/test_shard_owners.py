@@ -1,4 +1,4 @@
-"""Who answers for what: every element of every parameter is counted in norms, and saved, exactly once."""
+"""Every element of every parameter has one owner, which counts it in norms and saves it."""
 
 import pytest
 import torch
@@ -16,71 +16,71 @@ PLANS = [
 ]  # fmt: skip
 
 
-def built(plan):
+def build(plan):
     return build_team(plan, num_microbatches=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_element_has_one_rank_that_answers_for_it(plan):
-    with built(plan) as one:
-        book = one.shard_map()
-        for unit in one.run_spec.model_spec.units:
-            mine = [holding for holding in book.shard_owners() if holding.unit == unit]
-            for index in {holding.slice_index for holding in mine}:
-                for layout in book.layouts(unit):
-                    ranges = sorted(layout.element_range(h.span) for h in mine if h.slice_index == index)
+def test_every_element_has_one_owner(plan):
+    with build(plan) as team:
+        shard_map = team.shard_map()
+        for unit in team.run_spec.model_spec.units:
+            owners = [owner for owner in shard_map.shard_owners() if owner.unit == unit]
+            for index in {owner.tp_rank for owner in owners}:
+                for layout in shard_map.layouts(unit):
+                    ranges = sorted(layout.element_range(h.span) for h in owners if h.tp_rank == index)
                     covered = [element for low, high in ranges for element in range(low, high)]
                     assert covered == list(range(layout.num_elements))
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_who_answers_for_a_part_also_updates_it(plan):
-    with built(plan) as one:
-        for holding in find_shard_owners(one.run_spec):
-            role = one.ranks[holding.rank].interpreter.store.units[holding.unit].role
-            assert role.update_shard == holding.span
-        answered = [unit for rank in one.ranks for unit in owned_units(one.run_spec, rank)]
-        assert len(answered) == len(find_shard_owners(one.run_spec))
+def test_the_owner_of_a_shard_also_updates_it(plan):
+    with build(plan) as team:
+        for owner in find_shard_owners(team.run_spec):
+            role = team.ranks[owner.rank].interpreter.store.units[owner.unit].role
+            assert role.update_shard == owner.span
+        owned = [unit for rank in team.ranks for unit in owned_units(team.run_spec, rank)]
+        assert len(owned) == len(find_shard_owners(team.run_spec))
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_weights_gathered_from_the_ranks_are_the_models(plan):
-    with built(plan) as one:
+    with build(plan) as team:
         expected = {name: param.detach() for name, param in chain(4).named_parameters()}
-        for full in one.world.run(lambda fabric: gather_weights(one.shard_map(), one.ranks[fabric.rank], fabric)):
+        for full in team.world.run(lambda fabric: gather_weights(team.shard_map(), team.ranks[fabric.rank], fabric)):
             assert full.keys() == expected.keys()
             assert all(torch.equal(full[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_weights_written_to_the_ranks_are_gathered_again(plan):
-    with built(plan) as one:
+def test_weights_loaded_into_the_ranks_are_gathered_again(plan):
+    with build(plan) as team:
         other = {name: torch.randn_like(param) for name, param in chain(4).named_parameters()}
 
         def work(fabric):
-            load_weights(one.shard_map(), one.ranks[fabric.rank], other.__getitem__)
-            return gather_weights(one.shard_map(), one.ranks[fabric.rank], fabric)
+            load_weights(team.shard_map(), team.ranks[fabric.rank], other.__getitem__)
+            return gather_weights(team.shard_map(), team.ranks[fabric.rank], fabric)
 
-        for full in one.world.run(work):
+        for full in team.world.run(work):
             assert all(torch.equal(full[name], value) for name, value in other.items())
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in {"asp(2)", "ssp(2)"}])
 def test_replicas_have_equal_weights_after_a_step(plan):
-    """Whoever holds a parameter in full, or the same slice of it, holds the same bits; a server's workers as well."""
-    with built(plan) as one:
-        one.step(0, make_batch(one.global_num_microbatches))
-        held: dict[tuple[str, int], list[torch.Tensor]] = {}
-        for at, rank in one.ranks.items():
-            index = one.run_spec.program.rank_programs[at].tp_rank
-            full = [store for store in rank.interpreter.store.units.values() if store.role.local_shard == WHOLE]
-            for name, param in ((name, param) for store in full for name, param in store.params.items()):
-                held.setdefault((name, index), []).append(param.detach().clone())
-    assert all(torch.equal(values[0], value) for values in held.values() for value in values)
+    """Ranks with a whole parameter, or with the same slice of it, have the same bits; a server's workers as well."""
+    with build(plan) as team:
+        team.step(0, make_batch(team.global_num_microbatches))
+        copies: dict[tuple[str, int], list[torch.Tensor]] = {}
+        for number, rank in team.ranks.items():
+            index = team.run_spec.program.rank_programs[number].tp_rank
+            full = [unit_params for unit_params in rank.interpreter.store.units.values() if unit_params.role.local_shard == WHOLE]
+            for name, param in ((name, param) for unit_params in full for name, param in unit_params.params.items()):
+                copies.setdefault((name, index), []).append(param.detach().clone())
+    assert all(torch.equal(values[0], value) for values in copies.values() for value in values)
 
 
 @pytest.mark.parametrize(
-    ("plan", "domains"),
+    ("plan", "scopes"),
     [
         ("data(2)", [[[0, 1, 2, 3]], [[0, 1, 2, 3]]]),
         ("pipeline(2)", [[[0, 1]], [[0, 1]]]),
@@ -90,12 +90,12 @@ def test_replicas_have_equal_weights_after_a_step(plan):
         ("pipeline(2, schedule=pipedream, replicas=(2,1))", [[[0, 1]], [[0, 1]], [[0], [1]]]),
     ],
 )
-def test_a_loss_is_a_mean_over_the_samples_of_all_who_commit_together(plan, domains):
-    with built(plan) as one:
-        assert [loss_scopes(one.run_spec.program, rank) for rank in range(len(domains))] == domains
+def test_a_loss_is_a_mean_over_the_samples_of_the_commit_group(plan, scopes):
+    with build(plan) as team:
+        assert [loss_scopes(team.run_spec.program, rank) for rank in range(len(scopes))] == scopes
 
 
-def test_a_slice_is_the_same_whoever_takes_it():
+def test_a_slice_depends_on_the_position_only():
     whole = torch.arange(12).view(4, 3)
     assert take_slice(whole, (0, 2), (1, 2)).tolist() == [[6, 7, 8], [9, 10, 11]]
     assert take_slice(whole, (1, 3), (0, 3)).tolist() == [[0], [3], [6], [9]]

@@ -136,7 +136,7 @@ def test_a_share_adds_up_over_microbatches_while_the_flat_gradient_is_freed():
 
 
 def test_whole_tensors_keep_their_shape_for_optimizers_that_look_at_it():
-    one, params = arena(may_split_params=False)
+    one, params = arena(cut_anywhere=False)
     params["a"].grad = torch.ones(2, 3, dtype=F64)
     assert one.optimizer_view(0, 6).shape == (2, 3)
     assert one.optimizer_grad(0, 6, WHOLE).shape == (2, 3)
