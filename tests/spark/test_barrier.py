@@ -94,5 +94,5 @@ def test_another_number_of_tasks_than_ranks_is_refused():
 
 
 def test_a_function_that_no_other_process_finds_is_refused():
-    with pytest.raises(LaunchError, match="cannot be found by another process"):
+    with pytest.raises(LaunchError, match="cannot be imported by another process"):
         make_rank_spec(lambda: None, [], 2, 1)

@@ -123,5 +123,5 @@ def test_what_another_stage_has_saved_is_no_model(spark, tmp_path):
     from counterpoint.spark.estimator import TorchModel
 
     VectorAssembler(inputCols=["x"], outputCol="y").write().save(str(tmp_path / "stage"))
-    with pytest.raises(CheckpointError, match="VectorAssembler, and no TorchModel"):
+    with pytest.raises(CheckpointError, match="VectorAssembler, not a TorchModel"):
         TorchModel.load(str(tmp_path / "stage"))

@@ -125,13 +125,13 @@ def test_a_data_frame_is_trained_on_by_its_columns(spark):
 def test_a_model_that_holds_a_lock_cannot_be_shipped(spark):
     model = make_net()
     model.lock = threading.Lock()
-    with pytest.raises(PlanError, match="Spark cannot ship the model, the loss or the optimizer"):
+    with pytest.raises(PlanError, match="cannot serialize the model, the loss or the optimizer"):
         train_on_spark(spark, 12, model=model)
 
 
 @pytest.mark.slow
 def test_a_task_that_dies_again_and_again_is_told_with_the_step(spark):
-    with pytest.raises(LaunchError, match="Spark gave up forward-backward of step 0: Job aborted"):
+    with pytest.raises(LaunchError, match="Spark aborted forward-backward of step 0: Job aborted"):
         train_on_spark(spark, 12, model=make_net(ExitsWorker))
 
 
@@ -142,7 +142,7 @@ def test_a_loss_that_holds_a_lock_cannot_be_shipped_and_leaves_nothing_behind(sp
         with lock:
             return mse(outputs, targets)
 
-    with pytest.raises(PlanError, match="Spark cannot ship the model, the loss or the optimizer"):
+    with pytest.raises(PlanError, match="cannot serialize the model, the loss or the optimizer"):
         train(to_rdd(spark, 12), make_net(), loss=loss, optimizer=Adam, options=TEN)
     assert spark.sparkContext.parallelize([1, 2], 2).map(twice).collect() == [2, 4]
 

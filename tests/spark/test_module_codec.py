@@ -93,7 +93,7 @@ def test_what_only_pickle_could_carry_is_named(value, message):
     [
         (["name", "no_such_package:thing"], "no_such_package:thing cannot be imported here"),
         (["name", "math:pi"], "math:pi is neither a function nor a class"),
-        (["module", "builtins:dict", []], "builtins:dict is no class of modules"),
+        (["module", "builtins:dict", []], "builtins:dict is not an nn.Module class"),
         (["pickle", "gASV"], "kind 'pickle'"),
     ],
 )

@@ -52,10 +52,10 @@ def test_a_batch_without_rows_has_no_predictions():
 @pytest.mark.parametrize(
     ("model", "column", "message"),
     [
-        (nn.Linear(2, 3), [np.array([1.0, 2.0]), None], r"nothing \(null\) in column column_0"),
+        (nn.Linear(2, 3), [np.array([1.0, 2.0]), None], r"a row is null in column column_0"),
         (nn.Linear(2, 3), [np.array([1.0, 2.0]), np.array([1.0])], "column column_0 has values of shapes"),
-        (ReturnsPair(), [np.array([1.0, 2.0])], "the model gives tuple for 1 samples"),
-        (nn.Unflatten(1, (1, 2)), [np.array([1.0, 2.0])], r"the model gives \[1, 1, 2\] for 1 samples"),
+        (ReturnsPair(), [np.array([1.0, 2.0])], "the model returns tuple for 1 samples"),
+        (nn.Unflatten(1, (1, 2)), [np.array([1.0, 2.0])], r"the model returns \[1, 1, 2\] for 1 samples"),
     ],
 )
 def test_what_is_no_sample_or_no_prediction_is_named(model, column, message, request):

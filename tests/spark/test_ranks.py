@@ -58,7 +58,7 @@ def test_samples_stay_where_they_are_and_count_alike(spark):
 
 
 def test_more_ranks_than_there_is_room_for_are_refused_with_the_numbers(spark):
-    with pytest.raises(LaunchError, match="3 ranks have to run at once, but Spark has room for 2 tasks"):
+    with pytest.raises(LaunchError, match="3 ranks must run at the same time, but Spark has slots for 2 tasks"):
         run_ranks(spark, ranked.describe_rank, ranks=3, args=["hi"])
 
 
@@ -76,7 +76,7 @@ def test_ranks_are_fed_by_batches_of_a_frame(spark):
 def test_a_chain_that_no_barrier_stage_takes_is_refused_with_what_to_do(spark):
     pytest.importorskip("pyarrow")
     frame = spark.createDataFrame([([1.0], 1)] * 4, "features array<double>, label int").coalesce(1)
-    with pytest.raises(LaunchError, match=r"which a barrier stage does not allow; call repartition\(n\)"):
+    with pytest.raises(LaunchError, match=r"a barrier stage cannot follow coalesce\(\).*call repartition\(n\)"):
         run_ranks(frame, ranked.count_samples)
 
 

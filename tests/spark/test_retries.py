@@ -35,7 +35,7 @@ class FailingShuffle(LocalShuffle):
     def collect_reports(self, data, label):
         self.jobs += 1
         if self.jobs in self.numbers:
-            raise LaunchError(f"Spark gave up {label}: Job aborted")
+            raise LaunchError(f"Spark aborted {label}: Job aborted")
         return super().collect_reports(data, label)
 
 
@@ -49,7 +49,7 @@ def train_with_failures(options, *numbers):
 
 
 def test_the_numbers_are_those_of_a_run_that_was_not_disturbed():
-    with pytest.warns(RuntimeWarning, match="Spark gave up .* of step 6: Job aborted; going on from step 4"):
+    with pytest.warns(RuntimeWarning, match="Spark aborted .* of step 6: Job aborted; restarting from step 4"):
         model, done, taken = train_with_failures(
             replace(TEN, max_retries=1), 14
         )  # two jobs a step: the second of step 6
@@ -60,21 +60,21 @@ def test_the_numbers_are_those_of_a_run_that_was_not_disturbed():
 
 
 def test_before_any_slices_have_come_it_begins_anew():
-    with pytest.warns(RuntimeWarning, match="going on from step 0"):
+    with pytest.warns(RuntimeWarning, match="restarting from step 0"):
         model, done, taken = train_with_failures(replace(TEN, max_retries=1), 5)
     assert len(done.losses) == 10
     assert taken == [1, 2, *range(1, 11)]
     assert max_relative_difference(model, train_single_process(DATA, TEN)[0]) < TOLERANCE
 
 
-@pytest.mark.filterwarnings("ignore:Spark gave up:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:Spark aborted:RuntimeWarning")
 @pytest.mark.parametrize("retries", [0, 2])
 def test_once_more_than_was_said_it_is_an_error(retries):
-    with pytest.raises(LaunchError, match="Spark gave up"):
+    with pytest.raises(LaunchError, match="Spark aborted"):
         train_with_failures(replace(TEN, max_retries=retries), *range(3, 4 + retries))
 
 
 @pytest.mark.parametrize("retries", [-1, True, 1.5])
 def test_what_is_no_number_of_times_is_refused(retries):
-    with pytest.raises(PlanError, match="is no number of times"):
+    with pytest.raises(PlanError, match="is not a count"):
         replace(TEN, max_retries=retries)

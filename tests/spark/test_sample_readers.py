@@ -34,9 +34,9 @@ def test_a_partition_without_rows_has_no_samples(tmp_path):
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        ([[1], None], [1, 2], r"row 4 has nothing \(null\) in column x"),
-        ([[1], [None]], [1, 2], r"row 4 has nothing \(null\) in column x"),
-        ([[1], [2]], [None, 2], r"row 3 has nothing \(null\) in column y"),
+        ([[1], None], [1, 2], r"row 4 is null in column x"),
+        ([[1], [None]], [1, 2], r"row 4 is null in column x"),
+        ([[1], [2]], [None, 2], r"row 3 is null in column y"),
         ([[1], [2, 3]], [1, 2], "column x has lists of 1 and of 2 numbers, the first that differs in row 4"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Spark as an interpreter of programs, as BigDL uses it, for data that are in Spark already."""
+"""Training on Spark data: BigDL-style steps as two Spark jobs, or ranks in a barrier stage."""

@@ -1,4 +1,4 @@
-"""A training in the ranks of a barrier stage: what they are told, what each does, and what the first one gives back."""
+"""Training in the ranks of a barrier stage: the function that each rank runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from counterpoint.training.trainer import Trainer
 
 
 def fit_as_rank(
-    shard: SampleShard, tree: Any, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    """Train on the samples of all ranks, as one of them; all have called it.
+    shard: SampleShard,
+    tree: Any,  # noqa: ANN401 - JSON
+    tensors: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Train on the samples of all ranks; every rank of the stage calls this.
 
     Args:
         shard: the samples of this rank's partition.
-        tree: of the model, the loss and the optimizer's factory, as ``serialize_module`` writes them.
-        tensors: of the same.
-        how: ``trainer``, the options of a SimulatedWorker, and ``fit``, those of its ``fit``.
+        tree: of the model, the loss and the optimizer factory, from ``serialize_module``.
+        tensors: from the same call.
+        options: ``trainer``, the options of a Trainer, and ``fit``, those of its ``fit``.
 
     Returns:
-        the plan and the losses; of rank 0 the trained values, by name.
+        the plan and the losses; on rank 0 also the trained values by name.
     """
     model, loss, optimizer = deserialize_module(SerializedModule(tree, tensors))
     samples = shard.all_samples()
@@ -37,18 +40,18 @@ def fit_as_rank(
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer by the first of its names."""
-    found = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in found}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors}
 
 
 def load_named_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """The model has these values, in its own memory."""
+    """Copy values into the model's parameters and buffers."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.detach().copy_(values[name])
 
 
 def with_learning_rate(optimizer: Callable[..., Any], rate: float | None) -> Callable[..., Any]:
-    """Return the factory with another learning rate; itself for None."""
+    """Return the factory with another learning rate; the factory itself for None."""
     from functools import partial
 
     return optimizer if rate is None else partial(optimizer, lr=rate)

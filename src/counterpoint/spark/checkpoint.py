@@ -1,4 +1,4 @@
-"""Slices as the whole run's state at the driver: written as a checkpoint that any plan goes on from, and cut again."""
+"""Checkpoints of a Spark training: slices written as a checkpoint that any plan can resume from, and read again."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from counterpoint.training.optimizer_state import get_group_options
 
 @dataclass(frozen=True, slots=True)
 class SparkTrainingTarget:
-    """What is trained, as the driver knows it.
+    """The training as the driver knows it.
 
     Args:
         model: the user's.
-        face: its optimizer.
+        optimizer_spec: of its optimizer.
         layout: of its weights.
         plan: as text.
         batch_size: samples of a global batch.
-        seed: of the order of samples.
+        seed: of the sample order.
     """
 
     model: nn.Module
@@ -49,14 +49,14 @@ class SparkTrainingTarget:
 
 
 def initial_slices(target: SparkTrainingTarget, num_partitions: int) -> list[bytes]:
-    """Return the slices of the model as it is, with no state yet."""
+    """Return the slices of the model's current weights, without optimizer state."""
     params = dict(target.model.named_parameters())
     flat = torch.cat([params[slot.name].detach().reshape(-1) for slot in target.layout.slots])
     return [encode_slice(flat[low:high].clone()) for low, high in _slice_bounds(target.layout, num_partitions)]
 
 
 def load_into_model(target: SparkTrainingTarget, slices: Sequence[bytes]) -> None:
-    """The model has the weights of the slices."""
+    """Copy the weights of the slices into the model."""
     flat = torch.cat([decode_slice(text)[0] for text in slices])
     params = dict(target.model.named_parameters())
     with torch.no_grad():
@@ -71,14 +71,14 @@ def save_slices(
     checkpoint_dir: Path,
     keep_last: int | None,
 ) -> Path:
-    """Write a checkpoint of the whole run, as a :class:`Trainer` writes it; returns its folder.
+    """Write a checkpoint of the whole run, in the format of a :class:`Trainer`, and return its folder.
 
     Args:
-        subject: what is trained.
-        slices: of all places, in order.
-        progress: how far the run has come.
-        root: the folder of all checkpoints, which the driver sees.
-        keep: how many stay; None keeps all.
+        target: what is trained.
+        slices: of all partitions, in order.
+        progress: of the run.
+        checkpoint_dir: folder of all checkpoints, visible to the driver.
+        keep_last: number of checkpoints to keep; None keeps all.
 
     Raises:
         CheckpointError: it could not be written.
@@ -116,22 +116,22 @@ def save_slices(
 
 
 def load_slices(target: SparkTrainingTarget, path: Path, num_partitions: int) -> tuple[list[bytes], TrainProgress]:
-    """Return the slices of a checkpoint, whatever plan and however many partitions have written it.
+    """Return the slices of a checkpoint written by any plan with any number of partitions.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of another model or optimizer.
+        CheckpointError: it is missing or damaged, or of another model or optimizer.
     """
     checkpoint = find_checkpoint(path)
     state: Any = checkpoint.state
     if state["model"] != model_fingerprint(target.model):
-        raise CheckpointError(f"{checkpoint.folder} is of another model; build it as it was when it was saved")
+        raise CheckpointError(f"{checkpoint.folder} is of another model; build the model as when it was saved")
     extra = state["extra"]
-    for name, mine in (("batch_size", target.batch_size), ("seed", target.seed),
+    for name, current in (("batch_size", target.batch_size), ("seed", target.seed),
                        ("optimizer", target.optimizer_spec.optimizer_class.__name__)):  # fmt: skip
-        if extra.get(name, mine) != mine:
+        if extra.get(name, current) != current:
             raise CheckpointError(
-                f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {mine}; a run goes on "
-                "only with the samples and the optimizer it had; resume with the same, or start a new run"
+                f"{path} was saved with {name.replace('_', ' ')} {extra[name]}, this run has {current}; a resumed "
+                "run needs the same samples and optimizer; resume with the same, or start a new run"
             )
     reader = CheckpointReader(
         checkpoint, state["slices"], int(state.get("replicas", 1)), has_center=state.get("has_center", False)
@@ -142,43 +142,45 @@ def load_slices(target: SparkTrainingTarget, path: Path, num_partitions: int) ->
     scalars = reader.scalars(state["scalars"])
     layout = target.layout
     weights = torch.cat([reader.read("model", slot.name).reshape(-1) for slot in layout.slots])
-    kept = {
+    state_vectors = {
         key: torch.cat([reader.read(f"optimizer.{key}", slot.name).reshape(-1) for slot in layout.slots])
         for key in keys
     }
-    found = []
-    for place, (low, high) in enumerate(_slice_bounds(layout, num_partitions)):
+    slices = []
+    for partition, (first, last) in enumerate(_slice_bounds(layout, num_partitions)):
         parts = {
-            key: param_views(layout, partition_span(place, num_partitions), flat[low:high])
-            for key, flat in kept.items()
+            key: param_views(layout, partition_span(partition, num_partitions), flat[first:last])
+            for key, flat in state_vectors.items()
         }
         states: list[Mapping[str, Any]] = []
-        for at, (_, start, _) in enumerate(layout.optimizer_ranges(partition_span(place, num_partitions))):
+        for index, (_, start, _) in enumerate(layout.optimizer_ranges(partition_span(partition, num_partitions))):
             slot = next(slot for slot in layout.slots if slot.start <= start < slot.stop)
-            numbers = {key: decode_scalar(value) for key, value in scalars.get(slot.name, {}).items()}
-            states.append({key: found_parts[at][1].clone() for key, found_parts in parts.items()} | numbers)
-        found.append(encode_slice(weights[low:high].clone(), states))
-    return found, TrainProgress(int(state["step"]), Cursor.from_dict(state["cursor"]))
+            scalar_state = {key: decode_scalar(value) for key, value in scalars.get(slot.name, {}).items()}
+            states.append({key: views[index][1].clone() for key, views in parts.items()} | scalar_state)
+        slices.append(encode_slice(weights[first:last].clone(), states))
+    return slices, TrainProgress(int(state["step"]), Cursor.from_dict(state["cursor"]))
 
 
 def _slice_bounds(layout: FlatLayout, num_partitions: int) -> list[tuple[int, int]]:
-    return [layout.element_range(partition_span(place, num_partitions)) for place in range(num_partitions)]
+    return [layout.element_range(partition_span(partition, num_partitions)) for partition in range(num_partitions)]
 
 
 def _gather_slices(layout: FlatLayout, slices: Sequence[bytes]) -> tuple[dict[str, Tensor], dict[str, dict[str, Json]]]:
-    """Return whole flat vectors, ``model`` and ``optimizer.LAYOUT_KEY``, and the plain numbers of every parameter."""
+    """Return whole flat vectors, ``model`` and ``optimizer.KEY``, and the scalar state of every parameter."""
     pieces: dict[str, list[Tensor]] = {}
     scalars: dict[str, dict[str, Json]] = {slot.name: {} for slot in layout.slots}
-    for place, text in enumerate(slices):
+    for partition, text in enumerate(slices):
         weights, states = decode_slice(text)
         pieces.setdefault("model", []).append(weights)
-        for at, (_, start, stop) in enumerate(layout.optimizer_ranges(partition_span(place, len(slices)))):
-            kept = states.get(at, {})
-            plain = {key for key, value in kept.items() if is_scalar_state(key, value, weights[: stop - start])}
-            numbers = {key: encode_scalar(key, kept[key]) for key in plain}
-            for key in kept.keys() - plain:
-                pieces.setdefault(f"optimizer.{key}", []).append(kept[key])
+        for index, (_, start, stop) in enumerate(layout.optimizer_ranges(partition_span(partition, len(slices)))):
+            param_state = states.get(index, {})
+            scalar_keys = {
+                key for key, value in param_state.items() if is_scalar_state(key, value, weights[: stop - start])
+            }
+            scalar_state = {key: encode_scalar(key, param_state[key]) for key in scalar_keys}
+            for key in param_state.keys() - scalar_keys:
+                pieces.setdefault(f"optimizer.{key}", []).append(param_state[key])
             for slot in layout.slots:
                 if slot.start < stop and start < slot.stop:
-                    scalars[slot.name] |= numbers
-    return {name: torch.cat(found) for name, found in pieces.items()}, scalars
+                    scalars[slot.name] |= scalar_state
+    return {name: torch.cat(parts) for name, parts in pieces.items()}, scalars

@@ -1,4 +1,4 @@
-"""An estimator of Spark's ML pipelines that trains a PyTorch model, and the transformer that it becomes."""
+"""Spark ML estimator that trains a PyTorch model, and the transformer that it returns."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 BIGDL = "bigdl"
-"""The word for training in two Spark jobs a step, without ranks of our own."""
+"""Strategy name for training in two Spark jobs per step, without separate rank processes."""
 SCHEMA = "prediction double, raw array<double>"
 
 
-class _ColumnParams(Params):  # type: ignore[misc] # PySpark is not looked into
-    """Which columns are read and written."""
+class _ColumnParams(Params):  # type: ignore[misc] # PySpark has no types
+    """Params for the input and output columns."""
 
     featuresCols = Param(Params._dummy(), "featuresCols", "columns of the inputs", TypeConverters.toListString)  # noqa: N815, SLF001
     labelCol = Param(Params._dummy(), "labelCol", "column of the target", TypeConverters.toString)  # noqa: N815, SLF001
@@ -48,7 +48,7 @@ class _ColumnParams(Params):  # type: ignore[misc] # PySpark is not looked into
         )
 
     def setParams(self, **given: Any) -> Self:  # noqa: N802, ANN401 - Spark's name, and whatever params are of
-        """Return this stage with other values of params, by name."""
+        """Set params by name and return this stage."""
         self._set(**given)
         return self
 
@@ -57,29 +57,29 @@ class _ColumnParams(Params):  # type: ignore[misc] # PySpark is not looked into
 
 
 class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
-    """Trains a model on the rows of a DataFrame, under any strategy; ``fit`` gives a :class:`TorchModel`.
+    """Estimator that trains a model on a DataFrame under any strategy; ``fit`` returns a :class:`TorchModel`.
 
     Args:
-        model: any module; it stays as it is, and every ``fit`` begins with its weights.
+        model: any module; it is not changed, and every ``fit`` starts from its weights.
         loss: from the model's output and the targets to the mean loss of the samples.
         optimizer: a factory such as ``partial(Adam, lr=0.01)``.
-        strategy: ``"bigdl"`` trains in two Spark jobs a step, for which nothing has to be importable. Any other plan,
-            ``"zero3"`` or ``"pipeline(2) * data(2)"``, is run by ranks in the tasks of a barrier stage.
-        ranks: how many ranks; by default as many as the DataFrame has partitions.
+        strategy: ``"bigdl"`` trains in two Spark jobs per step, which does not need importable functions. Any other
+            plan, ``"zero3"`` or ``"pipeline(2) * data(2)"``, runs as ranks in the tasks of a barrier stage.
+        ranks: number of ranks; by default the number of partitions.
         batchSize: samples of one *global* batch.
         epochs: passes over the data.
-        maxSteps: steps at most; -1 for no limit.
-        seed: of the order of samples, and of what the model draws.
-        learningRate: instead of the factory's own, for a search such as CrossValidator's; 0 leaves that.
-        featuresCols: columns of the inputs.
-        labelCol: column of the target.
-        predictionCol: of the model: the class of the greatest output, or the number where there is one.
-        rawPredictionCol: of the model: all outputs of a sample.
-        options: further fields of :class:`counterpoint.spark.training_loop.SparkOptions` under ``"bigdl"``, of a ``Trainer`` under
-            other plans.
+        maxSteps: maximum number of steps; -1 for no limit.
+        seed: of the sample order and of the model's random numbers.
+        learningRate: replaces that of the factory, for a search such as CrossValidator's; 0 keeps it.
+        featuresCols: input columns.
+        labelCol: target column.
+        predictionCol: output column: the class of the largest output, or the number if there is one output.
+        rawPredictionCol: output column: all outputs of a sample.
+        options: more fields of :class:`counterpoint.spark.training_loop.SparkOptions` for ``"bigdl"``, of a ``Trainer``
+            for other plans.
 
     Raises:
-        PlanError: the parts do not go together, or cannot travel.
+        PlanError: the arguments contradict each other, or cannot be serialized.
 
     Example:
         A pipeline: ``Pipeline(stages=[assembler, TorchEstimator(net, loss=F.cross_entropy, optimizer=adam)])``.
@@ -116,7 +116,9 @@ class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
         super().__init__()
         self._set_defaults()
         if isinstance(optimizer, torch.optim.Optimizer):
-            raise PlanError("an estimator trains copies of its model; give a factory such as partial(Adam, lr=0.01)")
+            raise PlanError(
+                "an estimator trains copies of its model; give an optimizer factory such as partial(Adam, lr=0.01)"
+            )
         self.model, self.loss, self.optimizer, self.options = model, loss, optimizer, dict(options or {})
         self._setDefault(
             strategy=BIGDL, ranks=0, batchSize=64, epochs=1, maxSteps=-1, seed=0, learningRate=0.0
@@ -136,15 +138,15 @@ class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
         self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
     ) -> tuple[str, list[float]]:
         options = SparkOptions(**self._fit_options(), seed=self._param_value("seed"), **self.options)
-        done = train(dataset, model, loss=self.loss, optimizer=optimizer, options=options, columns=columns)
-        return done.plan, done.losses
+        result = train(dataset, model, loss=self.loss, optimizer=optimizer, options=options, columns=columns)
+        return result.plan, result.losses
 
     def _fit_in_ranks(
         self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
     ) -> tuple[str, list[float]]:
-        written = serialize_module((model, self.loss, optimizer), "the model, the loss or the optimizer")
+        serialized = serialize_module((model, self.loss, optimizer), "the model, the loss or the optimizer")
         trainer = {"strategy": self._param_value("strategy"), "seed": self._param_value("seed"), **self.options}
-        args = [written.tree, dict(written.tensors), {"trainer": trainer, "fit": self._fit_options()}]
+        args = [serialized.tree, dict(serialized.tensors), {"trainer": trainer, "fit": self._fit_options()}]
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         count = self._param_value("ranks") or None
         (first, *_) = run_ranks(dataset, fit_as_rank, ranks=count, args=args, columns=columns, dtype=dtype)
@@ -163,14 +165,14 @@ class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
 class TorchModel(_ColumnParams, Model, MLWritable, MLReadable):  # type: ignore[misc]
     """A trained model as a transformer of DataFrames.
 
-    ``transform`` adds two columns: ``predictionCol`` has the class of the greatest output, or the output itself where
-    there is one, as a double; ``rawPredictionCol`` has all outputs. ``write().save(path)`` and
-    ``TorchModel.load(path)`` keep it wherever Spark keeps files, without a pickle; the classes of its modules have to
-    be importable for that. Read models only from where you would run programs from.
+    ``transform`` adds two columns: ``predictionCol`` has the class of the largest output, or the output itself if there
+    is one, as a double; ``rawPredictionCol`` has all outputs. ``write().save(path)`` and ``TorchModel.load(path)``
+    store it in any file system that Spark supports, without pickle; the classes of its modules must be importable. Load
+    models only from sources that you would run code from.
 
     Args:
         model: trained, on the CPU.
-        plan: what it was trained with.
+        plan: that trained it.
         losses: of each step.
     """
 
@@ -183,32 +185,32 @@ class TorchModel(_ColumnParams, Model, MLWritable, MLReadable):  # type: ignore[
         from pyspark.ml.functions import vector_to_array
         from pyspark.sql.functions import col
 
-        assert self.model is not None, "only a reader makes one without"
+        assert self.model is not None, "only a reader creates a model without it"
         names = self._param_value("featuresCols")
         kinds = {field.name: field.dataType.simpleString() for field in dataset.schema.fields}
         check_columns(kinds, [*names, names[0]])
         inputs = [vector_to_array(col(name)) if kinds[name] == "vector" else col(name) for name in names]
-        made = f"counterpoint_{secrets.token_hex(4)}"
+        struct_column = f"counterpoint_{secrets.token_hex(4)}"
         added = [
-            col(f"{made}.{part}").alias(self._param_value(name))
+            col(f"{struct_column}.{part}").alias(self._param_value(name))
             for part, name in (("prediction", "predictionCol"), ("raw", "rawPredictionCol"))
             if self._param_value(name)
         ]
-        rows = dataset.withColumn(made, make_predict_udf(dataset, self.model, names)(*inputs))
+        rows = dataset.withColumn(struct_column, make_predict_udf(dataset, self.model, names)(*inputs))
         return rows.select(*(col(name) for name in dataset.columns), *added)
 
     def write(self) -> MLWriter:
-        """Return what writes it to a path."""
+        """Return the writer of this model."""
         return _TorchModelWriter(self)
 
     @classmethod
     def read(cls) -> MLReader:
-        """Return what reads one from a path."""
+        """Return the reader of models."""
         return _TorchModelReader()
 
 
 def make_predict_udf(dataset: DataFrame, model: nn.Module, names: Sequence[str]) -> Callable[..., Any]:
-    """Return a function of Spark's from input columns to a prediction and the outputs."""
+    """Return a Spark function from input columns to a prediction and the raw outputs."""
     import pandas as pd
     from pyspark.sql.functions import pandas_udf
 
@@ -225,43 +227,43 @@ def make_predict_udf(dataset: DataFrame, model: nn.Module, names: Sequence[str])
 
 
 class _TorchModelWriter(MLWriter):  # type: ignore[misc]
-    """Writes a model: Spark's metadata, and a table of two files."""
+    """Writer of a model: Spark's metadata, and a table of two files."""
 
     def __init__(self, instance: TorchModel) -> None:
         super().__init__()
         self.instance = instance
 
     def saveImpl(self, path: str) -> None:  # noqa: N802 - Spark's name
-        """The model is under the path."""
-        one = self.instance
-        written = serialize_module(one.model, "the model")
-        DefaultParamsWriter.saveMetadata(one, path, self.sparkSession)
-        told = json.dumps({"tree": written.tree, "plan": one.plan, "losses": one.losses}).encode()
+        """Write the model to the path."""
+        model = self.instance
+        serialized = serialize_module(model.model, "the model")
+        DefaultParamsWriter.saveMetadata(model, path, self.sparkSession)
+        description = json.dumps({"tree": serialized.tree, "plan": model.plan, "losses": model.losses}).encode()
         rows = [
-            ("model.json", bytearray(told)),
-            ("values.safetensors", bytearray(write_tensors(dict(written.tensors)))),
+            ("model.json", bytearray(description)),
+            ("values.safetensors", bytearray(write_tensors(dict(serialized.tensors)))),
         ]
         frame = self.sparkSession.createDataFrame(rows, "name string, content binary")
         frame.coalesce(1).write.parquet(f"{path}/files")
 
 
 class _TorchModelReader(MLReader):  # type: ignore[misc]
-    """Reads what the writer has written."""
+    """Reader of models written by :class:`_TorchModelWriter`."""
 
     def load(self, path: str) -> TorchModel:
-        """Return the model that is under a path.
+        """Return the model stored at a path.
 
         Raises:
-            CheckpointError: something else is there.
-            PlanError: a class of it cannot be imported here.
+            CheckpointError: something else is stored there.
+            PlanError: one of its classes cannot be imported here.
         """
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         if metadata["class"].rpartition(".")[2] != TorchModel.__name__:
-            raise CheckpointError(f"{path} has a {metadata['class']}, and no TorchModel; read it with its own class")
+            raise CheckpointError(f"{path} stores a {metadata['class']}, not a TorchModel; load it with that class")
         files = {row[0]: bytes(row[1]) for row in self.sparkSession.read.parquet(f"{path}/files").collect()}
-        told = json.loads(files["model.json"])
-        model = deserialize_module(SerializedModule(told["tree"], read_tensors(files["values.safetensors"])))
-        found = TorchModel(model, told["plan"], told["losses"])
-        found._resetUid(metadata["uid"])  # noqa: SLF001 - as Spark's own readers do
-        DefaultParamsReader.getAndSetParams(found, metadata)
-        return found
+        description = json.loads(files["model.json"])
+        model = deserialize_module(SerializedModule(description["tree"], read_tensors(files["values.safetensors"])))
+        loaded = TorchModel(model, description["plan"], description["losses"])
+        loaded._resetUid(metadata["uid"])  # noqa: SLF001 - as Spark's readers do
+        DefaultParamsReader.getAndSetParams(loaded, metadata)
+        return loaded

@@ -1,4 +1,4 @@
-"""What Spark says when a job fails, told as what happened, the rule and the remedy."""
+"""Translation of Spark's job failures into errors with a fact, a rule and a remedy."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from counterpoint.errors import LaunchError, PlanError
 NO_MODULE = "No module named 'counterpoint'"
 ABORTED = "Job aborted"
 BARRIER_REMEDIES = {
-    "SPARK-24820": "coalesce(), union() or limit() stands before them, which a barrier stage does not allow; call "
-    "repartition(n) on the data, or write them down first",
-    "SPARK-24942": "it allocates executors dynamically, and ranks have to run all at once; set "
+    "SPARK-24820": "a barrier stage cannot follow coalesce(), union() or limit(); call repartition(n) on the data, or "
+    "write it to files first",
+    "SPARK-24942": "executors are allocated dynamically, but all ranks must run at the same time; set "
     "spark.dynamicAllocation.enabled=false",
 }
-"""What Spark refuses of stages whose tasks run together, by its own number, and what to do."""
+"""Remedy by the number of Spark's error for barrier stages."""
 
 
 @contextmanager
 def translate_spark_errors(label: str) -> Iterator[None]:
-    """Say what Spark's failures inside are about.
+    """Translate errors of Spark raised inside the block.
 
     Args:
-        label: what Spark is asked for.
+        label: what the job computes.
 
     Raises:
-        PlanError: what a task has to know cannot be shipped.
-        LaunchError: Spark gave a job up.
+        PlanError: the task's closure cannot be serialized.
+        LaunchError: Spark aborted the job.
     """
     from py4j.protocol import Py4JError
 
@@ -42,40 +42,36 @@ def translate_spark_errors(label: str) -> Iterator[None]:
 
 
 def serialization_error(text: str) -> str:
-    """Return what is said of a training whose closure cannot be shipped.
-
-    Args:
-        text: why not.
-    """
+    """Return the message for a closure that cannot be serialized, given Spark's reason."""
     return (
-        f"Spark cannot ship the model, the loss or the optimizer to its executors: {text}; leave out of them what "
-        "belongs to this process (files, locks, connections, sessions), or make it when it is first used"
+        f"cannot serialize the model, the loss or the optimizer for Spark's executors: {text}; remove objects that "
+        "belong to this process (files, locks, connections, sessions), or create them on first use"
     )
 
 
 def format_failure(text: str, label: str) -> str:
-    r"""Return what is said of a job that Spark gave up.
+    r"""Return the message for a job that Spark aborted.
 
     Args:
-        text: all that Spark said.
-        label: what the job was for.
+        text: Spark's whole error text.
+        label: what the job computes.
 
     Example:
         >>> format_failure(
         ...     ": SparkException: Job aborted due to stage failure: Task 1 failed 4 times\nDriver stacktrace:",
         ...     "step 7",
         ... )
-        "Spark gave up step 7: Job aborted due to stage failure: Task 1 failed 4 times; the executors' logs say more"
+        "Spark aborted step 7: Job aborted due to stage failure: Task 1 failed 4 times; see the executors' logs"
     """
     if NO_MODULE in text:
         return (
-            f"Spark gave up {label}, because its executors have no counterpoint; install it there, with the same "
+            f"Spark aborted {label}: counterpoint is not installed on its executors; install it there with the same "
             "version of torch, or ship an environment with spark.archives"
         )
     for number, remedy in BARRIER_REMEDIES.items():
         if number in text:
-            return f"Spark refuses {label}: {remedy}"
+            return f"Spark rejected {label}: {remedy}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     aborted = next((line[line.index(ABORTED) :] for line in lines if ABORTED in line), None)
-    found = aborted or (lines[0] if lines else "it said nothing")
-    return f"Spark gave up {label}: {found}; the executors' logs say more"
+    reason = aborted or (lines[0] if lines else "no reason given")
+    return f"Spark aborted {label}: {reason}; see the executors' logs"

@@ -1,4 +1,4 @@
-"""A module as JSON and tensors: classes and functions by the names that are imported; nothing is pickled."""
+"""Serialization of modules as JSON and tensors: classes and functions by import path, never pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from counterpoint.errors import PlanError
 
 Tree: TypeAlias = Any
-"""JSON. Plain values are themselves; all else is a list that begins with what it is."""
+"""JSON: plain values as they are; everything else is a list that begins with its kind."""
 
 CONTAINERS: dict[str, type] = {
     "list": list,
@@ -30,11 +30,11 @@ MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict}
 
 @dataclass(frozen=True, slots=True)
 class SerializedModule:
-    """Something with modules in it.
+    """A value that may contain modules, as JSON and tensors.
 
     Args:
-        tree: what it is, as JSON.
-        tensors: its parameters and buffers by the keys that the tree has; one that has several places has one key.
+        tree: structure of the value as JSON.
+        tensors: parameters and buffers by the keys used in the tree; a shared tensor has one key.
     """
 
     tree: Tree
@@ -45,12 +45,12 @@ def serialize_module(value: object, name: str) -> SerializedModule:
     """Return a module, a function or plain data as JSON and tensors.
 
     Args:
-        value: what is to travel: modules of importable classes with plain attributes, importable functions and classes,
-            partials of them, numbers, text, containers, tensors.
-        name: what messages call it.
+        value: modules of importable classes with plain attributes, importable functions and classes, partials of them,
+            numbers, text, containers, tensors.
+        name: name of the value in errors.
 
     Raises:
-        PlanError: something in it can only be pickled; the first such place is named.
+        PlanError: a part of it could only be pickled; the first such part is named.
 
     Example:
         >>> serialize_module(partial(torch.optim.SGD, lr=0.1), "optimizer").tree
@@ -61,12 +61,12 @@ def serialize_module(value: object, name: str) -> SerializedModule:
 
 
 def deserialize_module(serialized: SerializedModule) -> Any:  # noqa: ANN401 - whatever was written
-    """Return what ``serialize_module`` was given, with tensors of its own; what was one object is one again.
+    """Return the value given to ``serialize_module``, with its own tensors; shared objects are shared again.
 
-    Names are imported, so a tree is to be read only from where a program would be.
+    Names in the tree are imported, so read only trees from sources that you would run code from.
 
     Raises:
-        PlanError: a name cannot be imported here, or is none of what a tree may name.
+        PlanError: a name cannot be imported here, or is neither a function nor a class.
 
     Example:
         >>> found = deserialize_module(serialize_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "model"))
@@ -81,10 +81,10 @@ class _ModuleSerializer:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     keys: dict[int, str] = field(default_factory=dict)
     modules: dict[int, int] = field(default_factory=dict)
-    keep_alive: list[object] = field(default_factory=list)  # an id is that of one object only while this lives
+    keep_alive: list[object] = field(default_factory=list)  # an id is unique only while its object is alive
 
     def tree(self, value: object, where: str) -> Tree:
-        """Return the tree of a value that stands at this place."""
+        """Return the JSON tree of a value; ``where`` names it in errors."""
         match value:
             case None | bool() | int() | float() | str():
                 return value
@@ -119,7 +119,7 @@ class _ModuleSerializer:
         name = _import_path(type(module), where)
         self.modules[id(module)] = len(self.modules)
         self.keep_alive.append(module)
-        state = module.__getstate__()  # type: ignore[no-untyped-call] # what the class would have copied
+        state = module.__getstate__()  # type: ignore[no-untyped-call] # the state that pickle would have used
         values = [[key, self.tree(value, _attribute_path(where, key))] for key, value in state.items()]
         return ["module", name, values]
 
@@ -138,7 +138,7 @@ class _ModuleDeserializer:
     modules: list[nn.Module] = field(default_factory=list)
 
     def value(self, tree: Tree) -> Any:  # noqa: ANN401 - whatever was written
-        """Return what a tree is of."""
+        """Return the value of a JSON tree."""
         if not isinstance(tree, list):
             return tree
         kind, *parts = tree
@@ -148,9 +148,7 @@ class _ModuleDeserializer:
             return MAPPINGS[kind]((self.value(key), self.value(item)) for key, item in parts)
         made = self._constructors().get(kind)
         if made is None:
-            raise PlanError(
-                f"a tree has a part of kind {kind!r}, which is not known here; take the version that wrote it"
-            )
+            raise PlanError(f"unknown kind {kind!r} in a serialized module; read it with the version that wrote it")
         return made(*parts)
 
     def _constructors(self) -> dict[str, Callable[..., Any]]:
@@ -170,7 +168,7 @@ class _ModuleDeserializer:
     def _module(self, name: str, values: Tree) -> nn.Module:
         kind = _import_object(name)
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise PlanError(f"{name} is no class of modules; the file or message was made by something else")
+            raise PlanError(f"{name} is not an nn.Module class; the data was not written by serialize_module")
         module: Any = kind.__new__(kind)
         self.modules.append(module)
         module.__setstate__({key: self.value(value) for key, value in values})
@@ -178,18 +176,20 @@ class _ModuleDeserializer:
 
     def _tensor(self, key: str, is_parameter: bool, requires_grad: bool) -> Tensor:  # noqa: FBT001 - as written
         if key not in self.restored:
-            own = self.tensors[key].clone()
-            self.restored[key] = nn.Parameter(own, requires_grad) if is_parameter else own.requires_grad_(requires_grad)
+            tensor = self.tensors[key].clone()
+            self.restored[key] = (
+                nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            )
         return self.restored[key]
 
 
 def _attribute_path(where: str, key: str) -> str:
-    """Return what an attribute of a module is called; its children and tensors stand in dictionaries of their own."""
+    """Return the path of a module's attribute; submodules and tensors omit torch's own dictionaries."""
     return where if key in {"_modules", "_parameters", "_buffers"} else f"{where}.{key}"
 
 
 def _import_path(value: object, where: str) -> str:
-    """Return the name under which another process imports a function or a class.
+    """Return the path from which another process can import a function or a class.
 
     Raises:
         PlanError: there is none.
@@ -203,17 +203,17 @@ def _import_path(value: object, where: str) -> str:
             pass
     shown = name if isinstance(name, str) else f"a {type(value).__name__}"
     raise PlanError(
-        f"{where} has {shown}, which another process cannot import: take functions and classes that stand at the top "
-        "of a file which the executors have, and plain attributes (numbers, text, containers, tensors)"
+        f"{where} has {shown}, which another process cannot import; use functions and classes defined at module level "
+        "in a file that the executors have, and plain attributes (numbers, text, containers, tensors)"
     )
 
 
 def _import_object(name: str) -> Any:  # noqa: ANN401 - a function or a class
     module, _, path = name.partition(":")
     try:
-        found = attrgetter(path)(importlib.import_module(module))
+        target = attrgetter(path)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise PlanError(f"{name} cannot be imported here ({error}); install what the model was made of") from error
-    if not callable(found):
-        raise PlanError(f"{name} is neither a function nor a class; the file or message was made by something else")
-    return found
+        raise PlanError(f"{name} cannot be imported here ({error}); install the package that defines it") from error
+    if not callable(target):
+        raise PlanError(f"{name} is neither a function nor a class; the data was not written by serialize_module")
+    return target

@@ -1,4 +1,4 @@
-"""A trained model in the Python workers of Spark: columns in, and a number and the outputs of each sample out."""
+"""Prediction in Spark's Python workers: input columns in, predictions and raw outputs out."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """What a task does with batches of samples.
+    """Prediction function for the batches of a Spark task.
 
     Args:
-        run: a name that no other model has.
-        model: without the numbers of its parameters and buffers.
-        still: those.
-        columns: the names of the inputs.
-        dtype: what floating-point inputs are brought to.
-        rows: samples that are computed at a time.
+        run_id: unique name of the model.
+        model: on the ``meta`` device.
+        constants: the model's parameters and buffers.
+        columns: names of the input columns.
+        dtype: dtype that floating-point inputs are converted to.
+        batch_rows: samples per forward pass.
     """
 
     run_id: str
@@ -40,7 +40,7 @@ class Predictor:
     batch_rows: int = 1024
 
     def __call__(self, batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
-        """Yield a prediction and the outputs of each sample, batch by batch."""
+        """Yield the prediction and the raw outputs of each sample, batch by batch."""
         import pandas as pd
 
         model = _load_model(self)
@@ -48,35 +48,35 @@ class Predictor:
             fields = [self._tensor(column, name) for column, name in zip(batch, self.columns, strict=True)]
             parts = [self._outputs(model, fields, start) for start in range(0, len(batch[0]), self.batch_rows)]
             outputs = torch.cat(parts) if parts else torch.zeros(0, 1)
-            numbers = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(1)
-            yield pd.DataFrame({"prediction": numbers.double().numpy(), "raw": list(outputs.double().numpy())})
+            predictions = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(1)
+            yield pd.DataFrame({"prediction": predictions.double().numpy(), "raw": list(outputs.double().numpy())})
 
     def _outputs(self, model: nn.Module, fields: Sequence[Tensor], start: int) -> Tensor:
-        """Return the outputs of some samples, a row each.
+        """Return the outputs of some samples as ``(samples, outputs)``.
 
         Raises:
-            DataError: the model gives something else.
+            DataError: the model returns something else.
         """
         count = len(fields[0][start : start + self.batch_rows])
         with torch.inference_mode():
-            found = model(*(one[start : start + self.batch_rows] for one in fields))
-        if not isinstance(found, Tensor) or found.dim() == 0 or len(found) != count or found.dim() > 2:
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            outputs = model(*(field[start : start + self.batch_rows] for field in fields))
+        if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != count or outputs.dim() > 2:
+            shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise DataError(
-                f"the model gives {shape} for {count} samples; a transformer needs a number or a row of numbers for "
-                "each sample: put what picks them out into the model"
+                f"the model returns {shape} for {count} samples; a Spark transformer needs one number or one row of "
+                "numbers per sample: select them inside the model"
             )
-        return found.reshape(count, -1)
+        return outputs.reshape(count, -1)
 
     def _tensor(self, column: pd.Series, name: str) -> Tensor:
         """Return a column of a batch as a tensor, the samples along its first dim.
 
         Raises:
-            DataError: a row has nothing in it, or lists differ in length.
+            DataError: a value is null, or lists differ in length.
         """
         if column.isna().any():
             raise DataError(
-                f"a row has nothing (null) in column {name}; drop such rows with df.dropna(), or fill them in"
+                f"a row is null in column {name}; drop such rows with df.dropna(), or fill them with df.fillna()"
             )
         if not len(column):
             return torch.zeros(0)
@@ -84,26 +84,26 @@ class Predictor:
         shapes = {np.shape(row) for row in rows}
         if len(shapes) > 1:
             raise DataError(
-                f"column {name} has values of shapes {sorted(shapes)}; all samples have the same shape: pad them, or "
-                "cut them"
+                f"column {name} has values of shapes {sorted(shapes)}; all samples must have the same shape: pad or "
+                "truncate them"
             )
         array = np.stack(rows) if shapes != {()} else column.to_numpy()
-        found = torch.tensor(array)
-        return found.to(self.dtype) if found.is_floating_point() else found
+        tensor = torch.tensor(array)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
 def _load_model(predictor: Predictor) -> nn.Module:
-    """Return this process's model with its numbers, made when it is first asked for."""
-    kept = _model_slot(predictor.run_id)
-    if not kept:
+    """Return this process's model with its values, built on first use."""
+    slot = _model_slot(predictor.run_id)
+    if not slot:
         model = predictor.model
         load_values(model, read_tensors(predictor.constants.value))
-        kept.append(model.eval())
-    return kept[0]
+        slot.append(model.eval())
+    return slot[0]
 
 
 @lru_cache(maxsize=4)
 def _model_slot(run_id: str) -> list[nn.Module]:
-    """Return the place of a model in this process; those of the last few stay."""
+    """Return the cache slot of a model in this process; the last few models stay cached."""
     del run_id
     return []

@@ -1,4 +1,4 @@
-"""Ranks in a barrier stage of Spark, each with the samples of one partition: any plan, on Spark's machines."""
+"""Ranks in a barrier stage of Spark, each with the samples of one partition: any plan on Spark's machines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SampleReader: TypeAlias = Callable[[Iterable[Any], Path], None]
 SCHEMA = "rank int, name string, content binary"
-EXECUTOR_STARTUP_S = 20.0  # so long after Spark has started its executors may still be on their way
+EXECUTOR_STARTUP_S = 20.0  # time that executors may take to register after Spark's start
 
 
 def run_ranks(
@@ -41,25 +41,25 @@ def run_ranks(
     columns: Sequence[str] = ("features", "label"),
     dtype: str = "float32",
 ) -> list[Any]:
-    """Run a function as ranks in the tasks of one barrier stage, and return what each returned, by rank.
+    """Run a function as ranks in the tasks of one barrier stage, and return the result of each rank.
 
-    A rank is a process of its own, started and watched by its task, which knows its place as under any launcher: a
-    ``Trainer`` in it, or a plan of ``parallelize``, runs over all of them. Where Spark loses an executor, or a task,
-    it starts the whole stage again, and the function begins anew.
+    A rank is a separate process that its task starts and watches, with the same environment as under any launcher: a
+    ``Trainer`` or a plan of ``parallelize`` in it runs over all ranks. If Spark loses an executor or a task, it
+    restarts the whole stage, and the function starts again.
 
     Args:
-        on: a session, for ranks without data; or a DataFrame or an RDD, whose partitions the ranks have one each.
-            The function's first argument is then a :class:`counterpoint.spark.shard.SampleShard`.
-        function: one that another process can import: defined at the top of a file that the executors have.
-        ranks: how many; by default as many as the data have partitions, or 1. Where they have others, they are dealt
-            out anew.
+        source: a session, for ranks without data; or a DataFrame or an RDD, of which each rank gets one partition. The
+            function's first argument is then a :class:`counterpoint.spark.shard.SampleShard`.
+        function: importable by another process: defined at module level in a file that the executors have.
+        ranks: number of ranks; by default the number of partitions of the data, or 1. Data with another number of
+            partitions is repartitioned.
         args: JSON values and tensors, the same for every rank.
-        columns: of a DataFrame: those of the inputs, and that of the target last.
-        dtype: what floating-point numbers are brought to.
+        columns: of a DataFrame: input columns, then the target column.
+        dtype: dtype that floating-point values are converted to.
 
     Raises:
-        LaunchError: there is no room for all ranks at once, or one failed: the first line names it, and the last lines
-            of its traceback follow.
+        LaunchError: Spark has too few slots for all ranks, or a rank failed: the first line names it, and the last
+            lines of its traceback follow.
         DataError: a column cannot be used.
     """
     from pyspark.sql import DataFrame, SparkSession
@@ -70,32 +70,32 @@ def run_ranks(
     warn_insecure_settings(context.master, settings)
     count = ranks or (1 if isinstance(source, SparkSession) else rows.getNumPartitions())
     check_slots(context, count)
-    order = make_rank_spec(function, args, count, int(settings.get("spark.task.cpus", "1")))
-    with translate_spark_errors(f"the {count} ranks of {order.target}"):
+    spec = make_rank_spec(function, args, count, int(settings.get("spark.task.cpus", "1")))
+    with translate_spark_errors(f"the {count} ranks of {spec.target}"):
         if isinstance(source, SparkSession):
-            found = context.parallelize(range(count), count).barrier().mapPartitions(RankTask(order, None)).collect()
+            file_rows = context.parallelize(range(count), count).barrier().mapPartitions(RankTask(spec, None)).collect()
         else:
             data: Any = source if rows.getNumPartitions() == count else source.repartition(count)
             if isinstance(source, DataFrame):
-                frame, laying = select_columns(data, columns, dtype)
-                found = frame.mapInArrow(ArrowRankTask(RankTask(order, laying)), SCHEMA, barrier=True).collect()
+                frame, reader = select_columns(data, columns, dtype)
+                file_rows = frame.mapInArrow(ArrowRankTask(RankTask(spec, reader)), SCHEMA, barrier=True).collect()
             else:
-                found = data.barrier().mapPartitions(RankTask(order, RowReader(dtype))).collect()
-    return parse_results(found, count)
+                file_rows = data.barrier().mapPartitions(RankTask(spec, RowReader(dtype))).collect()
+    return parse_results(file_rows, count)
 
 
 def make_rank_spec(function: Callable[..., Any], args: Sequence[object], count: int, cpus: int) -> SparkRankSpec:
-    """Return what the tasks are told, with a key that nobody has had.
+    """Return the specification of the ranks, with a new secret key.
 
     Raises:
-        LaunchError: the function or an argument cannot travel.
+        LaunchError: the function or an argument cannot be serialized.
     """
     target = import_path(function)
     if target is None:
         raise LaunchError(
-            f"{getattr(function, '__qualname__', function)!r} cannot be found by another process: it is a lambda, a "
-            "method of an object, or defined inside a function or a notebook cell; define it at the top of a file, "
-            "and give that to the executors with spark.addArtifact or addPyFile"
+            f"{getattr(function, '__qualname__', function)!r} cannot be imported by another process: it is a lambda, a "
+            "bound method, or defined inside a function or a notebook cell; define it at module level in a file, "
+            "and ship the file to the executors with spark.addArtifact or addPyFile"
         )
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as name:
         folder = Path(name)
@@ -104,7 +104,7 @@ def make_rank_spec(function: Callable[..., Any], args: Sequence[object], count: 
     return SparkRankSpec(
         command=("python", "-m", "counterpoint.spark.task_main"),
         target=target,
-        path=tuple(os.path.abspath(place) for place in sys.path),  # noqa: PTH100 - an empty one is this folder
+        path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - an empty entry is the current folder
         files=files,
         job=f"spark-{secrets.token_hex(6)}",
         num_ranks=count,
@@ -114,12 +114,12 @@ def make_rank_spec(function: Callable[..., Any], args: Sequence[object], count: 
 
 
 def check_slots(context: SparkContext, ranks: int) -> None:
-    """Check that Spark has room for all ranks at once.
+    """Check that Spark can run all ranks at the same time.
 
     Raises:
-        LaunchError: it has not; right after Spark's start only once its executors have had time to come.
+        LaunchError: it cannot. Soon after Spark's start, executors get time to register first.
     """
-    scala: Any = context._jsc.sc()  # noqa: SLF001 - Python has no other way to ask
+    scala: Any = context._jsc.sc()  # noqa: SLF001 - not in PySpark's public API
     jvm: Any = context._jvm  # noqa: SLF001
     clock = jvm.java.lang.System.currentTimeMillis
     profile = scala.resourceProfileManager().defaultResourceProfile()
@@ -129,17 +129,17 @@ def check_slots(context: SparkContext, ranks: int) -> None:
         slots = int(scala.maxNumConcurrentTasks(profile))
     if slots < ranks:
         raise LaunchError(
-            f"{ranks} ranks have to run at once, but Spark has room for {slots} tasks "
-            f"(master {context.master}, {context.getConf().get('spark.task.cpus', '1')} cores for each task); give "
-            f"ranks={slots} or fewer, or Spark more executors or cores"
+            f"{ranks} ranks must run at the same time, but Spark has slots for {slots} tasks "
+            f"(master {context.master}, {context.getConf().get('spark.task.cpus', '1')} cores per task); give "
+            f"ranks={slots} or fewer, or add executors or cores"
         )
 
 
 def select_columns(frame: DataFrame, columns: Sequence[str], dtype: str) -> tuple[DataFrame, ArrowReader]:
-    """Return a DataFrame of these columns alone, Spark's vectors as lists, and what lays them down.
+    """Return a DataFrame of only these columns, Spark's vectors as lists, and the reader for them.
 
     Raises:
-        DataError: there is no such column, or it has no numbers.
+        DataError: a column is missing or not numeric.
         LaunchError: PyArrow or pandas is missing.
     """
     from pyspark.ml.functions import vector_to_array
@@ -147,31 +147,33 @@ def select_columns(frame: DataFrame, columns: Sequence[str], dtype: str) -> tupl
     missing = [name for name in ("pyarrow", "pandas") if find_spec(name) is None]
     if missing:
         raise LaunchError(
-            f"{' and '.join(missing)} cannot be imported, but Spark passes batches of a DataFrame through them; pip "
+            f"{' and '.join(missing)} cannot be imported, but Spark needs them to pass batches of a DataFrame; pip "
             "install 'counterpoint[spark]'"
         )
-    kinds = {field.name: field.dataType.simpleString() for field in frame.schema.fields}
-    check_columns(kinds, columns)
-    chosen = [vector_to_array(frame[name]).alias(name) if kinds[name] == "vector" else frame[name] for name in columns]
-    types = ["array<double>" if kinds[name] == "vector" else kinds[name] for name in columns]
-    found = tuple(SampleColumn.parse(name, kind, dtype) for name, kind in zip(columns, types, strict=True))
-    return frame.select(*chosen), ArrowReader(found)
+    spark_types = {field.name: field.dataType.simpleString() for field in frame.schema.fields}
+    check_columns(spark_types, columns)
+    selected = [
+        vector_to_array(frame[name]).alias(name) if spark_types[name] == "vector" else frame[name] for name in columns
+    ]
+    types = ["array<double>" if spark_types[name] == "vector" else spark_types[name] for name in columns]
+    sample_columns = tuple(SampleColumn.parse(name, kind, dtype) for name, kind in zip(columns, types, strict=True))
+    return frame.select(*selected), ArrowReader(sample_columns)
 
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What a task of the stage does.
+    """Function of one task of the barrier stage.
 
     Args:
-        order: what the driver wants.
-        laying: puts the rows of the partition into the rank's folder; None for ranks without data.
+        spec: specification of the ranks.
+        reader: writes the partition's rows to the rank's folder; None for ranks without data.
     """
 
     spec: SparkRankSpec
     reader: SampleReader | None
 
     def __call__(self, rows: Iterable[Any]) -> Iterator[tuple[int, str, bytes]]:
-        """Yield what the driver is told, as files."""
+        """Run the rank, and yield its result as files."""
         from pyspark import BarrierTaskContext, SparkFiles
 
         def prepare(folder: Path) -> None:
@@ -184,7 +186,7 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True)
 class ArrowRankTask:
-    """The same, from batches to batches.
+    """The same task, from Arrow batches to Arrow batches.
 
     Args:
         task: from batches to files.
@@ -193,7 +195,7 @@ class ArrowRankTask:
     task: RankTask
 
     def __call__(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-        """Yield one batch of what the driver is told."""
+        """Run the rank, and yield its result as one batch."""
         import pyarrow
 
         ranks, names, contents = zip(*self.task(batches), strict=True)
@@ -204,27 +206,30 @@ class ArrowRankTask:
 
 
 def to_file_rows(result: SparkRankResult) -> list[tuple[int, str, bytes]]:
-    """Return what is told as files."""
-    plain = {key: value for key, value in asdict(result).items() if key != "files"}
-    return [(result.rank, "told", json.dumps(plain).encode()), *((result.rank, *pair) for pair in result.files.items())]
+    """Return the result of a rank as rows of (rank, file name, content)."""
+    fields = {key: value for key, value in asdict(result).items() if key != "files"}
+    return [
+        (result.rank, "result", json.dumps(fields).encode()),
+        *((result.rank, *pair) for pair in result.files.items()),
+    ]
 
 
 def parse_results(rows: Iterable[Sequence[Any]], count: int) -> list[Any]:
     """Return what each rank returned.
 
     Raises:
-        LaunchError: one failed.
+        LaunchError: a rank failed.
     """
-    found: dict[int, dict[str, bytes]] = {}
+    files_by_rank: dict[int, dict[str, bytes]] = {}
     for rank, name, content in rows:
-        found.setdefault(rank, {})[name] = bytes(content)
-    told = [SparkRankResult(**json.loads(found[rank]["told"])) for rank in sorted(found)]
-    failed = next((one for one in told if one.report), None)
+        files_by_rank.setdefault(rank, {})[name] = bytes(content)
+    results = [SparkRankResult(**json.loads(files_by_rank[rank]["result"])) for rank in sorted(files_by_rank)]
+    failed = next((result for result in results if result.report), None)
     if failed is not None:
-        ending = told[failed.failed_rank].traceback if failed.failed_rank >= 0 else ""
-        more = f"\nthe traceback of rank {failed.failed_rank} ends:\n{ending}" if ending else ""
-        raise LaunchError(failed.report + more)
-    return [_read_result(found[rank], rank) for rank in range(count)]
+        traceback = results[failed.failed_rank].traceback if failed.failed_rank >= 0 else ""
+        details = f"\nthe traceback of rank {failed.failed_rank} ends:\n{traceback}" if traceback else ""
+        raise LaunchError(failed.report + details)
+    return [_read_result(files_by_rank[rank], rank) for rank in range(count)]
 
 
 def _read_result(files: Mapping[str, bytes], rank: int) -> Any:  # noqa: ANN401 - whatever the function returned

@@ -1,4 +1,4 @@
-"""Columns of Arrow batches as arrays, and rows of an RDD as tensors, laid down in a file for a rank."""
+"""Readers that convert the rows of a Spark partition to arrays in a file for the rank."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ NUMPY_DTYPES = {
     "double": "float64",
     "boolean": "bool",
 }
-"""Spark's numbers, as numpy calls them."""
+"""Numpy dtype of each numeric Spark type."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleColumn:
-    """A column of samples.
+    """One column of the samples.
 
     Args:
-        name: in the DataFrame.
-        dtype: of its numbers, as numpy calls it.
-        depth: how many lists are inside each other: 0 for numbers, 1 for lists of numbers.
+        name: name in the DataFrame.
+        dtype: numpy name of the element type.
+        depth: levels of list nesting: 0 for scalars, 1 for lists of numbers.
     """
 
     name: str
@@ -44,66 +44,66 @@ class SampleColumn:
 
     @staticmethod
     def parse(name: str, spark_type: str, dtype: str) -> SampleColumn:
-        """Return the column that Spark calls ``kind``.
+        """Parse a Spark column type.
 
         Args:
             name: of the column.
-            kind: its type, as Spark writes it.
-            dtype: what floating-point numbers are brought to.
+            spark_type: type as Spark writes it.
+            dtype: numpy dtype that floating-point values are converted to.
 
         Example:
             >>> SampleColumn.parse("features", "array<double>", "float32")
             SampleColumn(name='features', dtype='float32', depth=1)
         """
         depth = spark_type.count("array<")
-        found = NUMPY_DTYPES[spark_type.replace("array<", "").replace(">", "")]
-        return SampleColumn(name, dtype if found.startswith("float") else found, depth)
+        numpy_dtype = NUMPY_DTYPES[spark_type.replace("array<", "").replace(">", "")]
+        return SampleColumn(name, dtype if numpy_dtype.startswith("float") else numpy_dtype, depth)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowReader:
-    """Lay down the columns of a partition's batches.
+    """Writer of a partition's Arrow batches to the rank's samples file.
 
     Args:
-        columns: those of the inputs, and that of the target last.
+        columns: input columns, then the target column.
     """
 
     columns: tuple[SampleColumn, ...]
 
     def __call__(self, batches: Iterable[RecordBatch], folder: Path) -> None:
-        """The samples are in a file in the folder.
+        """Write the samples to a file in ``folder``.
 
         Raises:
-            DataError: a row has nothing in a column, or rows have different shapes.
+            DataError: a value is null, or samples have different shapes.
         """
         parts: list[list[Any]] = [[] for _ in self.columns]
         start = 0
         for batch in batches:
-            for at, column in enumerate(self.columns):
-                parts[at].append(column_values(batch.column(at), column, start))
+            for index, column in enumerate(self.columns):
+                parts[index].append(column_values(batch.column(index), column, start))
             start += batch.num_rows
         fields = {
-            f"{at:03}": concat_column([part for part in parts[at] if len(part)], column)
-            for at, column in enumerate(self.columns)
+            f"{index:03}": concat_column([part for part in parts[index] if len(part)], column)
+            for index, column in enumerate(self.columns)
         }
         save_file(fields, folder / SAMPLES)
 
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Lay down the rows of a partition of an RDD.
+    """Writer of a partition's RDD rows to the rank's samples file.
 
     Args:
-        dtype: what floating-point fields are brought to.
+        dtype: dtype that floating-point fields are converted to.
     """
 
     dtype: str
 
     def __call__(self, rows: Iterable[Any], folder: Path) -> None:
-        """The samples are in a file in the folder.
+        """Write the samples to a file in ``folder``.
 
         Raises:
-            DataError: a row is no sample, or rows have different shapes.
+            DataError: a row is not a sample, or samples have different shapes.
         """
         import torch
 
@@ -113,18 +113,18 @@ class RowReader:
 
 
 def concat_column(parts: Sequence[Any], column: SampleColumn) -> Any:  # noqa: ANN401 - an array of numpy
-    """Return the values of all batches.
+    """Return the values of a column from all batches as one array.
 
     Raises:
-        DataError: lists differ in length from batch to batch.
+        DataError: lists differ in length between batches.
     """
     if not parts:
         return np.zeros((0,) * (column.depth + 1), column.dtype)
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
         raise DataError(
-            f"column {column.name} has values of shapes {sorted(shapes)}; all samples have the same shape: pad them, "
-            "or cut them"
+            f"column {column.name} has values of shapes {sorted(shapes)}; all samples must have the same shape: pad or "
+            "truncate them"
         )
     return np.ascontiguousarray(np.concatenate(parts))
 
@@ -133,12 +133,12 @@ def column_values(array: Array, column: SampleColumn, start: int) -> Any:  # noq
     """Return a column of one batch as an array with the samples along its first dim.
 
     Args:
-        array: of Arrow.
-        column: what is to be in it.
-        start: the number of its first row in the partition.
+        array: Arrow array.
+        column: expected type of the values.
+        start: index of the batch's first row in the partition.
 
     Raises:
-        DataError: a row has nothing in it, or lists differ in length.
+        DataError: a value is null, or lists differ in length.
     """
     count, shape, level = len(array), [len(array)], array
     for _ in range(column.depth):
@@ -148,7 +148,7 @@ def column_values(array: Array, column: SampleColumn, start: int) -> Any:  # noq
             row = start + int(np.argmax(lengths != lengths[0])) * count // len(lengths)
             raise DataError(
                 f"column {column.name} has lists of {lengths.min()} and of {lengths.max()} numbers, the first that "
-                f"differs in row {row}; all samples have the same shape: pad them, or cut them"
+                f"differs in row {row}; all samples must have the same shape: pad or truncate them"
             )
         shape.append(int(lengths[0]) if len(lengths) else 0)
         level = level.flatten()
@@ -157,14 +157,14 @@ def column_values(array: Array, column: SampleColumn, start: int) -> Any:  # noq
 
 
 def check_no_nulls(level: Array, column: SampleColumn, start: int, count: int) -> None:
-    """Check that nothing is missing.
+    """Check that a column has no null.
 
     Raises:
-        DataError: something is.
+        DataError: it has one.
     """
     if level.null_count:
-        at = int(np.argmax(level.is_null().to_numpy(zero_copy_only=False))) * count // len(level)
+        index = int(np.argmax(level.is_null().to_numpy(zero_copy_only=False))) * count // len(level)
         raise DataError(
-            f"row {start + at} has nothing (null) in column {column.name}; drop such rows with df.dropna(), or fill "
-            "them in"
+            f"row {start + index} is null in column {column.name}; drop such rows with df.dropna(), or fill them with "
+            "df.fillna()"
         )

@@ -1,4 +1,4 @@
-"""The rows of an RDD or a DataFrame as tensors, one parcel for each partition, kept by Spark."""
+"""Rows of an RDD or a DataFrame as tensors: one message per partition, cached by Spark."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ PackedSamples: TypeAlias = "RDD[tuple[int, bytes]]"
 
 @dataclass(frozen=True, slots=True)
 class PartitionInfo:
-    """What the driver learns of a partition before training begins.
+    """Contents of a partition, as reported to the driver before training.
 
     Args:
-        count: how many samples it has.
-        digest: a checksum of them.
+        count: number of samples.
+        digest: checksum of the samples.
         fields: dtype and shape of each field of a sample.
-        python: the version that its worker runs.
-        torch: likewise.
+        python: Python version of the worker.
+        torch: torch version of the worker.
         failure: why the rows cannot be used; empty if they can.
     """
 
@@ -53,109 +53,113 @@ class PartitionInfo:
 
 
 def pack_partitions(rows: RDD[Any], dtype: torch.dtype) -> PackedSamples:
-    """Return an RDD of the samples' parcels, by place, with a partition behind the last; Spark keeps it.
+    """Return a cached RDD of the samples' messages by partition, with an extra partition after the last.
 
     Args:
-        rows: samples ``(inputs..., target)`` of tensors, numpy arrays, numbers, lists of numbers or Spark's vectors.
-        dtype: what floating-point fields are brought to: that of the weights.
+        rows: samples ``(inputs..., target)`` of tensors, numpy arrays, numbers, lists of numbers or Spark vectors.
+        dtype: dtype that floating-point fields are converted to, that of the weights.
     """
     from pyspark import StorageLevel
 
     count = rows.getNumPartitions()
-    found = rows.mapPartitionsWithIndex(PartitionPacker(str(dtype).removeprefix("torch.")))
-    return found.partitionBy(count + 1, identity_partitioner).persist(StorageLevel.MEMORY_AND_DISK)
+    packed = rows.mapPartitionsWithIndex(PartitionPacker(str(dtype).removeprefix("torch.")))
+    return packed.partitionBy(count + 1, identity_partitioner).persist(StorageLevel.MEMORY_AND_DISK)
 
 
 def inspect_partitions(samples: PackedSamples, num_partitions: int) -> list[PartitionInfo]:
-    """Return what is in each partition; this is one job, after which Spark has them all.
+    """Return the contents of each partition; this runs one job, after which Spark has cached the samples.
 
     Raises:
-        DataError: rows cannot be used, or partitions have different fields, or there is no sample at all.
+        DataError: rows cannot be used, partitions have different fields, or there is no sample.
         LaunchError: the workers have other versions of Python or torch.
     """
     with translate_spark_errors("to read the samples"):
-        texts = samples.mapPartitionsWithIndex(inspect_partition).collect()
-    found = parse_partition_infos(texts)
-    check_partitions_match(found, num_partitions)
-    return found
+        lines = samples.mapPartitionsWithIndex(inspect_partition).collect()
+    infos = parse_partition_infos(lines)
+    check_partitions_match(infos, num_partitions)
+    return infos
 
 
 def check_partitions_match(infos: Sequence[PartitionInfo], num_partitions: int) -> None:
-    """Check that the partitions go together, and with this process.
+    """Check that the partitions match each other and this process.
 
     Raises:
-        DataError: their rows do not.
-        LaunchError: their versions do not.
+        DataError: their fields differ.
+        LaunchError: their versions differ.
     """
-    for place, one in enumerate(infos):
-        if one.failure:
-            raise DataError(f"partition {place}: {one.failure}")
-    mine = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    others = {
-        f"partition {place}: Python {one.python}, torch {one.torch}"
-        for place, one in enumerate(infos)
-        if {"python": one.python, "torch": one.torch} != mine
+    for partition, info in enumerate(infos):
+        if info.failure:
+            raise DataError(f"partition {partition}: {info.failure}")
+    driver_versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    mismatches = {
+        f"partition {partition}: Python {info.python}, torch {info.torch}"
+        for partition, info in enumerate(infos)
+        if {"python": info.python, "torch": info.torch} != driver_versions
     }
-    if others:
+    if mismatches:
         raise LaunchError(
-            f"the executors run other versions than the driver:\n  driver: Python {mine['python']}, torch "
-            f"{mine['torch']}\n  "
-            + "\n  ".join(sorted(others))
-            + "\nnumbers would depend on where a task runs; install "
+            f"the executors run versions other than the driver's:\n  driver: Python {driver_versions['python']}, torch "
+            f"{driver_versions['torch']}\n  "
+            + "\n  ".join(sorted(mismatches))
+            + "\nresults would depend on where a task runs; install "
             "the same versions everywhere, or set spark.pyspark.python"
         )
-    kinds: dict[tuple[str, ...], int] = {}
-    for place, one in enumerate(infos):
-        if one.count:
-            kinds.setdefault(one.fields, place)
-    if not kinds:
-        raise DataError(f"there is no sample in {num_partitions} partitions; check the path or the filter of the data")
-    if len(kinds) > 1:
-        (first, at), (second, other), *_ = kinds.items()
+    first_partition_with: dict[tuple[str, ...], int] = {}
+    for partition, info in enumerate(infos):
+        if info.count:
+            first_partition_with.setdefault(info.fields, partition)
+    if not first_partition_with:
         raise DataError(
-            f"samples have {', '.join(first)} in partition {at}, but {', '.join(second)} in partition {other}; all "
-            "samples have the same fields, shapes and dtypes"
+            f"there is no sample in {num_partitions} partitions; check the path and the filters of the data"
+        )
+    if len(first_partition_with) > 1:
+        (first_fields, first), (second_fields, second), *_ = first_partition_with.items()
+        raise DataError(
+            f"samples have {', '.join(first_fields)} in partition {first}, but {', '.join(second_fields)} in partition "
+            f"{second}; all samples must have the same fields, shapes and dtypes"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionPacker:
-    """Make one parcel of the rows of a partition.
+    """Function that packs the rows of a partition into one message.
 
     Args:
-        dtype: what floating-point fields are brought to.
+        dtype: dtype that floating-point fields are converted to.
     """
 
     dtype: str
 
     def __call__(self, partition: int, rows: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-        """Yield the parcel, or a note that says what is wrong with the rows."""
+        """Yield the message, or a report of why the rows cannot be used."""
         try:
-            payload, kind = encode_samples(list(rows), getattr(torch, self.dtype)), ShuffleMessageKind.SAMPLES
+            payload, message_kind = encode_samples(list(rows), getattr(torch, self.dtype)), ShuffleMessageKind.SAMPLES
         except DataError as error:
-            payload, kind = str(error).encode(), ShuffleMessageKind.REPORT
-        yield partition, format_message(ShuffleMessage(kind, partition, 0, payload))
+            payload, message_kind = str(error).encode(), ShuffleMessageKind.REPORT
+        yield partition, format_message(ShuffleMessage(message_kind, partition, 0, payload))
 
 
 def inspect_partition(partition: int, messages: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
-    """Yield what the driver is told of a partition."""
+    """Yield the contents of a partition as JSON."""
     for _, text in messages:
         parcel = parse_message(text)
         versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
         if parcel.kind is ShuffleMessageKind.REPORT:
-            found = PartitionInfo(0, "", (), failure=parcel.payload.decode(), **versions)
+            info = PartitionInfo(0, "", (), failure=parcel.payload.decode(), **versions)
         else:
             fields = decode_samples(parcel.payload)
-            kinds = tuple(f"{str(field.dtype).removeprefix('torch.')}{list(field.shape[1:])}" for field in fields)
-            found = PartitionInfo(len(fields[0]) if fields else 0, sample_digest(parcel.payload), kinds, **versions)
-        yield partition, json.dumps(asdict(found))
+            field_types = tuple(f"{str(field.dtype).removeprefix('torch.')}{list(field.shape[1:])}" for field in fields)
+            info = PartitionInfo(
+                len(fields[0]) if fields else 0, sample_digest(parcel.payload), field_types, **versions
+            )
+        yield partition, json.dumps(asdict(info))
 
 
 def encode_samples(rows: Sequence[Any], dtype: torch.dtype) -> bytes:
     """Return samples as bytes.
 
     Raises:
-        DataError: a row is no sample, has nothing in a field, or another shape than the first.
+        DataError: a row is not a sample, has a null field, or differs in shape from the first.
 
     Example:
         >>> [
@@ -166,63 +170,69 @@ def encode_samples(rows: Sequence[Any], dtype: torch.dtype) -> bytes:
     """
     if not rows:
         return write_tensors({})
-    samples = [tuple(_to_numeric(value, at, row) for at, value in enumerate(_check_row(found, row))) for row, found in
-               enumerate(rows)]  # fmt: skip
+    samples = [
+        tuple(_to_numeric(value, index, position) for index, value in enumerate(_check_row(row, position)))
+        for position, row in enumerate(rows)
+    ]
     fields = fetch(samples, range(len(samples)))
     return write_tensors(
         {
-            f"{at:03}": (field.to(dtype) if field.is_floating_point() else field).contiguous()
-            for at, field in enumerate(fields)
+            f"{index:03}": (field.to(dtype) if field.is_floating_point() else field).contiguous()
+            for index, field in enumerate(fields)
         }
     )
 
 
 def decode_samples(text: bytes) -> Fields:
-    """Return the fields that ``encode_samples`` wrote; none where there was no row."""
+    """Return the fields written by ``encode_samples``; none if there was no row."""
     return tuple(value for _, value in sorted(read_tensors(text).items()))
 
 
 def sample_digest(text: bytes) -> str:
-    """Return a checksum of samples."""
+    """Return a checksum of encoded samples."""
     return f"{isal_zlib.crc32(text):08x}"
 
 
 def find_samples(messages: Sequence[ShuffleMessage], digest: str, partition: int) -> Fields:
-    """Return the samples of a place.
+    """Return the samples of a partition from its messages.
 
     Raises:
-        DataError: they are not those that were there when training began.
+        DataError: they differ from those at the start of the training.
     """
-    parcel = next((one for one in messages if one.kind is ShuffleMessageKind.SAMPLES), None)
-    if parcel is None or sample_digest(parcel.payload) != digest:
+    samples = next((message for message in messages if message.kind is ShuffleMessageKind.SAMPLES), None)
+    if samples is None or sample_digest(samples.payload) != digest:
         raise DataError(
-            f"partition {partition} has other samples than when training began: Spark computed it again, and it came out "
-            "differently; give data that is the same each time: read it from files, order it, or checkpoint it"
+            f"partition {partition} changed since training began: Spark recomputed it with another result; use data "
+            "that is deterministic: read it from files, sort it, or checkpoint it"
         )
-    return decode_samples(parcel.payload)
+    return decode_samples(samples.payload)
 
 
-def _check_row(row: Any, at: int) -> Sequence[Any]:  # noqa: ANN401 - whatever is in an RDD
+def _check_row(row: Any, index: int) -> Sequence[Any]:  # noqa: ANN401 - whatever is in an RDD
     if not isinstance(row, tuple | list) or len(row) < 2:
         raise DataError(
-            f"row {at} is a {type(row).__name__}; a sample is a tuple (inputs..., target), the target last: map the "
-            "rows to that, or give columns=('features', 'label') of a DataFrame"
+            f"row {index} is a {type(row).__name__}; a sample is a tuple (inputs..., target): map the "
+            "rows to tuples, or give columns=('features', 'label') of a DataFrame"
         )
     return row
 
 
-def _to_numeric(value: Any, at: int, row: int) -> Any:  # noqa: ANN401 - likewise
+def _to_numeric(value: Any, field: int, row: int) -> Any:  # noqa: ANN401 - likewise
     """Return a value as a tensor, an array or a number."""
     if value is None:
-        raise DataError(f"row {row} has nothing (null) in field {at}; drop such rows with df.dropna(), or fill them in")
+        raise DataError(
+            f"row {row} is null in field {field}; drop such rows with df.dropna(), or fill them with df.fillna()"
+        )
     if isinstance(value, float):
-        return np.float64(value)  # a number of torch alone would be a float32
+        return np.float64(value)  # torch would convert a Python float to float32
     if hasattr(value, "toArray"):
         return value.toArray()
     if isinstance(value, list | tuple):
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
-            raise DataError(f"field {at} of row {row} is a list of {array.dtype}; numbers are needed, of one length")
+            raise DataError(
+                f"field {field} of row {row} is a list of {array.dtype}; use numbers, in lists of equal length"
+            )
         return array
     return value
 
@@ -237,63 +247,63 @@ def to_sample_rdd(frame: DataFrame, columns: Sequence[str]) -> RDD[Any]:
 
     Args:
         frame: of Spark.
-        columns: those of the inputs, and that of the target last.
+        columns: input columns, then the target column.
 
     Raises:
-        DataError: there is no such column, or it has no numbers.
+        DataError: a column is missing or not numeric.
     """
     check_columns({field.name: field.dataType.simpleString() for field in frame.schema.fields}, columns)
     return frame.select(*columns).rdd.map(tuple)
 
 
 def check_columns(types: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Check that samples can be made of columns.
+    """Check that the columns exist and are numeric.
 
     Args:
-        types: of all columns, as Spark writes them.
-        columns: those that are wanted.
+        types: Spark types of all columns.
+        columns: names to use.
 
     Raises:
-        DataError: they cannot.
+        DataError: one is missing or not numeric.
 
     Example:
         >>> check_columns({"features": "array<double>", "label": "string"}, ("features", "label"))
         Traceback (most recent call last):
-        counterpoint.errors.DataError: column label is string, but samples are made of numbers, arrays of numbers and \
-vectors; convert it, for instance with pyspark.ml.feature.StringIndexer
+        counterpoint.errors.DataError: column label is string, but samples consist of numbers, arrays of numbers and \
+    vectors; convert it, for instance with pyspark.ml.feature.StringIndexer
     """
     if len(columns) < 2:
-        raise DataError(f"columns={tuple(columns)!r} names no input and target; give columns=('features', 'label')")
+        raise DataError(f"columns={tuple(columns)!r} needs an input and a target; give columns=('features', 'label')")
     missing = [name for name in columns if name not in types]
     if missing:
         raise DataError(f"there is no column {', '.join(missing)}; the DataFrame has {', '.join(types)}")
     for name in columns:
         if types[name] not in NUMBERS | LISTS | LISTS_OF_LISTS:
             raise DataError(
-                f"column {name} is {types[name]}, but samples are made of numbers, arrays of numbers and vectors; "
+                f"column {name} is {types[name]}, but samples consist of numbers, arrays of numbers and vectors; "
                 "convert it, for instance with pyspark.ml.feature.StringIndexer"
             )
 
 
 def pack_local(partitions: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[ShuffleMessage]:
-    """Return the samples' parcels of partitions in this process."""
+    """Return the samples' messages of partitions in this process."""
     pack = PartitionPacker(str(dtype).removeprefix("torch."))
-    return [parse_message(text) for place, rows in enumerate(partitions) for _, text in pack(place, rows)]
+    return [parse_message(text) for partition, rows in enumerate(partitions) for _, text in pack(partition, rows)]
 
 
 def inspect_local(messages: Sequence[ShuffleMessage]) -> list[PartitionInfo]:
-    """Return what is in each partition in this process; errors as of ``looks``."""
-    texts = [
-        found
-        for place, one in enumerate(messages)
-        for found in inspect_partition(place, [(place, format_message(one))])
+    """Return the contents of partitions in this process; raises as ``inspect_partitions``."""
+    lines = [
+        line
+        for partition, message in enumerate(messages)
+        for line in inspect_partition(partition, [(partition, format_message(message))])
     ]
-    found = parse_partition_infos(texts)
-    check_partitions_match(found, len(messages))
-    return found
+    line = parse_partition_infos(lines)
+    check_partitions_match(line, len(messages))
+    return line
 
 
-def parse_partition_infos(texts: Iterable[tuple[int, str]]) -> list[PartitionInfo]:
-    """Return what has been told, in the order of the places."""
-    told = [json.loads(text) for _, text in sorted(texts)]
-    return [PartitionInfo(**{**plain, "fields": tuple(plain["fields"])}) for plain in told]
+def parse_partition_infos(lines: Iterable[tuple[int, str]]) -> list[PartitionInfo]:
+    """Return the reported contents, in partition order."""
+    infos = [json.loads(text) for _, text in sorted(lines)]
+    return [PartitionInfo(**{**plain, "fields": tuple(plain["fields"])}) for plain in infos]

@@ -1,4 +1,4 @@
-"""What Spark was set up with, judged before training: is it closed to strangers, and is there room for the model."""
+"""Checks of Spark's settings before training: security, and memory for the model."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from counterpoint.errors import PlanError
 
 SECURITY_SETTINGS = {
-    "spark.authenticate": "anybody who reaches its ports can run code",
-    "spark.network.crypto.enabled": "what executors send each other can be read on the way",
-    "spark.io.encryption.enabled": "what executors write to their disks can be read there",
+    "spark.authenticate": "anybody who can connect to its ports can run code",
+    "spark.network.crypto.enabled": "traffic between executors is not encrypted",
+    "spark.io.encryption.enabled": "data that executors write to their disks is not encrypted",
 }
-"""Settings that have to be true, and what holds where they are not."""
+"""Settings that must be true, and the risk otherwise."""
 
 MIB = 1 << 20
 INTERPRETER_BYTES = 300 * MIB
-"""What Python with torch takes before there is a model."""
+"""Memory of Python with torch, without a model."""
 MIN_OVERHEAD_BYTES = 384 * MIB
 WEIGHT_COPIES = 4
-"""Of the weights: those that have come, the replica, its gradients, and these as one vector."""
+"""Copies of the weights in a worker: received weights, the replica, its gradients, and the flat gradient."""
 
 
 def is_local_master(master: str) -> bool:
-    """Tell whether Spark runs nowhere but here.
+    """Return whether Spark runs only on this machine.
 
     Example:
         >>> [is_local_master(master) for master in ("local[2]", "local-cluster[2,1,1024]", "spark://host:7077")]
@@ -34,11 +34,11 @@ def is_local_master(master: str) -> bool:
 
 
 def insecure_settings(master: str, settings: Mapping[str, str]) -> list[str]:
-    """Return what stands open, a line for each setting; nothing on one machine, where Spark listens to nobody else.
+    """Return a line for each insecure setting; none on one machine, where Spark does not listen to others.
 
     Example:
         >>> insecure_settings("yarn", {"spark.authenticate": "true", "spark.network.crypto.enabled": "true"})
-        ['spark.io.encryption.enabled is off: what executors write to their disks can be read there']
+        ['spark.io.encryption.enabled is off: data that executors write to their disks is not encrypted']
     """
     if is_local_master(master):
         return []
@@ -50,35 +50,35 @@ def insecure_settings(master: str, settings: Mapping[str, str]) -> list[str]:
 
 
 def warn_insecure_settings(master: str, settings: Mapping[str, str]) -> None:
-    """Warn once for each training of what stands open."""
-    found = insecure_settings(master, settings)
-    if found:
+    """Warn once per training about insecure settings."""
+    problems = insecure_settings(master, settings)
+    if problems:
         warnings.warn(
-            f"Spark at {master} is not protected: {'; '.join(found)}; set them to true where Spark is started, with "
-            "spark.authenticate.secret in a file or the environment, never in a command line",
+            f"Spark at {master} is not protected: {'; '.join(problems)}; set them to true when starting Spark, with "
+            "spark.authenticate.secret in a file or the environment, never on the command line",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that Spark means by a size; MiB without a unit.
+    """Return the bytes of a size as Spark writes it; MiB without a unit.
 
     Raises:
-        PlanError: it is no size.
+        PlanError: the text is not a size.
 
     Example:
         >>> parse_size("2g"), parse_size("512"), parse_size("1024k")
         (2147483648, 536870912, 1048576)
     """
-    found = re.fullmatch(r"\s*(\d+)\s*([kmgt]?)b?\s*", text.lower())
-    if found is None:
-        raise PlanError(f"{text!r} is no size as Spark writes them; give 2g or 512m, for instance")
-    return int(found[1]) << {"k": 10, "": 20, "m": 20, "g": 30, "t": 40}[found[2]]
+    match = re.fullmatch(r"\s*(\d+)\s*([kmgt]?)b?\s*", text.lower())
+    if match is None:
+        raise PlanError(f"{text!r} is not a Spark size; give 2g or 512m, for instance")
+    return int(match[1]) << {"k": 10, "": 20, "m": 20, "g": 30, "t": 40}[match[2]]
 
 
 def worker_memory_limit(master: str, settings: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the setting that bounds the memory of a Python worker, and its bytes; None where nothing does."""
+    """Return the setting that limits the memory of a Python worker, and its bytes; None without a limit."""
     if "spark.executor.pyspark.memory" in settings:
         cores = int(settings.get("spark.executor.cores", "1")) // int(settings.get("spark.task.cpus", "1"))
         return "spark.executor.pyspark.memory", parse_size(settings["spark.executor.pyspark.memory"]) // max(1, cores)
@@ -93,7 +93,7 @@ def worker_memory_limit(master: str, settings: Mapping[str, str]) -> tuple[str, 
 
 
 def check_worker_memory(weight_bytes: int, master: str, settings: Mapping[str, str]) -> None:
-    """Check that a worker has room for a replica.
+    """Check that a worker has enough memory for a replica.
 
     Args:
         weight_bytes: of all trained parameters.
@@ -107,14 +107,15 @@ def check_worker_memory(weight_bytes: int, master: str, settings: Mapping[str, s
         >>> check_worker_memory(2**30, "yarn", {"spark.executor.memoryOverhead": "1g"})
         Traceback (most recent call last):
         counterpoint.errors.PlanError: a Python worker needs at least 4,609,540,096 bytes for 1,073,741,824 bytes of \
-weights (4 times these, and Python with torch), but spark.executor.memoryOverhead leaves it 1,073,741,824; set \
-spark.executor.memoryOverhead=4396m or more
+    weights (4 copies, and Python with torch), but spark.executor.memoryOverhead is 1,073,741,824 bytes; set \
+    spark.executor.memoryOverhead=4396m or more
     """
     bound = worker_memory_limit(master, settings)
     needed = WEIGHT_COPIES * weight_bytes + INTERPRETER_BYTES
     if bound is not None and bound[1] < needed:
-        name, found = bound
+        name, available = bound
         raise PlanError(
-            f"a Python worker needs at least {needed:,} bytes for {weight_bytes:,} bytes of weights ({WEIGHT_COPIES} times "
-            f"these, and Python with torch), but {name} leaves it {found:,}; set {name}={-(-needed // MIB)}m or more"
+            f"a Python worker needs at least {needed:,} bytes for {weight_bytes:,} bytes of weights ({WEIGHT_COPIES} "
+            f"copies, and Python with torch), but {name} is {available:,} bytes; set "
+            f"{name}={-(-needed // MIB)}m or more"
         )

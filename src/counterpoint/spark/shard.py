@@ -1,4 +1,4 @@
-"""The samples of a rank's own partition, and those of all ranks where a plan needs them."""
+"""The samples of a rank's partition, and of all ranks for plans that need them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from counterpoint.training.distributed_world import DistributedWorld, open_world
 
 
 class SampleShard:
-    """What Spark has given this rank: the samples of one partition.
+    """Samples of the partition that Spark gave to this rank.
 
     Args:
-        fields: one tensor for each column, the samples along the first dim; none where there is no row.
-        environment: which rank this is; what its launcher has said when left out.
-        deadline_s: the longest that a rank waits for another.
+        fields: one tensor per column, the samples along the first dim; none if there is no row.
+        environment: which rank this is; detected from the launcher's variables by default.
+        timeout_s: the longest that a rank waits for another.
 
     Example:
         >>> shard = SampleShard((torch.ones(3, 2), torch.zeros(3)))
@@ -37,24 +37,21 @@ class SampleShard:
         self.environment = environment if environment is not None else detect()
 
     def __len__(self) -> int:
-        """Return how many samples the partition has."""
+        """Return the number of samples in the partition."""
         return len(self.fields[0]) if self.fields else 0
 
     @property
     def local_samples(self) -> TensorDataset:
-        """The samples of this partition, for ``parallelize(..., batches="per_rank")``, under which they stay here.
-
-        They may be none.
-        """
+        """The samples of this partition, possibly none, for ``parallelize(..., batches="per_rank")``."""
         return TensorDataset(*self.fields)
 
     def all_samples(self) -> TensorDataset:
-        """Return the samples of all ranks, in the order of their partitions, for ``Trainer``; all ranks call it.
+        """Return the samples of all ranks, in partition order, for ``Trainer``; all ranks must call it.
 
-        Every rank then has all of them, and a trainer's global batches are those of one rank with all the data.
+        Every rank then stores all samples, and a trainer's global batches are those of one rank with all the data.
 
         Raises:
-            DataError: partitions have samples of different shapes or dtypes, or there is no sample at all.
+            DataError: partitions have samples of different shapes or dtypes, or there is no sample.
         """
         if self.environment is None or self.environment.world_size == 1:
             return TensorDataset(*self.fields)
@@ -63,16 +60,18 @@ class SampleShard:
         return TensorDataset(*world.run(self._all_gather)[0])
 
     def _all_gather(self, fabric: Fabric) -> tuple[Tensor, ...]:
-        everyone = tuple(range(fabric.num_ranks))
-        mine: list[Json] = [
+        all_ranks = tuple(range(fabric.num_ranks))
+        local_fields: list[Json] = [
             [len(field), str(field.dtype).removeprefix("torch."), list(field.shape[1:])] for field in self.fields
         ]
-        told: list[Any] = fabric.gather_values("fields of samples", mine if len(self) else [], everyone)
-        kinds = check_same_fields([[field[1:] for field in fields] for fields in told])
-        counts = [fields[0][0] if fields else 0 for fields in told]
+        fields_by_rank: list[Any] = fabric.gather_values(
+            "fields of samples", local_fields if len(self) else [], all_ranks
+        )
+        field_types = check_same_fields([[field[1:] for field in fields] for fields in fields_by_rank])
+        counts = [fields[0][0] if fields else 0 for fields in fields_by_rank]
         return tuple(
-            all_gather_field(fabric, counts, getattr(torch, dtype), shape, self.fields[at] if len(self) else None)
-            for at, (dtype, shape) in enumerate(kinds)
+            all_gather_field(fabric, counts, getattr(torch, dtype), shape, self.fields[index] if len(self) else None)
+            for index, (dtype, shape) in enumerate(field_types)
         )
 
 
@@ -82,11 +81,11 @@ def all_gather_field(
     """Return one field of all ranks' samples.
 
     Args:
-        fabric: the way to the others.
-        counts: how many samples each rank has.
+        fabric: of this rank.
+        counts: number of samples of each rank.
         dtype: of the field.
         shape: of the field of one sample.
-        own: this rank's; None where it has no sample.
+        local: this rank's; None without samples.
     """
     size = torch.empty(shape, device="meta").numel() * dtype.itemsize
     starts = [0]
@@ -101,40 +100,41 @@ def all_gather_field(
 
 
 def check_same_fields(fields_by_rank: list[Any]) -> list[Any]:
-    """Return dtype and shape of each field, which are the same in all partitions that have samples.
+    """Return dtype and shape of each field, which must be equal in all partitions that have samples.
 
     Args:
-        told: of every rank; empty where it has none.
+        fields_by_rank: of every rank; empty for one without samples.
 
     Raises:
-        DataError: they are not, or no partition has any.
+        DataError: they differ, or no partition has a sample.
 
     Example:
         >>> check_same_fields([[], [["float32", [64]], ["int64", []]]])
         [['float32', [64]], ['int64', []]]
     """
-    filled = {rank: fields for rank, fields in enumerate(fields_by_rank) if fields}
-    if not filled:
+    nonempty = {rank: fields for rank, fields in enumerate(fields_by_rank) if fields}
+    if not nonempty:
         raise DataError(
-            f"there is no sample in {len(fields_by_rank)} partitions; check the path or the filter of the data"
+            f"there is no sample in {len(fields_by_rank)} partitions; check the path and the filters of the data"
         )
-    first = next(iter(filled))
-    for rank, fields in filled.items():
-        if fields != filled[first]:
+    first_rank = next(iter(nonempty))
+    for rank, fields in nonempty.items():
+        if fields != nonempty[first_rank]:
             raise DataError(
-                f"samples are {format_fields(filled[first])} in partition {first}, but {format_fields(fields)} in partition "
-                f"{rank}; all samples have the same fields, shapes and dtypes"
+                f"samples are {format_fields(nonempty[first_rank])} in partition {first_rank}, "
+                f"but {format_fields(fields)} in partition {rank}; all samples must have the same fields, shapes and "
+                "dtypes"
             )
-    return list(filled[first])
+    return list(nonempty[first_rank])
 
 
 def format_fields(fields: list[Any]) -> str:
-    """Return what is said of fields."""
+    """Return the fields as text."""
     return ", ".join(f"{dtype}{shape}" for dtype, shape in fields)
 
 
 def read_shard(path: Path) -> SampleShard:
-    """Return the samples that a task has laid down, which are taken from there."""
-    found = SampleShard(tuple(value.clone() for _, value in sorted(load_file(path).items())))
+    """Return the samples that a task has written to a file, and delete the file."""
+    shard = SampleShard(tuple(value.clone() for _, value in sorted(load_file(path).items())))
     path.unlink()
-    return found
+    return shard

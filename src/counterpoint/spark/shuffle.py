@@ -1,10 +1,9 @@
-"""What one place sends to another: a kind, who sent it, for which step, and bytes; never a pickle of ours.
+"""Exchange of messages between partitions by a Spark shuffle, and the form of these messages.
 
-One superstep: every place makes parcels for every place, and notes for the driver.
-
-This is all that is asked of Spark. A place is a partition; what it makes goes through a shuffle, whose files are what
-Spark keeps of it. Notes go to a partition behind the last place, and the only task that anybody waits for reads that
-one; so each superstep is one Spark job of two stages, and the next one begins from its shuffle files.
+A superstep maps the messages of every partition to new messages for every partition, and to reports for the driver. It
+is one Spark job of two stages: messages travel through the shuffle, whose files are all that Spark stores. Reports go
+to an extra partition after the last one, and the job's only awaited task reads that partition. The next superstep
+starts from the shuffle files.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAGIC = b"cpsp"
 
 
 class ShuffleMessageKind(IntEnum):
-    """What is in a parcel."""
+    """Content of a message."""
 
     SAMPLES = 1
     WEIGHTS = 2
@@ -34,13 +33,14 @@ class ShuffleMessageKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShuffleMessage:
-    """Bytes on their way from one place to another.
+    """A message from one partition to another.
 
     Args:
-        kind: what they are.
-        sender: the place that made them.
-        step: the step that they were made in.
-        payload: the bytes: safetensors for samples and state, plain numbers for weights and gradients, JSON for notes.
+        kind: of the content.
+        sender: partition that sent it.
+        step: in which it was sent.
+        payload: safetensors for samples and state, raw values for weights and gradients, JSON for reports; never
+            pickle.
 
     Example:
         >>> parse_message(format_message(ShuffleMessage(ShuffleMessageKind.REPORT, 2, 7, b"{}")))
@@ -54,20 +54,20 @@ class ShuffleMessage:
 
 
 def format_message(message: ShuffleMessage) -> bytes:
-    """Return the parcel as bytes: 16 in front of its payload."""
+    """Return the message as bytes: a header of 16 bytes, then the payload."""
     return HEADER.pack(MAGIC, message.kind, message.sender, message.step) + message.payload
 
 
 def parse_message(text: bytes) -> ShuffleMessage:
-    """Return what ``format_message`` wrote.
+    """Return the message written by ``format_message``.
 
     Raises:
-        ProtocolError: it did not write this.
+        ProtocolError: the bytes are not such a message.
     """
     if len(text) < HEADER.size or text[:4] != MAGIC or text[4] not in set(ShuffleMessageKind):
         raise ProtocolError(
-            f"{len(text)} bytes came that begin with {text[:8]!r}, which is no parcel; do all executors have the same "
-            "version of counterpoint?"
+            f"received {len(text)} bytes starting with {text[:8]!r}, which are not a shuffle message; install the same "
+            "version of counterpoint on all executors"
         )
     _, kind, sender, step = HEADER.unpack_from(text)
     return ShuffleMessage(ShuffleMessageKind(kind), sender, step, text[HEADER.size :])
@@ -78,41 +78,41 @@ if TYPE_CHECKING:
 
 AddressedMessage: TypeAlias = tuple[int, ShuffleMessage]
 PartitionWork: TypeAlias = Callable[[int, Sequence[ShuffleMessage]], Iterable[AddressedMessage]]
-"""What a place does: from its number and the parcels for it, in the order of kinds and senders, to new parcels."""
+"""Maps a partition index and its messages, sorted by kind and sender, to new messages."""
 
 ShuffleData: TypeAlias = Any
-"""Parcels by place, as an exchange keeps them."""
+"""Messages by partition, in the representation of a shuffle."""
 
 
 class Shuffle(Protocol):
-    """A way to let places exchange parcels; each also has the samples that it began with."""
+    """Exchange of messages between partitions, each of which also has the samples that it started with."""
 
     num_partitions: int
 
     def place_messages(self, messages: Iterable[AddressedMessage]) -> ShuffleData:
-        """Return parcels that lie where they are addressed to."""
+        """Return messages placed in the partitions that they are addressed to."""
         ...
 
     def map_and_shuffle(
         self, data: ShuffleData, work: PartitionWork, label: str, *, with_samples: bool = False
     ) -> ShuffleData:
-        """Return what the places make of what they hold; nothing has to run before it is looked at."""
+        """Run ``work`` on the messages of every partition and return its messages, shuffled; may be lazy."""
         ...
 
     def collect_reports(self, data: ShuffleData, label: str) -> list[ShuffleMessage]:
-        """Return what has been addressed to the driver, the place behind the last, once all places are done."""
+        """Return the messages addressed to the driver, after all partitions are done."""
         ...
 
     def release(self, data: ShuffleData) -> None:
-        """What was held before something is not needed any more."""
+        """Free the messages of an earlier superstep."""
         ...
 
 
 class LocalShuffle:
-    """Places in this process, one after the other: what the places do, without Spark.
+    """Partitions in this process, run one after the other.
 
     Args:
-        samples: of each place, a parcel.
+        samples: one message per partition.
     """
 
     def __init__(self, samples: Sequence[ShuffleMessage]) -> None:
@@ -120,40 +120,40 @@ class LocalShuffle:
         self._samples = samples
 
     def place_messages(self, messages: Iterable[AddressedMessage]) -> list[list[ShuffleMessage]]:
-        """Return parcels by place."""
-        held: list[list[ShuffleMessage]] = [[] for _ in range(self.num_partitions + 1)]
-        for place, parcel in messages:
-            held[place].append(parse_message(format_message(parcel)))
-        return held
+        """Return messages by partition."""
+        placed: list[list[ShuffleMessage]] = [[] for _ in range(self.num_partitions + 1)]
+        for partition, message in messages:
+            placed[partition].append(parse_message(format_message(message)))
+        return placed
 
     def map_and_shuffle(
         self, data: list[list[ShuffleMessage]], work: PartitionWork, label: str, *, with_samples: bool = False
     ) -> list[list[ShuffleMessage]]:
-        """Return what the places make of what they hold."""
+        """Run ``work`` on the messages of every partition and return its messages by partition."""
         del label
-        made: list[AddressedMessage] = []
-        for place in range(self.num_partitions):
-            own = [self._samples[place]] if with_samples else []
-            made += work(place, sort_messages([*data[place], *own]))
-        return self.place_messages(made)
+        sent: list[AddressedMessage] = []
+        for partition in range(self.num_partitions):
+            samples = [self._samples[partition]] if with_samples else []
+            sent += work(partition, sort_messages([*data[partition], *samples]))
+        return self.place_messages(sent)
 
     def collect_reports(self, data: list[list[ShuffleMessage]], label: str) -> list[ShuffleMessage]:
-        """Return what has been addressed to the driver."""
+        """Return the messages addressed to the driver."""
         del label
         return sort_messages(data[self.num_partitions])
 
     def release(self, data: list[list[ShuffleMessage]]) -> None:
-        """What was held is gone."""
+        """Free the messages."""
         data.clear()
 
 
 class SparkShuffle:
-    """Places as partitions of RDDs.
+    """Partitions of Spark RDDs.
 
     Args:
         context: of Spark.
-        samples: one parcel for each place, as :func:`counterpoint.spark.samples.pack_partitions` gives them.
-        num_places: how many partitions they have, but for the one behind the last.
+        samples: one message per partition, from :func:`counterpoint.spark.samples.pack_partitions`.
+        num_partitions: without the extra partition for reports.
     """
 
     def __init__(self, context: SparkContext, samples: RDD[tuple[int, bytes]], num_partitions: int) -> None:
@@ -161,69 +161,69 @@ class SparkShuffle:
         self._samples = samples
 
     def place_messages(self, messages: Iterable[AddressedMessage]) -> RDD[tuple[int, bytes]]:
-        """Return an RDD of parcels by place; nothing runs yet."""
-        found = [(place, format_message(parcel)) for place, parcel in messages]
-        return self.context.parallelize(found, max(1, len(found))).partitionBy(
+        """Return an RDD of messages by partition, evaluated lazily."""
+        rows = [(partition, format_message(message)) for partition, message in messages]
+        return self.context.parallelize(rows, max(1, len(rows))).partitionBy(
             self.num_partitions + 1, identity_partitioner
         )
 
     def map_and_shuffle(
         self, data: RDD[tuple[int, bytes]], work: PartitionWork, label: str, *, with_samples: bool = False
     ) -> RDD[tuple[int, bytes]]:
-        """Return the RDD of what the places make of what they hold; nothing runs yet."""
-        both = data.union(self._samples) if with_samples else data
+        """Return the RDD of the messages that ``work`` sends, evaluated lazily."""
+        inputs = data.union(self._samples) if with_samples else data
         with translate_spark_errors(label):
-            return both.mapPartitionsWithIndex(ShuffleTask(work, self.num_partitions)).partitionBy(
+            return inputs.mapPartitionsWithIndex(ShuffleTask(work, self.num_partitions)).partitionBy(
                 self.num_partitions + 1, identity_partitioner
             )
 
     def collect_reports(self, data: RDD[tuple[int, bytes]], label: str) -> list[ShuffleMessage]:
-        """Return the notes for the driver; this is one job.
+        """Return the reports for the driver; this runs one job.
 
         Raises:
-            LaunchError: Spark gave it up.
+            LaunchError: Spark aborted it.
         """
         self.context.setJobDescription(f"counterpoint: {label}")
         with translate_spark_errors(label):
-            found = self.context.runJob(data, collect_payloads, [self.num_partitions])
-        return sort_messages(map(parse_message, found))
+            payloads = self.context.runJob(data, collect_payloads, [self.num_partitions])
+        return sort_messages(map(parse_message, payloads))
 
     def release(self, data: RDD[tuple[int, bytes]]) -> None:
-        """The shuffle files of an RDD and of all before it may go."""
+        """Delete the shuffle files of an RDD and of its ancestors."""
         data.cleanShuffleDependencies()
 
 
 class ShuffleTask:
-    """What Spark ships to a partition: the work of a place.
+    """Function that Spark runs on a partition.
 
-    It is a class with a name, so that Spark's serializer writes down where it is found and not what it is made of.
+    A class at module level, so that Spark's serializer writes its import path instead of its code.
 
     Args:
-        work: what the place does.
-        num_places: how many there are; partitions behind them have nothing to do.
+        work: function of the partition.
+        num_partitions: the extra partition for reports runs nothing.
     """
 
     def __init__(self, work: PartitionWork, num_partitions: int) -> None:
         self.work, self.num_partitions = work, num_partitions
 
     def __call__(self, partition: int, messages: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-        """Yield what the place makes."""
-        found = sort_messages(parse_message(payload) for _, payload in messages)
+        """Yield the messages that the partition sends."""
+        sorted_messages = sort_messages(parse_message(payload) for _, payload in messages)
         if partition < self.num_partitions:
-            for target, parcel in self.work(partition, found):
-                yield target, format_message(parcel)
+            for target, message in self.work(partition, sorted_messages):
+                yield target, format_message(message)
 
 
 def identity_partitioner(partition: int) -> int:
-    """Return the partition of a place: its number."""
+    """Return the partition index itself."""
     return partition
 
 
 def collect_payloads(messages: Iterable[tuple[int, bytes]]) -> list[bytes]:
-    """Return what has been sent to a partition."""
+    """Return the payloads sent to a partition."""
     return [payload for _, payload in messages]
 
 
 def sort_messages(messages: Iterable[ShuffleMessage]) -> list[ShuffleMessage]:
-    """Return parcels by kind and sender, whichever came first."""
-    return sorted(messages, key=lambda parcel: (parcel.kind, parcel.sender))
+    """Return messages sorted by kind and sender, independent of their arrival."""
+    return sorted(messages, key=lambda message: (message.kind, message.sender))

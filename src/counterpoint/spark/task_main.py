@@ -1,4 +1,4 @@
-"""What runs inside a rank of Spark's: the function is found and called, and leaves its result or its traceback."""
+"""Entry point of a rank process that a Spark task starts: call the user's function and store its result."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from counterpoint.spark.shard import read_shard
 
 
 def call(folder: Path) -> None:
-    """The function that ``folder`` names has run, and its result is there, or the last lines of its traceback."""
-    order = read_value(folder, "call")
-    sys.path[:] = order["path"]
-    found = detect()
-    assert found is not None, "a task starts nothing but ranks"
+    """Call the function named in ``folder``; store its result there, or the last lines of its traceback."""
+    request = read_value(folder, "call")
+    sys.path[:] = request["path"]
+    environment = detect()
+    assert environment is not None, "a task starts nothing but ranks"
     try:
         args = read_value(folder, "args")
         samples = [read_shard(folder / SAMPLES)] if (folder / SAMPLES).exists() else []
-        write_value(folder, f"result-{found.rank}", find_function(order["target"])(*samples, *args))
+        write_value(folder, f"result-{environment.rank}", find_function(request["target"])(*samples, *args))
     except BaseException:
         lines = traceback.format_exc().splitlines()[-TRACEBACK_LINES:]
         (folder / TRACEBACK).write_text("\n".join(lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a place does in a superstep: compute a share of a batch, or update a slice."""
+"""Tasks of a partition in a superstep: compute its part of a batch, reduce a gradient slice, or update a slice."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from counterpoint.spark.weight_slices import (
 
 @dataclass(frozen=True, slots=True)
 class BatchAssignment:
-    """Which samples are where, and in which order they are read.
+    """Which samples are in which partition, and the order in which they are read.
 
     Args:
-        sampler: of the whole dataset, the same as of a run on one rank.
-        starts: the number of each place's first sample, and behind the last that of all samples.
-        digests: of each place's samples, as they were when they were first read.
+        sampler: of the whole dataset, the same as for a run on one rank.
+        starts: index of each partition's first sample, then the total number of samples.
+        digests: checksum of each partition's samples when they were first read.
     """
 
     sampler: Sampler
@@ -45,7 +45,7 @@ class BatchAssignment:
     digests: tuple[str, ...]
 
     def local_indices(self, partition: int, epoch: int, batch: int) -> Tensor:
-        """Return which of a place's samples are in a batch, counted from its first."""
+        """Return the indices within the partition of its samples of a batch."""
         indices = torch.from_numpy(self.sampler.batch(epoch, batch))
         low, high = self.starts[partition], self.starts[partition + 1]
         return indices[(indices >= low) & (indices < high)] - low
@@ -53,13 +53,13 @@ class BatchAssignment:
 
 @dataclass(frozen=True, slots=True)
 class PartitionReport:
-    """What a place tells the driver.
+    """Report of a partition to the driver.
 
     Args:
-        ballot: what it knows of the step.
-        failure: what went wrong in code of the user's, empty if nothing did.
-        sent_bytes: of what it has sent to other places.
-        seconds: how long it computed its samples; 0 where it had none.
+        step_report: losses and gradient checks of the step.
+        failure: error raised by the user's code; empty if there was none.
+        sent_bytes: bytes sent to other partitions.
+        seconds: compute time; 0 without samples.
     """
 
     step_report: StepReport
@@ -69,13 +69,18 @@ class PartitionReport:
 
 
 def encode_report(report: PartitionReport) -> bytes:
-    """Return a note as JSON."""
-    ballot = report.step_report
-    numbers = [repr(ballot.loss_sum), ballot.num_samples, repr(ballot.squared_norm), ballot.nonfinite_micro]
+    """Return a report as JSON."""
+    step_report = report.step_report
+    figures = [
+        repr(step_report.loss_sum),
+        step_report.num_samples,
+        repr(step_report.squared_norm),
+        step_report.nonfinite_micro,
+    ]
     plain = {
-        "numbers": numbers,
-        "missing": list(ballot.missing_grads),
-        "idle": ballot.is_idle,
+        "numbers": figures,
+        "missing": list(step_report.missing_grads),
+        "idle": step_report.is_idle,
         "failure": report.failure,
         "sent": report.sent_bytes,
         "seconds": report.seconds,
@@ -84,31 +89,33 @@ def encode_report(report: PartitionReport) -> bytes:
 
 
 def decode_report(text: bytes) -> PartitionReport:
-    """Return what ``encode_report`` was given; nan and inf among it.
+    """Return the report given to ``encode_report``, including nan and inf.
 
     Example:
         >>> decode_report(encode_report(PartitionReport(StepReport(float("inf"), 3, 2.0, 1, ("weight",)))))
-        PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, squared_norm=2.0, nonfinite_micro=1, missing_grads=('weight',), checksum=0, \
-is_idle=False), failure='', sent_bytes=0, seconds=0.0)
+        PartitionReport(step_report=StepReport(loss_sum=inf, num_samples=3, squared_norm=2.0, nonfinite_micro=1, \
+        missing_grads=('weight',), checksum=0, is_idle=False), failure='', sent_bytes=0, seconds=0.0)
     """
     plain = json.loads(text)
-    loss_sum, count, squared, worst = plain["numbers"]
-    ballot = StepReport(float(loss_sum), count, float(squared), worst, tuple(plain["missing"]), is_idle=plain["idle"])
-    return PartitionReport(ballot, plain["failure"], plain["sent"], plain["seconds"])
+    loss_sum, count, squared_norm, nonfinite_micro = plain["numbers"]
+    step_report = StepReport(
+        float(loss_sum), count, float(squared_norm), nonfinite_micro, tuple(plain["missing"]), is_idle=plain["idle"]
+    )
+    return PartitionReport(step_report, plain["failure"], plain["sent"], plain["seconds"])
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardTask:
-    """Compute the place's share of a batch with the newest weights; its gradient goes to those who update, in slices.
+    """Compute the partition's part of a batch with the newest weights, and send each gradient slice to its owner.
 
     Args:
-        recipe: of the training.
-        share: which samples.
+        spec: of the training.
+        assignment: of samples to partitions.
         step: of the run.
-        epoch: which.
+        epoch: of the run.
         batch: of the epoch.
-        micros: the microbatches of each place.
-        limit_s: no microbatch but the first is begun after so long; None for no limit.
+        microbatches: of each partition.
+        limit_s: time after which no further microbatch starts, except the first; None for no limit.
     """
 
     spec: TrainingSpec
@@ -120,76 +127,76 @@ class ForwardBackwardTask:
     limit_s: float | None = None
 
     def __call__(self, partition: int, messages: Sequence[ShuffleMessage]) -> Iterator[AddressedMessage]:
-        """Yield slices of the gradient, the place's own state, and a note."""
-        num_places = len(self.microbatches)
-        (state,) = [one for one in messages if one.kind is ShuffleMessageKind.STATE]
+        """Yield the gradient slices, the partition's own state, and a report."""
+        num_partitions = len(self.microbatches)
+        (state,) = [message for message in messages if message.kind is ShuffleMessageKind.STATE]
         yield partition, replace(state, step=self.step)
         try:
-            gradient, ballot, seconds = self._compute(partition, messages)
-        except Exception as error:  # noqa: BLE001 - whatever the model or the loss raise; Spark would only try again
+            gradient, step_report, seconds = self._compute(partition, messages)
+        except Exception as error:  # noqa: BLE001 - any error of the user's code; Spark would retry it
             text = str(error) if isinstance(error, CounterpointError) else _format_user_error(error)
             yield (
-                num_places,
+                num_partitions,
                 ShuffleMessage(
                     ShuffleMessageKind.REPORT, partition, self.step, encode_report(PartitionReport(StepReport(), text))
                 ),
             )
             return
-        bounds, sent = self.spec.layout.shard_bounds(num_places), 0
-        for target in range(num_places):
+        bounds, sent_bytes = self.spec.layout.shard_bounds(num_partitions), 0
+        for target in range(num_partitions):
             payload = encode_values(gradient[bounds[target] : bounds[target + 1]], self.spec.codec)
-            sent += len(payload) if target != partition else 0
+            sent_bytes += len(payload) if target != partition else 0
             yield target, ShuffleMessage(ShuffleMessageKind.GRADIENT, partition, self.step, payload)
         yield (
-            num_places,
+            num_partitions,
             ShuffleMessage(
                 ShuffleMessageKind.REPORT,
                 partition,
                 self.step,
-                encode_report(PartitionReport(ballot, "", sent, seconds)),
+                encode_report(PartitionReport(step_report, "", sent_bytes, seconds)),
             ),
         )
 
     def _compute(self, partition: int, messages: Sequence[ShuffleMessage]) -> tuple[Tensor, StepReport, float]:
-        recipe, micros = self.spec, self.microbatches[partition]
-        replica = get_replica(recipe)
-        load_weights(recipe, replica.flat, messages)
+        spec, microbatches = self.spec, self.microbatches[partition]
+        replica = get_replica(spec)
+        load_weights(spec, replica.flat, messages)
         fields = find_samples(messages, self.assignment.digests[partition], partition)
-        rows = self.assignment.local_indices(partition, self.epoch, self.batch)
-        whole = self.assignment.sampler.batch_len(self.batch)
+        indices = self.assignment.local_indices(partition, self.epoch, self.batch)
+        batch_len = self.assignment.sampler.batch_len(self.batch)
         losses: dict[int, float] = {}
         sizes: dict[int, int] = {}
         began = time.perf_counter()
         replica.clear_grads()
-        for micro, (low, high) in zip(micros, split_batch(len(rows), len(micros)), strict=True):
-            if low == high or self._is_late(began, losses):
+        for microbatch, (start, stop) in zip(microbatches, split_batch(len(indices), len(microbatches)), strict=True):
+            if start == stop or self._is_late(began, losses):
                 continue
-            *inputs, target = (field[rows[low:high]] for field in fields)
+            *inputs, target = (field[indices[start:stop]] for field in fields)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(hash_seed(recipe.seed, self.step, micro))
-                loss = recipe.loss(replica.model(*inputs), target)
-            (loss * ((high - low) / whole)).backward()  # type: ignore[no-untyped-call]
-            losses[micro], sizes[micro] = float(loss.detach()), high - low
-        missing = replica.params_without_grad(recipe.layout)
+                torch.manual_seed(hash_seed(spec.seed, self.step, microbatch))
+                loss = spec.loss(replica.model(*inputs), target)
+            (loss * ((stop - start) / batch_len)).backward()  # type: ignore[no-untyped-call]
+            losses[microbatch], sizes[microbatch] = float(loss.detach()), stop - start
+        missing_grads = replica.params_without_grad(spec.layout)
         gradient = replica.flat_grad()
         replica.clear_grads()
-        squared = squared_norm([gradient]) if losses else 0.0
+        grad_squared_norm = squared_norm([gradient]) if losses else 0.0
         seconds = time.perf_counter() - began if losses else 0.0
-        return gradient, make_step_report(losses, sizes, squared, missing, is_idle=not losses), seconds
+        return gradient, make_step_report(losses, sizes, grad_squared_norm, missing_grads, is_idle=not losses), seconds
 
     def _is_late(self, began: float, losses: Mapping[int, float]) -> bool:
-        """Tell whether the next microbatch is left out because the place is too slow; its first one never is."""
+        """Return whether the next microbatch is skipped because the time limit has passed; the first never is."""
         return bool(losses) and self.limit_s is not None and time.perf_counter() - began > self.limit_s
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradient:
-    """Add up the slices of a gradient, and say how long it is: what clipping by the norm has to know before an update.
+    """Sum the parts of a gradient slice and report its squared norm, needed to clip by norm before the update.
 
     Args:
-        recipe: of the training.
+        spec: of the training.
         step: of the run.
-        num_places: how many there are.
+        num_partitions: of the training.
     """
 
     spec: TrainingSpec
@@ -197,36 +204,36 @@ class ReduceGradient:
     num_partitions: int
 
     def __call__(self, partition: int, messages: Sequence[ShuffleMessage]) -> Iterator[AddressedMessage]:
-        """Yield the place's slice of the sum, its own state, and a note."""
+        """Yield the summed slice, the partition's own state, and a report."""
         total = sum_gradients(self.spec, messages)
-        yield partition, next(one for one in messages if one.kind is ShuffleMessageKind.STATE)
+        yield partition, next(message for message in messages if message.kind is ShuffleMessageKind.STATE)
         yield partition, ShuffleMessage(ShuffleMessageKind.GRADIENT, partition, self.step, encode_values(total, ""))
-        squared = squared_norm([total]) if total.numel() else 0.0
+        total_squared = squared_norm([total]) if total.numel() else 0.0
         yield (
             self.num_partitions,
             ShuffleMessage(
                 ShuffleMessageKind.REPORT,
                 partition,
                 self.step,
-                encode_report(PartitionReport(StepReport(squared_norm=squared))),
+                encode_report(PartitionReport(StepReport(squared_norm=total_squared))),
             ),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSlice:
-    """Add up the slices of a gradient, apply the optimizer to the place's slice, and publish it.
+    """Sum the parts of a gradient slice, apply the optimizer to the partition's slice, and publish its weights.
 
     Args:
-        recipe: of the training.
+        spec: of the training.
         step: of the run.
-        num_places: how many there are.
-        is_applied: whether anything is updated; else weights are published as they are.
-        is_added: whether the slices are added up already.
-        is_told: whether the driver is told the slice, too.
-        lr_factor: what the learning rate is multiplied with.
-        scale: what gradients are multiplied with.
-        clip_value: what numbers of the gradient are brought to at most.
+        num_partitions: of the training.
+        is_applied: whether to update; otherwise the weights are only published.
+        is_reduced: whether the parts have been summed by :class:`ReduceGradient`.
+        collects_state: whether to send the slice to the driver, too.
+        lr_factor: factor of the learning rate.
+        scale: factor of the gradients.
+        clip_value: largest absolute value of a gradient element; None for no clipping.
     """
 
     spec: TrainingSpec
@@ -240,32 +247,32 @@ class UpdateSlice:
     clip_value: float | None = None
 
     def __call__(self, partition: int, messages: Sequence[ShuffleMessage]) -> Iterator[AddressedMessage]:
-        """Yield the slice's weights for everybody and its state for the place itself."""
-        recipe = self.spec
-        text = next(one.payload for one in messages if one.kind is ShuffleMessageKind.STATE)
+        """Yield the slice's weights for every partition, and its state for the partition itself."""
+        spec = self.spec
+        text = next(message.payload for message in messages if message.kind is ShuffleMessageKind.STATE)
         weights, states = decode_slice(text)
         if self.is_applied:
-            total = sum_gradients(replace(recipe, codec="") if self.is_reduced else recipe, messages)
+            total = sum_gradients(replace(spec, codec="") if self.is_reduced else spec, messages)
             if self.scale != 1.0:
                 total *= self.scale
             if self.clip_value is not None:
                 clip_by_value(total, self.clip_value)
             span = partition_span(partition, self.num_partitions)
-            parts, gradients = (param_views(recipe.layout, span, flat) for flat in (weights, total))
-            kept = update_slice(recipe.slice_optimizer, parts, gradients, states, self.lr_factor)
-            text = encode_slice(weights, kept)
-        published = encode_values(weights, recipe.codec)
+            params, gradients = (param_views(spec.layout, span, flat) for flat in (weights, total))
+            new_states = update_slice(spec.slice_optimizer, params, gradients, states, self.lr_factor)
+            text = encode_slice(weights, new_states)
+        published = encode_values(weights, spec.codec)
         for target in range(self.num_partitions):
             yield target, ShuffleMessage(ShuffleMessageKind.WEIGHTS, partition, self.step, published)
         yield partition, ShuffleMessage(ShuffleMessageKind.STATE, partition, self.step, text)
-        sent = len(published) * (self.num_partitions - 1)
+        sent_bytes = len(published) * (self.num_partitions - 1)
         yield (
             self.num_partitions,
             ShuffleMessage(
                 ShuffleMessageKind.REPORT,
                 partition,
                 self.step,
-                encode_report(PartitionReport(StepReport(), sent_bytes=sent)),
+                encode_report(PartitionReport(StepReport(), sent_bytes=sent_bytes)),
             ),
         )
         if self.collects_state:
@@ -273,30 +280,32 @@ class UpdateSlice:
 
 
 def sum_gradients(spec: TrainingSpec, messages: Sequence[ShuffleMessage]) -> Tensor:
-    """Return the sum of gradients, in the order of those who sent them, each brought to the weights' dtype first."""
-    found = [
-        decode_values(one.payload, spec.layout.dtype, spec.codec)
-        for one in messages
-        if one.kind is ShuffleMessageKind.GRADIENT
+    """Return the sum of the gradient parts, in the order of their senders, in the weights' dtype."""
+    parts = [
+        decode_values(message.payload, spec.layout.dtype, spec.codec)
+        for message in messages
+        if message.kind is ShuffleMessageKind.GRADIENT
     ]
-    total = found[0]
-    for gradient in found[1:]:
+    total = parts[0]
+    for gradient in parts[1:]:
         total += gradient
     return total
 
 
 def load_weights(spec: TrainingSpec, flat: Tensor, messages: Sequence[ShuffleMessage]) -> None:
-    """The vector has the weights of all slices.
+    """Copy the weights of all slices into the flat vector.
 
     Raises:
-        DataError: it is not all of them that have come.
+        DataError: some are missing.
     """
-    found = [
-        decode_values(one.payload, flat.dtype, spec.codec) for one in messages if one.kind is ShuffleMessageKind.WEIGHTS
+    slices = [
+        decode_values(message.payload, flat.dtype, spec.codec)
+        for message in messages
+        if message.kind is ShuffleMessageKind.WEIGHTS
     ]
-    whole = torch.cat(found) if found else flat[:0]
+    whole = torch.cat(slices) if slices else flat[:0]
     if whole.numel() != flat.numel():
-        raise DataError(f"{whole.numel():,} of {flat.numel():,} weights have come; the shuffle has lost the others")
+        raise DataError(f"{whole.numel():,} of {flat.numel():,} weights arrived; the shuffle lost the others")
     flat.copy_(whole)
 
 

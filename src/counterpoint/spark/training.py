@@ -1,9 +1,8 @@
-"""How two Spark jobs carry out a program: which words are computed where, and which collective is which shuffle.
+"""Training on Spark as BigDL does it: data stays in its partitions, and a step is two Spark jobs.
 
-``F B share(grad)`` is the first job: tasks compute, and its shuffle shares gradients out. ``commit`` is the driver,
-between the jobs. ``U join(weight)`` is the second: tasks update their slices, and its shuffle hands out the weights.
-
-Training on Spark as BigDL does it: data stay where they are, and an iteration is two jobs.
+The first job runs ``F B reduce_scatter(grad)``: tasks compute, and its shuffle distributes the gradient slices.
+``commit`` runs on the driver, between the jobs. The second job runs ``U all_gather(weight)``: tasks update their
+slices, and its shuffle distributes the weights.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ from counterpoint.training.validation import require_directory_path, wrap_optimi
 def compile_training(
     model: nn.Module, optimizer_spec: OptimizerSpec, num_partitions: int, num_microbatches: int
 ) -> CompiledPlan:
-    """Return the program of a training on Spark: ZeRO of level 1 over partitions, proved.
+    """Return the verified program of a training on Spark: ZeRO level 1 over partitions.
 
     Args:
         model: called as a whole.
-        face: its optimizer.
-        num_places: partitions.
-        micros: into how many microbatches a partition cuts its share of a batch.
+        optimizer_spec: of the model's optimizer.
+        num_partitions: of the data.
+        num_microbatches: into which each partition splits its part of a batch.
     """
     params = list_params(model)
     whole = LayerSpec("model", tuple(param.name for param in params))
@@ -68,37 +67,40 @@ def compile_training(
 
 
 def partition_microbatches(compiled: CompiledPlan) -> tuple[tuple[int, ...], ...]:
-    """Return the microbatches of each row of a program that two jobs can carry out.
+    """Return the microbatches of each rank program, if two Spark jobs per step can run the program.
 
     Raises:
-        PlanError: they cannot: a row goes another way than compute, share, commit, update, join.
+        PlanError: they cannot: an instruction breaks the order compute, reduce_scatter, commit, update, all_gather.
 
     Example:
         >>> from counterpoint.model.spec import linear_chain
         >>> partition_microbatches(compile_plan(Plan(bigdl(2), num_microbatches=2), linear_chain(1)))
         ((0, 1), (2, 3))
     """
-    num_places = compiled.program.num_ranks
-    return tuple(_rank_microbatches(row, num_places) for row in compiled.program.rank_programs)
+    num_partitions = compiled.program.num_ranks
+    return tuple(_rank_microbatches(rank_program, num_partitions) for rank_program in compiled.program.rank_programs)
 
 
 def _rank_microbatches(rank_program: RankProgram, num_partitions: int) -> tuple[int, ...]:
-    everyone, before = tuple(range(num_partitions)), 0
+    all_ranks, previous_stage = tuple(range(num_partitions)), 0
     if rank_program.prologue or rank_program.epilogue:
-        raise PlanError("a plan without a flush has no steps that end, but a step on Spark is two jobs; take zero(n)")
-    for word in rank_program.body:
-        stage = step_stage(word, everyone)
-        if stage < before:
+        raise PlanError(
+            "an asynchronous pipeline has no end of a step, but a step on Spark is two jobs; use zero(n, level=1)"
+        )
+    for instruction in rank_program.body:
+        stage = step_stage(instruction, all_ranks)
+        if stage < previous_stage:
             raise PlanError(
-                f"{format_instruction(word)} cannot be carried out by two Spark jobs, which compute, share gradients "
-                "out, agree, update and join weights, in this order and among all partitions; take zero(n, level=1)"
+                f"{format_instruction(instruction)} cannot run in two Spark jobs, which compute, reduce-scatter "
+                "gradients, "
+                "commit, update and all-gather weights, in this order and among all partitions; use zero(n, level=1)"
             )
-        before = stage
-    return tuple(word.micro for word in rank_program.body if isinstance(word, Forward))
+        previous_stage = stage
+    return tuple(instruction.micro for instruction in rank_program.body if isinstance(instruction, Forward))
 
 
 def step_stage(instruction: Instruction, all_ranks: tuple[int, ...]) -> int:
-    """Return how far a step is when a word comes; -1 for one that has no place in it."""
+    """Return the stage of a step in which an instruction runs; -1 if two Spark jobs cannot run it."""
     match instruction:
         case Forward(block=0, version=0) | Backward(block=0, version=0, part=""):
             return 0
@@ -123,12 +125,12 @@ OnStep = Callable[[SparkStep], None]
 
 @dataclass(frozen=True, slots=True)
 class SparkTrainResult:
-    """What a training did.
+    """Result of a training.
 
     Args:
-        plan: what it ran, as text.
+        plan: as text.
         steps: of this call, without slices.
-        step_bytes: what the program's formula says that all places send each other in a step.
+        step_bytes: bytes that all partitions send in a step, by the program's cost formula.
     """
 
     plan: str
@@ -138,21 +140,21 @@ class SparkTrainResult:
     @property
     def losses(self) -> list[float]:
         """The loss of each step."""
-        return [done.loss for done in self.steps]
+        return [step.loss for step in self.steps]
 
 
 class SparkTraining:
-    """A model, its loss and its optimizer, ready for an exchange of so many places.
+    """A model, its loss and its optimizer, prepared for a number of partitions.
 
     Args:
-        model: any module on the CPU that leaves nothing behind in a forward.
+        model: any module on the CPU whose forward has no side effects.
         loss: from the model's output and the targets to the mean loss of the samples.
         optimizer: of torch, on the model's parameters, or a factory such as ``partial(SGD, lr=0.1)``.
-        options: how long, and how.
-        num_places: partitions.
+        options: of the run.
+        num_partitions: of the data.
 
     Raises:
-        PlanError: the parts do not go together, or not with Spark.
+        PlanError: the arguments contradict each other, or Spark cannot run them.
     """
 
     def __init__(
@@ -167,9 +169,7 @@ class SparkTraining:
         check_on_cpu(model)
         require_directory_path(options.checkpoint_dir)
         if options.save_every is not None and options.checkpoint_dir is None:
-            raise PlanError(
-                f"save_every={options.save_every} says when, but not where; give checkpoint_dir=FOLDER as well"
-            )
+            raise PlanError(f"save_every={options.save_every} needs a folder; give checkpoint_dir=FOLDER, too")
         self.model, self.loss, self.options, self.num_partitions = model, loss, options, num_partitions
         face = wrap_optimizer(optimizer, model)
         self.slice_optimizer = make_slice_optimizer(face)
@@ -182,7 +182,7 @@ class SparkTraining:
 
     @property
     def step_bytes(self) -> int:
-        """What all places send each other in a step, by the program's formula, or half of it with a code of 16 bits."""
+        """The bytes that all partitions send in a step, by the program's cost formula; with ``bf16`` in 16 bits."""
         total = sum(self.compiled.sent_bytes())
         return (
             int(total * (2 if self.options.codec == "bf16" else self.layout.dtype.itemsize))
@@ -190,7 +190,7 @@ class SparkTraining:
         )
 
     def make_spec(self, constants: BroadcastBytes) -> TrainingSpec:
-        """Return what tasks have to know."""
+        """Return what every task needs."""
         model = meta_copy(self.model)
         code, seed = self.options.codec, self.options.seed
         return TrainingSpec(
@@ -198,10 +198,10 @@ class SparkTraining:
         )
 
     def assign_batches(self, infos: Sequence[PartitionInfo]) -> BatchAssignment:
-        """Return which samples are where."""
-        starts = tuple(accumulate((one.count for one in infos), initial=0))
+        """Return which samples are in which partition."""
+        starts = tuple(accumulate((info.count for info in infos), initial=0))
         sampler = Sampler(starts[-1], self.options.batch_size, self.options.seed)
-        return BatchAssignment(sampler, starts, tuple(one.digest for one in infos))
+        return BatchAssignment(sampler, starts, tuple(info.digest for info in infos))
 
     def run(
         self,
@@ -212,83 +212,88 @@ class SparkTraining:
         resume: Path | None = None,
         on_step: OnStep | None = None,
     ) -> SparkTrainResult:
-        """Train; afterwards the model has the weights that came out.
+        """Train; afterwards the model has the trained weights.
 
         Args:
-            exchange: between places that have the samples.
-            recipe: from ``recipe``.
-            found: what is in each place.
-            resume: a checkpoint, or a folder of them, to go on from.
-            on_step: called after each step, also of those that are taken again.
+            shuffle: between partitions that have the samples.
+            spec: from :meth:`make_spec`.
+            infos: contents of each partition.
+            resume: a checkpoint, or a folder of them, to continue from.
+            on_step: called after each step, including steps that are repeated.
 
         Raises:
             CheckpointError: one cannot be read or written.
             DataError: a loss is not finite, a parameter is unused, or a sample is wrong.
-            LaunchError: Spark gave up a job.
+            LaunchError: Spark aborted a job.
         """
         slices, progress = initial_slices(self.target, self.num_partitions), TrainProgress()
         if resume is not None:
             slices, progress = load_slices(self.target, resume, self.num_partitions)
-        run = SparkTrainingLoop(shuffle, spec, self.assign_batches(infos), self.microbatches, self.options)
+        loop = SparkTrainingLoop(shuffle, spec, self.assign_batches(infos), self.microbatches, self.options)
         steps: list[SparkStep] = []
-        for done in self._run_with_retries(run, slices, progress):
-            if done.slices:
-                load_into_model(self.target, done.slices)
-                self._save(run, done)
-            again = next((at for at, one in enumerate(steps) if one.progress.step == done.progress.step), len(steps))
-            steps[again:] = [replace(done, slices=())]  # what Spark gave up afterwards is taken once more
+        for step in self._run_with_retries(loop, slices, progress):
+            if step.slices:
+                load_into_model(self.target, step.slices)
+                self._save(loop, step)
+            matches = (
+                position for position, earlier in enumerate(steps) if earlier.progress.step == step.progress.step
+            )
+            index = next(matches, len(steps))
+            steps[index:] = [replace(step, slices=())]  # a retry repeats the steps after its slices
             if on_step is not None:
-                on_step(done)
+                on_step(step)
         return SparkTrainResult(str(self.compiled.plan), tuple(steps), self.step_bytes)
 
     def _run_with_retries(
         self, run: SparkTrainingLoop, slices: Sequence[bytes], progress: TrainProgress
     ) -> Iterator[SparkStep]:
-        """Yield every step; where Spark gives up a job, again from the last slices at the driver, if that may be.
+        """Yield every step; after Spark aborts a job, restart from the last collected slices.
 
         Raises:
-            LaunchError: Spark gave up a job once more than the options allow.
+            LaunchError: Spark aborted more jobs than ``max_retries``.
         """
-        for left in range(self.options.max_retries, -1, -1):
+        for num_left in range(self.options.max_retries, -1, -1):
             try:
-                for done in run.run(slices, progress):
-                    if done.slices:
-                        slices, progress = done.slices, done.progress
-                    yield done
+                for step in run.run(slices, progress):
+                    if step.slices:
+                        slices, progress = step.slices, step.progress
+                    yield step
             except LaunchError as error:
-                if left == 0:
+                if num_left == 0:
                     raise
-                warnings.warn(f"{error}; going on from step {progress.step}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{error}; restarting from step {progress.step}", RuntimeWarning, stacklevel=2)
             else:
                 return
 
-    def _save(self, run: SparkTrainingLoop, done: SparkStep) -> None:
+    def _save(self, run: SparkTrainingLoop, spark_step: SparkStep) -> None:
         options = self.options
         if options.checkpoint_dir is None:
             return
-        step = done.progress.step
+        step = spark_step.progress.step
         if step == run.num_steps or (options.save_every is not None and step % options.save_every == 0):
-            save_slices(self.target, done.slices, done.progress, options.checkpoint_dir, options.keep_last)
+            save_slices(self.target, spark_step.slices, spark_step.progress, options.checkpoint_dir, options.keep_last)
 
 
 def check_on_cpu(model: nn.Module) -> None:
-    """Check that a model's numbers are on the CPU.
+    """Check that a model's parameters and buffers are on the CPU.
 
     Raises:
-        PlanError: they are not.
+        PlanError: one is not.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
-            raise PlanError(f"{name} is on {tensor.device}, but tasks of Spark's compute on the CPU; move it there")
+            raise PlanError(
+                f"{name} is on {tensor.device}, but Spark tasks compute on the CPU; move it with model.cpu()"
+            )
 
 
 def destroy_broadcast(broadcast: Broadcast[Any], context: SparkContext) -> None:
-    """End a broadcast, also in the list of those to ship: a closure that could not be shipped leaves it to the next."""
-    context._pickled_broadcast_vars.clear()  # noqa: SLF001 - nothing public empties it
+    """Destroy a broadcast, and remove it from PySpark's pending list, where a failed serialization leaves it."""
+    context._pickled_broadcast_vars.clear()  # noqa: SLF001 - there is no public API
     broadcast.destroy()
 
 
-def train(  # noqa: PLR0913 - what a training may be given, most by keyword
+def train(  # noqa: PLR0913 - mostly keyword-only
     data: RDD[Any] | DataFrame,
     model: nn.Module,
     *,
@@ -299,34 +304,36 @@ def train(  # noqa: PLR0913 - what a training may be given, most by keyword
     resume: str | Path | None = None,
     on_step: OnStep | None = None,
 ) -> SparkTrainResult:
-    """Train on an RDD or a DataFrame, in two Spark jobs a step; afterwards the model has the trained weights.
+    """Train on an RDD or a DataFrame, in two Spark jobs per step; afterwards the model has the trained weights.
 
-    Partitions are replicas: each computes those samples of a global batch that it has, updates a slice of the weights,
-    and has the optimizer's state of that slice. Data do not move but once, to be kept as tensors by Spark.
+    Partitions are replicas: each computes the samples of a global batch that it stores, updates a slice of the weights,
+    and keeps the optimizer state of that slice. Data is converted to tensors once, which Spark caches.
 
     Args:
-        data: an RDD of samples ``(inputs..., target)``, or a DataFrame; the same whenever Spark computes it again.
-        model: any module on the CPU whose forward leaves nothing behind in it.
+        data: an RDD of samples ``(inputs..., target)``, or a DataFrame; recomputing it must give the same samples.
+        model: any module on the CPU whose forward has no side effects.
         loss: from the model's output and the targets to the mean loss of the samples.
-        optimizer: of torch, one that treats every number apart, or a factory such as ``partial(SGD, lr=0.1)``.
-        options: batch size, epochs and the rest.
-        columns: of a DataFrame: those of the inputs, and that of the target last.
-        resume: a checkpoint, or a folder of them, of any plan, to go on from.
+        optimizer: an elementwise optimizer of torch, or a factory such as ``partial(SGD, lr=0.1)``.
+        options: batch size, epochs and so on.
+        columns: of a DataFrame: input columns, then the target column.
+        resume: a checkpoint of any plan, or a folder of them, to continue from.
         on_step: called after each step.
 
     Raises:
-        PlanError: the parts do not go together, or cannot be shipped, or there is no room for them.
-        DataError: rows cannot be used, or what is computed from them.
+        PlanError: the arguments contradict each other, cannot be serialized, or do not fit into a worker's memory.
+        DataError: rows cannot be used, or a loss is not finite.
         CheckpointError: one cannot be read or written.
-        LaunchError: Spark gave up a job, or executors have other versions.
+        LaunchError: Spark aborted a job, or executors have other versions of Python or torch.
 
     Promise:
-        The same numbers as on one rank, to rounding, whatever the number of partitions and however samples are spread
-        over them; also when tasks run again. With ``code="bf16"`` gradients and published weights have 8 bits.
+        The same results as single-process training, up to rounding, for any number of partitions and any distribution
+        of the samples, also if tasks run again. With ``codec="bf16"`` gradients and published weights have 8
+        significant bits.
 
     Cost:
-        Bytes sent per partition and step, n of them, of P: 2 (n-1)/n P, half of it gradients and half of it weights.
-        The state of a slice travels, too, where Spark runs its task elsewhere. Two jobs, or three with clip_norm.
+        Bytes sent per partition and step, for n partitions and P bytes of weights: 2 (n-1)/n P, half of it gradients
+        and half weights. The state of a slice is sent, too, if Spark runs its task on another executor. Two jobs per
+        step, or three with ``clip_norm``.
 
     Source:
         Dai et al., BigDL: A Distributed Deep Learning Framework for Big Data, SoCC 2019, section 3.
@@ -359,24 +366,24 @@ def train_local(
     options: SparkOptions,
     resume: Path | None = None,
 ) -> SparkTrainResult:
-    """Train as on Spark with partitions in this process, one after the other: for tests, and to try things out.
+    """Train as on Spark with partitions in this process, one after the other: for tests and experiments.
 
     Args:
         partitions: the samples of each.
         model: as in ``train``.
-        loss: likewise.
-        optimizer: likewise.
-        options: likewise.
-        resume: likewise.
+        loss: as in ``train``.
+        optimizer: as in ``train``.
+        options: as in ``train``.
+        resume: as in ``train``.
 
     Example:
         >>> import torch
         >>> model, data = nn.Linear(1, 1), [(torch.ones(1), torch.ones(1))] * 3
         >>> options = SparkOptions(batch_size=2, max_steps=2)
-        >>> done = train_local(
+        >>> result = train_local(
         ...     [data, data[:1]], model, loss=nn.functional.mse_loss, optimizer=optim.SGD, options=options
         ... )
-        >>> [step.num_samples for step in done.steps], done.plan
+        >>> [step.num_samples for step in result.steps], result.plan
         ([2, 2], 'zero(2, level=1)')
     """
     from counterpoint.spark.samples import inspect_local, pack_local

@@ -1,7 +1,4 @@
-"""Leaving out what the slowest partitions have not computed in time: BigDL's rule, by microbatches.
-
-A training as the driver sees it: one superstep computes gradients, a second updates and hands out weights.
-"""
+"""Driver of a training on Spark: one job computes gradients, a second one updates the weights and publishes them."""
 
 from __future__ import annotations
 
@@ -35,22 +32,22 @@ from counterpoint.spark.weight_slices import SliceCodec
 from counterpoint.training.checkpointing.save_restore import TrainProgress
 
 MARGIN = 1.01
-"""What the time of the slowest that still counts is multiplied with."""
+"""Factor on the time of the slowest partition that is still accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerPolicy:
-    """When partitions stop computing a step, and when the step is left out for that.
+    """When partitions stop computing a step, and when the whole step is skipped because of that.
 
     Args:
-        fraction: of partitions' shares that may come too late, in the long run.
-        most: of the samples of a batch that may be missing; if more are, nothing is updated.
-        warmup: steps of which nothing is left out.
-        every: after so many steps the limit is set anew, by the times of these.
+        drop_fraction: fraction of partitions that may exceed the time limit, in the long run.
+        max_missing_fraction: fraction of a batch's samples that may be missing; above it nothing is updated.
+        warmup_steps: first steps, without a time limit.
+        update_every: steps between updates of the time limit, which is set from the times of these steps.
 
     Promise:
-        The gradient is that of the mean loss over the samples that were computed in time; which these are depends on
-        the clock, so runs differ, and a task that runs again may leave out others.
+        The gradient is that of the mean loss over the samples computed in time. Which samples these are depends on
+        timing, so runs differ, and a task that runs again may drop others.
 
     Source:
         BigDL's DistriOptimizer: dropPercentage, maxDropPercentage, warmupIterationNum, computeThresholdbatchSize.
@@ -65,41 +62,42 @@ class StragglerPolicy:
         require_counts(update_every=self.update_every)
         if not (0 < self.drop_fraction < 1 and 0 < self.max_missing_fraction <= 1 and self.warmup_steps >= 1):
             raise PlanError(
-                f"drop_fraction={self.drop_fraction}, max_missing_fraction={self.max_missing_fraction}, warmup_steps={self.warmup_steps} make no sense; give fractions "
-                "between 0 and 1, and 1 step or more without a limit"
+                f"drop_fraction={self.drop_fraction}, max_missing_fraction={self.max_missing_fraction}, "
+                f"warmup_steps={self.warmup_steps} are out of range; give fractions "
+                "between 0 and 1, and at least 1 warm-up step"
             )
 
     def is_missing_too_many(self, finished: int, batch_len: int) -> bool:
-        """Tell whether a batch lacks more samples than may be missing.
+        """Return whether more samples of a batch are missing than allowed.
 
         Example:
-            >>> drop = StragglerPolicy(max_missing_fraction=0.25)
-            >>> drop.is_missing_too_many(75, 100), drop.is_missing_too_many(74, 100)
+            >>> policy = StragglerPolicy(max_missing_fraction=0.25)
+            >>> policy.is_missing_too_many(75, 100), policy.is_missing_too_many(74, 100)
             (False, True)
         """
         return finished < (1 - self.max_missing_fraction) * batch_len
 
 
 def straggler_limit_s(seconds: Sequence[float], fraction: float) -> float:
-    """Return how long a partition may compute, so that a fraction of those that were measured would have been too slow.
+    """Return the time limit that a fraction of the measured partitions would have exceeded.
 
     Args:
-        seconds: that shares took, one or more.
-        fraction: of them.
+        seconds: measured compute times, at least one.
+        fraction: fraction of partitions above the limit.
 
     Example:
         >>> round(straggler_limit_s([1.0, 2.0, 3.0, 4.0], 0.25), 2)
         3.03
     """
-    late = min(int(len(seconds) * fraction), len(seconds) - 1)
-    return MARGIN * sorted(seconds)[len(seconds) - 1 - late]
+    num_late = min(int(len(seconds) * fraction), len(seconds) - 1)
+    return MARGIN * sorted(seconds)[len(seconds) - 1 - num_late]
 
 
 class TimeLimit:
-    """The limit of a run, set anew every few steps.
+    """Time limit of a run, updated every few steps.
 
     Args:
-        drop: the rule; None for no limit.
+        policy: None for no limit.
     """
 
     def __init__(self, policy: StragglerPolicy | None) -> None:
@@ -109,7 +107,7 @@ class TimeLimit:
         self._steps = 0
 
     def record_step(self, times: Sequence[float]) -> None:
-        """A step is over, in which shares took so long; those of nobody's samples are not told."""
+        """Record the compute times of one step, without partitions that had no samples."""
         if self.policy is None:
             return
         self._steps += 1
@@ -125,30 +123,30 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparkOptions:
-    """How long is trained, and how.
+    """Options of a training in two Spark jobs per step.
 
     Args:
-        batch_size: samples of one *global* batch, over all partitions; it need not divide into anything.
+        batch_size: samples of one *global* batch over all partitions; it needs no particular divisor.
         epochs: passes over the data.
-        max_steps: steps of the whole run at most, those before a resume included.
-        micros: into how many microbatches a partition cuts its share of a batch.
-        seed: of the order of samples, and of what the model draws.
-        guard: clipping, and what a loss that is not finite means.
-        schedule: from the step to a factor of the learning rate.
-        code: ``bf16`` for gradients and published weights in 16 bits, rounded to the nearest; sums and updates are made
-            in the dtype of the weights.
-        unused: what a parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
-        save_to: folder of checkpoints, which the driver sees; written at the end.
-        save_every: also save after so many steps.
-        keep: how many checkpoints stay; None keeps all.
-        cut_every: after so many steps slices come to the driver and begin there anew, so that what Spark would have to
-            compute again for a lost executor, and its shuffle files, go back no further.
-        drop: when partitions that are too slow are left out of a step, by microbatches; None for never.
-        retries: so often the run goes on from the last slices that came to the driver where Spark has given up a job,
-            which it does when a task has failed several times; then the error is raised.
+        max_steps: maximum steps of the whole run, including those before a resume.
+        num_microbatches: microbatches into which each partition splits its part of a batch.
+        seed: of the sample order and of the model's random numbers.
+        step_guard: gradient clipping, and the handling of a non-finite loss.
+        lr_lambda: maps the step to a factor of the learning rate.
+        codec: ``bf16`` sends gradients and published weights in 16 bits, rounded to nearest; sums and updates use the
+            dtype of the weights.
+        unused_parameters: meaning of a parameter without a gradient: ``error``, or ``zero`` for a zero gradient.
+        checkpoint_dir: folder of checkpoints, visible to the driver; one is written at the end.
+        save_every: steps between further checkpoints.
+        keep_last: number of checkpoints to keep; None keeps all.
+        snapshot_every: steps after which the slices are collected at the driver and published again. This bounds what
+            Spark has to recompute for a lost executor, and the number of shuffle files.
+        straggler_policy: skips the microbatches of slow partitions; None never skips.
+        max_retries: number of times that the run restarts from the last collected slices after Spark has aborted a job,
+            which it does when a task has failed several times; after that the error is raised.
 
     Raises:
-        PlanError: a number makes no sense.
+        PlanError: a number is out of range.
     """
 
     batch_size: int
@@ -176,25 +174,25 @@ class SparkOptions:
         )
         require_counts(optional=True, max_steps=self.max_steps, save_every=self.save_every, keep_last=self.keep_last)
         if type(self.max_retries) is not int or self.max_retries < 0:
-            raise PlanError(f"max_retries={self.max_retries!r} is no number of times; give 0 for none, or 1, 2, ...")
+            raise PlanError(f"max_retries={self.max_retries!r} is not a count; give 0, 1, 2, ...")
 
     def num_steps(self, num_batches: int) -> int:
-        """Return how many steps the whole run has."""
+        """Return the number of steps of the whole run."""
         steps = self.epochs * num_batches
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class SparkStep:
-    """A step is over.
+    """Result of a completed step.
 
     Args:
-        progress: how far the run has come with it.
+        progress: of the run after the step.
         loss: mean over the batch, before the update.
-        num_samples: of the batch.
-        sent_bytes: what places have sent to other places: gradients there, weights back.
-        is_skipped: whether nothing was updated.
-        slices: of all places, where they have come to the driver with this step.
+        num_samples: samples that were computed.
+        sent_bytes: gradients and weights that partitions sent to other partitions.
+        is_skipped: whether the update was skipped.
+        slices: of all partitions, if they were collected at the driver in this step.
     """
 
     progress: TrainProgress
@@ -206,14 +204,14 @@ class SparkStep:
 
 
 class SparkTrainingLoop:
-    """A training over an exchange.
+    """Loop over the steps of a training, each one or two supersteps of a shuffle.
 
     Args:
-        exchange: between places that have samples.
-        recipe: what places have to know.
-        share: which samples are where.
-        micros: the microbatches of each place's row of the program.
-        options: how long, and how.
+        shuffle: between partitions that have samples.
+        spec: what every task needs.
+        assignment: which samples are in which partition.
+        microbatches: by partition, those of its rank program.
+        options: of the run.
     """
 
     def __init__(
@@ -237,112 +235,124 @@ class SparkTrainingLoop:
         self.num_steps = options.num_steps(self.num_batches)
 
     def run(self, slices: Sequence[bytes], progress: TrainProgress) -> Iterator[SparkStep]:
-        """Train from slices and a place in the run to its end; the last step has the slices that came out.
+        """Yield every step from the given slices and progress to the end; the last step has the final slices.
 
         Raises:
             DataError: a loss is not finite, a parameter is unused, or the model or the loss failed on some samples.
-            LaunchError: Spark gave up a job.
+            LaunchError: Spark aborted a job.
         """
-        held, skipped = self._publish(slices, progress.step), 0
+        data, num_skipped = self._publish(slices, progress.step), 0
         while progress.step < self.num_steps:
-            step, whole = progress.step, self.assignment.sampler.batch_len(progress.cursor.batch)
-            held, verdict, sent = self._compute(held, step, progress.cursor)
-            verdict, guard = self._apply_straggler_policy(verdict, whole)
-            skipped = skipped + 1 if verdict.skip_reason else 0
-            require_finite(verdict.skip_reason, step, skipped, guard)
+            step, batch_len = progress.step, self.assignment.sampler.batch_len(progress.cursor.batch)
+            data, result, sent_bytes = self._compute(data, step, progress.cursor)
+            result, guard = self._apply_straggler_policy(result, batch_len)
+            num_skipped = num_skipped + 1 if result.skip_reason else 0
+            require_finite(result.skip_reason, step, num_skipped, guard)
             progress = TrainProgress(step + 1, progress.cursor.advance(self.num_batches))
-            is_told = self._collects_state(progress.step)
-            held, told, published = self._update(held, verdict, step, whole, collects_state=is_told)
-            if is_told:
-                self.shuffle.release(held)  # it goes on from the slices, if at all
-                held = self._publish(told, progress.step)
+            collects_state = self._collects_state(progress.step)
+            data, collected, published_bytes = self._update(
+                data, result, step, batch_len, collects_state=collects_state
+            )
+            if collects_state:
+                self.shuffle.release(data)  # a retry starts from the slices, so earlier shuffle files are not needed
+                data = self._publish(collected, progress.step)
             yield SparkStep(
-                progress, verdict.loss, verdict.num_samples, sent + published, bool(verdict.skip_reason), tuple(told)
+                progress,
+                result.loss,
+                result.num_samples,
+                sent_bytes + published_bytes,
+                bool(result.skip_reason),
+                tuple(collected),
             )
 
     def _apply_straggler_policy(self, result: StepResult, batch_len: int) -> tuple[StepResult, StepGuard]:
-        """Return the verdict, against a step of which too much came too late, and what its fault means."""
-        guard, drop = self.options.step_guard, self.options.straggler_policy
-        if result.skip_reason or drop is None or not drop.is_missing_too_many(result.num_samples, batch_len):
+        """Return the result, marked as skipped if too many samples are missing, and the guard that applies to it."""
+        guard, policy = self.options.step_guard, self.options.straggler_policy
+        if result.skip_reason or policy is None or not policy.is_missing_too_many(result.num_samples, batch_len):
             return result, guard
-        fault = f"{result.num_samples} of {batch_len} samples were computed in time"
-        return replace(result, skip_reason=fault), replace(guard, nonfinite="skip")
+        skip_reason = f"{result.num_samples} of {batch_len} samples were computed in time"
+        return replace(result, skip_reason=skip_reason), replace(guard, nonfinite="skip")
 
     def _collects_state(self, step: int) -> bool:
-        """Tell whether slices come to the driver with the step that makes the run so long."""
+        """Return whether the slices are collected at the driver after ``step`` steps."""
         every = self.options.save_every if self.options.checkpoint_dir is not None else None
         is_saved = every is not None and step % every == 0
         return is_saved or step == self.num_steps or step % self.options.snapshot_every == 0
 
     def _publish(self, slices: Sequence[bytes], step: int) -> ShuffleData:
-        """Hand out the weights of slices that are at the driver; it runs with the next superstep."""
-        parcels = [
-            (place, ShuffleMessage(ShuffleMessageKind.STATE, place, step, text)) for place, text in enumerate(slices)
+        """Send slices from the driver to their partitions, which publish the weights; runs with the next superstep."""
+        messages = [
+            (partition, ShuffleMessage(ShuffleMessageKind.STATE, partition, step, state))
+            for partition, state in enumerate(slices)
         ]
-        work = UpdateSlice(self.spec, step, len(self.partitions), is_applied=False)
-        return self.shuffle.map_and_shuffle(self.shuffle.place_messages(parcels), work, f"step {step}")
+        task = UpdateSlice(self.spec, step, len(self.partitions), is_applied=False)
+        return self.shuffle.map_and_shuffle(self.shuffle.place_messages(messages), task, f"step {step}")
 
     def _compute(self, data: ShuffleData, step: int, cursor: Cursor) -> tuple[ShuffleData, StepResult, int]:
-        """Carry out the first superstep: forward, backward, gradients to those who update them."""
+        """Run the first superstep: forward, backward, and a reduce-scatter of gradients."""
         label = f"forward-backward of step {step}"
         limit_s = self.limit.seconds
-        work = ForwardBackwardTask(
+        task = ForwardBackwardTask(
             self.spec, self.assignment, step, cursor.epoch, cursor.batch, self.microbatches, limit_s
         )
-        data = self.shuffle.map_and_shuffle(data, work, label, with_samples=True)
-        notes = self._collect_reports(data, label)
-        self.limit.record_step([note.seconds for note in notes if note.seconds])
-        ballots = [note.step_report for note in notes]
-        self._check_unused_parameters(ballots, step)
+        data = self.shuffle.map_and_shuffle(data, task, label, with_samples=True)
+        reports = self._collect_reports(data, label)
+        self.limit.record_step([report.seconds for report in reports if report.seconds])
+        step_reports = [report.step_report for report in reports]
+        self._check_unused_parameters(step_reports, step)
         guard = replace(self.options.step_guard, clip_norm=None, check_finite="gradients")
-        return data, decide_step(ballots, self.partitions, guard), sum(note.sent_bytes for note in notes)
+        return data, decide_step(step_reports, self.partitions, guard), sum(report.sent_bytes for report in reports)
 
     def _update(
         self, data: ShuffleData, result: StepResult, step: int, batch_len: int, *, collects_state: bool
     ) -> tuple[ShuffleData, list[bytes], int]:
-        """Carry out the second superstep, or with clipping by the norm two: sums, updates, weights to everybody."""
+        """Run the second superstep (and before it a third for clipping by norm): update slices, all-gather weights."""
         guard = self.options.step_guard
-        scale = batch_len / result.num_samples if result.num_samples else 1.0  # 1, but where samples came too late
-        is_added = guard.clip_norm is not None and not result.skip_reason
-        if is_added:
+        scale = batch_len / result.num_samples if result.num_samples else 1.0  # above 1 only if samples are missing
+        is_reduced = guard.clip_norm is not None and not result.skip_reason
+        if is_reduced:
             label = f"norm of step {step}"
             data = self.shuffle.map_and_shuffle(data, ReduceGradient(self.spec, step, len(self.partitions)), label)
-            squares = (note.step_report.squared_norm * scale**2 for note in self._collect_reports(data, label))
+            squares = (report.step_report.squared_norm * scale**2 for report in self._collect_reports(data, label))
             scale *= decide_step([StepReport(squared_norm=square) for square in squares], self.partitions, guard).scale
         label = f"parameter synchronization of step {step}"
-        work = UpdateSlice(
+        task = UpdateSlice(
             self.spec,
             step,
             len(self.partitions),
             is_applied=not result.skip_reason,
-            is_reduced=is_added,
+            is_reduced=is_reduced,
             collects_state=collects_state,
             lr_factor=self.options.lr_lambda(step) if self.options.lr_lambda is not None else 1.0,
             scale=scale,
             clip_value=guard.clip_value,
         )
-        data = self.shuffle.map_and_shuffle(data, work, label)
-        parcels = self.shuffle.collect_reports(data, label)
-        sent = sum(decode_report(one.payload).sent_bytes for one in parcels if one.kind is ShuffleMessageKind.REPORT)
-        return data, [one.payload for one in parcels if one.kind is ShuffleMessageKind.STATE], sent
+        data = self.shuffle.map_and_shuffle(data, task, label)
+        messages = self.shuffle.collect_reports(data, label)
+        sent_bytes = sum(
+            decode_report(message.payload).sent_bytes
+            for message in messages
+            if message.kind is ShuffleMessageKind.REPORT
+        )
+        return data, [message.payload for message in messages if message.kind is ShuffleMessageKind.STATE], sent_bytes
 
     def _collect_reports(self, data: ShuffleData, label: str) -> list[PartitionReport]:
-        """Return what all places tell.
+        """Return the reports of all partitions.
 
         Raises:
-            DataError: code of the user's failed in one.
+            DataError: the user's model or loss failed in a partition.
         """
-        parcels = self.shuffle.collect_reports(data, label)
-        notes = [decode_report(parcel.payload) for parcel in parcels]
-        for parcel, note in zip(parcels, notes, strict=True):
-            if note.failure:
-                raise DataError(f"partition {parcel.sender} failed in the {label}: {note.failure}")
-        return notes
+        messages = self.shuffle.collect_reports(data, label)
+        reports = [decode_report(message.payload) for message in messages]
+        for message, report in zip(messages, reports, strict=True):
+            if report.failure:
+                raise DataError(f"partition {message.sender} failed in the {label}: {report.failure}")
+        return reports
 
     def _check_unused_parameters(self, reports: Sequence[StepReport], step: int) -> None:
         if self.options.unused_parameters == "error":
-            busy = [ballot for ballot in reports if not ballot.is_idle]
-            readers: Mapping[str, tuple[int, ...]] = {
+            busy = [report for report in reports if not report.is_idle]
+            computing_ranks: Mapping[str, tuple[int, ...]] = {
                 slot.name: tuple(range(len(busy))) for slot in self.spec.layout.slots
             }
-            require_all_used(find_unused_params(busy, readers), step)
+            require_all_used(find_unused_params(busy, computing_ranks), step)

@@ -1,8 +1,8 @@
-"""What every task has to know of the training, and the replica that a Python worker keeps from one task to the next.
+"""What every task needs of a training, and the model replica that a Python worker caches between tasks.
 
-A closure carries the model's modules with their parameters on the ``meta`` device, so without a number of theirs; the
-loss; and the optimizer's class and options. Weights travel as bytes, and what never changes, buffers and frozen
-parameters, is broadcast once.
+The closure of a task carries the model's modules with their parameters on the ``meta`` device, the loss, and the
+optimizer's class and options. Weights are sent as bytes; what never changes (buffers and frozen parameters) is
+broadcast once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 class BroadcastBytes(Protocol):
-    """Bytes that are the same for the whole run; a broadcast of Spark's is one."""
+    """Bytes that are constant during the run, such as the value of a Spark broadcast."""
 
     @property
     def value(self) -> bytes:
@@ -36,24 +36,24 @@ class BroadcastBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalBytes:
-    """Bytes that need not travel."""
+    """The same in this process, without a broadcast."""
 
     value: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
-    """The training as a task knows it.
+    """Specification of the training that every task receives.
 
     Args:
-        run: a name that no other run has.
-        model: without the numbers of its parameters and buffers.
-        still: those of them that no step changes.
+        run_id: unique name of the run.
+        model: on the ``meta`` device.
+        constants: values of buffers and frozen parameters.
         loss: from the model's output and the targets to the mean loss of the samples.
-        rule: how slices are updated.
-        layout: where trained parameters lie in the flat vector.
-        code: how weights and gradients travel.
-        seed: of what the model draws.
+        slice_optimizer: how slices are updated.
+        layout: of the trained parameters in the flat vector.
+        codec: of weights and gradients in messages.
+        seed: of the model's random numbers.
     """
 
     run_id: str
@@ -67,10 +67,10 @@ class TrainingSpec:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model whose parameters and buffers have shapes and nothing else; tied ones stay tied.
+    """Return a copy of the model with parameters and buffers on the ``meta`` device; tied ones stay tied.
 
     Raises:
-        PlanError: something in it cannot be copied, so it cannot be shipped.
+        PlanError: a part of it cannot be copied, so it cannot be serialized.
     """
     memo: dict[int, Any] = {
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
@@ -84,26 +84,27 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def serialize_constants(model: nn.Module, trained: Mapping[str, int]) -> bytes:
-    """Return what no step changes, as bytes: buffers, and parameters that are not trained."""
-    found = {name: tensor.detach().clone() for name, tensor in _all_tensors(model) if name not in trained}
-    return write_tensors(found)
+    """Return buffers and frozen parameters, which no step changes, as bytes."""
+    constants = {name: tensor.detach().clone() for name, tensor in _all_tensors(model) if name not in trained}
+    return write_tensors(constants)
 
 
 def check_no_running_stats(model: nn.Module) -> None:
-    """Check that a forward leaves nothing behind in the model.
+    """Check that a forward does not change the model.
 
     Raises:
-        PlanError: it has running statistics.
+        PlanError: a module keeps running statistics.
     """
     for path in modules_with_running_stats(model):
         raise PlanError(
-            f"{path} keeps running statistics, but a task of Spark's may run again, so it must leave nothing behind; "
-            "take track_running_stats=False, or a GroupNorm"
+            f"{path} keeps running statistics, but Spark may run a task again, so its forward must not change the "
+            "model; "
+            "use track_running_stats=False, or a GroupNorm"
         )
 
 
 class SparkReplica:
-    """A model with numbers, in a worker; its trained parameters are views of one vector."""
+    """A model replica in a Python worker; its trained parameters are views of one flat vector."""
 
     def __init__(self, spec: TrainingSpec) -> None:
         self.model = spec.model
@@ -116,14 +117,14 @@ class SparkReplica:
         self.params = [known[slot.name] for slot in layout.slots]
 
     def clear_grads(self) -> None:
-        """No parameter has a gradient."""
+        """Remove the gradients of all parameters."""
         for param in self.params:
             param.grad = None
 
     def flat_grad(self) -> Tensor:
-        """Return the gradients of all trained parameters as one vector; zeros where there is none."""
-        found = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
-        return torch.cat([one.detach().reshape(-1) for one in found])
+        """Return the gradients of all trained parameters as one vector; zeros for a missing one."""
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
+        return torch.cat([grad.detach().reshape(-1) for grad in grads])
 
     def params_without_grad(self, layout: FlatLayout) -> list[str]:
         """Return the names of trained parameters without a gradient."""
@@ -131,24 +132,26 @@ class SparkReplica:
 
 
 def load_values(model: nn.Module, values: Mapping[str, Tensor], trained: Collection[str] = ()) -> None:
-    """A model of ``meta_copy`` has the values, which it owns from now on.
+    """Replace the ``meta`` tensors of a model by values, which the model then owns.
 
     Args:
-        model: changed in place.
+        model: from :func:`meta_copy`; changed in place.
         values: of every parameter and buffer, by the first of its names.
-        trained: names of the parameters that get a gradient.
+        trained: names of the parameters that require a gradient.
     """
-    made: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for name, tensor in _all_tensors(model):
         is_parameter = isinstance(tensor, nn.Parameter)
-        made[id(tensor)] = nn.Parameter(values[name], requires_grad=name in trained) if is_parameter else values[name]
+        replacements[id(tensor)] = (
+            nn.Parameter(values[name], requires_grad=name in trained) if is_parameter else values[name]
+        )
     for module in model.modules():
-        for own in (module._parameters, module._buffers):  # noqa: SLF001 - replaced by others of the same shape
-            own.update({key: made[id(old)] for key, old in own.items() if old is not None})  # type: ignore[misc]
+        for tensors in (module._parameters, module._buffers):  # noqa: SLF001 - replaced by tensors of the same shape
+            tensors.update({key: replacements[id(old)] for key, old in tensors.items() if old is not None})  # type: ignore[misc]
 
 
 class _ReplicaSlot:
-    """Where a worker keeps the replica of a run."""
+    """Cache slot for the replica of a run."""
 
     def __init__(self) -> None:
         self.replica: SparkReplica | None = None
@@ -156,17 +159,17 @@ class _ReplicaSlot:
 
 @lru_cache(maxsize=1)
 def _replica_slot(run_id: str) -> _ReplicaSlot:
-    """Return the place of a run's replica in this process; that of another run is given up."""
+    """Return the cache slot of a run in this process; it evicts that of another run."""
     del run_id
     return _ReplicaSlot()
 
 
 def get_replica(spec: TrainingSpec) -> SparkReplica:
-    """Return this process's replica, made when it is first asked for."""
-    kept = _replica_slot(spec.run_id)
-    if kept.replica is None:
-        kept.replica = SparkReplica(spec)
-    return kept.replica
+    """Return this process's replica, built on first use."""
+    slot = _replica_slot(spec.run_id)
+    if slot.replica is None:
+        slot.replica = SparkReplica(spec)
+    return slot.replica
 
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

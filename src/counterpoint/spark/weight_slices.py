@@ -1,4 +1,4 @@
-"""The weights as one flat vector in slices, each with the optimizer's state of its numbers, and both as bytes."""
+"""Slices of the flat weight vector, each with the optimizer state of its elements, and their encoding as bytes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from counterpoint.runtime.params.flat_layout import FlatLayout, ShardSpan, build
 
 SliceCodec: TypeAlias = Literal["", "bf16"]
 MAX_SLICE_BYTES = 1 << 30
-"""What one parcel may have at most: Java has no array of 2 GiB."""
+"""Maximum size of one message: a Java array is smaller than 2 GiB."""
 
 WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
 class SliceOptimizer:
-    """How a slice is updated: the optimizer's class, and the options of each of its groups.
+    """Optimizer of a slice: its class, and the options of each parameter group.
 
     Args:
-        kind: an optimizer of torch that treats every number apart.
-        groups: options as the user's optimizer has them.
+        optimizer_class: an elementwise optimizer of torch.
+        param_groups: options of the user's optimizer.
     """
 
     optimizer_class: type[optim.Optimizer]
@@ -36,15 +36,16 @@ class SliceOptimizer:
 
 
 def make_slice_optimizer(optimizer_spec: OptimizerSpec) -> SliceOptimizer:
-    """Return how slices are updated as the user's optimizer would.
+    """Return the slice optimizer that updates as the user's optimizer would.
 
     Raises:
-        PlanError: it looks at whole tensors, of which a slice has only parts.
+        PlanError: the optimizer is not elementwise.
     """
     if not optimizer_spec.is_elementwise:
         raise PlanError(
-            f"{optimizer_spec.optimizer_class.__name__} looks at whole tensors, but on Spark each task updates a slice of all weights, "
-            "which ends anywhere within them; take an optimizer that treats every number apart (SGD, AdamW, Adagrad)"
+            f"{optimizer_spec.optimizer_class.__name__} is not elementwise, but on Spark each task updates a slice of "
+            "the "
+            "flat weights, which may split a tensor; use an elementwise optimizer (SGD, AdamW, Adagrad)"
         )
     return SliceOptimizer(
         optimizer_spec.optimizer_class,
@@ -53,12 +54,12 @@ def make_slice_optimizer(optimizer_spec: OptimizerSpec) -> SliceOptimizer:
 
 
 def make_layout(model: nn.Module, group_of: Mapping[str, int], num_partitions: int) -> FlatLayout:
-    """Return how the trained weights lie in the flat vector.
+    """Return the layout of the trained weights in the flat vector.
 
     Args:
         model: any module.
-        group_of: the optimizer's group of each trained parameter.
-        num_places: into how many slices it will be cut.
+        group_of: parameter group of each trained parameter.
+        num_partitions: number of slices.
 
     Raises:
         PlanError: weights have several dtypes, or a slice would be too large for Spark.
@@ -69,34 +70,32 @@ def make_layout(model: nn.Module, group_of: Mapping[str, int], num_partitions: i
         may_split_params=True,
     )
     if len(layouts) > 1:
-        found = ", ".join(f"{one.slots[0].name} is {one.dtype}" for one in layouts)
-        raise PlanError(
-            f"weights on Spark lie in one vector, so of one dtype, but {found}; say model.to(torch.float32)"
-        )
+        dtypes = ", ".join(f"{flat_layout.slots[0].name} is {flat_layout.dtype}" for flat_layout in layouts)
+        raise PlanError(f"weights on Spark are one vector, so of one dtype, but {dtypes}; call model.to(torch.float32)")
     layout = layouts[0]
     slice_bytes = -(-layout.num_elements // num_partitions) * layout.dtype.itemsize
     if slice_bytes > MAX_SLICE_BYTES:
         raise PlanError(
-            f"a slice of these weights has {slice_bytes:,} bytes in {num_partitions} partitions, and at most "
-            f"{MAX_SLICE_BYTES:,} go into one record of Spark's; give "
+            f"a slice of these weights has {slice_bytes:,} bytes in {num_partitions} partitions, but one "
+            f"Spark record holds at most {MAX_SLICE_BYTES:,}; give "
             f"{-(-slice_bytes * num_partitions // MAX_SLICE_BYTES)} partitions or more"
         )
     return layout
 
 
 def partition_span(partition: int, num_partitions: int) -> ShardSpan:
-    """Return which part of the vector a place updates."""
+    """Return the fraction of the vector that a partition updates."""
     return Fraction(partition, num_partitions), Fraction(partition + 1, num_partitions)
 
 
 def param_views(layout: FlatLayout, span: ShardSpan, flat: Tensor) -> list[tuple[int, Tensor]]:
-    """Return what an optimizer is given for a part of the vector: views of it, each with its group."""
+    """Return views of a part of the vector, one per parameter group range, each with its group."""
     low, _ = layout.element_range(span)
     return [(group, flat[start - low : stop - low]) for group, start, stop in layout.optimizer_ranges(span)]
 
 
 def encode_slice(weights: Tensor, states: Sequence[Mapping[str, Any]] = ()) -> bytes:
-    """Return a slice as bytes: its weights, and what the optimizer keeps for each of its parts.
+    """Return a slice as bytes: its weights, and the optimizer state of each of its parts.
 
     Example:
         >>> weights, states = decode_slice(encode_slice(torch.ones(2), [{"step": torch.tensor(3.0), "lost": None}]))
@@ -110,14 +109,14 @@ def encode_slice(weights: Tensor, states: Sequence[Mapping[str, Any]] = ()) -> b
                 tensors[f"{index}.{key}"] = value.contiguous()
             elif value is not None:
                 raise PlanError(
-                    f"the optimizer keeps {key!r} as a {type(value).__name__}, but slices hold tensors; take one of "
+                    f"the optimizer keeps {key!r} as a {type(value).__name__}, but slices hold tensors; use one of "
                     "torch's own optimizers"
                 )
     return write_tensors(tensors)
 
 
 def decode_slice(text: bytes) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """Return the weights, and by part the optimizer's state, that ``encode_slice`` was given."""
+    """Return the weights, and the optimizer state by part, given to ``encode_slice``."""
     states: dict[int, dict[str, Tensor]] = {}
     tensors = read_tensors(text)
     weights = tensors.pop(WEIGHTS)
@@ -134,35 +133,36 @@ def update_slice(
     states: Mapping[int, Mapping[str, Tensor]],
     lr_factor: float,
 ) -> list[Mapping[str, Any]]:
-    """Step with an optimizer on the parts of a slice; returns what it keeps for each of them.
+    """Run one optimizer step on the parts of a slice, and return the new state of each part.
 
     Args:
-        rule: how.
-        parts: views of the slice's weights, with their groups; they change.
+        optimizer: of the slice.
+        parts: views of the slice's weights, with their groups; updated in place.
         gradients: of the same parts.
-        states: what it kept the last time, by part.
-        lr_factor: what the learning rate is multiplied with in this step.
+        states: state after the previous step, by part.
+        lr_factor: factor of the learning rate in this step.
     """
     if not parts:
         return []
-    listed: dict[int, list[Tensor]] = {}
+    tensors_by_group: dict[int, list[Tensor]] = {}
     for group, part in parts:
-        listed.setdefault(group, []).append(part)
+        tensors_by_group.setdefault(group, []).append(part)
     groups = [
-        {"params": tensors, **_scale_lr(optimizer.param_groups[group], lr_factor)} for group, tensors in listed.items()
+        {"params": tensors, **_scale_lr(optimizer.param_groups[group], lr_factor)}
+        for group, tensors in tensors_by_group.items()
     ]
     with without_dynamo_import():
-        made = optimizer.optimizer_class(groups, **_constructor_args(optimizer))
+        torch_optimizer = optimizer.optimizer_class(groups, **_constructor_args(optimizer))
     for index, ((_, part), (_, gradient)) in enumerate(zip(parts, gradients, strict=True)):
         part.grad = gradient
         if index in states:
-            made.state[part] = dict(states[index])
-    made.step()
-    return [made.state[part] for _, part in parts]
+            torch_optimizer.state[part] = dict(states[index])
+    torch_optimizer.step()
+    return [torch_optimizer.state[part] for _, part in parts]
 
 
 def _constructor_args(optimizer: SliceOptimizer) -> dict[str, Any]:
-    """Return what the optimizer is made with; some, such as Adagrad's first sum, are not read from groups."""
+    """Return constructor arguments; some, such as Adagrad's initial sum, are not read from parameter groups."""
     options = optimizer.param_groups[0]
     return {name: options[name] for name in argument_names(optimizer.optimizer_class, ()) if name in options}
 
@@ -172,14 +172,14 @@ def _scale_lr(options: Mapping[str, Any], lr_factor: float) -> dict[str, Any]:
 
 
 def encode_values(values: Tensor, codec: SliceCodec) -> bytes:
-    """Return numbers as bytes; with ``bf16`` as the nearest of 16 bits, and the even one of two that are as near."""
+    """Return values as bytes; with ``bf16`` rounded to the nearest 16-bit value, ties to even."""
     if codec == "bf16":
         values = values.to(torch.bfloat16)
     return values.detach().contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
 
 
 def decode_values(text: bytes, dtype: torch.dtype, codec: SliceCodec) -> Tensor:
-    """Return numbers that ``encode_values`` wrote, in the dtype that they had.
+    """Return the values written by ``encode_values``, in the given dtype.
 
     Example:
         >>> decode_values(encode_values(torch.tensor([1.0, 1.01171875]), "bf16"), torch.float32, "bf16")

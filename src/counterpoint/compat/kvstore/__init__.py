@@ -1,8 +1,8 @@
-"""MXNet's KVStore on torch tensors: ``kv = counterpoint.compat.kvstore.create("dist_sync")``.
+"""MXNet's KVStore API on torch tensors: ``kv = counterpoint.compat.kvstore.create("dist_sync")``.
 
-``face.py`` has the calls. Behind it ``local.py`` keeps values in this process, and ``served.py`` on servers;
-``optimizers.py`` turns torch optimizers into the rules of servers, ``compression.py`` is MXNet's, ``starting.py`` finds
-out which worker this is and brings it to the servers.
+``kvstore.py`` has the public calls. Values are stored in this process (``local_store.py``) or on servers
+(``server_store.py``). ``optimizers.py`` converts torch optimizers to the update rules of servers, ``compression.py`` is
+MXNet's gradient compression, and ``create.py`` makes a store and connects this worker to the servers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from counterpoint.compat.kvstore.errors import KVStoreUnsupportedError, raise_un
 from counterpoint.compat.kvstore.kvstore import KVStore
 from counterpoint.compat.kvstore.server_store import KVStoreMember, make_job
 
-__all__ = ["KVStoreUnsupportedError", "KVStore", "KVStoreMember", "create", "make_job"]
+__all__ = ["KVStore", "KVStoreMember", "KVStoreUnsupportedError", "create", "make_job"]
 
 
 def __getattr__(name: str) -> object:
-    """Say what there is instead of what there is not."""
+    """Raise an error that names the replacement of an unsupported name."""
     raise_unsupported(name)

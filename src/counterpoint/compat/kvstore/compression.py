@@ -1,4 +1,4 @@
-"""Gradient compression: what is too small to be sent now stays on the worker, and is added to the next gradient."""
+"""MXNet's gradient compression with error feedback: values that are not sent are added to the next gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class TwoBit:
-    """Each number travels as minus the threshold, nothing, or the threshold.
+    """Codec that sends each value as minus the threshold, zero, or the threshold.
 
     Source:
         MXNet's gradient compression, type ``2bit``, src/kvstore/gradient_compression-inl.h.
@@ -24,7 +24,7 @@ class TwoBit:
     threshold: float = 0.5
 
     def quantize(self, values: Tensor) -> Tensor:
-        """Return what arrives.
+        """Return the values as received.
 
         Example:
             >>> import torch
@@ -36,13 +36,13 @@ class TwoBit:
 
     @property
     def codec(self) -> str:
-        """The code in which a push to servers says the same."""
+        """The codec's name in a push to servers; empty if it runs on the worker."""
         return f"twobit:{Decimal(repr(self.threshold)):f}"
 
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """Each number travels as 1 where it is above the threshold, and as -1 elsewhere.
+    """Codec that sends each value as 1 above the threshold, and as -1 otherwise.
 
     Source:
         MXNet's gradient compression, type ``1bit``, src/kvstore/gradient_compression-inl.h; Seide et al., 2014.
@@ -51,7 +51,7 @@ class OneBit:
     threshold: float = 0.5
 
     def quantize(self, values: Tensor) -> Tensor:
-        """Return what arrives.
+        """Return the values as received.
 
         Example:
             >>> import torch
@@ -68,29 +68,29 @@ CODECS: dict[str, type[KVCodec]] = {"2bit": TwoBit, "1bit": OneBit}
 
 
 def parse_compression(params: object) -> KVCodec:
-    """Return the code that parameters describe.
+    """Return the codec that MXNet's compression parameters describe.
 
     Args:
-        params: ``{"type": "2bit", "threshold": 0.5}``; the threshold may be missing.
+        params: ``{"type": "2bit", "threshold": 0.5}``; the threshold is optional.
 
     Raises:
-        PlanError: they describe none.
+        PlanError: they are invalid.
     """
-    found = params if isinstance(params, Mapping) else {}
-    unknown = [name for name in found if name not in {"type", "threshold"}]
-    kind = CODECS.get(str(found.get("type")))
+    given = params if isinstance(params, Mapping) else {}
+    unknown = [name for name in given if name not in {"type", "threshold"}]
+    kind = CODECS.get(str(given.get("type")))
     if kind is None or unknown:
         raise PlanError(
-            f"set_gradient_compression({params!r}): there are the types 2bit and 1bit, each with a threshold; write "
+            f"set_gradient_compression({params!r}): the types are 2bit and 1bit, each with a threshold; give "
             "{'type': '2bit', 'threshold': 0.5}"
         )
     try:
-        threshold = float(found.get("threshold", kind().threshold))
+        threshold = float(given.get("threshold", kind().threshold))
     except (TypeError, ValueError):
         threshold = math.nan
     if not math.isfinite(threshold) or (kind is TwoBit and threshold <= 0):
         raise PlanError(
-            f"set_gradient_compression({params!r}): the threshold is a number, above 0 for 2bit; write "
+            f"set_gradient_compression({params!r}): the threshold must be a finite number, above 0 for 2bit; give "
             "{'type': '2bit', 'threshold': 0.5}"
         )
     return kind(threshold)
@@ -98,18 +98,18 @@ def parse_compression(params: object) -> KVCodec:
 
 @dataclass(slots=True)
 class GradientCompressor:
-    """A code, and what it has not sent.
+    """A codec with error feedback.
 
     Args:
-        code: which.
-        unsent: by key, and by place where a key has several.
+        codec: of the gradients.
+        residuals: values not sent yet, by slot: the key, and the device index if a key has several.
     """
 
     codec: KVCodec
     residuals: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def compress(self, slot: Hashable, gradient: Tensor) -> Tensor:
-        """Return what arrives of a gradient; what does not is added to the next one of this place.
+        """Return the gradient as received; what is lost is added to the next gradient of the slot.
 
         Example:
             >>> import torch
@@ -118,12 +118,12 @@ class GradientCompressor:
             [0.0, 0.5, 0.0]
         """
         total = self.add_residual(slot, gradient)
-        sent = self.codec.quantize(total)
-        total.sub_(sent)
-        return sent
+        received = self.codec.quantize(total)
+        total.sub_(received)
+        return received
 
     def add_residual(self, slot: Hashable, gradient: Tensor) -> Tensor:
-        """Return a gradient with what was not sent before, for a sender that takes off what it sends."""
+        """Return the gradient plus the slot's residual; the caller subtracts from it what it sends."""
         total = self.residuals.get(slot)
         total = gradient.detach().clone() if total is None else total.add_(gradient.detach())
         self.residuals[slot] = total

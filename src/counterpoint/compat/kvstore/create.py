@@ -1,7 +1,4 @@
-"""Servers for the ranks that a launcher started on this host: rank 0 starts them, and ends them when all have left.
-
-``create``: which worker this is, and where its values are kept.
-"""
+"""``create``: make a store, and connect the ranks of a launcher to servers that rank 0 starts."""
 
 from __future__ import annotations
 
@@ -29,11 +26,11 @@ POLL_S = 0.05
 
 
 class RankMembership:
-    """A rank's time in a job; it ends with the store, or with the process.
+    """Membership of a rank in a job; it ends with the store, or with the process.
 
     Args:
         session: of this rank.
-        servers: on rank 0, what it has started.
+        servers: on rank 0, those that it has started.
     """
 
     def __init__(self, session: Session, servers: ServerProcesses | None) -> None:
@@ -41,35 +38,36 @@ class RankMembership:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """This rank has left; the servers are gone when all have, or when this rank has failed."""
+        """Leave the job; rank 0 stops the servers after all ranks have left, or at once if it failed."""
         atexit.unregister(self.end)
         session, servers = self._session, self._servers
         if servers is not None and getattr(sys, "last_value", None) is None:
-            pause, end = threading.Event(), time.monotonic() + session.job.timeouts.lease_s
-            while any(worker.name != session.name for worker in session.view.workers) and time.monotonic() < end:
-                pause.wait(POLL_S)
+            never_set, deadline = threading.Event(), time.monotonic() + session.job.timeouts.lease_s
+            while any(worker.name != session.name for worker in session.view.workers) and time.monotonic() < deadline:
+                never_set.wait(POLL_S)
         session.close()
         if servers is not None:
             servers.close()
 
 
 def join_ranks(environment: RankEnvironment, store_type: StoreType, num_servers: int) -> KVStoreMember:
-    """Return this rank as a worker of a new job, of which all ranks are workers; all of them call this.
+    """Return this rank as a worker of a new job that all ranks join; all ranks call this.
 
     Args:
-        environment: what the launcher told.
-        kind: of the store.
+        environment: of this rank.
+        store_type: of the store.
         num_servers: of the job.
 
     Raises:
         LaunchError: the ranks are on several hosts, or a server cannot be started.
-        PlanError: other ranks ask for another store.
+        PlanError: the ranks ask for different stores.
     """
     if environment.local_world_size != environment.world_size:
         raise LaunchError(
-            f"create({store_type.name!r}) among {environment.world_size} ranks, of which {environment.local_world_size} are "
-            "on this host: servers of several hosts are started by `counterpoint serve`; join them, and pass "
-            "member=KVStoreMember(hosting.join(contact, name, key), rank, num_workers)"
+            f"create({store_type.name!r}) with {environment.world_size} ranks, {environment.local_world_size} of them "
+            "on "
+            "this host: it starts servers on one host only; start them with `counterpoint serve`, and pass "
+            "member=KVStoreMember(ps.process.join(job_file, name, key), rank, num_workers)"
         )
     wait_s = WAIT_S if environment.timeout_s is None else environment.timeout_s
     job = make_job(
@@ -77,39 +75,41 @@ def join_ranks(environment: RankEnvironment, store_type: StoreType, num_servers:
     )
     world = open_world(environment, environment.world_size, wait_s)
 
-    def meet(fabric: Fabric) -> KVStoreMember:
-        """Return this rank's membership of servers that rank 0 has started; all ranks come here together."""
-        everybody = tuple(range(fabric.num_ranks))
-        meant = [
-            str(asked) for asked in fabric.gather_values("kvstore kind", f"{store_type.name} {num_servers}", everybody)
+    def join_job(fabric: Fabric) -> KVStoreMember:
+        """Join the servers that rank 0 has started; all ranks run this together."""
+        all_ranks = tuple(range(fabric.num_ranks))
+        requests = [
+            str(request)
+            for request in fabric.gather_values("kvstore kind", f"{store_type.name} {num_servers}", all_ranks)
         ]
-        if len(set(meant)) > 1:
-            other = next(rank for rank in everybody if meant[rank] != meant[0])
+        if len(set(requests)) > 1:
+            other = next(rank for rank in all_ranks if requests[rank] != requests[0])
             raise PlanError(
-                f"create: rank 0 asks for a store and servers {meant[0]!r}, rank {other} for {meant[other]!r}; all "
-                "ranks call it with the same arguments"
+                f"create: rank 0 asks for a store and servers {requests[0]!r}, rank {other} for {requests[other]!r}; "
+                "all "
+                "ranks must pass the same arguments"
             )
         servers = start_servers(job) if fabric.rank == 0 else None
-        found = fabric.gather_values("kvstore servers", str(servers.contact_path) if servers else "", everybody)
-        session = join(read_job_file(Path(str(found[0]))), f"worker-{fabric.rank}")
-        fabric.barrier(everybody)
+        job_files = fabric.gather_values("kvstore servers", str(servers.contact_path) if servers else "", all_ranks)
+        session = join(read_job_file(Path(str(job_files[0]))), f"worker-{fabric.rank}")
+        fabric.barrier(all_ranks)
         return KVStoreMember(session, fabric.rank, fabric.num_ranks, RankMembership(session, servers).end)
 
-    return world.run(meet)[0]
+    return world.run(join_job)[0]
 
 
 def create(name: str = "local", *, servers: int | None = None, member: KVStoreMember | None = None) -> KVStore:
-    """Return a store.
+    """Return a new store.
 
     Args:
         name: ``local`` or ``device``, for the devices of this process; ``dist_sync``, ``dist_async``,
-            ``dist_device_sync`` or ``dist_device_async``, for all ranks that a launcher started, which all call this.
-        servers: how many servers a dist store has; ``DMLC_NUM_SERVER``, or one, if not given. They are processes of
-            this host, and parts of this process where it is the only worker.
-        member: which worker of which job this is, for those who host one themselves.
+            ``dist_device_sync`` or ``dist_device_async``, for all ranks of a launcher, which all call this.
+        servers: number of servers of a dist store; ``DMLC_NUM_SERVER``, or 1, by default. They are processes on this
+            host, or in this process if it is the only worker.
+        member: this worker's membership in an existing job.
 
     Raises:
-        PlanError: there is no such store, or other ranks ask for another one.
+        PlanError: the type is unknown, or the ranks ask for different stores.
         LaunchError: servers cannot be started, or ranks are on several hosts.
 
     Example:
@@ -125,11 +125,11 @@ def create(name: str = "local", *, servers: int | None = None, member: KVStoreMe
     kind = parse_store_type(name)
     if not kind.is_dist:
         if servers is not None or member is not None:
-            raise PlanError(f"create({name!r}): a store in this process has no servers; create('dist_sync')")
+            raise PlanError(f"create({name!r}): a store in this process has no servers; use create('dist_sync')")
         return KVStore(kind, LocalKVStore(kind))
-    found = _find_member(kind, servers) if member is None else member
-    _check_job(kind, found)
-    return KVStore(kind, ServerStore(found))
+    membership = _find_member(kind, servers) if member is None else member
+    _check_job(kind, membership)
+    return KVStore(kind, ServerStore(membership))
 
 
 def _find_member(store_type: StoreType, servers: int | None) -> KVStoreMember:
@@ -137,8 +137,8 @@ def _find_member(store_type: StoreType, servers: int | None) -> KVStoreMember:
     num_servers = variables.num_servers if servers is None else servers
     if environment is None and variables.role is not None:
         raise LaunchError(
-            f"DMLC_ROLE={variables.role}: MXNet's launcher has started this process, whose servers and schedulers are "
-            "copies of the script; write `counterpoint run -n 2 train.py` for `launch.py -n 2 -s 1 python train.py`"
+            f"DMLC_ROLE={variables.role}: this process was started by MXNet's launcher, which is not supported; "
+            "use `counterpoint run -n 2 train.py` instead of `launch.py -n 2 -s 1 python train.py`"
         )
     if environment is not None and environment.world_size > 1:
         return join_ranks(environment, store_type, num_servers)
@@ -148,10 +148,12 @@ def _find_member(store_type: StoreType, servers: int | None) -> KVStoreMember:
 
 def _check_job(store_type: StoreType, member: KVStoreMember) -> None:
     job = member.session.job
-    meant = make_job(num_workers=member.num_workers, num_servers=job.num_servers, is_async=store_type.is_async)
-    if job.consistency != meant.consistency or not 0 <= member.rank < member.num_workers:
+    expected = make_job(num_workers=member.num_workers, num_servers=job.num_servers, is_async=store_type.is_async)
+    if job.consistency != expected.consistency or not 0 <= member.rank < member.num_workers:
         raise PlanError(
-            f"create({store_type.name!r}) as rank {member.rank} of {member.num_workers} workers of job {job.name}, which "
-            f"counts by {job.consistency}: make the job with make_job(num_workers={member.num_workers}, num_servers=..., "
+            f"create({store_type.name!r}) as rank {member.rank} of {member.num_workers} workers of job {job.name}, "
+            "which "
+            f"counts by {job.consistency}: make the job with make_job(num_workers={member.num_workers}, "
+            "num_servers=..., "
             f"is_async={store_type.is_async})"
         )

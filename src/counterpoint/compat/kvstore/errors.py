@@ -1,4 +1,4 @@
-"""What there is not, by name."""
+"""Errors for unsupported names of MXNet's KVStore."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from counterpoint.errors import PlanError
 
 
 class KVStoreUnsupportedError(PlanError, AttributeError):
-    """This part of MXNet's KVStore does not exist here; the message says what does."""
+    """A part of MXNet's KVStore is not supported; the message names a replacement."""
 
 
 UNSUPPORTED = {
-    "KVStoreBase": "make stores with create(); other kinds are no plug-ins here",
-    "KVStoreServer": "servers run no script: create('dist_sync', servers=2) starts them",
-    "_init_kvstore_server_module": "servers run no script: create('dist_sync', servers=2) starts them",
-    "register": "make stores with create(); other kinds are no plug-ins here",
+    "KVStoreBase": "use create(); plug-in stores are not supported",
+    "KVStoreServer": "servers do not run the script: create('dist_sync', servers=2) starts them",
+    "_init_kvstore_server_module": "servers do not run the script: create('dist_sync', servers=2) starts them",
+    "register": "use create(); plug-in stores are not supported",
     "_send_command_to_servers": (
-        "servers take no commands; set_optimizer says what they do, and custom updates are set_updater of a local store"
+        "servers take no commands; use set_optimizer, or set_updater of a local store for custom updates"
     ),
-    "get_num_dead_node": "a worker or server that is gone ends the call that waits for it, with its name",
-    "num_dead_node": "a worker or server that is gone ends the call that waits for it, with its name",
-    "set_barrier_before_exit": "every worker may end when it likes; call barrier() before, to end together",
-    "run_server": "servers run no script: create('dist_sync', servers=2) starts them",
+    "get_num_dead_node": "a call that waits for a lost worker or server raises an error that names it",
+    "num_dead_node": "a call that waits for a lost worker or server raises an error that names it",
+    "set_barrier_before_exit": "workers may exit at any time; call barrier() first to exit together",
+    "run_server": "servers do not run the script: create('dist_sync', servers=2) starts them",
 }
-"""Names of MXNet's that do not exist here, and what to write instead."""
+"""Replacement of each unsupported name of MXNet's."""
 
 
 def raise_unsupported(name: str) -> NoReturn:
-    """Say what there is instead of a name.
+    """Raise the error for an unknown attribute, with the replacement if it is a name of MXNet's.
 
     Raises:
-        AbsentError: the name is one of MXNet's.
-        AttributeError: it is nobody's.
+        KVStoreUnsupportedError: the name is one of MXNet's.
+        AttributeError: it is not.
     """
     if name in UNSUPPORTED:
-        raise KVStoreUnsupportedError(f"kvstore.{name} does not exist here: {UNSUPPORTED[name]}")
-    raise AttributeError(f"kvstore has no {name!r}")
+        raise KVStoreUnsupportedError(f"kvstore.{name} is not supported: {UNSUPPORTED[name]}")
+    raise AttributeError(f"kvstore has no attribute {name!r}")

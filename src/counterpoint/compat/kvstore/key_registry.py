@@ -1,4 +1,4 @@
-"""What is known of the keys of a store, and whether a call fits them."""
+"""The keys of a store, and checks of calls against them."""
 
 from __future__ import annotations
 
@@ -15,111 +15,115 @@ from counterpoint.errors import PlanError
 
 @dataclass(slots=True)
 class KeyRegistry:
-    """What the keys of a store look like."""
+    """Specification of each key of a store."""
 
-    known: dict[Key, StoredKeySpec] = field(default_factory=dict)
+    specs: dict[Key, StoredKeySpec] = field(default_factory=dict)
 
     def describe_new(self, key: Key, values: Sequence[Tensor]) -> StoredKeySpec:
-        """Return what a new key looks like.
+        """Return the specification of a new key.
 
         Raises:
-            PlanError: it is there already, or of another kind than the others.
+            PlanError: it exists already, or is an int where other keys are str, or the reverse.
         """
-        if key in self.known or len(values) > 1:
-            found = "is there already" if key in self.known else f"has {len(values)} values"
-            raise PlanError(f"init of key {key!r}, which {found}: a key is made once, from one tensor")
-        other = next((known for known in self.known if type(known) is not type(key)), None)
+        if key in self.specs or len(values) > 1:
+            problem = "exists already" if key in self.specs else f"has {len(values)} values"
+            raise PlanError(f"init of key {key!r}, which {problem}: a key is created once, from one tensor")
+        other = next((known for known in self.specs if type(known) is not type(key)), None)
         if other is not None:
-            raise PlanError(f"init of key {key!r} beside {other!r}: keys of a store are all numbers, or all texts")
+            raise PlanError(f"init of key {key!r} in addition to {other!r}: keys of a store are all int, or all str")
         return StoredKeySpec(values[0].shape, values[0].dtype, is_row_sparse(f"init of key {key!r}", values[0]))
 
     def register(self, key: Key, spec: StoredKeySpec) -> None:
-        """The key is there, and looks like this."""
-        self.known[key] = spec
+        """Add a key."""
+        self.specs[key] = spec
 
-    def lookup(self, what: str, key: Key) -> StoredKeySpec:
-        """Return what a key looks like.
+    def lookup(self, call: str, key: Key) -> StoredKeySpec:
+        """Return the specification of a key.
 
         Raises:
-            PlanError: it is not there.
+            PlanError: it does not exist.
         """
-        look = self.known.get(key)
-        if look is None:
-            known = ", ".join(repr(name) for name in list(self.known)[:5]) or "none"
-            raise PlanError(f"{what} of key {key!r}, which is not there, only {known}: init comes first")
-        return look
+        spec = self.specs.get(key)
+        if spec is None:
+            known = ", ".join(repr(name) for name in list(self.specs)[:5]) or "none"
+            raise PlanError(f"{call} of key {key!r}, which does not exist (keys: {known}); call init first")
+        return spec
 
     def check_push(self, key: Key, values: Sequence[Tensor]) -> None:
-        """Values look like their key.
+        """Check that values match their key.
 
         Raises:
             PlanError: one does not.
         """
-        look = self.lookup("push", key)
+        spec = self.lookup("push", key)
         for tensor in values:
-            if tensor.shape != look.shape or tensor.dtype != look.dtype:
+            if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
                 raise PlanError(
-                    f"push of key {key!r} with {tensor.dtype} {tuple(tensor.shape)}, but the key was made from "
-                    f"{look.dtype} {tuple(look.shape)}; give tensors like that one"
+                    f"push of key {key!r} with {tensor.dtype} {tuple(tensor.shape)}, but the key was created from "
+                    f"{spec.dtype} {tuple(spec.shape)}; give tensors of that dtype and shape"
                 )
-            if is_row_sparse(f"push of key {key!r}", tensor) != look.has_rows:
-                made, remedy = ("sparse", "to_sparse(1)") if look.has_rows else ("dense", "to_dense()")
+            if is_row_sparse(f"push of key {key!r}", tensor) != spec.has_rows:
+                layout, conversion = ("sparse", "to_sparse(1)") if spec.has_rows else ("dense", "to_dense()")
                 raise PlanError(
-                    f"push of key {key!r} with a tensor of layout {tensor.layout}, but the key was made from a {made} "
-                    f"one; give tensor.{remedy}"
+                    f"push of key {key!r} with a tensor of layout {tensor.layout}, but the key was created from a "
+                    f"{layout} "
+                    f"one; give tensor.{conversion}"
                 )
 
-    def resolve_outs(self, what: str, keys: Keys, out: Values | None) -> dict[Key, list[Tensor]]:
-        """Return the tensors that each key is written to.
+    def resolve_outs(self, call: str, keys: Keys, out: Values | None) -> dict[Key, list[Tensor]]:
+        """Return the output tensors of each key.
 
         Raises:
-            PlanError: a key is not there, or a tensor does not fit it.
+            PlanError: a key does not exist, or a tensor does not match it.
         """
         if out is None:
-            raise PlanError(f"{what} of {keys!r} without out: give tensors that the values are written to")
-        found = group_by_key(what, keys, out)
-        for key, outs in found.items():
-            look = self.lookup(what, key)
+            raise PlanError(f"{call} of {keys!r} without out; give the output tensors")
+        outs_by_key = group_by_key(call, keys, out)
+        for key, outs in outs_by_key.items():
+            spec = self.lookup(call, key)
             for tensor in outs:
-                is_row_sparse(f"{what} of key {key!r}", tensor)
-                if tensor.shape != look.shape:
+                is_row_sparse(f"{call} of key {key!r}", tensor)
+                if tensor.shape != spec.shape:
                     raise PlanError(
-                        f"{what} of key {key!r}, which is {tuple(look.shape)}, into {tuple(tensor.shape)}; give a "
+                        f"{call} of key {key!r}, which is {tuple(spec.shape)}, into {tuple(tensor.shape)}; give a "
                         "tensor of its shape"
                     )
-        return found
+        return outs_by_key
 
     def resolve_row_ids(
         self, keys: Keys, outs: dict[Key, list[Tensor]], row_ids: Values | None
     ) -> dict[Key, list[Tensor]]:
-        """Return the numbers of rows for every tensor of every key, ascending and each once.
+        """Return the row indices for every tensor of every key, sorted and unique.
 
         Args:
-            keys: as they were given.
-            outs: what :meth:`outs` returned for them.
-            row_ids: for all of these, or for each.
+            keys: as passed by the user.
+            outs: of these keys, from :meth:`resolve_outs`.
+            row_ids: one for all of these, or one for each.
 
         Raises:
-            PlanError: a key has no rows, or not these; or there are not as many as tensors.
+            PlanError: a key is not row-sparse, an index is out of range, or their number does not match the tensors.
         """
-        what = "row_sparse_pull"
+        call = "row_sparse_pull"
         if row_ids is None:
-            raise PlanError(f"{what} without row_ids: name the rows, or pull all of them with pull")
-        one = row_ids[0] if isinstance(row_ids, Sequence) and len(row_ids) == 1 else row_ids
-        given = {key: [one] for key in outs} if isinstance(one, Tensor) else group_by_key(what, keys, row_ids)
-        found = {}
-        for key, ids in given.items():
-            look = self.lookup(what, key)
-            if not look.has_rows:
+            raise PlanError(f"{call} without row_ids: give the row indices, or use pull for all rows")
+        only = row_ids[0] if isinstance(row_ids, Sequence) and len(row_ids) == 1 else row_ids
+        ids_by_key = {key: [only] for key in outs} if isinstance(only, Tensor) else group_by_key(call, keys, row_ids)
+        row_indices = {}
+        for key, ids in ids_by_key.items():
+            spec = self.lookup(call, key)
+            if not spec.has_rows:
                 raise PlanError(
-                    f"{what} of key {key!r}, which was made from a dense tensor; pull it, or init it with "
+                    f"{call} of key {key!r}, which was created from a dense tensor; use pull, or init it with "
                     "tensor.to_sparse(1)"
                 )
             if len(ids) not in {1, len(outs[key])}:
                 raise PlanError(
-                    f"{what} of key {key!r} with {len(outs[key])} tensors and {len(ids)} row_ids: give one for all of "
-                    "them, or one for each"
+                    f"{call} of key {key!r} with {len(outs[key])} tensors and {len(ids)} row_ids: give one for all "
+                    "tensors, "
+                    "or one for each"
                 )
-            numbers = [normalize_row_ids(f"{what} of key {key!r}", each, look.shape[0]) for each in ids]
-            found[key] = numbers * (len(outs[key]) // len(ids))
-        return found
+            sorted_ids = [
+                normalize_row_ids(f"{call} of key {key!r}", ids_of_tensor, spec.shape[0]) for ids_of_tensor in ids
+            ]
+            row_indices[key] = sorted_ids * (len(outs[key]) // len(ids))
+        return row_indices

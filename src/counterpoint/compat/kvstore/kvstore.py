@@ -1,4 +1,4 @@
-"""``KVStore``: MXNet's calls, checked here, carried out by this process or by servers."""
+"""``KVStore``: MXNet's calls; arguments are checked here, values are stored in this process or on servers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from counterpoint.errors import PlanError
 
 
 class KVStore:
-    """Values by key, to which devices and workers push and from which they pull; :func:`create` makes one.
+    """Values by key that devices and workers push to and pull from; made by :func:`create`.
 
     Args:
-        kind: what it is.
-        store: what keeps the values.
+        store_type: of the store.
+        store: that has the values.
     """
 
     def __init__(self, store_type: StoreType, store: KVStoreBackend) -> None:
@@ -34,104 +34,104 @@ class KVStore:
 
     @property
     def type(self) -> str:
-        """The kind of the store, as it was asked for."""
+        """The type of the store, as given to :func:`create`."""
         return self._store_type.name
 
     @property
     def rank(self) -> int:
-        """Which worker this is, from 0."""
+        """The index of this worker, from 0."""
         return self._store.rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self._store.num_workers
 
     @torch.no_grad()
     def init(self, key: Keys, value: Values) -> None:
-        """The keys are there, each with the value that rank 0 gave; all workers call this.
+        """Create keys with the values of rank 0; all workers call this.
 
         Args:
-            key: a number or a text, or a list of either.
-            value: a tensor for each; a sparse one makes a key whose rows are pushed and pulled by number.
+            key: an int or a str, or a list of either.
+            value: a tensor for each key; a sparse tensor makes a key with row-sparse pushes and pulls.
 
         Raises:
-            PlanError: a key is there already, or cannot be kept.
+            PlanError: a key exists already, or its value is not supported.
         """
-        found = group_by_key("init", key, value)
-        looks = {name: self._registry.describe_new(name, values) for name, values in found.items()}
-        for name, look in looks.items():
-            self._store.check_key(name, look)
-        for name, look in looks.items():
-            self._store.init(name, look, found[name][0])
-            self._registry.register(name, look)
+        tensors_by_key = group_by_key("init", key, value)
+        specs = {name: self._registry.describe_new(name, values) for name, values in tensors_by_key.items()}
+        for name, spec in specs.items():
+            self._store.check_key(name, spec)
+        for name, spec in specs.items():
+            self._store.init(name, spec, tensors_by_key[name][0])
+            self._registry.register(name, spec)
 
     @torch.no_grad()
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
-        """What was pushed is on its way; a list of tensors for one key is added up first.
+        """Start to push values; a list of tensors for one key is summed first.
 
         Args:
-            key: a number or a text, or a list of either.
-            value: a tensor for each, or a list of tensors, one for each device.
-            priority: MXNet's; requests go in the order of the calls.
+            key: an int or a str, or a list of either.
+            value: a tensor for each key, or a list of tensors, one per device.
+            priority: MXNet's; ignored, requests are sent in call order.
 
         Raises:
-            PlanError: there is no such key, its value looks otherwise, or servers lack an optimizer.
-            DataError: a number that goes to servers is not finite.
+            PlanError: a key does not exist, a value does not match it, or the servers need an optimizer.
+            DataError: a value for the servers is not finite.
         """
         del priority
-        found = group_by_key("push", key, value)
-        for name, values in found.items():
+        tensors_by_key = group_by_key("push", key, value)
+        for name, values in tensors_by_key.items():
             self._registry.check_push(name, values)
-        for name, values in found.items():
+        for name, values in tensors_by_key.items():
             self._store.push(name, values)
 
     @torch.no_grad()
     def pull(self, key: Keys, out: Values | None = None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """The tensors have the values of the keys, as they are after all pushes so far of this worker.
+        """Copy the values of the keys, after all previous pushes of this worker, into ``out``.
 
         Args:
-            key: a number or a text, or a list of either.
-            out: a tensor for each, or a list of tensors, one for each device.
-            priority: MXNet's; requests go in the order of the calls.
-            ignore_sparse: sparse tensors in ``out`` stay as they are; otherwise they get all rows.
+            key: an int or a str, or a list of either.
+            out: a tensor for each key, or a list of tensors, one per device.
+            priority: MXNet's; ignored, requests are sent in call order.
+            ignore_sparse: skip sparse tensors in ``out``; otherwise they receive all rows.
 
         Raises:
-            PlanError: there is no such key, or a tensor does not fit it.
+            PlanError: a key does not exist, or a tensor does not match it.
         """
         del priority
-        found = {
+        tensors_by_key = {
             name: [tensor for tensor in outs if tensor.layout is torch.strided or not ignore_sparse]
             for name, outs in self._registry.resolve_outs("pull", key, out).items()
         }
-        wanted = [name for name, outs in found.items() if outs]
-        for name, value in zip(wanted, self._store.pull(wanted), strict=True):
-            for tensor in found[name]:
+        names = [name for name, outs in tensors_by_key.items() if outs]
+        for name, value in zip(names, self._store.pull(names), strict=True):
+            for tensor in tensors_by_key[name]:
                 if tensor.layout is torch.strided:
                     tensor.copy_(value)
                 else:
                     write_rows(tensor, torch.arange(len(value)), value)
 
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
-        """The tensors have the values of the keys after these have been pushed.
+        """Push values, then pull the keys.
 
         Args:
             key: as in :meth:`push`.
             value: as in :meth:`push`.
-            out: as in :meth:`pull`; what was pushed is replaced, if not given.
-            priority: MXNet's; requests go in the order of the calls.
+            out: as in :meth:`pull`; ``value`` by default.
+            priority: MXNet's; ignored, requests are sent in call order.
         """
         self.push(key, value, priority)
         self.pull(key, value if out is None else out, priority, ignore_sparse=False)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        """The keys are there, and the tensors have the values that rank 0 gave.
+        """Create keys, then pull the values of rank 0.
 
         Args:
             key: as in :meth:`init`.
             value: as in :meth:`init`.
             out: as in :meth:`pull`.
-            priority: MXNet's; requests go in the order of the calls.
+            priority: MXNet's; ignored, requests are sent in call order.
         """
         self.init(key, value)
         self.pull(key, out, priority, ignore_sparse=False)
@@ -140,112 +140,113 @@ class KVStore:
     def row_sparse_pull(
         self, key: Keys, out: Values | None = None, priority: int = 0, row_ids: Values | None = None
     ) -> None:
-        """The tensors have the rows that are named: sparse ones these alone, dense ones beside what they had.
+        """Copy the given rows of the keys into ``out``: sparse tensors get only these rows, dense ones keep the others.
 
         Args:
-            key: a number or a text, or a list of either, made from sparse tensors.
-            out: a tensor for each, or a list of tensors, one for each device.
-            priority: MXNet's; requests go in the order of the calls.
-            row_ids: numbers of rows, in any order and shape, also several times: for all of ``out``, or for each.
+            key: an int or a str, or a list of either, created from sparse tensors.
+            out: a tensor for each key, or a list of tensors, one per device.
+            priority: MXNet's; ignored, requests are sent in call order.
+            row_ids: row indices in any order and shape, with duplicates allowed: one for all of ``out``, or one for
+                each.
 
         Raises:
-            PlanError: there is no such key, it has no rows, or a tensor or a row does not fit it.
+            PlanError: a key does not exist or is not row-sparse, or a tensor or a row index does not match it.
         """
         del priority
-        found = self._registry.resolve_outs("row_sparse_pull", key, out)
-        for name, ids in self._registry.resolve_row_ids(key, found, row_ids).items():
-            last = None
-            for tensor, numbers in zip(found[name], ids, strict=True):
-                if numbers is not last:
-                    values, last = self._store.pull_rows(name, numbers), numbers
-                write_rows(tensor, numbers, values)
+        tensors_by_key = self._registry.resolve_outs("row_sparse_pull", key, out)
+        for name, ids_by_tensor in self._registry.resolve_row_ids(key, tensors_by_key, row_ids).items():
+            previous = None
+            for tensor, row_indices in zip(tensors_by_key[name], ids_by_tensor, strict=True):
+                if row_indices is not previous:
+                    values, previous = self._store.pull_rows(name, row_indices), row_indices
+                write_rows(tensor, row_indices, values)
 
     def set_gradient_compression(self, compression_params: object) -> None:
-        """What workers push, or devices of a ``device`` store, is compressed from now on; pulls are not.
+        """Compress later pushes of workers, or of devices for a ``device`` store; pulls are not compressed.
 
         Args:
             compression_params: ``{"type": "2bit", "threshold": 0.5}``, or the type ``1bit``.
 
         Raises:
-            PlanError: there is no such compression, or nothing that it could compress.
+            PlanError: the parameters are invalid, or nothing is sent that could be compressed.
         """
         self._store.set_compression(parse_compression(compression_params))
 
     def set_optimizer(self, optimizer: object) -> None:
-        """What is pushed is a gradient from now on, and makes a step; all workers call this.
+        """Treat later pushes as gradients, each of which makes an optimizer step; all workers call this.
 
-        Call it before ``init``: keys that are there go over to new tables, without the old optimizer's state.
+        Call it before ``init``: existing keys move to new tables, without the state of the previous optimizer.
 
         Args:
-            optimizer: a factory such as ``partial(torch.optim.SGD, lr=0.1)``, a torch optimizer, of which the class and
-                the options are taken, or a rule of ``counterpoint.ps.update_rules``.
+            optimizer: a factory such as ``partial(torch.optim.SGD, lr=0.1)``, a torch optimizer, whose class and
+                options are used, or an update rule of ``counterpoint.ps.update_rules``.
 
         Raises:
-            PlanError: servers cannot do what it does.
+            PlanError: servers do not support it.
         """
         self._store.set_optimizer(optimizer)
 
     def set_updater(self, updater: Updater) -> None:
-        """What is pushed is given to a function from now on.
+        """Pass later pushes to a function.
 
         Args:
-            updater: called with the key, the sum of what was pushed, and the value, which it changes in place.
+            updater: called with the key, the sum of the pushed tensors, and the value, which it changes in place.
 
         Raises:
-            PlanError: values are kept by servers, which run no functions.
+            PlanError: the values are on servers, which run no functions.
         """
         self._store.set_updater(updater)
 
     _set_updater = set_updater
 
     def barrier(self) -> None:
-        """All workers have come to this point, and what they pushed before is counted.
+        """Wait until all workers have called this and their earlier pushes are applied.
 
         Raises:
-            PeerError: one has not, within the deadline.
+            PeerError: one has not before the timeout.
         """
         self._store.barrier()
 
     _barrier = barrier
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
-        """The file has what the optimizer keeps beside the values.
+        """Write the optimizer state to a file.
 
         Args:
-            fname: the file; one that was there is replaced.
-            dump_optimizer: the options, such as the learning rate, are saved, too.
+            fname: the file; an existing one is replaced.
+            dump_optimizer: also save options such as the learning rate.
 
         Raises:
-            PlanError: servers keep the states, or no optimizer was set.
+            PlanError: the state is on servers, or no optimizer was set.
             CheckpointError: the file cannot be written.
         """
         save_states(Path(fname), self._require_updater("save").states(), with_options=dump_optimizer)
 
     def load_optimizer_states(self, fname: str | Path) -> None:
-        """The optimizer goes on from the states of a file.
+        """Restore the optimizer state from a file.
 
         Args:
-            fname: one of :meth:`save_optimizer_states`.
+            fname: written by :meth:`save_optimizer_states`.
 
         Raises:
-            PlanError: servers keep the states, or no optimizer was set.
+            PlanError: the state is on servers, or no optimizer was set.
             CheckpointError: the file cannot be read, or is of another optimizer.
         """
         self._require_updater("load").load_states(load_states(Path(fname)))
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return whether the store can do something: ``optimizer``, run one on what is pushed.
+        """Return whether the store has a capability: ``optimizer``, to run one on pushed gradients.
 
         Raises:
-            PlanError: nobody knows what that is.
+            PlanError: the capability is unknown.
         """
         if capability.lower() != "optimizer":
-            raise PlanError(f"is_capable({capability!r}): MXNet's stores are asked for 'optimizer' alone")
+            raise PlanError(f"is_capable({capability!r}): the only known capability is 'optimizer'")
         return True
 
     def close(self) -> None:
-        """This worker has left; the store is not used any more."""
+        """Leave the store; it cannot be used afterwards."""
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -253,20 +254,20 @@ class KVStore:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        """The store is closed."""
+        """Close the store."""
         self.close()
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say what there is instead of what there is not."""
+        """Raise an error that names the replacement of an unsupported name."""
         raise_unsupported(name)
 
-    def _require_updater(self, verb: str) -> TorchUpdater:
+    def _require_updater(self, operation: str) -> TorchUpdater:
         updater = self._store.updater
         if updater is None:
-            why = (
-                "servers keep them, and a job that is hosted with a folder saves them with its checkpoints"
+            reason = (
+                "they are on the servers; a job with a folder saves them in its checkpoints"
                 if self._store_type.is_dist
-                else "there are none before set_optimizer"
+                else "call set_optimizer first"
             )
-            raise PlanError(f"{verb}_optimizer_states of a {self.type} store: {why}")
+            raise PlanError(f"{operation}_optimizer_states of a {self.type} store: {reason}")
         return updater

@@ -1,4 +1,4 @@
-"""The stores ``local`` and ``device``: values in this process, for devices whose gradients are added up."""
+"""The stores ``local`` and ``device``: values in this process, for devices whose gradients are summed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocalKVStore:
     """Values in this process.
 
     Args:
-        kind: what the store is.
+        store_type: of the store.
     """
 
     rank = 0
@@ -34,27 +34,29 @@ class LocalKVStore:
 
     @property
     def updater(self) -> TorchUpdater | None:
-        """What keeps the states of the optimizer."""
+        """The updater with the optimizer state, if an optimizer was set."""
         return self._updater if isinstance(self._updater, TorchUpdater) else None
 
     def check_key(self, key: Key, spec: StoredKeySpec) -> None:
-        """Every key can be kept."""
+        """Accept every key."""
         del key, spec
 
     def init(self, key: Key, spec: StoredKeySpec, value: Tensor) -> None:
-        """The key has this value."""
-        whole = value.detach().to_dense() if spec.has_rows else value.detach()
-        self._values[key] = whole.clone(memory_format=torch.contiguous_format)
+        """Create the key with this value."""
+        dense = value.detach().to_dense() if spec.has_rows else value.detach()
+        self._values[key] = dense.clone(memory_format=torch.contiguous_format)
 
     def push(self, key: Key, values: Sequence[Tensor]) -> None:
-        """The sum of the values has replaced the key's, or was given to the updater."""
+        """Replace the value by the sum of the tensors, or pass the sum to the updater."""
         stored = self._values[key]
         if self._compressor is not None:
             if values[0].layout is torch.sparse_coo:
                 raise PlanError(
-                    f"push of rows of key {key!r}: rows are not compressed; take a store without compression"
+                    f"push of rows of key {key!r}: sparse rows cannot be compressed; use a store without compression"
                 )
-            values = [self._compressor.compress((key, place), value) for place, value in enumerate(values)]
+            values = [
+                self._compressor.compress((key, device_index), value) for device_index, value in enumerate(values)
+            ]
         total = sum_tensors(values).to(stored.device)
         if self._updater is None:
             stored.copy_(total.to_dense())
@@ -71,31 +73,32 @@ class LocalKVStore:
         return stored[row_ids.to(stored.device)]
 
     def set_optimizer(self, optimizer: object) -> None:
-        """What is pushed is a gradient from now on, and makes a step of this optimizer."""
+        """Treat later pushes as gradients of this optimizer."""
         self._updater = TorchUpdater(optimizer)
 
     def set_updater(self, updater: Updater) -> None:
-        """What is pushed is given to this function from now on."""
+        """Pass later pushes to this function."""
         self._updater = updater
 
     def set_compression(self, codec: KVCodec) -> None:
-        """What devices push is compressed from now on.
+        """Compress later pushes of devices.
 
         Raises:
-            PlanError: the store adds up where no device sends anything to another.
+            PlanError: the store is not a ``device`` store, so no device sends anything.
         """
         if not self._store_type.is_device:
             raise PlanError(
-                f"set_gradient_compression of a {self._store_type.name} store: nothing is sent there; create('device') or "
+                f"set_gradient_compression of a {self._store_type.name} store: nothing is sent in this store; use "
+                "create('device') or "
                 "create('dist_sync')"
             )
         self._compressor = GradientCompressor(codec)
 
     def barrier(self) -> None:
-        """All workers have come to this point: this one, with all that its devices have begun."""
+        """Wait for the work of this process's devices; there is no other worker."""
         for device in {value.device for value in self._values.values() if value.is_cuda}:
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """The values are gone."""
+        """Free the values."""
         self._values.clear()

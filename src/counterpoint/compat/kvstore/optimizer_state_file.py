@@ -1,4 +1,4 @@
-"""States of optimizers in a file: tensors as safetensors, everything else as JSON in its header; no pickle."""
+"""Optimizer states in a file: tensors as safetensors, everything else as JSON in its header; no pickle."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ FORMAT = "counterpoint kvstore states 1"
 
 
 def save_states(path: Path, states: Mapping[Any, dict[str, Any]], *, with_options: bool) -> None:
-    """The file has the states; one that was there is replaced once the new one is complete.
+    """Write the states to a file; an existing file is replaced when the new one is complete.
 
     Args:
-        path: the file.
-        states: by key, what :meth:`TorchUpdater.states` returns.
-        with_options: learning rates and other options are saved, too.
+        path: of the file.
+        states: by key, from :meth:`TorchUpdater.states`.
+        with_options: also save the learning rate and other options.
     """
     tensors: dict[str, Tensor] = {}
-    plain = []
-    for place, (key, found) in enumerate(states.items()):
-        numbers = {}
-        for name, value in found["state"].items():
+    entries = []
+    for index, (key, saved) in enumerate(states.items()):
+        scalars = {}
+        for name, value in saved["state"].items():
             if isinstance(value, Tensor):
-                tensors[f"{place} {name}"] = value.detach().cpu().contiguous().clone()
+                tensors[f"{index} {name}"] = value.detach().cpu().contiguous().clone()
             else:
-                numbers[name] = value
-        options = {name: value for name, value in found["options"].items() if _is_plain(value)} if with_options else {}
-        plain.append({"key": key, "numbers": numbers, "options": options})
-    data = to_bytes(tensors, {"form": FORMAT, "keys": json.dumps(plain)})
+                scalars[name] = value
+        options = {name: value for name, value in saved["options"].items() if _is_plain(value)} if with_options else {}
+        entries.append({"key": key, "numbers": scalars, "options": options})
+    data = to_bytes(tensors, {"form": FORMAT, "keys": json.dumps(entries)})
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     try:
@@ -46,32 +46,34 @@ def save_states(path: Path, states: Mapping[Any, dict[str, Any]], *, with_option
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise CheckpointError(
-            f"could not write {path}: {error.strerror or error}; nothing has been replaced"
+            f"could not write {path}: {error.strerror or error}; the previous file is unchanged"
         ) from error
 
 
 def load_states(path: Path) -> dict[Any, dict[str, Any]]:
-    """Return what a file has.
+    """Return the states in a file.
 
     Raises:
-        CheckpointError: it cannot be read, or is none of these.
+        CheckpointError: it cannot be read, or has another format.
     """
     try:
         with safe_open(path, framework="pt") as opened:
             header = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
         if header.get("form") != FORMAT:
-            raise CheckpointError(f"{path} has no states of a kvstore; give a file of save_optimizer_states")
-        plain = json.loads(header["keys"])
+            raise CheckpointError(f"{path} has no kvstore states; give a file written by save_optimizer_states")
+        entries = json.loads(header["keys"])
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; give a file of save_optimizer_states") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}; give a file written by save_optimizer_states"
+        ) from error
     states: dict[Any, dict[str, Any]] = {
-        entry["key"]: {"state": dict(entry["numbers"]), "options": _options(entry["options"])} for entry in plain
+        entry["key"]: {"state": dict(entry["numbers"]), "options": _options(entry["options"])} for entry in entries
     }
-    keys = [entry["key"] for entry in plain]
+    keys = [entry["key"] for entry in entries]
     for name, tensor in tensors.items():
-        place, own = name.split(" ", 1)
-        states[keys[int(place)]]["state"][own] = tensor
+        index, state_name = name.split(" ", 1)
+        states[keys[int(index)]]["state"][state_name] = tensor
     return states
 
 

@@ -1,4 +1,4 @@
-"""What ``set_optimizer`` takes: a torch optimizer as it is made, and the rule of the servers that does the same."""
+"""Arguments of ``set_optimizer`` as a torch optimizer factory, and as the equivalent update rule of the servers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SUPPORTED_RULES = "SGD, Adagrad, Adam and SparseAdam"
 
 
 def make_factory(optimizer: object) -> Factory:
-    """Return what makes an optimizer like this one.
+    """Return a factory of optimizers equal to the argument.
 
     Args:
-        optimizer: a factory such as ``partial(SGD, lr=0.1)``, a rule of the servers, or a torch optimizer, of which the
-            class and the options of its one group are taken.
+        optimizer: a factory such as ``partial(SGD, lr=0.1)``, an update rule of the servers, or a torch optimizer,
+            whose class and options of its single group are used.
 
     Raises:
         PlanError: it is something else.
@@ -36,17 +36,17 @@ def make_factory(optimizer: object) -> Factory:
 
 
 def _factory_from_optimizer(optimizer: optim.Optimizer) -> Factory:
-    kind, groups = type(optimizer), optimizer.param_groups
+    optimizer_class, groups = type(optimizer), optimizer.param_groups
     if len(groups) != 1:
         raise PlanError(
-            f"set_optimizer: {kind.__name__} has {len(groups)} groups, but all keys have one rule; {REMEDY}"
+            f"set_optimizer: {optimizer_class.__name__} has {len(groups)} groups, but all keys have one rule; {REMEDY}"
         )
     options = {name: groups[0][name] for name in optimizer.defaults if name in groups[0]}
-    return lambda params: kind(params, **options)
+    return lambda params: optimizer_class(params, **options)
 
 
 def _factory_from_rule(rule: Sgd | Adagrad | Adam) -> Factory:
-    """Return what makes the torch optimizer whose arithmetic the rule has."""
+    """Return a factory of torch optimizers with the arithmetic of the rule."""
     options: dict[str, Any]
     match rule:
         case Sgd(lr, momentum, dampening, weight_decay, is_nesterov):
@@ -60,28 +60,28 @@ def _factory_from_rule(rule: Sgd | Adagrad | Adam) -> Factory:
 
 
 def build_optimizer(factory: Factory, param: nn.Parameter) -> optim.Optimizer:
-    """Return the optimizer that a factory makes of a parameter.
+    """Return the optimizer that a factory makes for a parameter.
 
     Raises:
         PlanError: it makes something else, or fails.
     """
     try:
-        made: object = factory([param])
+        optimizer: object = factory([param])
     except (TypeError, ValueError) as error:
         raise PlanError(f"set_optimizer: the factory fails on a list of one parameter, {error}; {REMEDY}") from error
-    if not isinstance(made, optim.Optimizer):
-        raise PlanError(f"set_optimizer: the factory makes a {type(made).__name__}; {REMEDY}")
-    return made
+    if not isinstance(optimizer, optim.Optimizer):
+        raise PlanError(f"set_optimizer: the factory makes a {type(optimizer).__name__}; {REMEDY}")
+    return optimizer
 
 
 def to_server_rule(optimizer: object) -> UpdateRule:
-    """Return the rule by which servers do what an optimizer does.
+    """Return the update rule of servers that is equivalent to an optimizer.
 
     Args:
         optimizer: see :func:`make_factory`.
 
     Raises:
-        PlanError: no rule does.
+        PlanError: there is none.
 
     Example:
         >>> from functools import partial
@@ -94,21 +94,24 @@ def to_server_rule(optimizer: object) -> UpdateRule:
         )
     if isinstance(optimizer, Sgd | Adagrad | Adam):
         return optimizer
-    made = build_optimizer(make_factory(optimizer), nn.Parameter(torch.zeros(1)))
-    options = made.param_groups[0]
-    kind = type(made)
+    torch_optimizer = build_optimizer(make_factory(optimizer), nn.Parameter(torch.zeros(1)))
+    options = torch_optimizer.param_groups[0]
+    optimizer_class = type(torch_optimizer)
     for name in ("amsgrad", "maximize", "decoupled_weight_decay"):
-        if kind in RULES and options.get(name):
+        if optimizer_class in RULES and options.get(name):
             raise PlanError(
-                f"set_optimizer: {kind.__name__} with {name}={options[name]} has no rule on the servers, which have "
-                f"{SUPPORTED_RULES} without it; leave it out, or update on the workers what pull gives without set_optimizer"
+                f"set_optimizer: {optimizer_class.__name__} with {name}={options[name]} has no rule on the servers, "
+                "which have "
+                f"{SUPPORTED_RULES} without it; leave it out, or update on the workers what pull gives without "
+                "set_optimizer"
             )
-    if kind not in RULES:
+    if optimizer_class not in RULES:
         raise PlanError(
-            f"set_optimizer: {kind.__name__} has no rule on the servers, which have {SUPPORTED_RULES}; take one of these, or "
+            f"set_optimizer: {optimizer_class.__name__} has no rule on the servers, which have {SUPPORTED_RULES}; take "
+            "one of these, or "
             "update on the workers what pull of a dist_sync store gives without set_optimizer"
         )
-    return RULES[kind](options)
+    return RULES[optimizer_class](options)
 
 
 def _sgd(options: Mapping[str, Any]) -> UpdateRule:

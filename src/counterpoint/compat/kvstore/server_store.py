@@ -1,8 +1,9 @@
-"""The stores ``dist_*``: values kept by servers, for workers that push and pull over a session.
+"""The stores ``dist_*``: values on servers, for workers that push and pull over a session.
 
-A key of the user's is, on the servers, a key for each optimizer it has had: ``0:fc1`` before the first, ``1:fc1`` after
-it. Rank 0 makes it, and says so by a push to ``0!fc1``; the others wait for that when they first need the key. Under
-bsp a worker's n-th push of a key is its portion of the key's n-th step; a pull waits for the steps of all own pushes.
+A user's key becomes one key on the servers per optimizer: ``0:fc1`` before the first ``set_optimizer``, ``1:fc1`` after
+it. Rank 0 creates it, and then pushes to ``0!fc1``; the other ranks wait for that push when they first use the key.
+With bsp, the n-th push of a key by a worker is its gradient slice of the key's n-th step, and a pull waits for the
+steps of the worker's own pushes.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from counterpoint.ps.session import InitialRows, PendingResult, PullResult, Push
 from counterpoint.ps.update_rules import Assign, Sgd, UpdateRule
 
 WAIT_S = 600.0
-"""The longest that a worker waits for others, if nobody says."""
+"""Default of the longest time that a worker waits for others."""
 
 BARRIER = "barrier"
 MAX_PENDING_PUSHES = 8
-"""Pushes of one key that may be under way at once."""
+"""Maximum number of pending pushes of one key."""
 
 
 def make_job(*, num_workers: int, num_servers: int, is_async: bool, wait_s: float = WAIT_S) -> JobConfig:
-    """Return the job that a store of these workers and servers is; nobody waits longer than ``wait_s``.
+    """Return the job configuration of a store; no worker waits longer than ``wait_s`` for others.
 
     Example:
         >>> make_job(num_workers=2, num_servers=1, is_async=False).consistency
@@ -50,10 +51,10 @@ class KVStoreMember:
     """One worker of a store.
 
     Args:
-        session: its belonging to the job, see :func:`make_job`.
-        rank: which worker it is, from 0.
-        num_workers: how many there are.
-        end: ends what belongs to the session; its ``close``, if not given.
+        session: in a job made by :func:`make_job`.
+        rank: of the worker, from 0.
+        num_workers: of the job.
+        end: called when the worker leaves; by default ``session.close``.
     """
 
     session: Session
@@ -64,16 +65,16 @@ class KVStoreMember:
 
 @dataclass(slots=True)
 class RemoteKey:
-    """A key, as its worker knows it.
+    """A worker's view of a key on the servers.
 
     Args:
-        look: what its value looks like.
-        name: of the key on the servers, for this optimizer.
-        sign: of the key that rank 0 pushes when it has made this one.
-        step: own pushes.
-        versions: the newest that were heard of.
-        under_way: pushes that have not been answered.
-        is_open: the session knows the key.
+        spec: of the value.
+        server_key: of the value on the servers, for the current optimizer.
+        ready_key: that rank 0 pushes to after it has created the value.
+        num_pushes: of this worker.
+        versions: newest known, by shard.
+        pending_pushes: without a reply so far.
+        is_initialized: whether the session knows the key.
     """
 
     spec: StoredKeySpec
@@ -86,19 +87,19 @@ class RemoteKey:
 
     @property
     def has_next_step_started(self) -> bool:
-        """Whether the step of the next push has begun, as far as this worker has heard."""
+        """Whether the step of the next push has started, as far as this worker knows."""
         return self.num_pushes == 0 or (self.versions is not None and min(self.versions) >= self.num_pushes)
 
     def update_versions(self, versions: Versions) -> None:
-        """The parts of the key have these versions, at least."""
+        """Record versions of the key's shards."""
         self.versions = tuple(map(max, self.versions or versions, versions))
 
 
 class ServerStore:
-    """Values kept by servers.
+    """Values on servers.
 
     Args:
-        member: which worker this is.
+        member: this worker.
     """
 
     def __init__(self, member: KVStoreMember) -> None:
@@ -117,153 +118,158 @@ class ServerStore:
 
     @property
     def _default_rule(self) -> UpdateRule:
-        """The rule of keys without an optimizer: under bsp the sum is the value; asp has none, so nothing changes."""
+        """The rule of keys without an optimizer: with bsp the sum replaces the value; with asp the value stays."""
         return Sgd(0.0) if self._is_async else Assign()
 
     def check_key(self, key: Key, spec: StoredKeySpec) -> None:
-        """A key of this look can be kept.
+        """Check that servers support the dtype.
 
         Raises:
-            PlanError: servers keep no such numbers.
+            PlanError: they do not.
         """
         if spec.dtype not in DTYPES.values():
             raise PlanError(
-                f"init of key {key!r} with {spec.dtype}: servers keep {', '.join(DTYPES)}; convert it to one of these"
+                f"init of key {key!r} with {spec.dtype}: servers store {', '.join(DTYPES)}; convert it to one of these"
             )
 
     def init(self, key: Key, spec: StoredKeySpec, value: Tensor) -> None:
-        """The key has this value: that of rank 0."""
-        served = self._keys[key] = RemoteKey(spec)
-        self._assign_server_keys(key, served)
+        """Create the key with the value of rank 0."""
+        remote = self._keys[key] = RemoteKey(spec)
+        self._assign_server_keys(key, remote)
         if self.rank == 0:
-            self._create_key(served, value.detach().cpu())
+            self._create_key(remote, value.detach().cpu())
 
     def _assign_server_keys(self, key: Key, remote: RemoteKey) -> None:
         remote.server_key, remote.ready_key = f"{self._num_optimizers}:{key}", f"{self._num_optimizers}!{key}"
         remote.num_pushes, remote.versions, remote.is_initialized = 0, None, False
 
     def _create_key(self, remote: RemoteKey, value: Tensor) -> None:
-        """The key is there, with this value if it was not."""
-        look, rule = remote.spec, self._rule or self._default_rule
-        if not look.has_rows:
+        """Create the key on the servers with this value, unless it exists."""
+        spec, rule = remote.spec, self._rule or self._default_rule
+        if not spec.has_rows:
             self._session.init(remote.server_key, value.contiguous(), rule)
         else:
             self._create_row_key(remote, value, rule)
         self._session.init(remote.ready_key, torch.zeros(1), self._default_rule)
         if self.rank == 0:
-            portions = [NO_SLICE] if self._is_async else range(self.num_workers)
-            signs = [self._session.push(remote.ready_key, torch.zeros(1), slice_index=portion) for portion in portions]
-            for sign in signs:
-                sign.wait()
+            slice_indices = [NO_SLICE] if self._is_async else range(self.num_workers)
+            pushes = [
+                self._session.push(remote.ready_key, torch.zeros(1), slice_index=slice_index)
+                for slice_index in slice_indices
+            ]
+            for push in pushes:
+                push.wait()
         remote.is_initialized = True
 
     def _create_row_key(self, remote: RemoteKey, value: Tensor, rule: UpdateRule) -> None:
         num_rows, width = remote.spec.shape[0], remote.spec.shape[1:].numel()
         rule = Sgd(0.0) if isinstance(rule, Assign) else rule
         value = value.coalesce() if value.layout is torch.sparse_coo else value.to_sparse(1)
-        given = InitialRows(value.indices()[0], value.values().reshape(-1, width))
-        self._session.init_rows(remote.server_key, num_rows, width, remote.spec.dtype, rule, given)
+        initial_rows = InitialRows(value.indices()[0], value.values().reshape(-1, width))
+        self._session.init_rows(remote.server_key, num_rows, width, remote.spec.dtype, rule, initial_rows)
 
     def _ensure_initialized(self, key: Key) -> RemoteKey:
         """Return a key that the session knows."""
-        served = self._keys[key]
-        if not served.is_initialized:
-            self._session.init(served.ready_key, torch.zeros(1), self._default_rule)
-            self._session.pull(served.ready_key, min_versions=1).wait()
-            self._create_key(served, _empty_value(served.spec))
-        return served
+        remote = self._keys[key]
+        if not remote.is_initialized:
+            self._session.init(remote.ready_key, torch.zeros(1), self._default_rule)
+            self._session.pull(remote.ready_key, min_versions=1).wait()
+            self._create_key(remote, _empty_value(remote.spec))
+        return remote
 
     def push(self, key: Key, values: Sequence[Tensor]) -> None:
-        """The sum of the values is on its way to the servers.
+        """Start to push the sum of the values to the servers.
 
         Raises:
-            PlanError: the servers have no optimizer, and need one.
-            DataError: a number is not finite.
+            PlanError: the servers need an optimizer.
+            DataError: a value is not finite.
         """
-        served = self._ensure_initialized(key)
-        self._check_rule(key, served.spec)
+        remote = self._ensure_initialized(key)
+        self._check_rule(key, remote.spec)
         total = sum_tensors(values).cpu()
         rows = None
-        if served.spec.has_rows:
-            rows, total = total.indices()[0], total.values().reshape(-1, served.spec.shape[1:].numel())
+        if remote.spec.has_rows:
+            rows, total = total.indices()[0], total.values().reshape(-1, remote.spec.shape[1:].numel())
         if not bool(total.isfinite().all()):
             raise DataError(
-                f"push of key {key!r} with numbers that are not finite: nothing was sent; look at the loss, or "
-                "leave this batch out on all workers"
+                f"push of key {key!r} with values that are not finite: nothing was sent; check the loss, or "
+                "skip this batch on all workers"
             )
         if self._compressor is not None and rows is not None:
-            raise PlanError(f"push of rows of key {key!r}: rows are not compressed; take a store without compression")
-        self._wait_for_step(served, rows)
-        self._start_push(key, served, total, rows)
+            raise PlanError(
+                f"push of rows of key {key!r}: sparse rows cannot be compressed; use a store without compression"
+            )
+        self._wait_for_step(remote, rows)
+        self._start_push(key, remote, total, rows)
 
     def _wait_for_step(self, remote: RemoteKey, rows: Tensor | None) -> None:
-        """The step of the next push has begun."""
+        """Wait until the step of the next push has started."""
         self._wait_pending(remote, max_pending=MAX_PENDING_PUSHES - 1)
         if not self._is_async and not remote.has_next_step_started:
             remote.update_versions(self._start_pull(remote, None if rows is None else rows[:0]).wait().versions)
 
     def _start_push(self, key: Key, remote: RemoteKey, total: Tensor, rows: Tensor | None) -> None:
-        """A push is under way; where it is compressed, what it leaves out is kept for the next."""
-        portion = NO_SLICE if self._is_async else remote.num_pushes * self.num_workers + self.rank
-        read = None if self._is_async else remote.versions
-        compression, code = self._compressor, ""
-        if compression is not None:
-            code = compression.codec.codec
-            total = compression.add_residual(key, total) if code else compression.compress(key, total)
-        pushed = self._session.push(
-            remote.server_key, total, slice_index=portion, read_versions=read, rows=rows, codec=code
+        """Start a push; with compression, the rest is added to the next push."""
+        slice_index = NO_SLICE if self._is_async else remote.num_pushes * self.num_workers + self.rank
+        read_versions = None if self._is_async else remote.versions
+        compressor, codec = self._compressor, ""
+        if compressor is not None:
+            codec = compressor.codec.codec
+            total = compressor.add_residual(key, total) if codec else compressor.compress(key, total)
+        pending = self._session.push(
+            remote.server_key, total, slice_index=slice_index, read_versions=read_versions, rows=rows, codec=codec
         )
         remote.num_pushes += 1
-        remote.pending_pushes.append(pushed)
+        remote.pending_pushes.append(pending)
 
     def _start_pull(self, remote: RemoteKey, rows: Tensor | None) -> PendingResult[PullResult]:
         return self._session.pull(remote.server_key, rows=rows, min_versions=0 if self._is_async else remote.num_pushes)
 
     def _wait_pending(self, remote: RemoteKey, *, max_pending: int) -> None:
-        """So many pushes are under way, at most; one that was refused is raised."""
+        """Wait until at most ``max_pending`` pushes are pending; raise the error of a rejected one."""
         while remote.pending_pushes and (len(remote.pending_pushes) > max_pending or remote.pending_pushes[0].done()):
             remote.update_versions(remote.pending_pushes.popleft().wait().versions)
 
     def _check_rule(self, key: Key, spec: StoredKeySpec) -> None:
         if self._rule is None and (self._is_async or spec.has_rows):
-            why = "rows" if spec.has_rows else "a dist_async store"
+            reason = "sparse rows need" if spec.has_rows else "a dist_async store needs"
             raise PlanError(
-                f"push of key {key!r} without an optimizer, which {why} need{'' if spec.has_rows else 's'}: call "
-                "set_optimizer(partial(torch.optim.SGD, lr=0.1)) on all workers before"
+                f"push of key {key!r} without an optimizer, but {reason} one; call "
+                "set_optimizer(partial(torch.optim.SGD, lr=0.1)) on all workers first"
             )
 
     def pull(self, keys: Sequence[Key]) -> list[Tensor]:
-        """Return the values, after the steps of all own pushes."""
-        found = [self._ensure_initialized(key) for key in keys]
-        asked = []
-        for served in found:
-            every = torch.arange(served.spec.shape[0]) if served.spec.has_rows else None
-            asked.append(self._start_pull(served, every))
-        return [self._wait_pull(served, one).view(served.spec.shape) for served, one in zip(found, asked, strict=True)]
+        """Return the values after the steps of this worker's pushes."""
+        remotes = [self._ensure_initialized(key) for key in keys]
+        pending = []
+        for remote in remotes:
+            all_rows = torch.arange(remote.spec.shape[0]) if remote.spec.has_rows else None
+            pending.append(self._start_pull(remote, all_rows))
+        return [
+            self._wait_pull(remote, pull).view(remote.spec.shape) for remote, pull in zip(remotes, pending, strict=True)
+        ]
 
     def pull_rows(self, key: Key, row_ids: Tensor) -> Tensor:
-        """Return these rows, after the steps of all own pushes."""
-        served = self._ensure_initialized(key)
-        rows = self._wait_pull(served, self._start_pull(served, row_ids))
-        return rows.view(len(row_ids), *served.spec.shape[1:])
+        """Return these rows after the steps of this worker's pushes."""
+        remote = self._ensure_initialized(key)
+        rows = self._wait_pull(remote, self._start_pull(remote, row_ids))
+        return rows.view(len(row_ids), *remote.spec.shape[1:])
 
     def _wait_pull(self, remote: RemoteKey, pending: PendingResult[PullResult]) -> Tensor:
         self._wait_pending(remote, max_pending=0)
         try:
-            found = pending.wait()
+            result = pending.wait()
         except PeerError as error:
-            steps = (
-                "" if self._is_async else f"; it waits for push {remote.num_pushes} of all {self.num_workers} workers"
-            )
-            raise PeerError(f"{error}{steps}") from error
-        remote.update_versions(found.versions)
-        return found.values
+            hint = "" if self._is_async else f"; it needs push {remote.num_pushes} of all {self.num_workers} workers"
+            raise PeerError(f"{error}{hint}") from error
+        remote.update_versions(result.versions)
+        return result.values
 
     def set_optimizer(self, optimizer: object) -> None:
-        """What is pushed is a gradient from now on; keys that are there go over to new tables.
+        """Treat later pushes as gradients of this optimizer; existing keys move to new tables.
 
         Raises:
-            PlanError: servers cannot do what it does.
+            PlanError: servers do not support it.
         """
         rule = to_server_rule(optimizer)
         if self._is_async and self._rule is not None and self._keys:
@@ -271,14 +277,14 @@ class ServerStore:
         values = self.pull(list(self._keys)) if self.rank == 0 else []
         self._rule = rule
         self._num_optimizers += 1
-        for key, served in self._keys.items():
-            self._wait_pending(served, max_pending=0)
-            self._assign_server_keys(key, served)
-        for served, value in zip(self._keys.values(), values, strict=False):
-            self._create_key(served, value)
+        for key, remote in self._keys.items():
+            self._wait_pending(remote, max_pending=0)
+            self._assign_server_keys(key, remote)
+        for remote, value in zip(self._keys.values(), values, strict=False):
+            self._create_key(remote, value)
 
     def _wait_all_pushes(self) -> None:
-        """All pushes of all workers before the next optimizer are counted, where this is rank 0; the others go on."""
+        """On rank 0, wait until the pushes of all workers before the next optimizer are applied; others only report."""
         for served in self._keys.values():
             self._wait_pending(served, max_pending=0)
         name = f"moved {self._num_optimizers}"
@@ -288,45 +294,45 @@ class ServerStore:
             self._session.pull(name, min_versions=self.num_workers).wait()
 
     def set_updater(self, updater: Updater) -> None:
-        """Servers run no functions.
+        """Reject the updater, since servers run no functions.
 
         Raises:
             PlanError: always.
         """
         raise PlanError(
-            "set_updater of a dist store: servers run no functions; set_optimizer, or update on the workers what "
-            "pull gives without one"
+            "set_updater of a dist store: servers run no functions; use set_optimizer, or update the pulled "
+            "values on the workers"
         )
 
     def set_compression(self, codec: KVCodec) -> None:
-        """What is pushed is compressed from now on."""
+        """Compress later pushes."""
         self._compressor = GradientCompressor(codec)
 
     def barrier(self) -> None:
-        """All workers have come to this point, and what they pushed before is counted.
+        """Wait until all workers have called this and their earlier pushes are applied.
 
         Raises:
-            PeerError: one has not, within the deadline.
+            PeerError: one has not before the timeout.
         """
-        for served in self._keys.values():
-            self._wait_pending(served, max_pending=0)
-        arrived = self._num_barriers
+        for remote in self._keys.values():
+            self._wait_pending(remote, max_pending=0)
+        index = self._num_barriers
         self._num_barriers += 1
-        portion = NO_SLICE if self._is_async else arrived * self.num_workers + self.rank
-        self._session.push(BARRIER, torch.zeros(1), slice_index=portion).wait()
-        everybody = self._num_barriers * (self.num_workers if self._is_async else 1)
+        slice_index = NO_SLICE if self._is_async else index * self.num_workers + self.rank
+        self._session.push(BARRIER, torch.zeros(1), slice_index=slice_index).wait()
+        min_versions = self._num_barriers * (self.num_workers if self._is_async else 1)
         try:
-            self._session.pull(BARRIER, min_versions=everybody).wait()
+            self._session.pull(BARRIER, min_versions=min_versions).wait()
         except PeerError as error:
             raise PeerError(f"barrier {self._num_barriers} of {self.num_workers} workers: {error}") from error
 
     def close(self) -> None:
-        """The worker has left."""
+        """Leave the job."""
         self._end()
 
 
 def _empty_value(spec: StoredKeySpec) -> Tensor:
-    """Return a value of this look for a key that is there already."""
+    """Return a placeholder value for a key that exists already."""
     if spec.has_rows:
         empty = torch.empty(0, *spec.shape[1:], dtype=spec.dtype)
         return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), empty, spec.shape, check_invariants=False)

@@ -1,4 +1,4 @@
-"""What MXNet calls a row_sparse array is a sparse tensor here whose first dim is sparse and whose others are dense."""
+"""MXNet's row_sparse arrays as torch tensors that are sparse in the first dim and dense in the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from counterpoint.errors import PlanError
 
 
 def is_row_sparse(what: str, tensor: Tensor) -> bool:
-    """Tell whether a tensor has its rows by number.
+    """Return whether a tensor is sparse in its first dim.
 
     Raises:
         PlanError: it is sparse in another way.
@@ -21,14 +21,15 @@ def is_row_sparse(what: str, tensor: Tensor) -> bool:
     if tensor.layout is not torch.sparse_coo or tensor.sparse_dim() != 1 or tensor.dim() < 2:
         dims = f", of {tensor.dim()} dims" if tensor.layout is torch.sparse_coo else ""
         raise PlanError(
-            f"{what} with a tensor of layout {tensor.layout}{dims}: rows by number are sparse in the first dim only; "
+            f"{what} with a tensor of layout {tensor.layout}{dims}: a row-sparse tensor is sparse in the first dim "
+            "only; "
             "give tensor.to_dense().to_sparse(1)"
         )
     return True
 
 
 def sum_tensors(values: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors in their order, on the device of the first, as a tensor that is nobody else's.
+    """Return the sum of tensors in their order, on the device of the first, as a new tensor.
 
     Example:
         >>> rows = torch.eye(2).to_sparse(1)
@@ -48,31 +49,32 @@ def sum_tensors(values: Sequence[Tensor]) -> Tensor:
 
 
 def normalize_row_ids(what: str, row_ids: Tensor, num_rows: int) -> Tensor:
-    """Return numbers of rows ascending and each once, on the CPU.
+    """Return row indices sorted and unique, on the CPU.
 
     Raises:
-        PlanError: they are no whole numbers, or not of these rows.
+        PlanError: they are not integers, or out of range.
 
     Example:
         >>> normalize_row_ids("row_sparse_pull", torch.tensor([[2, 0], [2, 2]]), 3)
         tensor([0, 2])
     """
     if row_ids.is_floating_point() or row_ids.is_complex() or row_ids.dtype is torch.bool:
-        raise PlanError(f"{what} with row_ids of {row_ids.dtype}: rows have whole numbers; give row_ids.long()")
-    numbers: Tensor = row_ids.detach().cpu().long().reshape(-1).unique()  # type: ignore[no-untyped-call]
-    if len(numbers) and not (int(numbers[0]) >= 0 and int(numbers[-1]) < num_rows):
+        raise PlanError(f"{what} with row_ids of {row_ids.dtype}: row indices are integers; give row_ids.long()")
+    indices: Tensor = row_ids.detach().cpu().long().reshape(-1).unique()  # type: ignore[no-untyped-call]
+    if len(indices) and not (int(indices[0]) >= 0 and int(indices[-1]) < num_rows):
         raise PlanError(
-            f"{what} with row_ids from {int(numbers[0])} to {int(numbers[-1])}, of {num_rows} rows: they count from 0"
+            f"{what} with row_ids from {int(indices[0])} to {int(indices[-1])}, but the key has {num_rows} rows; give "
+            f"indices from 0 to {num_rows - 1}"
         )
-    return numbers
+    return indices
 
 
-def write_rows(out: Tensor, numbers: Tensor, values: Tensor) -> None:
-    """A sparse tensor has these rows and no others; of a dense one these rows have changed, and no others."""
+def write_rows(out: Tensor, row_ids: Tensor, values: Tensor) -> None:
+    """Replace a sparse tensor by these rows, or only these rows of a dense tensor."""
     with torch.no_grad():
         if out.layout is torch.sparse_coo:
-            indices, parts = numbers[None].to(out.device), values.to(out.device, out.dtype)
-            made = torch.sparse_coo_tensor(indices, parts, out.shape, check_invariants=False, is_coalesced=True)
-            out.copy_(made)
+            indices, parts = row_ids[None].to(out.device), values.to(out.device, out.dtype)
+            sparse = torch.sparse_coo_tensor(indices, parts, out.shape, check_invariants=False, is_coalesced=True)
+            out.copy_(sparse)
         else:
-            out[numbers.to(out.device)] = values.to(out.device, out.dtype)
+            out[row_ids.to(out.device)] = values.to(out.device, out.dtype)

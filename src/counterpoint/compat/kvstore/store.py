@@ -1,4 +1,4 @@
-"""What keeps the values: this process, or servers. The face in front of both checks what it is called with."""
+"""Interface of the storage behind a :class:`KVStore`, which checks all arguments before it calls it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from counterpoint.compat.kvstore.updaters import TorchUpdater, Updater
 
 @dataclass(frozen=True, slots=True)
 class StoredKeySpec:
-    """What a key looks like.
+    """Specification of a key.
 
     Args:
         shape: of its value.
-        dtype: of its numbers.
-        has_rows: it was made from a sparse tensor, and its rows are pushed and pulled by number.
+        dtype: of its value.
+        has_rows: whether it was created from a sparse tensor, so that rows are pushed and pulled by index.
     """
 
     shape: torch.Size
@@ -30,38 +30,38 @@ class StoredKeySpec:
 
 
 class KVStoreBackend(Protocol):
-    """Where values are kept. Keys are known, tensors have their look, and rows are ascending and each once."""
+    """Storage of values. Keys exist, tensors match their keys, and row indices are sorted and unique."""
 
     @property
     def rank(self) -> int:
-        """Which worker this is."""
+        """The index of this worker."""
         ...
 
     @property
     def num_workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         ...
 
     @property
     def updater(self) -> TorchUpdater | None:
-        """What keeps the states of the optimizer, if this process does."""
+        """The updater with the optimizer state, if it is in this process."""
         ...
 
     def check_key(self, key: Key, spec: StoredKeySpec) -> None:
-        """A key of this look can be kept.
+        """Check that a key of this specification is supported.
 
         Raises:
-            PlanError: it cannot.
+            PlanError: it is not.
         """
 
     def init(self, key: Key, spec: StoredKeySpec, value: Tensor) -> None:
-        """The key has this value: that of rank 0."""
+        """Create the key with the value of rank 0."""
 
     def push(self, key: Key, values: Sequence[Tensor]) -> None:
-        """The values of one worker's devices are counted."""
+        """Push the values of one worker's devices."""
 
     def pull(self, keys: Sequence[Key]) -> list[Tensor]:
-        """Return the values as they are after the pushes so far; the caller only reads them."""
+        """Return the values after the previous pushes; the caller only reads them."""
         ...
 
     def pull_rows(self, key: Key, row_ids: Tensor) -> Tensor:
@@ -69,16 +69,16 @@ class KVStoreBackend(Protocol):
         ...
 
     def set_optimizer(self, optimizer: object) -> None:
-        """What is pushed is a gradient from now on, and makes a step of this optimizer."""
+        """Treat later pushes as gradients of this optimizer."""
 
     def set_updater(self, updater: Updater) -> None:
-        """What is pushed is given to this function from now on."""
+        """Pass later pushes to this function."""
 
     def set_compression(self, codec: KVCodec) -> None:
-        """What is pushed is compressed from now on."""
+        """Compress later pushes."""
 
     def barrier(self) -> None:
-        """All workers have come to this point."""
+        """Wait for all workers."""
 
     def close(self) -> None:
-        """The worker has left."""
+        """Leave the store."""

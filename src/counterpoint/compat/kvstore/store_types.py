@@ -1,4 +1,4 @@
-"""The names of stores: ``local``, ``dist_sync`` and all their spellings."""
+"""The names of store types: ``local``, ``dist_sync`` and all their spellings."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ DIST = "dist"
 DIST_TYPE_WORDS = {DIST, "sync", "async", "device"}
 
 UNSUPPORTED_TYPES = {
-    "nccl": "create('device'), which adds up on the device of the first value",
-    "horovod": "import counterpoint.compat.horovod.torch, whose DistributedOptimizer takes the place of a Trainer",
+    "nccl": "create('device'), which sums on the device of the first value",
+    "horovod": "import counterpoint.compat.horovod.torch, whose DistributedOptimizer replaces a Trainer",
     "byteps": "import counterpoint.compat.horovod.torch, or train with Trainer(strategy='data')",
-    "p3": "create('dist_sync'): requests go to the servers in the order of the calls",
+    "p3": "create('dist_sync'), which sends requests in call order",
     "teststore": "create('local')",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StoreType:
-    """What a store is.
+    """Type of a store.
 
     Args:
-        name: as it was asked for, in small letters.
-        is_dist: values are kept by servers, for all workers.
-        is_async: every push is an update of its own; otherwise those of all workers are added up first.
-        is_device: the values of one push are added up on their device, and may be compressed on the way.
+        name: in lower case.
+        is_dist: values are on servers, for all workers.
+        is_async: every push is a separate update; otherwise the pushes of all workers are summed first.
+        is_device: the values of one push are summed on their device, and may be compressed.
     """
 
     name: str
@@ -38,17 +38,17 @@ class StoreType:
 
 
 def parse_store_type(name: object) -> StoreType:
-    """Return what a store of this name is.
+    """Return the type of a store by its name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: the name is unknown.
 
     Example:
         >>> parse_store_type("dist_device_sync")
         StoreType(name='dist_device_sync', is_dist=True, is_async=False, is_device=True)
     """
     if not isinstance(name, str):
-        raise PlanError(f"create({name!r}): the kind of a store is a name, such as 'local' or 'dist_sync'")
+        raise PlanError(f"create({name!r}): the type of a store is a str such as 'local' or 'dist_sync'")
     lower = name.lower()
     if lower in LOCAL or lower in DEVICE:
         return StoreType(lower, is_dist=False, is_async=False, is_device=lower in DEVICE)
@@ -61,8 +61,8 @@ def parse_store_type(name: object) -> StoreType:
     ):
         return StoreType(lower, is_dist=True, is_async="async" in words, is_device="device" in words)
     if lower in UNSUPPORTED_TYPES:
-        raise PlanError(f"create({name!r}): there is no such store here; write {UNSUPPORTED_TYPES[lower]}")
+        raise PlanError(f"create({name!r}): this store is not supported; use {UNSUPPORTED_TYPES[lower]}")
     raise PlanError(
-        f"create({name!r}): a store is one of local, device, dist_sync, dist_async, dist_device_sync and "
+        f"create({name!r}): the types are local, device, dist_sync, dist_async, dist_device_sync and "
         "dist_device_async; give one of these"
     )

@@ -1,7 +1,4 @@
-"""Rows of a local store are updated by the rules of the servers: those that are pushed and no others, as in MXNet.
-
-What a local store does with what is pushed: an optimizer's step, or a function of the user's.
-"""
+"""What a local store does with pushed gradients: an optimizer step, or a function of the user's."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from counterpoint.ps.update_rules import UpdateRule
 
 @dataclass(slots=True)
 class RowState:
-    """What a rule keeps beside the rows of a key.
+    """State of an update rule for the rows of a key.
 
     Args:
-        parts: in the shape of the key.
-        known: which rows have been pushed.
-        step: pushes so far.
+        slots: state tensors in the shape of the key.
+        initialized: which rows have been pushed.
+        step: number of pushes.
     """
 
     slots: tuple[Tensor, ...]
@@ -33,61 +30,61 @@ class RowState:
     step: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as named tensors and numbers."""
+        """Return the state as named tensors and numbers."""
         named = {f"part{place}": part for place, part in enumerate(self.slots)}
         return {**named, "known": self.initialized, "step": self.step}
 
 
 @dataclass(slots=True)
 class SparseRowUpdater:
-    """Updates of rows by one rule.
+    """Updater of the pushed rows only, as in MXNet, by an update rule of the servers.
 
     Args:
-        rule: which.
-        states: what it keeps, by key.
+        rule: of the updates.
+        states: by key.
     """
 
     rule: UpdateRule
     states: dict[Any, RowState] = field(default_factory=dict)
 
-    def update(self, key: Any, gradient: Tensor, value: Tensor) -> None:  # noqa: ANN401 - a number or a text
-        """The rows that the gradient has are as after a step more; the others have not changed.
+    def update(self, key: Any, gradient: Tensor, value: Tensor) -> None:  # noqa: ANN401 - an int or a str
+        """Update the rows of the gradient; the other rows do not change.
 
         Args:
-            key: which.
-            gradient: coalesced, with its rows by number.
+            key: of the value.
+            gradient: coalesced, sparse in the first dim.
             value: the whole key; changed in place.
         """
-        whole = value.view(len(value), -1)
+        matrix = value.view(len(value), -1)
         state = self.states.get(key)
         if state is None:
-            known = torch.zeros(len(whole), dtype=torch.bool, device=value.device)
-            state = self.states[key] = RowState(initial_state(self.rule, whole), known)
+            known = torch.zeros(len(matrix), dtype=torch.bool, device=value.device)
+            state = self.states[key] = RowState(initial_state(self.rule, matrix), known)
         state.step += 1
-        numbers = gradient.indices()[0]
-        kept = [part.view_as(whole) for part in (value, *state.slots)]
-        rows = [part[numbers] for part in kept]
-        values = gradient.values().reshape(len(numbers), -1)
-        is_first = ~state.initialized[numbers][:, None]
+        row_indices = gradient.indices()[0]
+        tensors = [part.view_as(matrix) for part in (value, *state.slots)]
+        rows = [part[row_indices] for part in tensors]
+        values = gradient.values().reshape(len(row_indices), -1)
+        is_first = ~state.initialized[row_indices][:, None]
         update_rows(self.rule, state.step, rows[0], tuple(rows[1:]), values, is_first=is_first)
-        for part, updated in zip(kept, rows, strict=True):
-            part[numbers] = updated
-        state.initialized[numbers] = True
+        for part, updated in zip(tensors, rows, strict=True):
+            part[row_indices] = updated
+        state.initialized[row_indices] = True
 
-    def load_state(self, key: Any, found: dict[str, Any]) -> None:  # noqa: ANN401 - a number or a text
-        """The key goes on from a state that :meth:`RowState.to_dict` returned."""
-        names = sorted(name for name in found if name.startswith("part"))
-        self.states[key] = RowState(tuple(found[name] for name in names), found["known"], int(found["step"]))
+    def load_state(self, key: Any, saved: dict[str, Any]) -> None:  # noqa: ANN401 - an int or a str
+        """Restore the state of a key from :meth:`RowState.to_dict`."""
+        names = sorted(name for name in saved if name.startswith("part"))
+        self.states[key] = RowState(tuple(saved[name] for name in names), saved["known"], int(saved["step"]))
 
 
 Updater: TypeAlias = Callable[[Any, Tensor, Tensor], object]
-"""Called with the key, the sum of what was pushed, and the value, which it changes in place."""
+"""Called with the key, the sum of the pushed tensors, and the value, which it changes in place."""
 
 States: TypeAlias = dict[Any, dict[str, Any]]
 
 
 class TorchUpdater:
-    """An updater that takes steps of a torch optimizer; each key has one for itself.
+    """Updater that runs a torch optimizer; each key has its own.
 
     Args:
         optimizer: see :func:`counterpoint.compat.kvstore.optimizers.make_factory`.
@@ -100,8 +97,8 @@ class TorchUpdater:
         self._row_updater: SparseRowUpdater | None = None
         build_optimizer(self._factory, nn.Parameter(torch.zeros(1)))
 
-    def __call__(self, key: Any, gradient: Tensor, value: Tensor) -> None:  # noqa: ANN401 - a number or a text
-        """The value is as after a step with this gradient; of a sparse one, only its rows have changed."""
+    def __call__(self, key: Any, gradient: Tensor, value: Tensor) -> None:  # noqa: ANN401 - an int or a str
+        """Step with this gradient; a sparse gradient changes only its rows."""
         if gradient.layout is torch.sparse_coo:
             self._get_row_updater(key).update(key, gradient, value)
             return
@@ -116,54 +113,54 @@ class TorchUpdater:
             optimizer.step()
         param.grad = None
 
-    def _get_row_updater(self, key: Any) -> SparseRowUpdater:  # noqa: ANN401 - a number or a text
-        rows = self._row_updater = self._row_updater or SparseRowUpdater(to_server_rule(self._factory))
+    def _get_row_updater(self, key: Any) -> SparseRowUpdater:  # noqa: ANN401 - an int or a str
+        row_updater = self._row_updater = self._row_updater or SparseRowUpdater(to_server_rule(self._factory))
         if key in self._loaded:
-            rows.load_state(key, self._loaded.pop(key)["state"])
-        return rows
+            row_updater.load_state(key, self._loaded.pop(key)["state"])
+        return row_updater
 
     def states(self) -> States:
-        """Return what is kept for each key, and the options of its optimizer."""
+        """Return the state and the optimizer options of each key."""
         dense = {
-            key: {"state": made.state_dict()["state"].get(0, {}), "options": _options(made)}
-            for key, made in self._optimizers.items()
+            key: {"state": optimizer.state_dict()["state"].get(0, {}), "options": _options(optimizer)}
+            for key, optimizer in self._optimizers.items()
         }
         rows = self._row_updater.states if self._row_updater else {}
         return {
             **self._loaded,
             **dense,
-            **{key: {"state": kept.to_dict(), "options": {}} for key, kept in rows.items()},
+            **{key: {"state": row_state.to_dict(), "options": {}} for key, row_state in rows.items()},
         }
 
     def load_states(self, states: States) -> None:
-        """Every key goes on from its state, as soon as it is pushed.
+        """Restore the state of every key when it is first pushed.
 
         Raises:
             CheckpointError: the states are of another optimizer.
         """
-        made = build_optimizer(self._factory, nn.Parameter(torch.zeros(1)))
-        for found in states.values():
-            _check_options(made, found)
+        optimizer = build_optimizer(self._factory, nn.Parameter(torch.zeros(1)))
+        for saved in states.values():
+            _check_options(optimizer, saved)
         self._optimizers = {}
         self._row_updater = None
         self._loaded = dict(states)
 
 
-def _load_state(optimizer: optim.Optimizer, found: Mapping[str, Any]) -> None:
-    """The optimizer has this state, and these options where they were saved."""
-    plain = optimizer.state_dict()
-    plain["param_groups"][0] |= found["options"]
-    plain["state"] = {0: dict(found["state"])} if found["state"] else {}
-    optimizer.load_state_dict(plain)
+def _load_state(optimizer: optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore the optimizer's state, and its options if they were saved."""
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0] |= saved["options"]
+    state_dict["state"] = {0: dict(saved["state"])} if saved["state"] else {}
+    optimizer.load_state_dict(state_dict)
 
 
-def _check_options(optimizer: optim.Optimizer, found: Mapping[str, Any]) -> None:
-    own = _options(optimizer)
-    foreign = [name for name in found["options"] if name not in own]
+def _check_options(optimizer: optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    known = _options(optimizer)
+    foreign = [name for name in saved["options"] if name not in known]
     if foreign:
         raise CheckpointError(
-            f"states with the options {', '.join(foreign)}, which {type(optimizer).__name__} does not have, but only "
-            f"{', '.join(own)}; set the optimizer that they were saved from"
+            f"saved states have the options {', '.join(foreign)}, but {type(optimizer).__name__} has "
+            f"{', '.join(known)}; set the optimizer that they were saved from"
         )
 
 
