@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch.utils._pytree import tree_leaves
 
-from counterpoint.partitioning.seed_hooks import attach_seed_hooks
+from counterpoint.partitioning.seed_hooks import SeedHooks
 
 
 def seed(path):
@@ -14,13 +14,13 @@ def seed(path):
 
 
 def compute_loss(output):
-    return sum((leaf.double() ** 2).sum() for leaf in tree_leaves(output) if torch.returns_tensor(leaf))
+    return sum((leaf.double() ** 2).sum() for leaf in tree_leaves(output) if torch.is_tensor(leaf))
 
 
 def run_eagerly(model, inputs, *, training):
     """Return loss and gradients of the model itself, seeds attached; its buffers change as in training."""
     model.train(training)
-    seeding = attach_seed_hooks(model, seed)
+    seeding = SeedHooks(model, seed)
     loss = compute_loss(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
     seeding.remove()
     params = dict(model.named_parameters())

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from counterpoint.partitioning.partition import partition_model
-from counterpoint.partitioning.seed_hooks import attach_seed_hooks, seeded_modules
+from counterpoint.partitioning.seed_hooks import SeedHooks, seeded_modules
 from counterpoint.partitioning.sequential import SequentialPartition
 from counterpoint.partitioning.traced import TracedPartition
 from tests.partitioning.models import draws_in_forward, gpt, perceptron
@@ -24,7 +24,7 @@ def test_links_of_a_nested_chain_are_seeded_but_not_what_is_inside_them():
 def test_each_call_of_one_module_has_a_path_of_its_own():
     model, inputs = draws_in_forward()
     seen: list[str] = []
-    seeding = attach_seed_hooks(model, seen.append)
+    seeding = SeedHooks(model, seen.append)
     model(*inputs)
     model(*inputs)
     seeding.remove()
@@ -73,7 +73,7 @@ def test_a_chain_gives_a_layer_that_it_has_twice_two_masks():
 def test_a_chain_with_seeds_attached_is_still_a_chain():
     model, inputs = perceptron()
     before = seeded_modules(model)
-    seeding = attach_seed_hooks(model, seed)
+    seeding = SeedHooks(model, seed)
     assert isinstance(partition_model(model, inputs, granularity="blocks"), SequentialPartition)
     assert seeded_modules(model) == before
     seeding.remove()

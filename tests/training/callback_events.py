@@ -28,7 +28,7 @@ def make_run_start(num_steps=1000, first_step=0, batch_size=64):
 
 
 def make_step_end(number, loss=2.0, seconds=0.125, skip_reason=""):
-    return StepEnd(number, 0, loss, 64, seconds, math.nan, fault, {"lr": 0.001})
+    return StepEnd(number, 0, loss, 64, seconds, math.nan, skip_reason, {"lr": 0.001})
 
 
 def make_trace_recorded(start, number=3):

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.testing.parity import TOLERANCE, relative_difference
-from counterpoint.training.batches.global_batch import in_flight as flight
+from counterpoint.training.batches import in_flight
 from counterpoint.training.batches.per_rank import require_synchronous_steps
 from tests.equivalence import async_pipeline_cases as streamed
 from tests.training.trainers import (
@@ -32,7 +32,7 @@ PLAN = cp.Plan.parse("pipedream(3)")
 
 
 def test_a_loop_of_ones_own_equals_the_sequential_loop_that_flushes_as_it_does():
-    case = streamed.Case("stashed", (1, 1, 1), (6,) * 8, optimizer=streamed.ADAMW, flushes=(4,))
+    case = streamed.Case("stashing", (1, 1, 1), (6,) * 8, optimizer=streamed.ADAMW, flushes=(4,))
     model, run = case.build(), []
     step = cp.parallelize(model, ADAMW, F.mse_loss, strategy=case.plan)
     with step:
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_weights_before_its_upda
     assert equal_bits(params_of(one.model), before)
 
 
-@pytest.mark.parametrize(("rule", "replicas"), [("stashed", (1, 1, 1)), ("stashed", (2, 1)), ("double", (1, 1))])
+@pytest.mark.parametrize(("rule", "replicas"), [("stashing", (1, 1, 1)), ("stashing", (2, 1)), ("double_buffer", (1, 1))])
 def test_every_stage_leaves_out_the_updates_of_a_batch_whose_loss_is_not_finite(rule, replicas):
     case = streamed.Case(rule, replicas, (6,) * 6, spoilt=2)
     found, losses = streamed.train(case, nonfinite="skip")
@@ -148,7 +148,7 @@ def test_every_stage_leaves_out_the_updates_of_a_batch_whose_loss_is_not_finite(
     assert max(relative_difference(found[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("rule", ["stashed", "synced", "double"])
+@pytest.mark.parametrize("rule", ["stashing", "vertical_sync", "double_buffer"])
 def test_sums_between_replicas_of_a_stage_may_be_started_and_awaited_but_none_begins_in_a_backward(rule):
     case = streamed.Case(rule, (2, 1), (6,) * 6, per_body=2)
     found = []
@@ -177,7 +177,7 @@ def test_replicas_of_a_stage_do_not_normalize_together():
         return nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3)).double()
 
     assert len(fit("pipedream(2, balance=(2,1))", normed(), progress="off")[1].losses) == 4
-    with pytest.raises(cp.PlanError, match=r"^1 is a SyncBatchNorm, which replicas normalize together, but those of a"):
+    with pytest.raises(cp.PlanError, match=r"^1 is a SyncBatchNorm, which replicas normalize together, but the replicas"):
         fit("pipedream(2, replicas=(2,1), balance=(2,1))", normed(), progress="off")
 
 
@@ -204,7 +204,7 @@ def test_clipping_by_another_norm_than_the_stages_know_is_refused(strategy, opti
 
 
 def test_versions_that_need_more_memory_than_is_free_are_named_in_bytes_before_the_run(monkeypatch):
-    monkeypatch.setattr(flight, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(in_flight, "available_bytes", lambda: 1000)
     said = re.escape("up to 2 on a rank, take 1472 bytes on this host, of which 1000 are free")
     with pytest.raises(cp.PlanError, match=said):
         fit(PLAN, progress="off")
@@ -223,7 +223,7 @@ def test_older_versions_take_the_bytes_that_are_named(strategy, monkeypatch):
     with make_trainer(strategy, progress="off") as one:
         one.callbacks.append(Ask(take))
         one.fit(dataset(), batch_size=12, max_steps=1)
-    monkeypatch.setattr(flight, "available_bytes", lambda: found[0] - 1)
+    monkeypatch.setattr(in_flight, "available_bytes", lambda: found[0] - 1)
     with pytest.raises(cp.PlanError, match=f"take {found[0]} bytes on this host, of which {found[0] - 1} are free"):
         fit(strategy, progress="off")
 

@@ -203,6 +203,6 @@ def test_replicas_with_sparse_gradients_update_apart_as_those_with_dense_ones_do
 
 def test_a_sparse_gradient_is_not_set_aside():
     with pytest.raises(
-        DataError, match=r"the gradient of 0.weight is sparse and cannot be set aside for a step; build"
+        DataError, match=r"the gradient of 0.weight is sparse and cannot be delayed by a step; build"
     ):
         embedded(LATE, sparse=True)

@@ -104,7 +104,7 @@ def test_groups_of_parameters_keep_their_own_options(strategy):
 
     mine, theirs = mlp(), mlp()
     cosine = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=8)
-    by_hand(theirs, dataset(), optimizer=grouped(theirs), lr_scheduler=cosine, epochs=2)
+    by_hand(theirs, dataset(), optimizer=grouped(theirs), schedule=cosine, epochs=2)
     found, history = fit(strategy, mine, optimizer=grouped(mine), lr_scheduler=cosine, epochs=2)
     assert max_difference(found, params_of(theirs)) <= 1e-12
     assert history.steps[0].options["weight_decay"] == 0.5

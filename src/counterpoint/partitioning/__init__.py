@@ -1,1 +1,1 @@
-"""Split an ``nn.Module`` into layers that run alone: by children of a Sequential, or along a traced graph."""
+"""Split an ``nn.Module`` into layers that run separately: by children of a Sequential, or along a traced graph."""

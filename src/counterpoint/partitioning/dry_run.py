@@ -1,4 +1,4 @@
-"""Running a model once to look at it, without leaving a mark on it."""
+"""Run a model once to inspect it, without changing its state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.utils._pytree import tree_leaves
 from counterpoint.errors import DataError, PlanError
 
 Inputs: TypeAlias = Any
-"""What a model is called with: one tensor, a tuple of positional or a mapping of keyword arguments."""
+"""The inputs of a model: one tensor, a tuple of positional or a mapping of keyword arguments."""
 
 
 def split_call_args(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments of a call."""
+    """Split inputs into positional and keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
 def check_call(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse inputs that the model's forward does not take.
+    """Check that the model's forward takes the inputs.
 
     Raises:
         PlanError: an input is missing, or there is one too many.
@@ -35,30 +35,30 @@ def check_call(model: nn.Module, inputs: Inputs) -> None:
     args, kwargs = split_call_args(inputs)
     try:
         signature = inspect.signature(model.forward)
-    except ValueError:  # as that of a compiled script; the first run will tell
+    except ValueError:  # a compiled script has no signature; the first run will fail if it must
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise PlanError(
             f"{type(model).__name__}.forward{signature} cannot be called with {len(args)} positional and "
-            f"{len(kwargs)} named inputs ({error}); a model is cut for the inputs it is trained on; "
+            f"{len(kwargs)} named inputs ({error}); a model is partitioned for the inputs it is trained on; "
             "give all inputs of forward as a tuple, or as a dict by their names"
         ) from None
 
 
 def num_samples(values: Inputs) -> int:
-    """Return the length of the first dim of the first tensor that has one; 1 where there is none."""
+    """Return the length of the first dim of the first tensor that has one; 1 if there is none."""
     shapes = [leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
     return max(1, shapes[0][0]) if shapes else 1
 
 
 @contextmanager
 def reject_torchscript(model: nn.Module) -> Iterator[None]:
-    """Refuse compiled scripts where the model's inside must be looked into.
+    """Raise a clear error where TorchScript hides the submodules.
 
     Raises:
-        PlanError: torch would not let us.
+        PlanError: a ScriptModule does not let hooks or tracing inside.
     """
     try:
         yield
@@ -66,48 +66,48 @@ def reject_torchscript(model: nn.Module) -> Iterator[None]:
         scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
         if not scripts or "ScriptModule" not in str(error):
             raise
-        where = f"module '{scripts[0]}'" if scripts[0] else type(model).__name__
+        location = f"module '{scripts[0]}'" if scripts[0] else type(model).__name__
         raise PlanError(
-            f"{where} is a TorchScript module, which hides the calls inside it, but to cut a model, or to give each "
-            "layer its own random numbers, they must be seen; pass the module that it was made from"
+            f"{location} is a TorchScript module, which hides the calls inside it, but to split a model, or to give "
+            "each layer its own random numbers, they must be seen; pass the module that it was made from"
         ) from error
 
 
-def add_location(error: Exception, where: str) -> None:
-    """Note on an error of the model's forward where it came up.
+def add_location(error: Exception, location: str) -> None:
+    """Add a note with the location to an error of the model's forward.
 
     Args:
         error: what the model raised.
-        where: what was run on which samples.
+        location: what was run on which samples.
 
     Raises:
-        DataError: it is batch norm's, which has no variance of a single value.
+        DataError: it is batch norm's error about a single value per channel.
     """
-    raise_batch_norm_error(error, where)
-    error.add_note(f"raised by the model's forward: {where}")
+    raise_batch_norm_error(error, location)
+    error.add_note(f"raised by the model's forward: {location}")
 
 
-def raise_batch_norm_error(error: Exception, where: str) -> None:
-    """Check that an error is not batch norm's, which has no variance of a single value.
+def raise_batch_norm_error(error: Exception, location: str) -> None:
+    """Raise a ``DataError`` if the error is batch norm's, which has no variance of a single value.
 
     Raises:
         DataError: it is.
     """
     if isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel"):
         raise DataError(
-            f"batch norm got one value per channel and cannot train on it: {where}; give batches whose every "
+            f"batch norm got one value per channel and cannot train on it: {location}; give batches whose every "
             "microbatch has 2 samples or more, the last batch included (another batch_size, fewer microbatches, or "
-            "leave the last samples out), or take a norm that needs no batch, as LayerNorm or GroupNorm"
+            "drop the last samples), or use a norm without batch statistics, such as LayerNorm or GroupNorm"
         ) from error
 
 
-def check_single_sample(model: nn.Module, inputs: Inputs, where: str) -> None:
-    """Check that a model with batch norm runs on a single sample; other errors of such a run come up in time.
+def check_single_sample(model: nn.Module, inputs: Inputs, location: str) -> None:
+    """Check that a model with batch norm runs on a single sample; other errors of the run are ignored here.
 
     Args:
-        model: the model; it stays as it is.
+        model: the model; its state is preserved.
         inputs: one sample.
-        where: which samples these will be.
+        location: which samples these are, for the message.
 
     Raises:
         DataError: batch norm has only one value per channel.
@@ -118,15 +118,15 @@ def check_single_sample(model: nn.Module, inputs: Inputs, where: str) -> None:
     with preserve_state(model):
         try:
             model(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - only one of them is asked for here
-            raise_batch_norm_error(error, where)
+        except Exception as error:  # noqa: BLE001 - the training run itself raises the others
+            raise_batch_norm_error(error, location)
 
 
 class TrainingModes:
-    """The training mode as its user left it: a module that was put into evaluation mode inside stays there.
+    """The training flags as the user set them: a submodule that was put into evaluation mode stays there.
 
     Args:
-        model: a model in evaluation mode as a whole is taken to be wholly in training mode while it is trained.
+        model: a model in evaluation mode as a whole is trained with all submodules in training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,7 +134,7 @@ class TrainingModes:
         self.flags = [(module, module.training or not model.training) for module in model.modules()]
 
     def set(self, *, training: bool) -> None:
-        """Put the model into the user's training mode, or into evaluation mode."""
+        """Restore the user's training flags, or put the whole model into evaluation mode."""
         if not training:
             self.model.eval()
             return
@@ -143,7 +143,7 @@ class TrainingModes:
 
 
 class AllowSingleSampleNorm(TorchFunctionMode):
-    """While this is active, some norms take a lone sample, which they will not normalize alone when it counts.
+    """Let some ``SyncBatchNorm`` modules run on a single sample; ranks normalize it together in training.
 
     Args:
         norms: the modules.
@@ -160,38 +160,38 @@ class AllowSingleSampleNorm(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function, or what is behind its check of the number of samples."""
+        """Call the function; ``F.batch_norm`` of these modules skips its check of the batch size."""
         if func is F.batch_norm:
-            named = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | dict(kwargs or {})
-            mean, weight = named["running_mean"], named.get("weight")
+            arguments = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | dict(kwargs or {})
+            mean, weight = arguments["running_mean"], arguments.get("weight")
             if any(norm.running_mean is mean and norm.weight is weight for norm in self.norms):
-                order = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-                given: list[Any] = [named[name] for name in order]
-                return torch.ops.aten.batch_norm.default(*given, torch.backends.cudnn.enabled)
+                names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+                values: list[Any] = [arguments[name] for name in names]
+                return torch.ops.aten.batch_norm.default(*values, torch.backends.cudnn.enabled)
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def training_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Have the model in training or evaluation mode inside, and every module as it was afterwards."""
+    """Put the model into training or evaluation mode inside, and restore every module's flag afterwards."""
     modes = TrainingModes(model)
-    before = [(module, module.training) for module in model.modules()]
+    flags = [(module, module.training) for module in model.modules()]
     modes.set(training=training)
     try:
         yield
     finally:
-        for module, flag in before:
+        for module, flag in flags:
             module.training = flag
 
 
 @contextmanager
 def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]:
-    """Have the model's buffers, its modes and the random state afterwards as they were before."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {buffer.device for buffer, _ in kept} | {parameter.device for parameter in model.parameters()}
-    others = [device for device in devices if device.type == "cuda"]
+    """Restore the model's buffers, training flags and the random state afterwards."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {buffer.device for buffer, _ in saved} | {parameter.device for parameter in model.parameters()}
+    cuda_devices = [device for device in devices if device.type == "cuda"]
     norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-    with training_mode(model, training=training), torch.random.fork_rng(others), torch.no_grad():
+    with training_mode(model, training=training), torch.random.fork_rng(cuda_devices), torch.no_grad():
         try:
             with AllowSingleSampleNorm(norms) if norms else nullcontext():
                 yield
@@ -199,5 +199,5 @@ def preserve_state(model: nn.Module, *, training: bool = True) -> Iterator[None]
             raise_batch_norm_error(error, f"{type(model).__name__}, run once on an example microbatch")
             raise
         finally:
-            for buffer, value in kept:
+            for buffer, value in saved:
                 buffer.copy_(value)

@@ -1,11 +1,8 @@
-"""Torch's tracer without what it says about its own working, in warnings, on the terminal and in logs.
+"""Trace one forward of a model with ``torch.export`` into operations that know which module calls they belong to.
 
-What a trace does not show: backwards that the model's author wrote. They would be lost without a word.
-
-A trace has the operations of a forward, and autograd differentiates these. A hook on a gradient, or the backward of an
-``autograd.TorchFunction``, is none of them.
-
-One forward of a model as a list of tensor operations, each knowing the calls of modules it stands in.
+A trace has the operations of the forward, and autograd differentiates these. Backwards that the model's author wrote
+(a hook on a gradient, an ``autograd.Function``) are no operations and would be lost silently, so models with them are
+rejected here.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from counterpoint.partitioning.pytree import TensorTree, strip_unknown_leaves
 
 @contextmanager
 def silence_export() -> Iterator[None]:
-    """Keep what the tracer says about its own working off the user's terminal."""
+    """Suppress the messages of torch's tracer: warnings, output and logs."""
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()), _filter_torch_logs():
         warnings.simplefilter("ignore")
         yield
@@ -51,13 +48,13 @@ def silence_export() -> Iterator[None]:
 
 @contextmanager
 def _filter_torch_logs() -> Iterator[None]:
-    """Have handlers of torch's loggers that write to a stream let nothing of torch's through.
+    """Filter torch's records from log handlers that write to a stream.
 
-    They hold the stream that was the process's when torch was loaded, so that a redirection does not reach them.
+    They keep the stream of when torch was imported, so that redirecting stderr does not reach them.
     """
     names = [name for name in logging.root.manager.loggerDict if _is_torch_logger(name)]
-    found = {handler for name in names for handler in logging.getLogger(name).handlers}
-    silenced = [handler for handler in found if type(handler) is logging.StreamHandler]
+    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
+    silenced = [handler for handler in handlers if type(handler) is logging.StreamHandler]
     for handler in silenced:
         handler.addFilter(_is_not_torch_record)
     try:
@@ -76,7 +73,7 @@ def _is_not_torch_record(record: logging.LogRecord) -> bool:
 
 
 class CustomBackwardDetector(TorchFunctionMode):
-    """While this is active and is shown what modules take and give, it notes the backwards that are written.
+    """Records custom backwards: hooks on gradients, and ``autograd.Function`` nodes in the graphs it is shown.
 
     Args:
         open_calls: the paths of the modules that are running, innermost last.
@@ -95,34 +92,34 @@ class CustomBackwardDetector(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function, and note a hook on a tensor's gradient."""
+        """Call the function, and record a hook on a tensor's gradient."""
         if func is Tensor.register_hook:
             self.record("a hook on a gradient, which its forward registers")
         return func(*args, **(kwargs or {}))
 
     def inspect_graph(self, values: object) -> None:
-        """Look at what led to values, since the last ones, in the module that is running."""
+        """Search the autograd graph of values for custom functions, up to nodes that were seen before."""
         queue: list[Any] = [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         while queue:
             node = queue.pop()
             if node is None or node in self.seen:
                 continue
             self.seen.add(node)
-            queue += [before for before, _ in node.next_functions]
+            queue += [input_node for input_node, _ in node.next_functions]
             if isinstance(node, BackwardCFunction):
-                kind: type = vars(type(node))["_forward_cls"]
-                if not kind.__module__.startswith("torch._"):  # those of operations that the trace has as such
-                    self.record(f"the autograd.Function {kind.__name__}")
+                function: type = vars(type(node))["_forward_cls"]
+                if not function.__module__.startswith("torch._"):  # torch's own are operations of the trace
+                    self.record(f"the autograd.Function {function.__name__}")
 
     def record(self, description: str) -> None:
-        """Keep what was found, and in which module."""
+        """Record a finding with the module that is running."""
         self.found.append((self.open_calls[-1] if self.open_calls else "", description))
 
     def require_none(self, model: nn.Module) -> None:
-        """Check that nothing was found.
+        """Check that no custom backward was found.
 
         Raises:
-            PlanError: something was; the first is named.
+            PlanError: one was; the first is named.
         """
         if self.found:
             path, what = self.found[0]
@@ -130,7 +127,7 @@ class CustomBackwardDetector(TorchFunctionMode):
 
 
 def require_no_backward_hooks(model: nn.Module) -> None:
-    """Check that no module of a model that is to be traced has hooks on its backward.
+    """Check that no module of a model to be traced has backward hooks.
 
     Raises:
         PlanError: one has.
@@ -141,12 +138,12 @@ def require_no_backward_hooks(model: nn.Module) -> None:
 
 
 def _custom_backward_error(model: nn.Module, path: str, description: str) -> PlanError:
-    where = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+    location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
     return PlanError(
-        f"{where} has {description}, but a model is cut along the operations of its forward, whose own gradients would be "
-        "taken instead; write it as an operation (torch.library.custom_op with register_autograd), or with detach(), "
-        "make the model an nn.Sequential, whose children are run as they are, or take a strategy that needs no cut "
-        "(data, zero of level 1 or 2, server)"
+        f"{location} has {description}, but a model is split along the operations of its forward, whose own gradients "
+        "would be used instead; write it as an operation (torch.library.custom_op with register_autograd), or with "
+        "detach(), make the model an nn.Sequential, whose children run unchanged, or use a strategy that keeps the "
+        "model whole (data, zero of level 1 or 2, server)"
     )
 
 
@@ -162,11 +159,11 @@ class TracedGraph:
 
     Args:
         graph: the operations; they read parameters, buffers and constants by ``get_attr``.
-        constants: the tensors and inner graphs that belong to the trace itself, by ``get_attr`` target.
+        constants: tensors and inner graphs that belong to the trace itself, by ``get_attr`` target.
         params: the first name in the model, for each node that reads a parameter.
         buffers: the first name in the model, for each node that reads a buffer.
         inputs: the node of each leaf of the inputs.
-        nest: how the output is nested.
+        output_tree: the structure of the output.
     """
 
     graph: fx.Graph
@@ -184,18 +181,18 @@ class TracedGraph:
 
 
 def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedGraph:
-    """Return the operations of ``model(*inputs)``; the model stays as it is.
+    """Trace ``model(*inputs)``; the model is not changed.
 
     Raises:
-        PlanError: the forward depends on values, or does what cannot be seen in operations on tensors; or the backward
-            is not that of these operations.
+        PlanError: the forward depends on tensor values, does what operations on tensors cannot show, or has a custom
+            backward.
     """
     args, kwargs = split_call_args(inputs)
     require_no_backward_hooks(model)
     open_calls: list[str] = []
-    backwards = CustomBackwardDetector(open_calls)
-    tracked = _track_calls(model, open_calls, backwards)
-    with training_mode(model, training=training), tracked as left_out, silence_export(), backwards:
+    detector = CustomBackwardDetector(open_calls)
+    tracking = _track_calls(model, open_calls, detector)
+    with training_mode(model, training=training), tracking as stripped_types, silence_export(), detector:
         _require_fixed_momentum(model)
         try:
             with without_networkx():
@@ -205,8 +202,8 @@ def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedG
             raise_batch_norm_error(error, f"{type(model).__name__}, traced on an example microbatch")
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain_error(model, error, open_calls)) from error
-    backwards.require_none(model)
-    if left_out:
+    detector.require_none(model)
+    if stripped_types:
         module.graph.eliminate_dead_code()
     traced = _parse_module(module, canonical_names(model))
     _require_no_outer_autocast(traced, model)
@@ -214,32 +211,32 @@ def export_graph(model: nn.Module, inputs: Inputs, *, training: bool) -> TracedG
 
 
 def _require_fixed_momentum(model: nn.Module) -> None:
-    """Refuse batch norm whose factor for its running statistics is a number that it reads from a tensor."""
+    """Reject batch norm with ``momentum=None``, which reads its averaging factor from a tensor."""
     for path, module in model.named_modules():
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - what all of them are
         if is_norm and module.training and module.track_running_stats and module.momentum is None:
-            where = f"module '{path}' ({type(module).__name__})" if path else type(module).__name__
+            location = f"module '{path}' ({type(module).__name__})" if path else type(module).__name__
             raise PlanError(
-                f"{where} has momentum=None, by which it averages over all batches and divides by a number that it "
-                "reads from a tensor, but a model is cut along operations that do not depend on values; give it a "
-                "number, as momentum=0.1, or make the model an nn.Sequential, whose children are run as they are, or "
-                "take a strategy that needs no cut (data, zero of level 1 or 2, server)"
+                f"{location} has momentum=None, by which it averages over all batches and divides by a number that it "
+                "reads from a tensor, but a model is split along operations that do not depend on values; give it a "
+                "number, such as momentum=0.1, or make the model an nn.Sequential, whose children run unchanged, or "
+                "use a strategy that keeps the model whole (data, zero of level 1 or 2, server)"
             )
 
 
 def _require_no_outer_autocast(traced: TracedGraph, model: nn.Module) -> None:
-    """Refuse a forward that stands in an autocast as a whole."""
+    """Reject a forward that runs in one ``autocast`` as a whole, which a trace shows as one operation."""
     readers = {user for source in traced.params for user in source.users}
     if len(readers) == 1 and getattr(readers.pop().target, "__name__", "") == "wrap_with_autocast":
         raise PlanError(
             f"all of {type(model).__name__}.forward runs inside torch.autocast, which a trace shows as one operation, "
-            "so there is nothing to cut; enter autocast in the forward of each block instead, or take a strategy that "
-            "needs no cut (data, zero of level 1 or 2, server)"
+            "so it cannot be split; enter autocast in the forward of each block instead, or use a strategy that keeps "
+            "the model whole (data, zero of level 1 or 2, server)"
         )
 
 
 def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
-    """Raise the model's own error, where it cannot run these inputs at all."""
+    """Raise the model's own error, if it cannot run these inputs at all."""
     args, kwargs = split_call_args(inputs)
     with preserve_state(model, training=training):
         model(*args, **kwargs)
@@ -247,11 +244,11 @@ def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
 
 @contextmanager
 def _track_calls(model: nn.Module, open_calls: list[str], detector: CustomBackwardDetector) -> Iterator[list[str]]:
-    """Keep the paths of the modules whose calls have begun and not ended, and look at what leads to them.
+    """Track the paths of running modules, and search for custom backwards in what they take and return.
 
-    The model's output comes out without what no trace can show; the list then has the output's type.
+    Output leaves that no trace can show are stripped; the list then names the output's type.
     """
-    left_out: list[str] = []
+    stripped_types: list[str] = []
 
     def enter(path: str, module: nn.Module, args: object) -> None:
         detector.inspect_graph(args)
@@ -260,10 +257,10 @@ def _track_calls(model: nn.Module, open_calls: list[str], detector: CustomBackwa
     def leave(module: nn.Module, args: object, output: object) -> object:
         detector.inspect_graph(output)
         open_calls.pop()
-        known = output if open_calls else strip_unknown_leaves(output)
-        if known is not output:
-            left_out.append(type(output).__name__)
-        return known
+        stripped = output if open_calls else strip_unknown_leaves(output)
+        if stripped is not output:
+            stripped_types.append(type(output).__name__)
+        return stripped
 
     hooks = []
     for path, module in model.named_modules():
@@ -272,58 +269,61 @@ def _track_calls(model: nn.Module, open_calls: list[str], detector: CustomBackwa
             module.register_forward_hook(leave),
         ]
     try:
-        yield left_out
+        yield stripped_types
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def _explain_error(model: nn.Module, error: Exception, open_calls: list[str]) -> str:
+    """Describe why tracing failed, with the module and the user's line of code."""
     path = open_calls[-1] if open_calls else ""
-    where = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+    location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith((PACKAGE_DIR, TORCH_DIR, "<"))]
-    place = f" at {foreign[-1].filename}:{foreign[-1].lineno} '{foreign[-1].line}'" if foreign else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith((PACKAGE_DIR, TORCH_DIR, "<"))]
+    code_line = (
+        f" at {user_frames[-1].filename}:{user_frames[-1].lineno} '{user_frames[-1].line}'" if user_frames else ""
+    )
     reason = str(error).strip().splitlines() or [type(error).__name__]
     if any(frame.name == MASK_CHECK for frame in frames):
         return (
-            f"tracing the model stopped in {where}{place}: torch compares the values of its mask with those of a "
-            "causal one, but a model is cut along operations that do not depend on values; say what the mask is: pass "
-            "is_causal=True or is_causal=False beside it (tgt_is_causal= to a decoder)"
+            f"tracing the model stopped in {location}{code_line}: torch compares the values of its mask with those of "
+            "a causal one, but a model is split along operations that do not depend on values; say what the mask is: "
+            "also pass is_causal=True or is_causal=False (tgt_is_causal= to a decoder)"
         )
     return (
-        f"tracing the model stopped in {where}{place}: {reason[0].strip()}; "
-        "a model is cut along the tensor operations of its forward, which must not depend on the values; "
-        "train it with a strategy that needs no cut (data, zero of level 1 or 2, server), write the choice with "
-        "torch.where, or make the model an nn.Sequential whose children may do what they like"
+        f"tracing the model stopped in {location}{code_line}: {reason[0].strip()}; "
+        "a model is split along the tensor operations of its forward, which must not depend on the values; "
+        "train it with a strategy that keeps the model whole (data, zero of level 1 or 2, server), write the choice "
+        "with torch.where, or make the model an nn.Sequential, whose children may contain any code"
     )
 
 
 def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedGraph:
-    """Sort what the exported module holds into the model's own tensors, constants, inputs and outputs."""
+    """Sort the attributes of the exported module into parameters, buffers and constants."""
     graph = module.graph
     params: dict[fx.Node, str] = {}
     buffers: dict[fx.Node, str] = {}
     constants: dict[str, Any] = {}
-    own = dict(module.named_parameters(remove_duplicate=False))
+    param_names = dict(module.named_parameters(remove_duplicate=False))
     for node in list(graph.nodes):
-        if node.op == "call_module":  # the tracer's check of shapes; ours is by signature
+        if node.op == "call_module":  # the tracer's shape check; segments check shapes themselves
             graph.erase_node(node)
         elif node.op == "get_attr":
             target = str(node.target)
-            if target in own:
+            if target in param_names:
                 params[node] = first_name[target]
             elif target in first_name:
                 buffers[node] = first_name[target]
             else:
                 constants[target] = _get_attribute(module, target)
     for node in graph.find_nodes(op="get_attr"):
-        inner = constants.get(str(node.target))
-        if isinstance(inner, fx.GraphModule):  # the body of a no_grad or an autocast
-            node.meta["draws"] = any(is_random_op(operation) for operation in inner.graph.nodes)
+        body = constants.get(str(node.target))
+        if isinstance(body, fx.GraphModule):  # the body of a no_grad or an autocast
+            node.meta["draws"] = any(is_random_op(operation) for operation in body.graph.nodes)
     output = graph.output_node()
     leaves, _ = tree_flatten(output.args[0])
-    places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node))
+    indices = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node))
     spec = vars(module)["_out_spec"]
     return TracedGraph(
         graph,
@@ -331,7 +331,7 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
         params,
         buffers,
         tuple(node for node in graph.nodes if node.op == "placeholder"),
-        TensorTree(spec, tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves), places),
+        TensorTree(spec, tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves), indices),
     )
 
 
@@ -343,7 +343,7 @@ def _get_attribute(module: nn.Module, target: str) -> Any:  # noqa: ANN401
 
 
 def module_calls(node: fx.Node) -> list[tuple[str, int]]:
-    """Return the calls of modules that an operation stands in, outermost first: path and number of the call."""
+    """Return the module calls around an operation, outermost first: path and number of the call."""
     calls = []
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         _, _, count = str(key).rpartition("@")
@@ -352,6 +352,6 @@ def module_calls(node: fx.Node) -> list[tuple[str, int]]:
 
 
 def innermost_module(node: fx.Node) -> str:
-    """Return the path of the innermost module that an operation stands in."""
+    """Return the path of the innermost module that an operation belongs to."""
     calls = module_calls(node)
     return calls[-1][0] if calls else ""

@@ -1,4 +1,4 @@
-"""How much work a forward is, counted from what reaches the kernels; on fake tensors it costs no time."""
+"""Count the FLOPs of a forward from the operators that reach the dispatcher; free on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _VIEWS = {"_unsafe_view", "alias"}
 
 
 class OpCost(NamedTuple):
-    """One operation that reached a kernel: its arithmetic, and the bytes of all that it read and wrote."""
+    """One operator call: its FLOPs, and the bytes of all that it read and wrote."""
 
     flops: int
     moved_bytes: int
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations run inside it: matmuls, convolutions and attention exactly, others one per element.
+    """Counts the operators run inside it: matmuls, convolutions and attention exactly, others one FLOP per element.
 
     Args:
-        flops: operations so far; a multiply and an add are two.
-        draws: whether one of them drew random numbers.
-        kernels: each of them that does more than look at memory in another way.
+        flops: FLOPs so far; a multiply and an add are two.
+        uses_rng: whether an operator drew random numbers.
+        op_costs: each operator call that is not a view.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say that the method below may be compiled: to say that it may not, torch would load its compiler."""
+        """Return False: with True, torch would import its compiler to disable it here."""
         return False
 
     def __torch_dispatch__(
@@ -49,7 +49,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run the operation and count it, or its parts where it is made of others."""
+        """Run the operator and count it, or the operators that it decomposes into."""
         kwargs = kwargs or {}
         self.uses_rng |= torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket.__name__ != _ATTENTION
         if func.overloadpacket not in flop_registry and func.namespace == "aten":
@@ -66,7 +66,6 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:  # noqa: ANN401
-    """Count one kernel."""
     packet = func.overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
@@ -83,6 +82,6 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
 
 
 def _count_bytes(values: Any) -> int:  # noqa: ANN401
-    """Count the bytes of tensors, each once."""
-    found = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
-    return sum(leaf.numel() * leaf.element_size() for leaf in found.values())
+    """Return the bytes of tensors, each counted once."""
+    tensors = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors.values())

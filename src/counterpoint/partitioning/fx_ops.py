@@ -1,4 +1,4 @@
-"""What is known of one operation of a trace: its name, its arguments, whether it draws random numbers."""
+"""Facts about one operation of a traced graph: name, arguments, mutation, random numbers."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ _OFF_BY_DEFAULT = {"dropout_p", "training"}
 
 
 def fake_value(node: fx.Node) -> Any:  # noqa: ANN401
-    """Return what the operation gave in the trace, without values: a fake tensor, or a tuple of them."""
+    """Return the operation's result in the trace: a fake tensor, or a tuple of them."""
     return node.meta.get("val")
 
 
 def returns_tensor(node: fx.Node) -> bool:
-    """Tell whether the operation gives one tensor."""
+    """Tell whether the operation returns one tensor."""
     return isinstance(fake_value(node), Tensor)
 
 
 def is_aten_op(node: fx.Node) -> bool:
-    """Tell whether the node is one of torch's operations with a schema."""
+    """Tell whether the node calls an operator with a schema."""
     return isinstance(node.target, OpOverload)
 
 
 def op_name(node: fx.Node) -> str:
-    """Return the name of the operation, ``linear`` for instance; empty for what is none."""
+    """Return the name of the operator, such as ``linear``; empty for other nodes."""
     return str(node.target.overloadpacket.__name__) if isinstance(node.target, OpOverload) else ""
 
 
 def iter_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """Yield the schema of each argument that was given, and what was given."""
+    """Yield the schema of each argument that was passed, and its value."""
     if isinstance(node.target, OpOverload):
         schema: Any = node.target._schema  # noqa: SLF001  (torch has no other name for it)
-        for position, argument in enumerate(schema.arguments):
-            if position < len(node.args):
-                yield argument, node.args[position]
+        for index, argument in enumerate(schema.arguments):
+            if index < len(node.args):
+                yield argument, node.args[index]
             elif argument.name in node.kwargs:
                 yield argument, node.kwargs[argument.name]
 
 
 def iter_tensor_arguments(node: fx.Node) -> Iterator[tuple[Any, fx.Node]]:
     """Yield the schema of each tensor argument, and its node."""
-    for argument, given in iter_arguments(node):
-        for value in given if isinstance(given, list | tuple) else [given]:
+    for argument, passed in iter_arguments(node):
+        for value in passed if isinstance(passed, list | tuple) else [passed]:
             if isinstance(value, fx.Node):
                 yield argument, value
 
@@ -69,9 +69,9 @@ def is_random_op(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    given = {argument.name: bool(value) for argument, value in iter_arguments(node)}
+    flags = {argument.name: bool(value) for argument, value in iter_arguments(node)}
     schema: Any = node.target._schema  # noqa: SLF001
     names = {argument.name for argument in schema.arguments}
-    return all(given.get(name, True) for name in names & _ON_BY_DEFAULT) and all(
-        given.get(name, False) for name in names & _OFF_BY_DEFAULT
+    return all(flags.get(name, True) for name in names & _ON_BY_DEFAULT) and all(
+        flags.get(name, False) for name in names & _OFF_BY_DEFAULT
     )

@@ -1,7 +1,4 @@
-"""Where values come from: what is constant, what shares memory, what is changed in place.
-
-What the pieces of a trace make for each other: who makes a value last, who reads it, whether it is learned.
-"""
+"""Dataflow of a traced graph: constants, shared memory, in-place changes, and the values passed between layers."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ class DataflowInfo:
     """Facts about the operations of one trace.
 
     Args:
-        constants: what depends on no input and no parameter and may be computed again wherever it is used.
-        fixed: what no gradient can reach: it depends on no parameter and on no input of floating point.
-        storage: for each node, one node that stands for the memory it may share.
-        changes: for each memory but those of buffers, the operations that change it in place.
+        constants: nodes that depend on no input and no parameter, and may be computed again wherever they are used.
+        non_differentiable: nodes that no gradient reaches: they depend on no parameter and no floating-point input.
+        storage: for each node, one node that represents the memory it may share.
+        mutations: for each memory except buffers, the operations that change it in place.
     """
 
     constants: frozenset[fx.Node]
@@ -41,25 +38,25 @@ class DataflowInfo:
 
 
 def analyze_dataflow(traced: TracedGraph) -> DataflowInfo:
-    """Return the facts about a trace."""
+    """Compute the dataflow facts of a trace."""
     storage = _assign_storage(traced)
-    changes: dict[fx.Node, list[fx.Node]] = {}
+    mutations: dict[fx.Node, list[fx.Node]] = {}
     for node in traced.graph.nodes:
-        for changed in mutated_inputs(node):
-            changes.setdefault(storage[changed], []).append(node)
+        for mutated in mutated_inputs(node):
+            mutations.setdefault(storage[mutated], []).append(node)
     constants: set[fx.Node] = set()
-    fixed: set[fx.Node] = set()
+    non_differentiable: set[fx.Node] = set()
     for node in traced.graph.nodes:
-        if _is_non_differentiable(node, traced, fixed):
-            fixed.add(node)
-        if _is_constant(node, traced, constants) and storage[node] not in changes:
+        if _is_non_differentiable(node, traced, non_differentiable):
+            non_differentiable.add(node)
+        if _is_constant(node, traced, constants) and storage[node] not in mutations:
             constants.add(node)
-    of_buffers = {storage[node] for node in traced.buffers}
+    buffer_storage = {storage[node] for node in traced.buffers}
     return DataflowInfo(
         frozenset(constants),
-        frozenset(fixed),
+        frozenset(non_differentiable),
         storage,
-        {root: tuple(nodes) for root, nodes in changes.items() if root not in of_buffers},
+        {root: tuple(nodes) for root, nodes in mutations.items() if root not in buffer_storage},
     )
 
 
@@ -77,7 +74,7 @@ def _is_constant(node: fx.Node, traced: TracedGraph, constants: set[fx.Node]) ->
 
 
 def _assign_storage(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
-    """Return for each node the first node whose memory it may share."""
+    """Map each node to the first node whose memory it may share (union-find over aliases)."""
     parent: dict[fx.Node, fx.Node] = {}
 
     def root(node: fx.Node) -> fx.Node:
@@ -93,22 +90,22 @@ def _assign_storage(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
 
 
 def _may_alias(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory the operation's result may be."""
+    """Return the nodes whose memory the operation's result may share."""
     if node.op != "call_function":
         return []
     if not is_aten_op(node):
-        return list(node.all_input_nodes[:1])  # what is taken out of a tuple
+        return list(node.all_input_nodes[:1])  # getitem of a tuple
     return [source for argument, source in iter_tensor_arguments(node) if argument.alias_info is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryValue:
-    """A value as one piece makes it, or changes it in place, for later ones.
+    """A value that one layer produces, or changes in place, for later ones.
 
     Args:
-        node: what it is.
-        maker: the piece; ``INPUT`` for an input of the model.
-        readers: the pieces that read it as it is then; the last one also reads what it only gives out.
+        node: the operation.
+        producer: the layer; ``INPUT`` for an input of the model.
+        consumers: the layers that read it in this state; the last layer also reads what it only returns.
     """
 
     node: fx.Node
@@ -119,52 +116,58 @@ class BoundaryValue:
 def find_boundary_values(
     traced: TracedGraph, dataflow: DataflowInfo, layers: Sequence[Sequence[fx.Node]]
 ) -> tuple[BoundaryValue, ...]:
-    """Return what pieces make for later ones, by maker, those of one maker in the order of the trace.
+    """Return the values passed between layers, by producer, those of one producer in the order of the trace.
+
+    A value that a later layer changes in place is a new value with that layer as its producer.
 
     Args:
         traced: the operations.
-        flow: facts about them.
-        pieces: the operations of each piece, in order.
+        dataflow: facts about them.
+        layers: the operations of each layer, in order.
     """
-    born = dict.fromkeys(traced.inputs, INPUT) | {node: at for at, nodes in enumerate(layers) for node in nodes}
-    maker = dict(born)
-    readers: dict[tuple[fx.Node, int], set[int]] = {}
-    shared = _group_by_storage(dataflow, born)
-    for at, nodes in enumerate(layers):
+    defined_in = dict.fromkeys(traced.inputs, INPUT) | {
+        node: index for index, nodes in enumerate(layers) for node in nodes
+    }
+    producer = dict(defined_in)
+    consumers: dict[tuple[fx.Node, int], set[int]] = {}
+    nodes_sharing = _group_by_storage(dataflow, defined_in)
+    for index, nodes in enumerate(layers):
         read = {source for node in nodes for source in node.all_input_nodes}
-        read.update(traced.outputs if at == len(layers) - 1 else ())
+        read.update(traced.outputs if index == len(layers) - 1 else ())
         for node in read:
-            if node not in dataflow.constants and born.get(node, at) < at:
-                readers.setdefault((node, maker[node]), set()).add(at)
+            if node not in dataflow.constants and defined_in.get(node, index) < index:
+                consumers.setdefault((node, producer[node]), set()).add(index)
         for node in nodes:
             for root in {dataflow.storage[source] for source in mutated_inputs(node)}:
-                maker.update({other: at for other in shared.get(root, ()) if born[other] < at})
-    place = {node: index for index, node in enumerate(born)}
-    order = sorted(readers, key=lambda key: (key[1], place[key[0]]))
-    return tuple(BoundaryValue(node, made, tuple(sorted(readers[node, made]))) for node, made in order)
+                producer.update({other: index for other in nodes_sharing.get(root, ()) if defined_in[other] < index})
+    position = {node: index for index, node in enumerate(defined_in)}
+    order = sorted(consumers, key=lambda key: (key[1], position[key[0]]))
+    return tuple(BoundaryValue(node, layer, tuple(sorted(consumers[node, layer]))) for node, layer in order)
 
 
 def _group_by_storage(dataflow: DataflowInfo, nodes: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return the values that may share each memory that is changed in place."""
-    shared: dict[fx.Node, list[fx.Node]] = {root: [] for root in dataflow.mutations}
+    """Return the nodes that may share each memory that is changed in place."""
+    groups: dict[fx.Node, list[fx.Node]] = {root: [] for root in dataflow.mutations}
     for node in nodes:
-        if dataflow.storage[node] in shared:
-            shared[dataflow.storage[node]].append(node)
-    return shared
+        if dataflow.storage[node] in groups:
+            groups[dataflow.storage[node]].append(node)
+    return groups
 
 
 def find_differentiable_values(traced: TracedGraph, dataflow: DataflowInfo) -> frozenset[fx.Node]:
-    """Return the values that a gradient may come back for: those of floating point that depend on a parameter."""
-    learned: set[fx.Node] = set(traced.params)
-    memory: set[fx.Node] = set()
+    """Return the values that may receive a gradient: floating-point ones that depend on a parameter."""
+    differentiable: set[fx.Node] = set(traced.params)
+    storages: set[fx.Node] = set()
     for node in traced.graph.nodes:
         if node.op != "call_function" or op_name(node) in {"detach", "detach_"}:
             continue
-        if any(source in learned or dataflow.storage[source] in memory for source in node.all_input_nodes):
+        if any(source in differentiable or dataflow.storage[source] in storages for source in node.all_input_nodes):
             if _can_require_grad(node):
-                learned.add(node)
-            memory.update(dataflow.storage[source] for source in mutated_inputs(node))
-    return frozenset(learned) | frozenset(node for node in dataflow.storage if dataflow.storage[node] in memory)
+                differentiable.add(node)
+            storages.update(dataflow.storage[source] for source in mutated_inputs(node))
+    return frozenset(differentiable) | frozenset(
+        node for node in dataflow.storage if dataflow.storage[node] in storages
+    )
 
 
 def _can_require_grad(node: fx.Node) -> bool:

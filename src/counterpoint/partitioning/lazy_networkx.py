@@ -1,8 +1,8 @@
-"""Torch's exporter without a library that it loads and does not use.
+"""Import torch's exporter without networkx, which it imports but does not use.
 
-With the exporter comes a part of torch's compiler that weighs up what to recompute, and with that comes networkx: 300
-modules, and 12 MB in every rank that traces a model. Only annotations ask it for something while it is loaded. So a
-module stands in for it there, and hands on to the library whatever anybody else asks of it, then and later.
+The exporter imports a part of torch's compiler that chooses what to recompute, and with it networkx: 300 modules and
+12 MB in every rank that traces a model. Torch only names it in annotations. So a stand-in module is registered during
+the import; whoever else asks it for an attribute, then or later, gets the real library.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 LIBRARY = "networkx"
 IMPORTER = "torch._functorch.partitioners"
-"""The part of torch that loads it."""
+"""The module of torch that imports it."""
 ANNOTATION_NAME = "DiGraph"
-"""What annotations of torch name in it."""
+"""The name that annotations of torch use."""
 LOCK = Lock()
 
 
 class LazyNetworkx(ModuleType):
-    """A module that has what the library has, and loads it for that."""
+    """A module that imports networkx when an attribute is used."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the library has
         if name == ANNOTATION_NAME and is_torch_module_body(sys._getframe(1)):  # noqa: SLF001 - who asks
@@ -36,12 +36,12 @@ class LazyNetworkx(ModuleType):
 
 
 def is_torch_module_body(frame: FrameType) -> bool:
-    """Tell whether it is the body of a module of torch, or of a class in it, that asks, and no function."""
+    """Tell whether a frame is the body of a torch module, or of a class in it, and not a function."""
     return str(frame.f_globals.get("__name__")).startswith("torch.") and not frame.f_code.co_flags & CO_OPTIMIZED
 
 
 def restore_real_module(module: LazyNetworkx) -> None:
-    """Whoever imports the library from now on loads it, unless that has happened."""
+    """Remove the stand-in from ``sys.modules``, so that the next import loads the library."""
     with LOCK:
         if sys.modules.get(LIBRARY) is module:
             del sys.modules[LIBRARY]
@@ -49,13 +49,13 @@ def restore_real_module(module: LazyNetworkx) -> None:
 
 @contextmanager
 def without_networkx() -> Iterator[None]:
-    """Inside, the exporter can be loaded without the library; afterwards that is as if nobody had asked for it.
+    """Allow importing the exporter without networkx inside; afterwards networkx can be imported as usual.
 
-    A thread that imports the library meanwhile gets what it has; but ``from networkx import *`` finds nothing there,
-    and a module of it that is imported by its full name is loaded twice.
+    A thread that imports networkx meanwhile gets its attributes on demand; but ``from networkx import *`` finds nothing
+    there, and a submodule that is imported by its full name is loaded twice.
     """
-    is_settled = IMPORTER in sys.modules or LIBRARY in sys.modules
-    spec = None if is_settled else find_spec(LIBRARY)
+    is_loaded = IMPORTER in sys.modules or LIBRARY in sys.modules
+    spec = None if is_loaded else find_spec(LIBRARY)
     if spec is None:
         yield
         return

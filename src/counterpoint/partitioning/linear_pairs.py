@@ -1,8 +1,8 @@
-"""Column- and row-split pairs of linear layers: found in the graph, and made ready to run as slices.
+"""Find column- and row-parallel pairs of linear layers in a graph, and prepare them to run sharded.
 
-A region is ``row(inside(column(h)))``: one linear layer whose input comes from the outputs of others only, all of
-which read the same ``h``. With their weights sliced along what is between them, each slice gives a part of the
-output, and the parts add up to the whole.
+A pair is ``row(nodes(column(h)))``: one linear layer whose input comes only from the outputs of other linear layers,
+all of which read the same ``h``. With their weights sharded along the dim between them, each shard computes a part of
+the output, and the parts add up to the whole (Megatron-LM).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from counterpoint.partitioning.fx_ops import fake_value, is_random_op, mutated_i
 from counterpoint.partitioning.graph_dataflow import DataflowInfo
 
 DimNames = Mapping[str, tuple[str, str]]
-"""For a pattern of module paths, the names of the out dim and the in dim of the linear layers that match."""
+"""For each pattern of module paths, the names of the out dim and the in dim of the matching linear layers."""
 
 _LINEAR = torch.ops.aten.linear.default
 _RESHAPES = {"view", "reshape", "unflatten"}
@@ -33,16 +33,16 @@ _MIXES_HEADS = {_ATTENTION, "softmax", "_softmax", "matmul", "bmm", "baddbmm"}
 
 @dataclass(frozen=True, slots=True)
 class ColumnRowPair:
-    """A part of the graph that may run as slices.
+    """A part of the graph that may run as tensor-parallel shards.
 
     Args:
         name: path of the module that contains it, or of its first and last layer.
-        weight: the name of the row's weight, which tells regions apart: a module may hold several.
-        dim: the name of what is sliced.
-        size: how long that is, in heads where the graph shows them.
-        columns: the layers sliced along their outputs.
-        row: the layer sliced along its inputs.
-        inside: all its operations, layers included.
+        row_weight: the name of the row layer's weight, which identifies the pair: a module may hold several.
+        dim: the name of the sharded dim.
+        size: its length, in heads where the graph shows them.
+        columns: the layers sharded along their outputs.
+        row: the layer sharded along its inputs.
+        nodes: all its operations, layers included.
     """
 
     name: str
@@ -55,35 +55,35 @@ class ColumnRowPair:
 
     @property
     def source(self) -> fx.Node:
-        """The value that all columns read."""
+        """The value that all column layers read."""
         return _layer_input(self.columns[0])
 
 
 def find_pairs(
     traced: TracedGraph, dataflow: DataflowInfo, dims: DimNames, *, only: Collection[str] | None = None
 ) -> list[ColumnRowPair]:
-    """Return the regions of a trace in order, or only those of some weights; no operation is in two of them."""
+    """Return the pairs of a trace in order, or only those with some row weights; no operation is in two of them."""
     uses = Counter(
         traced.params[source]
         for node in traced.graph.nodes
         for source in node.all_input_nodes
         if source in traced.params
     )
-    regions: list[ColumnRowPair] = []
+    pairs: list[ColumnRowPair] = []
     taken: set[fx.Node] = set()
     for row in traced.graph.nodes:
-        found = _upstream_of(row, traced, dataflow) if _is_linear(row, traced) else None
-        if found is None:
+        match = _upstream_of(row, traced, dataflow) if _is_linear(row, traced) else None
+        if match is None:
             continue
-        columns, inside = found
-        read = [traced.params[layer.args[1]] for layer in (*columns, row)]
-        if only is not None and read[-1] not in only:
+        columns, nodes = match
+        weights = [traced.params[layer.args[1]] for layer in (*columns, row)]
+        if only is not None and weights[-1] not in only:
             continue
-        is_alone = all(uses[name] == 1 for name in read) and not taken & inside
-        if is_alone and _has_single_output(inside, row) and _can_make_contiguous(traced, inside):
-            regions.append(_make_pair(columns, row, inside, dims, row_weight=read[-1]))
-            taken |= inside
-    return regions
+        is_exclusive = all(uses[name] == 1 for name in weights) and not taken & nodes
+        if is_exclusive and _has_single_output(nodes, row) and _can_make_contiguous(traced, nodes):
+            pairs.append(_make_pair(columns, row, nodes, dims, row_weight=weights[-1]))
+            taken |= nodes
+    return pairs
 
 
 def _is_linear(node: fx.Node, traced: TracedGraph) -> bool:
@@ -99,40 +99,43 @@ def _layer_input(layer: fx.Node) -> fx.Node:
 def _upstream_of(
     row: fx.Node, traced: TracedGraph, dataflow: DataflowInfo
 ) -> tuple[list[fx.Node], frozenset[fx.Node]] | None:
-    """Return the layers that the row's input comes from and all operations from them to it, if there is no more."""
+    """Return the column layers that the row's input comes from, and all operations from them to the row.
+
+    None if anything else contributes, such as a random operation or a second input.
+    """
     columns: list[fx.Node] = []
-    inside = {row}
+    nodes = {row}
     queue = [_layer_input(row)]
     while queue:
         node = queue.pop()
-        if node in inside or node in dataflow.non_differentiable:
+        if node in nodes or node in dataflow.non_differentiable:
             continue
         if node.op != "call_function" or is_random_op(node):
             return None
-        inside.add(node)
+        nodes.add(node)
         if _is_linear(node, traced):
             columns.append(node)
         else:
             queue += node.all_input_nodes
-    if not columns or len({_layer_input(column) for column in columns}) > 1 or _layer_input(columns[0]) in inside:
+    if not columns or len({_layer_input(column) for column in columns}) > 1 or _layer_input(columns[0]) in nodes:
         return None
     order = {node: index for index, node in enumerate(traced.graph.nodes)}
-    return sorted(columns, key=order.__getitem__), frozenset(inside)
+    return sorted(columns, key=order.__getitem__), frozenset(nodes)
 
 
 def _has_single_output(nodes: frozenset[fx.Node], row: fx.Node) -> bool:
-    """Tell whether nothing but the row's output is used outside."""
+    """Tell whether only the row's output is used outside."""
     return all(user in nodes for node in nodes if node is not row for user in node.users)
 
 
 def _can_make_contiguous(traced: TracedGraph, nodes: frozenset[fx.Node]) -> bool:
-    """Tell whether what stands between the region's operations may run before them.
+    """Tell whether foreign operations between those of the pair may run before them.
 
-    It may not where it changes something in place, or draws random numbers: those belong to the seed before it.
+    They may not if they change something in place, or draw random numbers, which belong to the seed before them.
     """
     order = list(traced.graph.nodes)
-    places = [index for index, node in enumerate(order) if node in nodes]
-    between = [node for node in order[places[0] : places[-1]] if node not in nodes]
+    indices = [index for index, node in enumerate(order) if node in nodes]
+    between = [node for node in order[indices[0] : indices[-1]] if node not in nodes]
     return not any(is_random_op(node) for node in between) and all(
         source in traced.buffers for node in between for source in mutated_inputs(node)
     )
@@ -159,16 +162,16 @@ def format_path_range(first: str, last: str) -> str:
     if first == last:
         return first
     heads, tails = first.split("."), last.split(".")
-    same = 0
-    while same < min(len(heads), len(tails)) - 1 and heads[same] == tails[same]:
-        same += 1
-    return f"{first}..{'.'.join(tails[same:])}"
+    num_shared = 0
+    while num_shared < min(len(heads), len(tails)) - 1 and heads[num_shared] == tails[num_shared]:
+        num_shared += 1
+    return f"{first}..{'.'.join(tails[num_shared:])}"
 
 
 def _count_heads(columns: list[fx.Node], nodes: frozenset[fx.Node]) -> list[int | None]:
-    """Return how many heads each layer gives, as far as the graph shows them.
+    """Return how many heads each layer computes, as far as the graph shows them.
 
-    One layer for query, key and value is first folded into these three, which are not its heads.
+    One fused layer for query, key and value is first split into these three, which are not its heads.
     """
     if len(columns) == 1 and any(op_name(node) in _SELECTS for node in nodes):
         queries = [fake_value(node.all_input_nodes[0]) for node in nodes if op_name(node) == _ATTENTION]
@@ -177,7 +180,7 @@ def _count_heads(columns: list[fx.Node], nodes: frozenset[fx.Node]) -> list[int 
 
 
 def _heads_of_layer(column: fx.Node) -> int | None:
-    """Return into how many heads the output of a layer is folded."""
+    """Return the number of heads that the output of a layer is reshaped into."""
     for user in column.users:
         shape = tuple(fake_value(user).shape) if op_name(user) in _RESHAPES else ()
         if len(shape) >= 2 and shape[-2] * shape[-1] == fake_value(column).shape[-1]:
@@ -186,27 +189,27 @@ def _heads_of_layer(column: fx.Node) -> int | None:
 
 
 def _user_dim_name(columns: Iterable[fx.Node], row: fx.Node, dims: DimNames) -> str | None:
-    """Return the user's name of what is between the layers, if there is one."""
-    given = {
-        f"out of {innermost_module(layer)}" if place == 0 else f"in of {innermost_module(layer)}": names[place]
-        for layer, place in [*((column, 0) for column in columns), (row, 1)]
+    """Return the user's name of the dim between the layers, if there is one."""
+    names_by_layer = {
+        f"out of {innermost_module(layer)}" if side == 0 else f"in of {innermost_module(layer)}": names[side]
+        for layer, side in [*((column, 0) for column in columns), (row, 1)]
         for pattern, names in dims.items()
         if fnmatchcase(innermost_module(layer), pattern)
     }
-    if len(set(given.values())) > 1:
-        listed = ", ".join(f"{where} is '{name}'" for where, name in given.items())
+    if len(set(names_by_layer.values())) > 1:
+        conflicts = ", ".join(f"{location} is '{name}'" for location, name in names_by_layer.items())
         raise PlanError(
-            f"one dim has two names: {listed}; what comes out of one layer goes into the other, so it is one dim; "
+            f"one dim has two names: {conflicts}; the output of one layer is the input of the other, so it is one dim; "
             "give both the same name in dims"
         )
-    return next(iter(given.values()), None)
+    return next(iter(names_by_layer.values()), None)
 
 
 def make_shardable(traced: TracedGraph, pair: ColumnRowPair) -> fx.Node:
-    """Have the graph run the region on slices; return the node that enters it.
+    """Rewrite the graph so that the pair can run on shards; return the node through which its input enters.
 
-    The bias of the row moves behind the sum, ``h`` gets a name of its own where others use it too, and shapes
-    written out inside are left to follow the slice.
+    The row's bias moves after the sum, ``h`` gets an alias if other operations use it too, and sizes written into
+    reshapes become -1 where they change with the shard.
     """
     row, graph = pair.row, traced.graph
     if len(row.args) > 2 and row.args[2] is not None:
@@ -221,7 +224,7 @@ def make_shardable(traced: TracedGraph, pair: ColumnRowPair) -> fx.Node:
     if any(user not in pair.columns for user in entry.users):
         with graph.inserting_before(pair.columns[0]):
             alias = graph.call_function(torch.ops.aten.alias.default, (entry,))
-        stack = pair.columns[0].meta.get("nn_module_stack")  # so that a block which begins with the region has it too
+        stack = pair.columns[0].meta.get("nn_module_stack")  # so that a block which begins with the pair has it too
         alias.meta = {"val": fake_value(entry), "alias_of": entry, "nn_module_stack": stack}
         for column in pair.columns:
             column.replace_input_with(entry, alias)
@@ -230,32 +233,34 @@ def make_shardable(traced: TracedGraph, pair: ColumnRowPair) -> fx.Node:
 
 
 def is_entry_alias(node: fx.Node) -> bool:
-    """Tell whether a node is the name of its own that ``h`` has in a region."""
+    """Tell whether a node is the alias of a pair's input."""
     return "alias_of" in node.meta
 
 
 def _generalize_shape(node: fx.Node) -> None:
-    """Replace the size that a slice changes by -1, which is what is left over."""
-    word = op_name(node)
-    if word not in {"view", "reshape", "_unsafe_view", "expand"} or not isinstance(node.args[0], fx.Node):
+    """Replace the size that changes with the shard by -1."""
+    op = op_name(node)
+    if op not in {"view", "reshape", "_unsafe_view", "expand"} or not isinstance(node.args[0], fx.Node):
         return
     old, new = tuple(fake_value(node.args[0]).shape), list(fake_value(node).shape)
-    if word == "expand":
-        fitted = [-1 if size == kept else size for size, kept in zip(new[::-1], old[::-1], strict=False)][::-1]
-        node.args = (node.args[0], new[: len(new) - len(fitted)] + fitted, *node.args[2:])
+    if op == "expand":
+        free_sizes = [-1 if size == old_size else size for size, old_size in zip(new[::-1], old[::-1], strict=False)][
+            ::-1
+        ]
+        node.args = (node.args[0], new[: len(new) - len(free_sizes)] + free_sizes, *node.args[2:])
         return
-    place = _sharded_dim(old, tuple(new), node.args[1])
-    if place is not None:
-        new[place] = -1
+    dim = _sharded_dim(old, tuple(new), node.args[1])
+    if dim is not None:
+        new[dim] = -1
         node.args = (node.args[0], new, *node.args[2:])
 
 
-def _sharded_dim(old: tuple[int, ...], new: tuple[int, ...], given: object) -> int | None:
-    """Return which dim of a view changes with the slice; None where it says so itself or cannot be known."""
+def _sharded_dim(old: tuple[int, ...], new: tuple[int, ...], sizes: object) -> int | None:
+    """Return which dim of a view changes with the shard; None if it is -1 already or cannot be known."""
     if len(new) == len(old) + 1 and old[:-1] == new[:-2]:  # features into heads
         return len(new) - 2
     if len(old) == len(new) + 1 and old[:-2] == new[:-1]:  # heads into features
         return len(new) - 1
-    if isinstance(given, list | tuple) and -1 in given:
+    if isinstance(sizes, list | tuple) and -1 in sizes:
         return None
-    return next((index for index, (was, size) in enumerate(zip(old, new, strict=False)) if was != size), None)
+    return next((index for index, (old_size, size) in enumerate(zip(old, new, strict=False)) if old_size != size), None)

@@ -1,4 +1,4 @@
-"""The least cutting that a strategy needs: none, along the chain of blocks, or into slices of layers."""
+"""Partition a model as finely as its plan needs: not at all, into blocks, or into tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from counterpoint.partitioning.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
 
 PartitionGranularity: TypeAlias = Literal["whole", "blocks", "tensor_parallel"]
-"""What a strategy asks of a model: nothing, a chain of blocks (pipelines), or layers in slices (tensor)."""
+"""How finely a plan splits a model: not at all, into blocks (pipelines), or into shardable layer pairs (tensor)."""
 
 
 def partition_model(
@@ -29,21 +29,21 @@ def partition_model(
     dims: DimNames | None = None,
     split_points: Sequence[str] = (),
 ) -> PartitionedModel:
-    """Return a model as segments, cut no finer than needed.
+    """Partition a model no finer than asked for.
 
     Args:
-        model: the module to train; it stays as it is.
+        model: the module to train; it is not changed.
         inputs: an example of what its forward is called with: a tensor, a tuple, or a dict by name.
-        need: what the strategies ask for.
+        granularity: what the strategies of the plan need.
         dims: names for the (out, in) dims of linear layers, by pattern of module path.
-        cuts: paths of modules before which the model is cut, besides where it is cut anyhow; not for "none".
+        split_points: paths of modules that start a block, in addition to the automatic ones; not for ``"whole"``.
 
     Raises:
-        PlanError: the model has no parameters, does not take these inputs, or cannot be cut, or not there.
+        PlanError: the model has no parameters, does not take these inputs, or cannot be split (there).
     """
     if not any(True for _ in model.parameters()):
         raise PlanError(
-            f"{type(model).__name__} has no parameters; a model is trained by changing them; "
+            f"{type(model).__name__} has no parameters, so there is nothing to train; "
             "register its tensors as nn.Parameter, or its layers as attributes, nn.ModuleList or nn.ModuleDict"
         )
     check_call(model, inputs)

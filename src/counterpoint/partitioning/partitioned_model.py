@@ -1,8 +1,9 @@
-"""What every way of cutting gives: segments of a model that run alone, and the description strategies read.
+"""The interface of all partitionings: segments of a model that run separately, and the description strategies read.
 
-A segment takes the values that its pieces read and earlier ones have made, the model's own inputs among them, and
-gives those that later pieces read. They are known by their place in :meth:`Cut.values`. The segment with the last piece
-gives the model's output, flattened.
+Layers are the finest units of a partition; a segment is a run of consecutive layers. A segment takes the values that
+its layers read and earlier ones produced (the model's own inputs among them) and returns those that later layers read.
+Values are numbered by their index in :meth:`PartitionedModel.values`. The segment with the last layer returns the
+model's output, flattened.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from counterpoint.model.dataflow import ValueSpec
 from counterpoint.model.spec import ModelSpec, Param
 
 SeedFn: TypeAlias = Callable[[str], None]
-"""Sets the random state for one call of the module at a path."""
+"""Set the random state for one call of the module at a path."""
 
 SegmentFn: TypeAlias = Callable[
     [Sequence[Tensor], Mapping[str, Tensor], Mapping[str, Tensor], SeedFn], tuple[Tensor, ...]
@@ -27,16 +28,16 @@ SegmentFn: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of pieces as one function; it owns no parameter and keeps nothing from one call to the next.
+    """A run of layers as one function; it owns no parameter and keeps no state between calls.
 
     Args:
-        inputs: the values it takes, by their place in those of the cut; the model's own inputs come first.
-        outputs: the values it gives; none of those are the output of the model, which its last segment gives.
-        params: names of the parameters it reads, as ``model.named_parameters()`` has them, so a tied one once.
-        buffers: names of the buffers it reads or changes in place, as ``model.named_buffers()`` has them.
+        inputs: indices of the values it takes; the model's own inputs come first.
+        outputs: indices of the values it returns; empty for the last segment, which returns the model's output.
+        params: names of the parameters it reads, as in ``model.named_parameters()``, so a tied one once.
+        buffers: names of the buffers it reads or changes in place, as in ``model.named_buffers()``.
         run: the function itself.
-        partial_inputs: inputs whose gradient must be summed over the slices when the segment runs sliced.
-        partial_outputs: outputs that must be summed over the slices when the segment runs sliced.
+        partial_inputs: inputs whose gradient must be summed over the tensor-parallel ranks.
+        partial_outputs: outputs that must be summed over the tensor-parallel ranks.
     """
 
     inputs: tuple[int, ...]
@@ -50,16 +51,16 @@ class Segment:
     def __call__(
         self, values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn
     ) -> tuple[Tensor, ...]:
-        """Return what the segment gives for what it takes."""
+        """Run the segment on its input values."""
         return self.run(values, params, buffers, seed)
 
 
 class PartitionedModel(ABC):
-    """A model as segments; one serves all ranks of a process, because values of parameters are passed in.
+    """A model split into segments; one serves all ranks of a process, because parameters are passed in.
 
     Args:
-        spec: the model's blocks and pieces, for strategies.
-        draws: whether a forward in training mode draws random numbers, so that seeds matter.
+        spec: the model's blocks and layers, for strategies.
+        uses_rng: whether a forward in training mode draws random numbers, so that seeds matter.
     """
 
     def __init__(self, spec: ModelSpec, *, uses_rng: bool) -> None:
@@ -68,19 +69,19 @@ class PartitionedModel(ABC):
 
     @abstractmethod
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
-        """Return pieces ``first_piece`` up to, not including, ``stop_piece`` as one function; made once."""
+        """Return layers ``first_layer`` up to, not including, ``stop_layer`` as one function; built once."""
 
     @abstractmethod
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:
-        """Return what pieces make for later ones in a mode; the model's inputs first, as they are flattened."""
+        """Return the values passed between layers in a mode; the model's flattened inputs come first."""
 
     @abstractmethod
     def flatten_inputs(self, inputs: Any, *, training: bool = True) -> tuple[Tensor, ...]:  # noqa: ANN401
-        """Return the inputs of the model that pieces read, of one call's inputs, given as to `partition_model`."""
+        """Return the input tensors that layers read, from the inputs of one call (as given to `partition_model`)."""
 
     @abstractmethod
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
-        """Return the model's output, in the shape the model gives it, from what the last segment gives."""
+        """Return the model's output in its original structure, from the tensors that the last segment returns."""
 
 
 def list_params(model: nn.Module) -> tuple[Param, ...]:
@@ -91,7 +92,7 @@ def list_params(model: nn.Module) -> tuple[Param, ...]:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Return, for every name of a parameter or buffer, the first name of the same tensor."""
+    """Map every name of a parameter or buffer to the first name of the same tensor."""
     names: dict[str, str] = {}
     for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         first: dict[int, str] = {}
@@ -101,5 +102,5 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def num_bytes(values: Sequence[Tensor]) -> int:
-    """Return how many bytes it takes to send the values."""
+    """Return the total size of tensors."""
     return sum(value.numel() * value.element_size() for value in values)

@@ -1,4 +1,4 @@
-"""Nested inputs and outputs as tuples of tensors and back; what is no tensor stays as it was when first seen."""
+"""Flatten nested inputs and outputs to tensors and back; other leaves keep the value they had first."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import ScriptObject, SymBool, SymFloat, SymInt, Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 KNOWN_LEAF_TYPES = (Tensor, bool, int, float, str, type(None), SymInt, SymFloat, SymBool, ScriptObject)
-"""What may stand in an output; of anything else, as a cache of keys and values, nobody knows the tensors in it."""
+"""Leaves an output may have; any other object, such as a key-value cache, may hide tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTree:
-    """The shape of a nested value.
+    """The structure of a nested value.
 
     Args:
-        spec: how it is nested.
-        leaves: what is no tensor, at its place; None where a tensor stands.
-        places: the indices of the tensors among the leaves.
+        spec: the pytree spec.
+        leaves: the leaves that are not tensors; None where a tensor is.
+        tensor_indices: the indices of the tensors among the leaves.
     """
 
     spec: TreeSpec
@@ -28,40 +28,40 @@ class TensorTree:
     tensor_indices: tuple[int, ...]
 
     def flatten(self, value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
-        """Return the tensors of a value that is nested like this."""
+        """Return the tensors of a value with this structure."""
         if isinstance(value, Tensor):
             return (value,)
         leaves, _ = tree_flatten(value)
-        return tuple(leaves[place] for place in self.tensor_indices)
+        return tuple(leaves[index] for index in self.tensor_indices)
 
     def unflatten(self, values: Sequence[Tensor]) -> Any:  # noqa: ANN401
-        """Return the nested value with these tensors at their places."""
+        """Return the nested value with these tensors in it."""
         leaves = list(self.leaves)
-        for place, value in zip(self.tensor_indices, values, strict=True):
-            leaves[place] = value
+        for index, value in zip(self.tensor_indices, values, strict=True):
+            leaves[index] = value
         return leaves[0] if self.spec.is_leaf() else tree_unflatten(leaves, self.spec)
 
 
 def build_tensor_tree(value: Any) -> TensorTree:  # noqa: ANN401
-    """Return the shape of a nested value."""
+    """Return the structure of a nested value."""
     leaves, spec = tree_flatten(value)
-    places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    return TensorTree(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places)
+    indices = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    return TensorTree(spec, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), indices)
 
 
 def build_output_tree(value: Any) -> TensorTree:  # noqa: ANN401
-    """Return the shape of an output; beside tensors, what is none of :data:`KNOWN` is None in it."""
+    """Return the structure of an output; leaves of unknown types become None if the output has tensors."""
     leaves, spec = tree_flatten(value)
-    places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    kept = (
-        None if isinstance(leaf, Tensor) or (places and not isinstance(leaf, KNOWN_LEAF_TYPES)) else leaf
+    indices = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    values = (
+        None if isinstance(leaf, Tensor) or (indices and not isinstance(leaf, KNOWN_LEAF_TYPES)) else leaf
         for leaf in leaves
     )
-    return TensorTree(spec, tuple(kept), places)
+    return TensorTree(spec, tuple(values), indices)
 
 
 def strip_unknown_leaves(output: Any) -> Any:  # noqa: ANN401
-    """Return an output with None in place of what is none of :data:`KNOWN`; itself where no tensor would be left."""
+    """Replace leaves of unknown types by None; return the output itself if no tensor would be left."""
     leaves, _ = tree_flatten(output)
     if all(isinstance(leaf, KNOWN_LEAF_TYPES) for leaf in leaves) or not any(
         isinstance(leaf, Tensor) for leaf in leaves

@@ -1,8 +1,7 @@
-"""Random numbers keyed by the module that draws them, so that no cut and no number of ranks changes a mask.
+"""Key random numbers by the module that draws them, so that partitioning and number of ranks do not change a mask.
 
-Before each call of a *seeded module* the caller's ``seed(path)`` is called; whatever is drawn from there to the
-next such call is then the same wherever it runs. The second call of one module in one forward has the path
-``x#1``.
+Before each call of a *seeded module*, ``seed(path)`` is called; whatever is drawn until the next such call is then the
+same wherever it runs. The second call of one module in one forward has the path ``x#1``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _RNG_MODULES = (
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
-    """Tell whether a module does nothing but call its children one after the other."""
+    """Tell whether a module only calls its children one after the other."""
     hooks = [*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values()]
     foreign = [hook for hook in hooks if not _is_seed_hook(hook)]
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not foreign
@@ -36,24 +35,24 @@ def iter_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def sequential_children(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the path and the module of every child of an outermost ``Sequential`` or ``ModuleList``.
 
-    A plain ``Sequential`` inside such a chain counts as part of it.
+    A plain ``Sequential`` inside such a list counts as part of it.
     """
-    is_chain = isinstance(module, nn.ModuleList) or is_plain_sequential(module)
+    is_list = isinstance(module, nn.ModuleList) or is_plain_sequential(module)
     for name, child in iter_children(module):
-        inner = f"{path}.{name}" if path else name
-        if is_chain and not is_plain_sequential(child):
-            yield inner, child
+        child_path = f"{path}.{name}" if path else name
+        if is_list and not is_plain_sequential(child):
+            yield child_path, child
         else:
-            yield from sequential_children(child, inner)
+            yield from sequential_children(child, child_path)
 
 
 def seeded_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the first paths of the modules whose calls are seeded: root, links of a chain, layers that draw."""
-    linked = {id(child) for _, child in sequential_children(model)}
+    """Return the first paths of the modules whose calls are seeded: root, list children, modules that draw."""
+    list_children = {id(child) for _, child in sequential_children(model)}
     return tuple(
         path
         for path, module in model.named_modules()
-        if not path or id(module) in linked or isinstance(module, _RNG_MODULES)
+        if not path or id(module) in list_children or isinstance(module, _RNG_MODULES)
     )
 
 
@@ -73,11 +72,11 @@ class CallPaths:
 
 
 class SeedHooks:
-    """Calls ``seed(path)`` before each call of a seeded module, until removed.
+    """Forward pre-hooks that call ``seed(path)`` before each call of a seeded module, until removed.
 
     Args:
-        model: the module whose parts are seeded.
-        seed: what is called; may be replaced between forwards.
+        model: the module whose submodules are seeded.
+        seed: the function to call; may be replaced between forwards.
     """
 
     def __init__(self, model: nn.Module, seed: SeedFn) -> None:
@@ -94,21 +93,13 @@ class SeedHooks:
         self.seed(self.call_paths.next(path))
 
     def remove(self) -> None:
-        """Take the calls off the model again."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _is_seed_hook(hook: object) -> bool:
     return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is vars(SeedHooks)["_enter"]
-
-
-def attach_seed_hooks(model: nn.Module, seed: SeedFn) -> SeedHooks:
-    """Have ``seed(path)`` called before each call of a seeded module of an eagerly run model.
-
-    Worth its time only where the model draws at all: see ``Cut.uses_rng``.
-    """
-    return SeedHooks(model, seed)
 
 
 def no_seed(path: str) -> None:

@@ -1,4 +1,4 @@
-"""A run of pieces of a trace as one Python function of values, parameters and buffers."""
+"""Build one Python function of values, parameters and buffers from a run of layers of a trace."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class BuiltSegment:
-    """A run of pieces for inputs of one signature.
+    """A run of layers for inputs of one signature.
 
     Args:
-        function: takes the seed, the values, the parameters and the buffers, one after the other.
+        function: takes the seed function, the values, the parameters and the buffers, as positional arguments.
         inputs: the nodes of the values.
-        outputs: the nodes of what it returns.
+        outputs: the nodes of the results.
         params: the names of the parameters.
         buffers: the names of the buffers.
     """
@@ -40,12 +40,12 @@ class BuiltSegment:
 def build_segment(
     split_trace: SplitTrace, first_layer: int, stop_layer: int, *, dtype: torch.dtype | None = None
 ) -> BuiltSegment:
-    """Return a run of pieces as a function; with a dtype, everything of floating point inside is of that dtype."""
+    """Build a run of layers as a function; a dtype replaces every floating-point dtype inside."""
     return _SegmentBuilder(split_trace, first_layer, stop_layer, dtype).build()
 
 
 def call_seed(seed: SeedFn, path: str) -> None:
-    """Set the random state for a call; a function of its own, for the generated code to call."""
+    """Set the random state for a call; a module-level function, so that generated code can call it."""
     seed(path)
 
 
@@ -58,10 +58,10 @@ class _SegmentBuilder:
         self.dtype = dtype
         self.nodes = split_trace.order[first:stop]
         self.inputs = tuple(
-            split_trace.boundary_values[place].node for place in split_trace.inputs_of(first_layer, stop_layer)
+            split_trace.boundary_values[index].node for index in split_trace.inputs_of(first_layer, stop_layer)
         )
         self.outputs = tuple(
-            split_trace.boundary_values[place].node for place in split_trace.outputs_of(first_layer, stop_layer)
+            split_trace.boundary_values[index].node for index in split_trace.outputs_of(first_layer, stop_layer)
         )
         if stop_layer == split_trace.num_layers:
             self.outputs = split_trace.traced.outputs
@@ -69,15 +69,17 @@ class _SegmentBuilder:
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def build(self) -> BuiltSegment:
-        """Return the part as a function of a seed, the values it takes, its parameters and its buffers."""
+        """Return the part as a function of a seed function, its values, parameters and buffers."""
         traced, graph = self.split_trace.traced, self.graph
         params, buffers = self._used_names(traced.params), self._used_names(traced.buffers)
         seed = graph.placeholder("seed")
         for node in self.inputs:
             self.copies[node] = graph.placeholder(f"value_{node.name}")
         for names in (params, buffers):
-            given = {name: graph.placeholder(f"own_{name.replace('.', '_')}") for name in dict.fromkeys(names.values())}
-            self.copies |= {node: given[name] for node, name in names.items()}
+            placeholders = {
+                name: graph.placeholder(f"own_{name.replace('.', '_')}") for name in dict.fromkeys(names.values())
+            }
+            self.copies |= {node: placeholders[name] for node, name in names.items()}
         for node in self._mutated_inputs():
             self.copies[node] = graph.call_function(torch.ops.aten.clone.default, (self.copies[node],))
         for node in self.nodes:
@@ -97,8 +99,8 @@ class _SegmentBuilder:
         )
 
     def _used_names(self, names: dict[fx.Node, str]) -> dict[fx.Node, str]:
-        """Return those of the named nodes that this part reads, by way of constants too."""
-        read: dict[fx.Node, str] = {}
+        """Return those of the named nodes that this part reads, directly or through constants."""
+        used: dict[fx.Node, str] = {}
         queue = [*self.nodes, *self.outputs]
         seen = set(self.inputs)
         while queue:
@@ -107,41 +109,43 @@ class _SegmentBuilder:
                 seen.add(node)
                 queue += self._inputs_of(node)
                 if node in names:
-                    read[node] = names[node]
-        return {node: name for node, name in names.items() if node in read}
+                    used[node] = names[node]
+        return {node: name for node, name in names.items() if node in used}
 
     def _inputs_of(self, node: fx.Node) -> Iterable[fx.Node]:
         constants = self.split_trace.dataflow.constants
-        own = node in constants or node in set(self.nodes)
-        return node.all_input_nodes if own else ()
+        is_local = node in constants or node in set(self.nodes)
+        return node.all_input_nodes if is_local else ()
 
     def _mutated_inputs(self) -> list[fx.Node]:
-        """Return the values taken in that are changed in place here: the caller's own must stay as they are."""
+        """Return the inputs that are changed in place here: they are cloned, because the caller still needs them."""
         storage = self.split_trace.dataflow.storage
-        changed = {storage[source] for node in self.nodes for source in mutated_inputs(node)}
-        return [node for node in self.inputs if storage[node] in changed]
+        mutated = {storage[source] for node in self.nodes for source in mutated_inputs(node)}
+        return [node for node in self.inputs if storage[node] in mutated]
 
     def _get_copy(self, node: fx.Node) -> fx.Node:
-        """Return the copy of a node; a constant is copied when it is first asked for."""
+        """Return the copy of a node; a constant is copied at its first use."""
         if node not in self.copies:
             self._copy(node)
         return self.copies[node]
 
     def _copy(self, node: fx.Node) -> None:
-        own = set(self.nodes)
-        late = next((user for user in node.users if user.meta.get("bias_of") is node), None)
-        if is_entry_alias(node) and all(user in own for user in node.users):
+        local = set(self.nodes)
+        moved_bias = next((user for user in node.users if user.meta.get("bias_of") is node), None)
+        if is_entry_alias(node) and all(user in local for user in node.users):
             self.copies[node] = self._get_copy(node.meta["alias_of"])
-        elif late is not None and late in own:  # the bias was moved for a cut that is not made here
-            fused = tuple(self._get_copy(arg) for arg in (*node.args, late.args[1]) if isinstance(arg, fx.Node))
-            self.copies[node] = self.copies[late] = self.graph.call_function(torch.ops.aten.linear.default, fused)
+        elif (
+            moved_bias is not None and moved_bias in local
+        ):  # the bias was moved after the sum of a pair that is not sharded here
+            fused = tuple(self._get_copy(arg) for arg in (*node.args, moved_bias.args[1]) if isinstance(arg, fx.Node))
+            self.copies[node] = self.copies[moved_bias] = self.graph.call_function(torch.ops.aten.linear.default, fused)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._get_copy)
             copy = self.graph.create_node(node.op, node.target, self._cast(args), self._cast(kwargs))
             self.copies[node] = copy
 
     def _cast(self, value: Any) -> Any:  # noqa: ANN401
-        """Return a constant or an argument in the dtype asked for."""
+        """Replace floating-point dtypes and tensors in a constant or an argument."""
         if self.dtype is None:
             return value
         match value:
@@ -159,7 +163,7 @@ class _SegmentBuilder:
                 return value
 
     def _cast_body(self, module: fx.GraphModule) -> fx.GraphModule:
-        """Return the body of a no_grad or an autocast in the dtype asked for."""
+        """Return the body of a no_grad or an autocast with its floating-point dtypes replaced."""
         body = copy.deepcopy(module)
         for node in body.graph.nodes:
             node.args, node.kwargs = self._cast(node.args), self._cast(node.kwargs)

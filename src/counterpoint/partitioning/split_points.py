@@ -1,9 +1,4 @@
-"""Where a model may be cut into blocks: at the children of its chains, as they appear in the trace.
-
-Cuts that a user asks for by the name of a module, and what stands in the way of one.
-
-Places inside the blocks of a model at which a stage may begin, because no more is sent there than between blocks.
-"""
+"""Find where a model may be split: at blocks, at modules that a user names, and inside blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +16,11 @@ from counterpoint.partitioning.partitioned_model import num_bytes
 from counterpoint.partitioning.seed_hooks import is_plain_sequential, iter_children
 
 ModuleSpans = dict[str, tuple[int, int]]
-"""For each module path, the indices of its first operation and of the one behind its last."""
+"""For each module path, the index of its first operation and the one after its last."""
 
 
 def compute_module_spans(order: Sequence[fx.Node]) -> tuple[ModuleSpans, dict[str, int]]:
-    """Return where each module stands in the order, and how often it is called."""
+    """Return the span of each module in the order of operations, and how often it is called."""
     spans: ModuleSpans = {}
     calls: dict[str, set[int]] = {}
     for index, node in enumerate(order):
@@ -36,18 +31,18 @@ def compute_module_spans(order: Sequence[fx.Node]) -> tuple[ModuleSpans, dict[st
 
 
 def block_boundaries(model: nn.Module, order: Sequence[fx.Node]) -> list[str]:
-    """Return the places between blocks: ``>path`` before a module's first operation, ``<path`` behind its last.
+    """Return the boundaries between blocks: ``>path`` before a module's first operation, ``<path`` after its last.
 
-    Chains are lists and Sequentials whose children run one after the other. Where they hold less than half of the
-    model, it is cut at the children of the outermost module that has several.
+    Layer lists are ModuleLists and Sequentials whose children run one after the other. If they hold less than half of
+    the model, the boundaries are at the children of the outermost module that has several.
     """
     spans, num_calls = compute_module_spans(order)
-    chains = list(_layer_lists(model, "", _ExecutionOrder(spans, num_calls), num_elements(model)))
-    held = sum(num_elements(child) for chain in chains for _, child in chain)
-    if 2 * held >= num_elements(model):
+    layer_lists = list(_layer_lists(model, "", _ExecutionOrder(spans, num_calls), num_elements(model)))
+    list_elements = sum(num_elements(child) for layer_list in layer_lists for _, child in layer_list)
+    if 2 * list_elements >= num_elements(model):
         keys = []
-        for chain in chains:
-            paths = [path for path, _ in chain if path in spans]
+        for layer_list in layer_lists:
+            paths = [path for path, _ in layer_list if path in spans]
             last = max(paths, key=lambda path: spans[path][1])
             keys += [*(f">{path}" for path in paths), f"<{last}"]
         return keys
@@ -55,28 +50,28 @@ def block_boundaries(model: nn.Module, order: Sequence[fx.Node]) -> list[str]:
 
 
 def boundary_index(key: str, spans: ModuleSpans) -> int | None:
-    """Return the index in the order that a place stands for; None where the module does not run."""
+    """Return the index in the order of operations of a boundary; None if the module does not run."""
     span = spans.get(key[1:])
     return None if span is None else span[key[0] == "<"]
 
 
 def num_elements(module: nn.Module) -> int:
-    """Return how many numbers the parameters of a module hold."""
+    """Return the number of parameter elements of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 class _ExecutionOrder:
-    """What the trace says about the order in which modules run."""
+    """The order in which modules run, from the trace."""
 
     def __init__(self, spans: ModuleSpans, num_calls: dict[str, int]) -> None:
         self.spans = spans
         self.num_calls = num_calls
 
     def runs_sequentially(self, paths: Sequence[str]) -> bool:
-        """Tell whether each of the modules runs at most once, and none begins before the one before it ends."""
-        run = sorted(self.spans[path] for path in paths if path in self.spans)
+        """Tell whether each of the modules runs at most once, and none begins before the previous one ends."""
+        executed = sorted(self.spans[path] for path in paths if path in self.spans)
         once = all(self.num_calls.get(path, 0) <= 1 for path in paths)
-        return len(run) > 1 and once and all(a[1] <= b[0] for a, b in pairwise(run))
+        return len(executed) > 1 and once and all(a[1] <= b[0] for a, b in pairwise(executed))
 
 
 def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
@@ -86,67 +81,67 @@ def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 def _layer_lists(
     module: nn.Module, path: str, executed: _ExecutionOrder, total: int
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield the links of each outermost chain; a link that holds most of the model is opened in its place."""
+    """Yield the children of each outermost layer list; a child that holds most of the model is expanded."""
     children = _children(module, path)
-    is_chain = isinstance(module, nn.ModuleList | nn.Sequential)
-    if not is_chain or not executed.runs_sequentially([inner for inner, _ in children]):
-        for inner, child in children:
-            yield from _layer_lists(child, inner, executed, total)
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    if not is_list or not executed.runs_sequentially([child_path for child_path, _ in children]):
+        for child_path, child in children:
+            yield from _layer_lists(child, child_path, executed, total)
         return
-    links: list[tuple[str, nn.Module]] = []
-    for inner, child in children:
-        opened = is_plain_sequential(child) or 2 * num_elements(child) > total
-        found = list(_layer_lists(child, inner, executed, total)) if opened else []
-        links += [link for chain in found for link in chain] or [(inner, child)]
-    yield links
+    layers: list[tuple[str, nn.Module]] = []
+    for child_path, child in children:
+        is_expanded = is_plain_sequential(child) or 2 * num_elements(child) > total
+        inner_lists = list(_layer_lists(child, child_path, executed, total)) if is_expanded else []
+        layers += [layer for layer_list in inner_lists for layer in layer_list] or [(child_path, child)]
+    yield layers
 
 
 def _outermost_children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """Return the children of the outermost module that has parameters in more than one place."""
     children = _children(module, path)
-    owners = [(inner, child) for inner, child in children if num_elements(child)]
-    alone = len(owners) == 1 and not list(module.parameters(recurse=False))
-    return _outermost_children(owners[0][1], owners[0][0]) if alone else owners
+    owners = [(child_path, child) for child_path, child in children if num_elements(child)]
+    is_wrapper = len(owners) == 1 and not list(module.parameters(recurse=False))
+    return _outermost_children(owners[0][1], owners[0][0]) if is_wrapper else owners
 
 
 def require_modules(model: nn.Module, split_points: Sequence[str]) -> None:
-    """Check that a model has the modules that a cut is to stand before.
+    """Check that a model has the modules named as split points.
 
     Raises:
         PlanError: it has no such module; the message has the nearest path.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    for cut in split_points:
-        if cut not in paths:
-            near = difflib.get_close_matches(cut, paths, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    for path in split_points:
+        if path not in paths:
+            matches = difflib.get_close_matches(path, paths, n=3)
+            hint = f"did you mean {' or '.join(map(repr, matches))}? " if matches else ""
             raise PlanError(
-                f"split_points names {cut!r}, but {type(model).__name__} has no such module; {hint}a stage begins with a "
-                "module, named by its path as in model.named_modules()"
+                f"split_points names {path!r}, but {type(model).__name__} has no such module; {hint}a stage begins "
+                "with a module, named by its path as in model.named_modules()"
             )
 
 
 def resolve_split_points(
     split_points: Sequence[str], spans: ModuleSpans, illegal: Collection[int]
 ) -> Mapping[str, int]:
-    """Return the place in the order of operations at which each named module begins.
+    """Return the index in the order of operations at which each named module begins.
 
     Raises:
-        PlanError: a module has no operations, or no cut can be where it begins.
+        PlanError: a module has no operations, or the model cannot be split where it begins.
     """
-    for cut in split_points:
-        if cut not in spans:
+    for path in split_points:
+        if path not in spans:
             raise PlanError(
-                f"split_points names {cut!r}, which runs no operation of its own (it hands its input on, or is not called); no "
-                "stage can begin with it; name the module that runs next"
+                f"split_points names {path!r}, which runs no operation of its own (it returns its input, or is not "
+                "called); no stage can begin with it; name the module that runs next"
             )
-        if spans[cut][0] in illegal:
+        if spans[path][0] in illegal:
             raise PlanError(
-                f"split_points names {cut!r}, but no stage can begin there: random numbers are drawn on both sides from one "
-                "state, or a tensor is changed in place behind it that is in use before; name a module further on, or "
-                "one that has all of it inside"
+                f"split_points names {path!r}, but no stage can begin there: random numbers are drawn on both sides "
+                "from one state, or a tensor that is used before it is changed in place after it; name a later module, "
+                "or one that contains all of it"
             )
-    return {f">{cut}": spans[cut][0] for cut in split_points}
+    return {f">{path}": spans[path][0] for path in split_points}
 
 
 def find_intra_block_splits(
@@ -158,57 +153,57 @@ def find_intra_block_splits(
     block_starts: Collection[int],
     illegal: Collection[int],
 ) -> Mapping[str, int]:
-    """Return where modules with parameters begin inside blocks and no more is alive than at a border of the block.
+    """Return where modules with parameters begin inside blocks and no more is live than at a boundary of the block.
 
-    A transformer's block has such a place between attention and feed-forward, where the one activation is all there is;
-    inside a residual branch that activation and the branch's are alive, which is more. Places are names of modules, so
-    that every trace has the same. There is none where what is behind has no parameters, or some that are also read in
-    front of it.
+    A transformer block has such a place between attention and feed-forward, where only the residual stream is live;
+    inside a residual branch the residual and the branch's activation are live, which is more. Split points are named
+    by modules, so that every trace has the same. There is none where no parameters follow, or where some are read on
+    both sides.
 
     Args:
-        model: what was traced.
+        model: the traced model.
         traced: the operations.
-        flow: facts about them.
+        dataflow: facts about them.
         order: the operations of all blocks.
-        blocks: the places between blocks.
-        closed: where no cut can be.
+        block_starts: the indices at which blocks begin.
+        illegal: the indices at which no split is possible.
     """
-    alive = _live_bytes(traced, dataflow, order)
+    live = _live_bytes(traced, dataflow, order)
     spans, _ = compute_module_spans(order)
     names = traced.params | traced.buffers
     reads = [{names[source] for source in node.all_input_nodes if source in names} for node in order]
-    trains = [any(source in traced.params for source in node.all_input_nodes) for node in order]
+    reads_param = [any(source in traced.params for source in node.all_input_nodes) for node in order]
     chosen: dict[int, str] = {}
     for start, stop in pairwise(sorted({0, *block_starts, len(order)})):
-        most, last = max(alive[start], alive[stop]), start
-        for place, path in _module_starts(model, spans, range(start + 1, stop)):
-            is_tied = bool(set().union(*reads[start:place]) & set().union(*reads[place:stop]))
-            is_whole = any(trains[last:place]) and any(trains[place:stop])
-            if place not in illegal and alive[place] <= most and is_whole and not is_tied:
-                chosen[place] = path
-                last = place
-    return {f">{path}": place for place, path in chosen.items()}
+        limit, previous = max(live[start], live[stop]), start
+        for index, path in _module_starts(model, spans, range(start + 1, stop)):
+            is_tied = bool(set().union(*reads[start:index]) & set().union(*reads[index:stop]))
+            has_params_on_both_sides = any(reads_param[previous:index]) and any(reads_param[index:stop])
+            if index not in illegal and live[index] <= limit and has_params_on_both_sides and not is_tied:
+                chosen[index] = path
+                previous = index
+    return {f">{path}": index for index, path in chosen.items()}
 
 
 def _module_starts(model: nn.Module, spans: ModuleSpans, indices: range) -> list[tuple[int, str]]:
-    """Return the places of a part of the order at which modules with parameters begin, each with the outermost one."""
-    begun: dict[int, str] = {}
+    """Return the indices at which modules with parameters begin, each with the outermost module."""
+    starts: dict[int, str] = {}
     for path, (first, _) in spans.items():
         if path and first in indices and any(True for _ in model.get_submodule(path).parameters()):
-            begun.setdefault(first, path)
-    return sorted(begun.items())
+            starts.setdefault(first, path)
+    return sorted(starts.items())
 
 
 def _live_bytes(traced: TracedGraph, dataflow: DataflowInfo, order: Sequence[fx.Node]) -> list[int]:
-    """Return for each place how many bytes are made before it and read behind it; none at both ends."""
+    """Return for each index the bytes made before it and read after it; 0 at both ends."""
     index_of = {node: index for index, node in enumerate(order)}
     outputs = set(traced.outputs)
     changes = [0] * (len(order) + 2)
-    for born, node in enumerate(order):
+    for index, node in enumerate(order):
         if returns_tensor(node) and node not in dataflow.constants:
-            last = max((index_of.get(user, born) for user in node.users), default=born)
+            last = max((index_of.get(user, index) for user in node.users), default=index)
             size = num_bytes([fake_value(node)])
-            changes[born + 1] += size
+            changes[index + 1] += size
             changes[(len(order) - 1 if node in outputs else last) + 1] -= size
-    alive = list(accumulate(changes))
-    return [0, *alive[1 : len(order)], 0]
+    live = list(accumulate(changes))
+    return [0, *live[1 : len(order)], 0]

@@ -1,4 +1,4 @@
-"""A trace laid out as pieces: which operation belongs to which, what is alive between them, what draws where."""
+"""Split a traced graph into layers: what belongs to each, what is passed between them, what is seeded where."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from counterpoint.partitioning.split_points import (
 )
 
 SplitPreference: TypeAlias = Literal["blocks", "pairs"]
-"""What stays whole where a block would end inside a region."""
+"""What stays whole if a block would end inside a pair: the block, or the pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPoints:
-    """The places a model is cut at, by name, so that every trace of it is cut at the same.
+    """Where a model is split, by name, so that every trace of it is split at the same points.
 
     Args:
-        blocks: the places between blocks.
-        regions: the names of the regions that are pieces of their own.
-        inner: the places inside blocks at which a stage may begin.
+        blocks: the boundaries between blocks.
+        pairs: the row weights of the column-row pairs that are layers of their own.
+        intra_block: the points inside blocks at which a pipeline stage may begin.
     """
 
     blocks: tuple[str, ...]
@@ -44,19 +44,19 @@ class SplitPoints:
 
 @dataclass(frozen=True, slots=True)
 class SplitTrace:
-    """One trace in pieces.
+    """One trace, split into layers.
 
     Args:
         traced: the operations.
-        flow: facts about them.
-        order: the operations of all pieces; constants are not among them.
-        starts: the index in the order at which each piece begins.
+        dataflow: facts about them.
+        order: the operations of all layers; constants are not among them.
+        layer_starts: the index in ``order`` at which each layer begins.
         block_starts: those of them at which a block begins.
-        inner_starts: those of them inside a block at which a stage may begin.
-        regions: for the pieces that are a region, the region.
+        intra_block_starts: those of them inside a block at which a stage may begin.
+        pairs: for the layers that are a column-row pair, the pair.
         seeds: the paths to seed before an operation.
-        keys: the names of the places.
-        handed: what pieces make for later ones.
+        split_points: the names of the boundaries.
+        boundary_values: the values passed between layers.
     """
 
     traced: TracedGraph
@@ -72,36 +72,36 @@ class SplitTrace:
 
     @property
     def structure(self) -> tuple[tuple[bool, str], ...]:
-        """For each piece whether a block begins with it, and the weight of the region it is: alike in every trace."""
-        weights = {piece: region.row_weight for piece, region in self.pairs.items()}
+        """For each layer whether it starts a block, and the row weight of its pair: equal for all traces of a model."""
+        weights = {layer: pair.row_weight for layer, pair in self.pairs.items()}
         return tuple(
-            (start in self.block_starts, weights.get(piece, "")) for piece, start in enumerate(self.layer_starts)
+            (start in self.block_starts, weights.get(layer, "")) for layer, start in enumerate(self.layer_starts)
         )
 
     @property
     def num_layers(self) -> int:
-        """How many pieces the model has."""
+        """The number of layers."""
         return len(self.layer_starts)
 
     def span(self, first_layer: int, stop_layer: int) -> tuple[int, int]:
-        """Return the part of the order that a run of pieces is."""
+        """Return the range of ``order`` of a run of layers."""
         ends = (*self.layer_starts, len(self.order))
         return ends[first_layer], ends[stop_layer]
 
     def inputs_of(self, first_layer: int, stop_layer: int) -> tuple[int, ...]:
-        """Return what a run of pieces reads and does not make, by its place in ``handed``."""
-        run = range(first_layer, stop_layer)
+        """Return the values that a run of layers reads and does not produce, as indices of ``boundary_values``."""
+        layers = range(first_layer, stop_layer)
         return tuple(
-            place
-            for place, value in enumerate(self.boundary_values)
-            if value.producer < first_layer and any(piece in run for piece in value.consumers)
+            index
+            for index, value in enumerate(self.boundary_values)
+            if value.producer < first_layer and any(layer in layers for layer in value.consumers)
         )
 
     def outputs_of(self, first_layer: int, stop_layer: int) -> tuple[int, ...]:
-        """Return what a run of pieces makes for later ones, by its place in ``handed``."""
+        """Return the values that a run of layers produces for later ones, as indices of ``boundary_values``."""
         return tuple(
-            place
-            for place, value in enumerate(self.boundary_values)
+            index
+            for index, value in enumerate(self.boundary_values)
             if first_layer <= value.producer < stop_layer and value.consumers[-1] >= stop_layer
         )
 
@@ -109,81 +109,83 @@ class SplitTrace:
 def choose_split_points(
     traced: TracedGraph, model: nn.Module, dims: DimNames, prefer: SplitPreference, named_modules: Sequence[str] = ()
 ) -> SplitPoints:
-    """Return the places at which every trace of the model is to be cut; the trace stays as it is.
+    """Choose where every trace of the model is split; the trace is not changed.
 
-    A region that a block would end in, or that may not be cut off, is no piece of its own. Leaving it out moves its
-    operations back to where they were, so the others are looked at again until all of them can stay.
+    A pair that a block would end in, or that may not be split off, is no layer of its own. Dropping it moves its
+    operations back to their original place, so the other pairs are checked again until all of them can stay.
 
     Args:
         traced: the operations.
         model: what was traced.
         dims: names of dims, by pattern of module path.
-        prefer: what stays whole where a block would end inside a region.
-        cuts: the modules that a block begins with in any case.
+        prefer: what stays whole if a block would end inside a pair.
+        named_modules: the modules that start a block in any case.
 
     Raises:
-        PlanError: a module among the cuts has no operations, or no cut can be where it begins.
+        PlanError: a named module has no operations, or the model cannot be split where it begins.
     """
-    flow = analyze_dataflow(traced)
-    plain = _list_operations(traced, flow)
-    seeds = _find_seed_points(plain, model)
-    regions = find_pairs(traced, flow, dims)
+    dataflow = analyze_dataflow(traced)
+    operations = _list_operations(traced, dataflow)
+    seeds = _find_seed_points(operations, model)
+    pairs = find_pairs(traced, dataflow, dims)
     while True:
-        order = _make_pairs_contiguous(plain, regions)
+        order = _make_pairs_contiguous(operations, pairs)
         spans, _ = compute_module_spans(order)
-        places = {
-            key: place for key in block_boundaries(model, order) if (place := boundary_index(key, spans)) is not None
+        boundaries = {
+            key: index for key in block_boundaries(model, order) if (index := boundary_index(key, spans)) is not None
         }
-        ends = _pair_spans(order, regions)
+        pair_spans = _pair_spans(order, pairs)
         if prefer == "pairs":
-            inside = {place for first, stop in ends.values() for place in range(first + 1, stop)}
-            places = {key: place for key, place in places.items() if place not in inside}
-        forbidden = _illegal_splits(flow, order, seeds)
-        marked = resolve_split_points(named_modules, spans, forbidden)
-        places |= marked
+            inside_pairs = {index for first, stop in pair_spans.values() for index in range(first + 1, stop)}
+            boundaries = {key: index for key, index in boundaries.items() if index not in inside_pairs}
+        illegal = _illegal_splits(dataflow, order, seeds)
+        named = resolve_split_points(named_modules, spans, illegal)
+        boundaries |= named
         kept = [
-            region
-            for region, (first, stop) in zip(regions, ends.values(), strict=True)
-            if not forbidden & {first, stop} and not any(first < place < stop for place in places.values())
+            pair
+            for pair, (first, stop) in zip(pairs, pair_spans.values(), strict=True)
+            if not illegal & {first, stop} and not any(first < index < stop for index in boundaries.values())
         ]
-        if len(kept) == len(regions):
+        if len(kept) == len(pairs):
             break
-        regions = kept
-    allowed = {key: place for key, place in places.items() if place not in forbidden and 0 < place < len(order)}
-    blocks = _drop_blocks_without_params(traced, order, allowed, marked)
-    closed = forbidden | {
-        place for first, stop in _pair_spans(order, regions).values() for place in range(first + 1, stop)
+        pairs = kept
+    allowed = {key: index for key, index in boundaries.items() if index not in illegal and 0 < index < len(order)}
+    blocks = _drop_blocks_without_params(traced, order, allowed, named)
+    closed_to_stages = illegal | {
+        index for first, stop in _pair_spans(order, pairs).values() for index in range(first + 1, stop)
     }
-    borders = {allowed[key] for key in blocks}
-    inner = find_intra_block_splits(model, traced, flow, order, block_starts=borders, illegal=closed)
-    return SplitPoints(blocks, tuple(region.row_weight for region in regions), tuple(inner))
+    block_starts = {allowed[key] for key in blocks}
+    intra_block = find_intra_block_splits(
+        model, traced, dataflow, order, block_starts=block_starts, illegal=closed_to_stages
+    )
+    return SplitPoints(blocks, tuple(pair.row_weight for pair in pairs), tuple(intra_block))
 
 
 def split_trace(traced: TracedGraph, model: nn.Module, dims: DimNames, split_points: SplitPoints) -> SplitTrace:
-    """Return a trace of the model in pieces, with its regions made ready to run as slices.
+    """Split a trace of the model into layers, with its pairs made shardable.
 
     Raises:
-        PlanError: the model runs other parts in this mode, or for these inputs.
+        PlanError: the model runs other modules in this mode, or for these inputs.
     """
-    regions = find_pairs(traced, analyze_dataflow(traced), dims, only=split_points.pairs)
-    for region in regions:
-        make_shardable(traced, region)
-    flow = analyze_dataflow(traced)
-    plain = _list_operations(traced, flow)
-    order = _make_pairs_contiguous(plain, regions)
+    pairs = find_pairs(traced, analyze_dataflow(traced), dims, only=split_points.pairs)
+    for pair in pairs:
+        make_shardable(traced, pair)
+    dataflow = analyze_dataflow(traced)
+    operations = _list_operations(traced, dataflow)
+    order = _make_pairs_contiguous(operations, pairs)
     spans, _ = compute_module_spans(order)
-    missing = [weight for weight in split_points.pairs if weight not in {region.row_weight for region in regions}]
+    missing = [weight for weight in split_points.pairs if weight not in {pair.row_weight for pair in pairs}]
     missing += [
         key[1:] for key in (*split_points.blocks, *split_points.intra_block) if boundary_index(key, spans) is None
     ]
     if missing:
         raise PlanError(
             f"the model does not run {', '.join(missing)} in this mode or for these inputs as it does in training; "
-            "a model is cut at the same places for all its batches, in training and in evaluation; "
-            "have it run the same modules in both, or use a strategy that needs no cut (data, zero, server)"
+            "a model is split at the same points for all its batches, in training and in evaluation; "
+            "have it run the same modules in both, or use a strategy that keeps the model whole (data, zero, server)"
         )
-    labels = {node: label for node, label, _ in _find_seed_points(plain, model)}
-    return _assemble_split_trace(traced, flow, order, regions, labels, split_points)
+    labels = {node: label for node, label, _ in _find_seed_points(operations, model)}
+    return _assemble_split_trace(traced, dataflow, order, pairs, labels, split_points)
 
 
 def _assemble_split_trace(
@@ -195,14 +197,14 @@ def _assemble_split_trace(
     split_points: SplitPoints,
 ) -> SplitTrace:
     spans, _ = compute_module_spans(order)
-    ends = _pair_spans(order, pairs)
-    blocks = {place for key in split_points.blocks if (place := boundary_index(key, spans)) is not None}
-    inner = {place for key in split_points.intra_block if (place := boundary_index(key, spans)) is not None}
-    edges = {place for pair in ends.values() for place in pair}
-    starts = tuple(sorted({0} | {place for place in blocks | inner | edges if 0 < place < len(order)}))
-    pieces = {starts.index(ends[region.row_weight][0]): region for region in pairs}
+    pair_spans = _pair_spans(order, pairs)
+    blocks = {index for key in split_points.blocks if (index := boundary_index(key, spans)) is not None}
+    intra_block = {index for key in split_points.intra_block if (index := boundary_index(key, spans)) is not None}
+    pair_ends = {index for pair in pair_spans.values() for index in pair}
+    starts = tuple(sorted({0} | {index for index in blocks | intra_block | pair_ends if 0 < index < len(order)}))
+    pair_layers = {starts.index(pair_spans[pair.row_weight][0]): pair for pair in pairs}
     stops = (*starts[1:], len(order))
-    handed = find_boundary_values(
+    boundary_values = find_boundary_values(
         traced, dataflow, [order[start:stop] for start, stop in zip(starts, stops, strict=True)]
     )
     return SplitTrace(
@@ -210,35 +212,37 @@ def _assemble_split_trace(
         dataflow,
         tuple(order),
         starts,
-        tuple(sorted({0} | {place for place in blocks if 0 < place < len(order)})),
-        frozenset(inner - blocks),
-        pieces,
+        tuple(sorted({0} | {index for index in blocks if 0 < index < len(order)})),
+        frozenset(intra_block - blocks),
+        pair_layers,
         seeds,
         split_points,
-        handed,
+        boundary_values,
     )
 
 
 def _list_operations(traced: TracedGraph, dataflow: DataflowInfo) -> list[fx.Node]:
-    """Return the operations to run; constants are not among them."""
+    """Return the operations to run, without constants."""
     order = [node for node in traced.graph.nodes if node.op == "call_function" and node not in dataflow.constants]
     return _hoist_getitems(order)
 
 
 def _make_pairs_contiguous(operations: Sequence[fx.Node], pairs: Iterable[ColumnRowPair]) -> list[fx.Node]:
-    """Return the operations with those of each region side by side, behind what stands between them."""
+    """Return the operations with those of each pair next to each other, after foreign ones between them."""
     order = list(operations)
-    for region in pairs:
-        members = region.nodes | ({region.source} if is_entry_alias(region.source) else set())
-        places = [index for index, node in enumerate(order) if node in members]
-        first, stop = places[0], places[-1] + 1
+    for pair in pairs:
+        members = pair.nodes | ({pair.source} if is_entry_alias(pair.source) else set())
+        indices = [index for index, node in enumerate(order) if node in members]
+        first, stop = indices[0], indices[-1] + 1
         middle = order[first:stop]
-        order[first:stop] = [n for n in middle if n not in members] + [n for n in middle if n in members]
+        order[first:stop] = [node for node in middle if node not in members] + [
+            node for node in middle if node in members
+        ]
     return order
 
 
 def _hoist_getitems(order: list[fx.Node]) -> list[fx.Node]:
-    """Put what is taken out of a tuple right behind the operation that gives it, so that no tuple is cut off."""
+    """Move each getitem right after the operation that returns the tuple, so that no tuple is passed between layers."""
     placed: dict[fx.Node, None] = {}
     for node in order:
         placed[node] = None
@@ -248,71 +252,73 @@ def _hoist_getitems(order: list[fx.Node]) -> list[fx.Node]:
 
 
 def _pair_spans(order: Sequence[fx.Node], pairs: Iterable[ColumnRowPair]) -> dict[str, tuple[int, int]]:
-    ends = {}
-    for region in pairs:
-        places = [index for index, node in enumerate(order) if node in region.nodes]
-        ends[region.row_weight] = (places[0], places[-1] + 1)
-    return ends
+    spans = {}
+    for pair in pairs:
+        indices = [index for index, node in enumerate(order) if node in pair.nodes]
+        spans[pair.row_weight] = (indices[0], indices[-1] + 1)
+    return spans
 
 
 def _find_seed_points(operations: Sequence[fx.Node], model: nn.Module) -> list[tuple[fx.Node, str, fx.Node]]:
-    """Return before which operation which path is seeded, and the last operation that draws from it.
+    """Return ``(operation, path, last)``: the path to seed before an operation, and the last one that draws from it.
 
-    They are read off the order of the model itself, before regions are gathered. Seeds that nothing is drawn from
-    are left out.
+    They follow the original order of the model, before pairs are made contiguous. Seeds that nothing draws from are
+    skipped.
     """
     first_path = {id(module): path for path, module in model.named_modules()}
     aliases = {path: first_path[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
     seeded, paths = set(seeded_modules(model)), CallPaths()
     seen: set[tuple[str, int]] = set()
     latest: tuple[fx.Node, str] | None = None
-    needed: dict[fx.Node, tuple[str, fx.Node]] = {}
+    used: dict[fx.Node, tuple[str, fx.Node]] = {}
     for node in operations:
         for call in module_calls(node):
             if call not in seen and aliases.get(call[0]) in seeded:
                 latest = node, paths.next(aliases[call[0]])
             seen.add(call)
         if is_random_op(node) and latest is not None:
-            needed[latest[0]] = latest[1], node
-    return [(node, label, last) for node, (label, last) in needed.items()]
+            used[latest[0]] = latest[1], node
+    return [(node, path, last) for node, (path, last) in used.items()]
 
 
 def _illegal_splits(
     dataflow: DataflowInfo, order: Sequence[fx.Node], seeds: Iterable[tuple[fx.Node, str, fx.Node]]
 ) -> set[int]:
-    """Return where no cut may be: between a seed and what is drawn from it, and among values that share memory."""
+    """Return where no split is possible: between a seed and its last draw, and among values that share memory."""
     index_of = {node: index for index, node in enumerate(order)}
-    forbidden = {place for node, _, last in seeds for place in range(index_of[node] + 1, index_of[last] + 1)}
-    until = {node: max((index_of.get(user, len(order)) for user in node.users), default=0) for node in dataflow.storage}
-    for root, changes in dataflow.mutations.items():
-        last = max(index_of.get(node, 0) for node in changes)
+    illegal = {index for node, _, last in seeds for index in range(index_of[node] + 1, index_of[last] + 1)}
+    last_use = {
+        node: max((index_of.get(user, len(order)) for user in node.users), default=0) for node in dataflow.storage
+    }
+    for memory, mutations in dataflow.mutations.items():
+        last = max(index_of.get(node, 0) for node in mutations)
         sharing = [
-            (index_of.get(node, -1), until[node]) for node, storage in dataflow.storage.items() if storage is root
+            (index_of.get(node, -1), last_use[node]) for node, storage in dataflow.storage.items() if storage is memory
         ]
-        first = min(born for born, _ in sharing) + 1
-        for place in range(max(first, 1), last + 1):
-            if sum(born < place <= used for born, used in sharing) > 1:
-                forbidden.add(place)
-    return forbidden
+        first = min(made for made, _ in sharing) + 1
+        for index in range(max(first, 1), last + 1):
+            if sum(made < index <= last for made, last in sharing) > 1:
+                illegal.add(index)
+    return illegal
 
 
 def _drop_blocks_without_params(
-    traced: TracedGraph, order: Sequence[fx.Node], places: Mapping[str, int], named: Mapping[str, int]
+    traced: TracedGraph, order: Sequence[fx.Node], boundaries: Mapping[str, int], named: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Leave out the places that would make a block without parameters, but for those that a user has marked."""
+    """Drop the boundaries that would make a block without parameters, except those that a user has named."""
     keys: dict[int, str] = {}
-    for key, place in places.items():
-        keys.setdefault(place, key)
-    fixed = set(named.values())
+    for key, index in boundaries.items():
+        keys.setdefault(index, key)
+    named_indices = set(named.values())
     reads = [any(source in traced.params for source in node.all_input_nodes) for node in order]
     chosen: list[int] = []
-    for place in sorted(keys):
-        if place in fixed and chosen and chosen[-1] not in fixed and not any(reads[chosen[-1] : place]):
-            chosen[-1] = place
-        elif place in fixed or any(reads[chosen[-1] if chosen else 0 : place]):
-            chosen.append(place)
-        elif chosen and chosen[-1] not in fixed:
-            chosen[-1] = place
-    while chosen and chosen[-1] not in fixed and not any(reads[chosen[-1] :]):
+    for index in sorted(keys):
+        if index in named_indices and chosen and chosen[-1] not in named_indices and not any(reads[chosen[-1] : index]):
+            chosen[-1] = index
+        elif index in named_indices or any(reads[chosen[-1] if chosen else 0 : index]):
+            chosen.append(index)
+        elif chosen and chosen[-1] not in named_indices:
+            chosen[-1] = index
+    while chosen and chosen[-1] not in named_indices and not any(reads[chosen[-1] :]):
         chosen.pop()
-    return tuple(keys[place] for place in chosen)
+    return tuple(keys[index] for index in chosen)

@@ -1,4 +1,4 @@
-"""Any traceable model as pieces: the graph of its forward, cut where few values are alive."""
+"""Partition any traceable model along the graph of its forward, where few values are live."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from counterpoint.partitioning.split_trace import SplitPreference, SplitTrace, c
 
 
 class TracedPartition(PartitionedModel):
-    """A model cut along the operations of its forward; it refers to the model but to no copy of its values.
+    """A model split along the operations of its forward; it refers to the model but copies none of its tensors.
 
-    It is traced once per mode and per number of samples, when first needed; nothing but the number of samples may
-    differ between batches.
+    It is traced once per mode and per batch size, on demand; only the batch size may differ between batches.
 
     Args:
         model: a module whose forward can be traced.
         inputs: an example of what it is called with; the first dim of its tensors is the sample.
         dims: names for the dims of linear layers, by pattern of module path.
-        cuts: paths of modules with which a block begins wherever else the model is cut.
-        prefer: whether a linear pair that reaches over the end of a block stays whole or is not taken as one.
+        split_points: paths of modules that start a block, in addition to the automatic ones.
+        prefer: what stays whole if a column-row pair crosses the end of a block.
     """
 
     def __init__(
@@ -69,126 +68,133 @@ class TracedPartition(PartitionedModel):
         )
 
     def split_trace(self, *, training: bool, num_samples: int | None = None) -> SplitTrace:
-        """Return the trace for a mode and a number of samples, by default the example's."""
+        """Return the split trace for a mode and a batch size, by default the example's."""
         key = (training, self._num_samples if num_samples is None else num_samples)
         if key not in self._split_traces:
             traced = export_graph(self.model, self._resize_example(key[1]), training=training)
-            layout = split_trace(traced, self.model, self._dims, self._split_points)
-            if layout.structure != self._structure:
+            trace = split_trace(traced, self.model, self._dims, self._split_points)
+            if trace.structure != self._structure:
                 mode = "training" if training else "evaluation"
                 raise PlanError(
-                    f"the model has other pieces in {mode} with {key[1]} samples than in training with "
-                    f"{self._num_samples}; its parts must follow one another in the same way for all its batches; "
-                    "move what differs into a module, or use a strategy that needs no cut (data, zero, server)"
+                    f"the model has other layers in {mode} with {key[1]} samples than in training with "
+                    f"{self._num_samples}; its modules must run in the same order for all its batches; "
+                    "move what differs into a module, or use a strategy that keeps the model whole (data, zero, server)"
                 )
-            self._split_traces[key] = layout
+            self._split_traces[key] = trace
         return self._split_traces[key]
 
-    def _resize_example(self, samples: int) -> Inputs:
-        """Return the example with another number of samples."""
-        rows = torch.arange(samples) % self._num_samples
+    def _resize_example(self, batch_size: int) -> Inputs:
+        """Return the example with another batch size, repeating its samples."""
+        indices = torch.arange(batch_size) % self._num_samples
 
-        def resized(leaf: Any) -> Any:  # noqa: ANN401
+        def resize(leaf: Any) -> Any:  # noqa: ANN401
             has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self._num_samples
-            return leaf[rows.to(leaf.device)] if has_samples else leaf
+            return leaf[indices.to(leaf.device)] if has_samples else leaf
 
-        return self._example_inputs if samples == self._num_samples else tree_map(resized, self._example_inputs)
+        return self._example_inputs if batch_size == self._num_samples else tree_map(resize, self._example_inputs)
 
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
-        """Return the pieces as one function, which traces the model again when the number of samples is new."""
+        """Return the layers as one function, which traces the model again for a new batch size."""
         key = (first_layer, stop_layer, training)
         if key not in self._segments:
             self._segments[key] = self._build_segment(first_layer, stop_layer, training=training)
         return self._segments[key]
 
     def _build_segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
-        layout = self.split_trace(training=training)
-        built = build_segment(layout, first_layer, stop_layer)
+        trace = self.split_trace(training=training)
+        built = build_segment(trace, first_layer, stop_layer)
         functions = {_shapes(map(fake_value, built.inputs)): built.function}
         params, buffers = built.params, built.buffers
 
         def run(
-            values: Sequence[Tensor], own: Mapping[str, Tensor], state: Mapping[str, Tensor], seed: SeedFn
+            values: Sequence[Tensor], tensors: Mapping[str, Tensor], buffer_tensors: Mapping[str, Tensor], seed: SeedFn
         ) -> tuple[Tensor, ...]:
-            """Run the part, which is built anew for shapes that it has not seen."""
+            """Run the layers; they are built again for new shapes."""
             key = _shapes(values)
             if key not in functions:
                 functions[key] = self._rebuild(built, values, (first_layer, stop_layer), training=training).function
             function = functions[key]
-            return function(seed, *values, *[own[name] for name in params], *[state[name] for name in buffers])
+            return function(
+                seed, *values, *[tensors[name] for name in params], *[buffer_tensors[name] for name in buffers]
+            )
 
-        region = layout.pairs.get(first_layer) if stop_layer == first_layer + 1 else None
-        taken, given = layout.inputs_of(first_layer, stop_layer), layout.outputs_of(first_layer, stop_layer)
+        pair = trace.pairs.get(first_layer) if stop_layer == first_layer + 1 else None
+        inputs, outputs = trace.inputs_of(first_layer, stop_layer), trace.outputs_of(first_layer, stop_layer)
         return Segment(
-            taken,
-            given,
+            inputs,
+            outputs,
             params,
             buffers,
             run,
-            tuple(place for place in taken if region and layout.boundary_values[place].node is region.source),
-            tuple(place for place in given if region and layout.boundary_values[place].node is region.row),
+            tuple(index for index in inputs if pair and trace.boundary_values[index].node is pair.source),
+            tuple(index for index in outputs if pair and trace.boundary_values[index].node is pair.row),
         )
 
     def _rebuild(
         self, known: BuiltSegment, values: Sequence[Tensor], layers: tuple[int, int], *, training: bool
     ) -> BuiltSegment:
-        """Return the same pieces for another number of samples, which the values tell."""
+        """Build the same layers for another batch size, which the values show."""
         sizes = [
             (value.numel(), int(fake_value(node).numel())) for value, node in zip(values, known.inputs, strict=True)
         ]
-        samples = next((new * self._num_samples // old for new, old in sizes if new != old and old), self._num_samples)
-        built = build_segment(self.split_trace(training=training, num_samples=samples), *layers)
-        if _value_routes(self.split_trace(training=training, num_samples=samples)) != _value_routes(
+        batch_size = next(
+            (new * self._num_samples // old for new, old in sizes if new != old and old), self._num_samples
+        )
+        built = build_segment(self.split_trace(training=training, num_samples=batch_size), *layers)
+        if _value_routes(self.split_trace(training=training, num_samples=batch_size)) != _value_routes(
             self.split_trace(training=training)
         ):
-            names = ({node.name for node in (*one.inputs, *one.outputs)} for one in (known, built))
+            names = ({node.name for node in (*segment.inputs, *segment.outputs)} for segment in (known, built))
             differing = ", ".join(sorted(set.symmetric_difference(*names)))
             raise PlanError(
-                f"for {samples} samples the model hands on other values than for {self._num_samples}: {differing}; between "
-                "batches only the number of samples may differ; have forward do the same whatever that number is"
+                f"for {batch_size} samples the model passes other values between layers than for {self._num_samples}: "
+                f"{differing}; between batches only the number of samples may differ; have forward do the same "
+                "whatever that number is"
             )
         expected = tuple(map(fake_value, built.inputs))
         if _shapes(expected) != _shapes(values):
             pairs = zip(known.inputs, values, expected, strict=True)
-            name, got, want = next((n.name, v.shape, e.shape) for n, v, e in pairs if v.shape != e.shape)
+            name, actual, expected_shape = next((n.name, v.shape, e.shape) for n, v, e in pairs if v.shape != e.shape)
             raise PlanError(
-                f"value '{name}' has shape {tuple(got)}, but for {samples} samples the model was traced with "
-                f"{tuple(want)}; between batches only the number of samples may differ; pad the other dims to one "
-                "size, or cut the model again for this size"
+                f"value '{name}' has shape {tuple(actual)}, but for {batch_size} samples the model was traced with "
+                f"{tuple(expected_shape)}; between batches only the number of samples may differ; pad the other dims "
+                "to one size, or partition the model again for this size"
             )
         return built
 
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:
-        """Return what pieces make for later ones."""
+        """Return the values passed between layers."""
         return _value_specs(self.split_trace(training=training), self._num_samples)
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
-        """Return the tensors among the inputs that the forward reads."""
-        layout = self.split_trace(training=training)
-        leaves = dict(zip(layout.traced.inputs, tree_leaves(split_call_args(inputs)), strict=True))
-        return tuple(leaves[value.node] for value in layout.boundary_values if value.producer == INPUT)
+        """Return the input tensors that the forward reads."""
+        trace = self.split_trace(training=training)
+        leaves = dict(zip(trace.traced.inputs, tree_leaves(split_call_args(inputs)), strict=True))
+        return tuple(leaves[value.node] for value in trace.boundary_values if value.producer == INPUT)
 
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
-        """Return the output as the model gives it in this mode."""
+        """Return the output as the model returns it in this mode."""
         return self.split_trace(training=training).traced.output_tree.unflatten(values)
 
 
 def _value_routes(split_trace: SplitTrace) -> list[tuple[int, tuple[int, ...]]]:
-    """Return who makes and who reads each value."""
+    """Return the producer and the consumers of each value."""
     return [(value.producer, value.consumers) for value in split_trace.boundary_values]
 
 
 def _produced_nodes(split_trace: SplitTrace, index: int) -> Sequence[fx.Node]:
-    """Return what a piece makes for later ones, or of the output if it is the last one."""
+    """Return what a layer produces for later ones; for the last layer, the output."""
     if index == split_trace.num_layers - 1:
         return split_trace.traced.outputs
     return [value.node for value in split_trace.boundary_values if value.producer == index]
 
 
 def _value_specs(split_trace: SplitTrace, num_samples: int) -> tuple[ValueSpec, ...]:
-    learned = find_differentiable_values(split_trace.traced, split_trace.dataflow)
+    differentiable = find_differentiable_values(split_trace.traced, split_trace.dataflow)
     return tuple(
-        ValueSpec(value.producer, value.consumers, _num_bytes([value.node]) // num_samples, value.node in learned)
+        ValueSpec(
+            value.producer, value.consumers, _num_bytes([value.node]) // num_samples, value.node in differentiable
+        )
         for value in split_trace.boundary_values
     )
 
@@ -202,16 +208,16 @@ def _make_blocks(split_trace: SplitTrace, num_samples: int) -> tuple[Block, ...]
     starts: dict[int, list[str]] = {}
     for path, (first, _) in compute_module_spans(split_trace.order)[0].items():
         starts.setdefault(first, []).append(path)
-    pieces = tuple(
+    layers = tuple(
         replace(
             _make_layer(split_trace, index, num_samples),
-            starts=tuple(filter(None, starts.get(split_trace.layer_starts[index], ()))),
+            modules_started=tuple(filter(None, starts.get(split_trace.layer_starts[index], ()))),
         )
         for index in range(split_trace.num_layers)
     )
     firsts = [split_trace.layer_starts.index(start) for start in split_trace.block_starts]
     return tuple(
-        Block(pieces[first:stop], first)
+        Block(layers[first:stop], first)
         for first, stop in zip(firsts, [*firsts[1:], split_trace.num_layers], strict=True)
     )
 
@@ -220,38 +226,38 @@ def _make_layer(split_trace: SplitTrace, index: int, num_samples: int) -> LayerS
     first, stop = split_trace.span(index, index + 1)
     nodes, params = split_trace.order[first:stop], split_trace.traced.params
     names = dict.fromkeys(params[source] for node in nodes for source in node.all_input_nodes if source in params)
-    region = split_trace.pairs.get(index)
+    pair = split_trace.pairs.get(index)
     return LayerSpec(
-        name=region.name if region else _layer_name(split_trace, index),
+        name=pair.name if pair else _layer_name(split_trace, index),
         params=tuple(names),
         cost=_count_flops(split_trace, nodes) / num_samples,
         output_bytes=_num_bytes(_produced_nodes(split_trace, index)) // num_samples,
-        tp=_tensor_parallel_spec(region, split_trace, num_samples) if region else None,
+        tp=_tensor_parallel_spec(pair, split_trace, num_samples) if pair else None,
         can_start_stage=first in split_trace.intra_block_starts,
     )
 
 
 def _layer_name(split_trace: SplitTrace, index: int) -> str:
-    """Return the path of the module that a piece is, or of the first and the last in it."""
+    """Return the path of the module that a layer is, or of the first and the last in it."""
     first, stop = split_trace.span(index, index + 1)
     nodes = split_trace.order[first:stop]
     spans, _ = compute_module_spans(split_trace.order)
-    whole = [path for path, _ in module_calls(nodes[0]) if path and spans[path] == (first, stop)]
-    if whole:
-        return whole[0]
+    exact = [path for path, _ in module_calls(nodes[0]) if path and spans[path] == (first, stop)]
+    if exact:
+        return exact[0]
     params = split_trace.traced.params
     owners = [innermost_module(node) for node in nodes if any(source in params for source in node.all_input_nodes)]
-    inner = [path for path in owners or map(innermost_module, nodes) if path]
-    return format_path_range(inner[0], inner[-1]) if inner else "root"
+    paths = [path for path in owners or map(innermost_module, nodes) if path]
+    return format_path_range(paths[0], paths[-1]) if paths else "root"
 
 
 def _tensor_parallel_spec(pair: ColumnRowPair, split_trace: SplitTrace, num_samples: int) -> TensorParallelSpec:
     params = split_trace.traced.params
-    slices = [(params[source], 0) for column in pair.columns for source in column.all_input_nodes[1:]]
-    slices += [(params[pair.row.all_input_nodes[1]], 1)]
+    sharded_dims = [(params[source], 0) for column in pair.columns for source in column.all_input_nodes[1:]]
+    sharded_dims += [(params[pair.row.all_input_nodes[1]], 1)]
     return TensorParallelSpec(
         dim=pair.dim,
-        sharded_dims=tuple(slices),
+        sharded_dims=tuple(sharded_dims),
         dim_size=pair.size,
         output_bytes=_num_bytes([pair.row]) // num_samples,
         input_bytes=_num_bytes([pair.source]) // num_samples,
@@ -263,18 +269,18 @@ def _num_bytes(nodes: Sequence[fx.Node]) -> int:
 
 
 def _count_flops(split_trace: SplitTrace, nodes: Sequence[fx.Node]) -> int:
-    """Count the work of some operations, on the trace's tensors without values."""
+    """Count the FLOPs of operations, on the fake tensors of the trace."""
     total = 0
     for node in nodes:
-        if "bias_of" in node.meta:  # a layer's bias is part of its matmul, as everywhere
+        if "bias_of" in node.meta:  # a linear layer's bias is counted with its matmul
             continue
         values: list[Any] = [leaf for leaf in tree_leaves(fake_value(node)) if isinstance(leaf, Tensor)]
         if not is_aten_op(node) or not values:
             total += 0 if node.target is operator.getitem else sum(value.numel() for value in values)
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: fake_value(n))
-        with torch.no_grad(), values[0].fake_mode, FlopCounter() as meter:
+        with torch.no_grad(), values[0].fake_mode, FlopCounter() as counter:
             operation: Any = node.target
             operation(*args, **kwargs)
-        total += meter.flops
+        total += counter.flops
     return total

@@ -1,4 +1,4 @@
-"""Proof that a sliced piece is right: its slices, run one by one, add up to the whole."""
+"""Verify tensor-parallel layers: run each shard on random values and compare the sum with the whole."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ TOLERANCE = 1e-10
 
 
 def verify_tensor_parallel(partition: TracedPartition, spec: ModelSpec, params: Mapping[str, Tensor]) -> None:
-    """Every block of ``spec`` that is sliced gives, summed over its slices, what it gives as a whole.
+    """Check that each tensor-parallel block of ``spec``, summed over its shards, returns what the whole block returns.
 
-    Checked on random values in float64, whatever the model's own dtype, to 1e-10 of the largest value; a piece
-    that does not run on slices, or whose slices do not add up, is refused with a PlanError.
+    Checked on random values in float64, whatever the model's own dtype, to 1e-10 of the largest value.
 
     Args:
-        cut: the model.
-        spec: the refined description, ``cut.spec.refine(dims, num_slices)``.
-        params: the whole parameters by name.
+        partition: the model.
+        spec: its description with sharded blocks.
+        params: the full parameters by name.
+
+    Raises:
+        PlanError: a layer does not run on shards, or its shards do not add up.
     """
-    layout = partition.split_trace(training=True)
+    trace = partition.split_trace(training=True)
     for block in spec.blocks:
         if block.tp is None:
             continue
         _check_divisible(block.layers[0], block.tp, block.tp_degree)
-        built = build_segment(layout, block.first_layer, block.first_layer + 1, dtype=torch.float64)
+        built = build_segment(trace, block.first_layer, block.first_layer + 1, dtype=torch.float64)
         buffers = dict(partition.model.named_buffers())
-        state = [_to_float64(buffers[name]) for name in built.buffers]
-        row = built.outputs.index(layout.pairs[block.first_layer].row)
-        _ShardedLayerCheck(built, row, state, block.layers[0], block.tp).check(params, block.tp_degree)
+        buffer_values = [_to_float64(buffers[name]) for name in built.buffers]
+        output_index = built.outputs.index(trace.pairs[block.first_layer].row)
+        _ShardedLayerCheck(built, output_index, buffer_values, block.layers[0], block.tp).check(params, block.tp_degree)
 
 
 def shard_params(
     params: Mapping[str, Tensor], tp_spec: TensorParallelSpec, index: int, num_shards: int
 ) -> dict[str, Tensor]:
-    """Return the parameters of one slice: a part of those that are sliced, all of the others."""
+    """Return the parameters of one shard: a chunk of the sharded ones, all of the others."""
     dims = dict(tp_spec.sharded_dims)
     return {
         name: tensor.chunk(num_shards, dims[name])[index] if name in dims else tensor for name, tensor in params.items()
@@ -53,23 +55,23 @@ def shard_params(
 
 def _check_divisible(layer: LayerSpec, tp_spec: TensorParallelSpec, num_shards: int) -> None:
     if tp_spec.dim_size % num_shards:
-        fitting = [number for number in range(2, tp_spec.dim_size + 1) if tp_spec.dim_size % number == 0]
+        divisors = [divisor for divisor in range(2, tp_spec.dim_size + 1) if tp_spec.dim_size % divisor == 0]
         raise PlanError(
-            f"{layer.name} has {tp_spec.dim_size} {tp_spec.dim}, which {num_shards} slices do not divide; "
-            f"every rank holds the same number of them; use {', '.join(map(str, fitting[:6])) or 'no'} slices"
+            f"{layer.name} has {tp_spec.dim_size} {tp_spec.dim}, which {num_shards} ranks do not divide; "
+            f"every rank holds the same number of them; use {', '.join(map(str, divisors[:6])) or 'no'} ranks"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardedLayerCheck:
-    """One sliced piece on random values.
+    """One tensor-parallel layer on random values.
 
     Args:
-        built: the piece as a function.
-        row: the place of the partial output among its outputs.
-        state: the values of its buffers.
-        piece: the piece.
-        split: how it is sliced.
+        built: the layer as a function.
+        output_index: the index of the partial output among its outputs.
+        buffers: the values of its buffers.
+        layer: the layer.
+        tp_spec: how it is sharded.
     """
 
     built: BuiltSegment
@@ -79,42 +81,43 @@ class _ShardedLayerCheck:
     tp_spec: TensorParallelSpec
 
     def check(self, params: Mapping[str, Tensor], num_shards: int) -> None:
-        """Run the whole and the slices; refuse the piece if they differ."""
+        """Run the whole layer and its shards; raise if they differ."""
         generator = torch.Generator().manual_seed(0)
         values = [_random_like(fake_value(node), generator) for node in self.built.inputs]
-        own = {name: _random_like(params[name], generator) for name in self.built.params}
-        whole = self._run(values, own)
-        parts = []
+        weights = {name: _random_like(params[name], generator) for name in self.built.params}
+        whole = self._run(values, weights)
+        partial_outputs = []
         for index in range(num_shards):
             try:
-                parts.append(self._run(values, shard_params(own, self.tp_spec, index, num_shards)))
+                partial_outputs.append(self._run(values, shard_params(weights, self.tp_spec, index, num_shards)))
             except (RuntimeError, IndexError, ValueError) as error:
                 reason = str(error).strip().splitlines()[0]
                 raise PlanError(
-                    f"{self.layer.name} does not run on slice {index} of {num_shards} along {self.tp_spec.dim}: "
+                    f"{self.layer.name} does not run on shard {index} of {num_shards} along {self.tp_spec.dim}: "
                     f"{reason}; {self._advice()}"
                 ) from error
-        off = float((torch.stack(parts).sum(0) - whole).abs().max() / whole.abs().max().clamp(min=1))
-        if not off <= TOLERANCE:
+        error_size = float((torch.stack(partial_outputs).sum(0) - whole).abs().max() / whole.abs().max().clamp(min=1))
+        if not error_size <= TOLERANCE:
             raise PlanError(
-                f"{num_shards} slices of {self.layer.name} along {self.tp_spec.dim} do not add up: the sum is off by "
-                f"{off:.1e} of the largest value; {self._advice()}"
+                f"{num_shards} shards of {self.layer.name} along {self.tp_spec.dim} do not add up: the sum is off by "
+                f"{error_size:.1e} of the largest value; {self._advice()}"
             )
 
-    def _run(self, values: list[Tensor], own: Mapping[str, Tensor]) -> Tensor:
+    def _run(self, values: list[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            return self.built.function(no_seed, *values, *own.values(), *self.buffers)[self.output_index]
+            return self.built.function(no_seed, *values, *weights.values(), *self.buffers)[self.output_index]
 
     def _advice(self) -> str:
         return (
-            "slices of the layers before may meet only the same slice of the layer behind, so that nothing between "
-            "may mix them, as one layer for query, key and value together does, or a softmax over the features; "
-            f"write separate layers, or keep this dim whole by giving it a name other than '{self.tp_spec.dim}' in dims"
+            "a shard of the column layers may only be combined with the same shard of the row layer, so nothing "
+            "between them may mix shards, as one fused layer for query, key and value does, or a softmax over the "
+            "features; write separate layers, or keep this dim whole by giving it a name other than "
+            f"'{self.tp_spec.dim}' in dims"
         )
 
 
 def _random_like(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random numbers in float64; whole numbers become zeros, which index anything."""
+    """Return random numbers in float64; integers become zeros, which are valid indices."""
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
     scale = like.shape[-1] ** -0.5 if like.dim() > 1 else 1.0

@@ -1,4 +1,4 @@
-"""A model that is not cut: one block, called as it is."""
+"""Run a model unpartitioned: one block that calls it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from counterpoint.partitioning.seed_hooks import SeedHooks, no_seed
 
 
 class WholeModel(PartitionedModel):
-    """The model as one block ``model``, run with its own parameters: those passed to a call are not looked at.
+    """The model as one block ``model``, run with its own parameters: those passed to a call are ignored.
 
-    So each rank of a process needs its own copy of the model. The model is run once here to see what it costs.
+    So each rank of a process needs its own copy of the model. The model is run once here to count its FLOPs.
 
     Args:
         model: any module.
@@ -29,56 +29,61 @@ class WholeModel(PartitionedModel):
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self._args, self._kwargs = split_call_args(inputs)
-        with preserve_state(model), FlopCounter() as meter:
+        with preserve_state(model), FlopCounter() as counter:
             output = model(*self._args, **self._kwargs)
-        samples = num_samples(inputs)
+        batch_size = num_samples(inputs)
         params = list_params(model)
-        piece = LayerSpec(
+        layer = LayerSpec(
             "model",
             tuple(param.name for param in params),
-            cost=meter.flops / samples,
-            output_bytes=num_bytes(build_output_tree(output).flatten(output)) // samples,
+            cost=counter.flops / batch_size,
+            output_bytes=num_bytes(build_output_tree(output).flatten(output)) // batch_size,
         )
         self._call_tree = build_tensor_tree((self._args, self._kwargs))
         self._values = (ValueSpec(INPUT, (0,)),) * len(self._call_tree.tensor_indices)
-        super().__init__(ModelSpec((Block((piece,), 0),), params, self._values), uses_rng=meter.uses_rng)
+        super().__init__(ModelSpec((Block((layer,), 0),), params, self._values), uses_rng=counter.uses_rng)
         self.model = model
         self._training_modes = TrainingModes(model)
-        self._seed_hooks = SeedHooks(model, no_seed) if meter.uses_rng else None
+        self._seed_hooks = SeedHooks(model, no_seed) if counter.uses_rng else None
         self._has_only_tensor_args = not self._kwargs and all(isinstance(arg, Tensor) for arg in self._args)
         self._output_trees = {True: build_output_tree(output)}
         self._segments: dict[bool, Segment] = {}
 
     def segment(self, first_layer: int, stop_layer: int, *, training: bool) -> Segment:
-        """Return the call of the model; there is only the one piece."""
+        """Return the call of the model; there is only one layer."""
         if (first_layer, stop_layer) != (0, 1):
             raise PlanError(
-                f"pieces {first_layer} to {stop_layer} of a model that is not cut; it has only piece 0; "
-                "ask for segment(0, 1), or cut the model with granularity='blocks'"
+                f"layers {first_layer} to {stop_layer} of an unpartitioned model, which has only layer 0; "
+                "ask for segment(0, 1), or partition the model with granularity='blocks'"
             )
         if training not in self._segments:
             self._segments[training] = self._build_segment(training=training)
         return self._segments[training]
 
     def _build_segment(self, *, training: bool) -> Segment:
-        model, seeding, call, is_plain = self.model, self._seed_hooks, self._call_tree, self._has_only_tensor_args
+        model, seed_hooks, call_tree, has_only_tensor_args = (
+            self.model,
+            self._seed_hooks,
+            self._call_tree,
+            self._has_only_tensor_args,
+        )
         modes = self._training_modes
-        nest = self._output_tree(training=training)
+        output_tree = self._output_tree(training=training)
 
         def run(
             values: Sequence[Tensor], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: SeedFn
         ) -> tuple[Tensor, ...]:
-            """Run the whole model with its own parameters and buffers; those that are passed are not looked at."""
+            """Run the whole model with its own parameters and buffers; those that are passed are ignored."""
             if model.training is not training:
                 modes.set(training=training)
-            if seeding is not None:
-                seeding.seed = seed
-            if is_plain:
+            if seed_hooks is not None:
+                seed_hooks.seed = seed
+            if has_only_tensor_args:
                 output = model(*values)
             else:
-                args, kwargs = call.unflatten(values)
+                args, kwargs = call_tree.unflatten(values)
                 output = model(*args, **kwargs)
-            return nest.flatten(output)
+            return output_tree.flatten(output)
 
         return Segment(
             inputs=tuple(range(len(self._values))),
@@ -96,7 +101,7 @@ class WholeModel(PartitionedModel):
         return self._output_trees[training]
 
     def values(self, *, training: bool) -> tuple[ValueSpec, ...]:
-        """Return the inputs; there is nothing else."""
+        """Return the inputs; there are no other values."""
         return self._values
 
     def flatten_inputs(self, inputs: Inputs, *, training: bool = True) -> tuple[Tensor, ...]:
@@ -106,5 +111,5 @@ class WholeModel(PartitionedModel):
         return self._call_tree.flatten(split_call_args(inputs))
 
     def unflatten_output(self, values: Sequence[Tensor], *, training: bool = True) -> Any:  # noqa: ANN401
-        """Return the output as the model gives it in this mode."""
+        """Return the output as the model returns it in this mode."""
         return self._output_tree(training=training).unflatten(values)

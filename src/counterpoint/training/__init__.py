@@ -1,1 +1,1 @@
-"""What a user holds: the trainer, the step for an own loop, and what happens around them."""
+"""Training: the trainer, ``parallelize``, elastic workers, callbacks, checkpoints and batches."""

@@ -1,7 +1,4 @@
-"""How many threads the ranks of a host compute with, where their launcher has not seen to it.
-
-Where a run's ranks are: in this process, or one in each of many.
-"""
+"""The ranks' fabrics: all ranks in this process, or one in each of many; and their number of compute threads."""
 
 from __future__ import annotations
 
@@ -31,13 +28,13 @@ from counterpoint.world.topology import Topology, format_count
 
 @dataclass(frozen=True, slots=True)
 class RankThreads:
-    """What a rank computes with.
+    """The compute threads of a rank.
 
     Args:
-        host: where it runs.
-        cpus: the hyperthreads that it may use.
+        host: its host name.
+        cpus: the hardware threads that it may use.
         threads: how many it computes with.
-        is_wanted: whether its user has asked for that many.
+        is_requested: whether its user has asked for that many.
     """
 
     host: str
@@ -47,67 +44,67 @@ class RankThreads:
 
 
 def configure_threads(fabric: Fabric, *, is_placed: bool) -> None:
-    """Where ranks of a host have more threads than cores, they have fewer now, and standard error says so.
+    """Reduce the compute threads if the ranks of a host have more than there are cores; a note goes to standard error.
 
-    Threads that were asked for stay, unless ranks alone outnumber the cores. All ranks call it together.
+    Requested threads are kept, unless the ranks alone outnumber the cores. All ranks call it together.
 
     Args:
-        fabric: the way to the others.
-        is_placed: whether the launcher has done so.
+        fabric: this rank's fabric.
+        is_placed: whether the launcher has set the threads.
     """
-    mine = RankThreads(socket.gethostname(), allowed_cpus(), torch.get_num_threads(), requested_threads() is not None)
-    told: list[Any] = fabric.gather_values(
-        "threads", [mine.host, mine.cpus, mine.threads, mine.is_requested], tuple(range(fabric.num_ranks))
+    local = RankThreads(socket.gethostname(), allowed_cpus(), torch.get_num_threads(), requested_threads() is not None)
+    gathered: list[Any] = fabric.gather_values(
+        "threads", [local.host, local.cpus, local.threads, local.is_requested], tuple(range(fabric.num_ranks))
     )
     if is_placed:
         return
-    all_ranks = [RankThreads(host, tuple(cpus), threads, is_wanted) for host, cpus, threads, is_wanted in told]
-    here = [rank for rank, one in enumerate(all_ranks) if one.host == mine.host]
-    cpus = {cpu for rank in here for cpu in all_ranks[rank].cpus}
+    all_ranks = [RankThreads(host, tuple(cpus), threads, is_wanted) for host, cpus, threads, is_wanted in gathered]
+    local_ranks = [rank for rank, rank_threads in enumerate(all_ranks) if rank_threads.host == local.host]
+    cpus = {cpu for rank in local_ranks for cpu in all_ranks[rank].cpus}
     threads, note = recommend_threads(
-        [all_ranks[rank] for rank in here], read_topology(Path("/"), cpus), os.cpu_count() or 1
+        [all_ranks[rank] for rank in local_ranks], read_topology(Path("/"), cpus), os.cpu_count() or 1
     )
     if note:
-        if threads < mine.threads:
+        if threads < local.threads:
             torch.set_num_threads(threads)
-        if fabric.rank == here[0]:
+        if fabric.rank == local_ranks[0]:
             sys.stderr.write(f"counterpoint: {note}\n")
 
 
 def recommend_threads(ranks: Sequence[RankThreads], topology: Topology, num_cpus: int) -> tuple[int, str]:
-    """Return with how many threads each rank of a host should compute, and what to say; nothing where all is well.
+    """Return how many threads each rank of a host should use, and a note; the note is empty if nothing is wrong.
 
     Args:
         ranks: those of the host.
         topology: the cores that any of them may use.
-        num_cpus: hyperthreads of the host, whoever may use them.
+        num_cpus: hardware threads of the host, whoever may use them.
 
     Example:
         >>> from counterpoint.world.topology import Core
         >>> ranks = [RankThreads("a", (0, 1), 2, is_requested=False)] * 2
         >>> recommend_threads(ranks, Topology((Core((0,)), Core((1,)))), 2)
-        (1, '2 ranks x 2 threads on 2 cores; setting 1 thread each, so that they need not take turns')
+        (1, '2 ranks x 2 threads on 2 cores; setting 1 thread each to avoid oversubscription')
     """
-    most, usable = max(one.threads for one in ranks), topology.num_usable
-    if sum(one.threads for one in ranks) <= usable:
-        return most, ""
-    wanted = any(one.is_requested for one in ranks)
-    placement = place_ranks(topology, len(ranks), threads=most if wanted else None)
+    max_threads, num_cores = max(rank.threads for rank in ranks), topology.num_usable
+    if sum(rank.threads for rank in ranks) <= num_cores:
+        return max_threads, ""
+    is_requested = any(rank.is_requested for rank in ranks)
+    placement = place_ranks(topology, len(ranks), threads=max_threads if is_requested else None)
     threads = placement.ranks[0].threads
     note = placement.note or (
-        f"{format_count(len(ranks), 'rank')} x {format_count(most, 'thread')} on {format_count(usable, 'core')}; setting "
-        f"{format_count(threads, 'thread')} each, so that they need not take turns"
+        f"{format_count(len(ranks), 'rank')} x {format_count(max_threads, 'thread')} on "
+        f"{format_count(num_cores, 'core')}; setting {format_count(threads, 'thread')} each to avoid oversubscription"
     )
     cpus = sorted(cpu for core in topology.cores for cpu in core.cpus)
     if len(cpus) < num_cpus:
         numbers = ",".join(map(str, cpus))
-        bound = f"bound them to {len(cpus)} of {num_cpus} hyperthreads ({numbers})"
-        note += f"; whoever started them {bound}: bind each rank to cores of its own, or none"
+        bound = f"they are bound to {len(cpus)} of {num_cpus} hardware threads ({numbers})"
+        note += f"; {bound}: bind each rank to its own cores, or none"
     return threads, note
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """Return the hyperthreads that this process may use."""
+    """Return the hardware threads that this process may use."""
     if not hasattr(os, "sched_getaffinity"):
         return tuple(range(os.cpu_count() or 1))
     return tuple(sorted(os.sched_getaffinity(0)))
@@ -117,7 +114,7 @@ T = TypeVar("T")
 
 
 class FabricWorld(Protocol):
-    """Where ranks run: one fabric for each rank of this process."""
+    """The fabrics of this process's ranks: one for each."""
 
     @property
     def fabrics(self) -> Sequence[Fabric]:
@@ -125,11 +122,11 @@ class FabricWorld(Protocol):
         ...
 
     def run(self, work: Callable[[Fabric], T]) -> list[T]:
-        """Return what ``work`` returns on each rank of this process."""
+        """Return the result of ``work`` on each rank of this process."""
         ...
 
     def close(self) -> None:
-        """Leave the world."""
+        """Close the connection."""
         ...
 
 
@@ -137,8 +134,8 @@ class DistributedWorld:
     """This process's one rank among many processes.
 
     Args:
-        fabric: its way to the others; it stays open for the next world of this process, unless something failed.
-        failures: what ended the ranks of this process; at most one, noted here.
+        fabric: its fabric; it stays open for the next world of this process, unless something failed.
+        failures: the error that ended the ranks of this process; at most one, appended here.
     """
 
     def __init__(self, fabric: Fabric, failures: list[str]) -> None:
@@ -151,7 +148,7 @@ class DistributedWorld:
         return bool(self.failures)
 
     def run(self, work: Callable[[Fabric], T]) -> list[T]:
-        """Return what ``work`` returns here; tell the other ranks if it fails."""
+        """Return the result of ``work`` here; stop the other ranks if it fails."""
         try:
             return [work(self.fabrics[0])]
         except BaseException as error:
@@ -159,57 +156,57 @@ class DistributedWorld:
             raise
 
     def stop(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on."""
+        """Tell the other ranks that this one has failed."""
         if not self.has_failed:
             self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
             self.fabrics[0].abort(self.failures[0])
 
     def close(self) -> None:
-        """Leave the world."""
+        """Close the connection if the ranks have failed; otherwise the next world uses it."""
         if self.has_failed:
             self.fabrics[0].close()
 
 
 @cache
 def connected_fabrics(environment: RankEnvironment) -> list[Fabric]:
-    """Return this process's connection, if it has one: ranks meet once per job, but may train several models."""
+    """Return the list of this process's connection: ranks connect once per job, but may train several models."""
     return []
 
 
 @cache
 def recorded_failures(environment: RankEnvironment) -> list[str]:
-    """Return what has ended the ranks that met in this process."""
+    """Return the list of the error that has ended the ranks of this process."""
     return []
 
 
 def open_world(environment: RankEnvironment | None, num_ranks: int, timeout_s: float) -> FabricWorld:
-    """Return the world a launcher made, or one with all ranks in this process.
+    """Return the world that a launcher made, or one with all ranks in this process.
 
     Args:
-        environment: what a launcher told this process; None when none started it.
+        environment: what a launcher set for this process; None without a launcher.
         num_ranks: ranks of the plan, for a world in this process.
-        deadline_s: the longest that a rank waits for another.
+        timeout_s: the longest that a rank waits for another.
 
     Raises:
-        LaunchError: this process only imports the script of the one that started it, or its ranks have ended.
+        LaunchError: this process only imports the script of its parent, or its ranks have ended.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LaunchError(
             f"this is {multiprocessing.current_process().name}, which imports the script of the process that started "
-            "it, and the script trains as soon as it is imported; put what it does under "
+            "it, and the script trains when it is imported; put the training under "
             "`if __name__ == '__main__':`"
         )
     if environment is None or environment.world_size == 1:
         return LocalWorld(num_ranks, timeout_s)
-    known, failures = connected_fabrics(environment), recorded_failures(environment)
+    fabrics, failures = connected_fabrics(environment), recorded_failures(environment)
     if failures:
         raise LaunchError(
             f"the ranks of this job have ended with an error, {failures[0]!r}; an error on one rank ends all of them, "
-            "so that nothing more can be trained in these processes: start the ranks again"
+            "so these processes cannot train any more: start the ranks again"
         )
-    if known:
-        return DistributedWorld(known[0], failures)
-    patience = environment.timeout_s if environment.timeout_s is not None else timeout_s
+    if fabrics:
+        return DistributedWorld(fabrics[0], failures)
+    timeout_s = environment.timeout_s if environment.timeout_s is not None else timeout_s
     address = Address(
         environment.master_addr,
         environment.master_port,
@@ -221,19 +218,19 @@ def open_world(environment: RankEnvironment | None, num_ranks: int, timeout_s: f
         environment.world_size,
         address,
         job=environment.job,
-        timeout_s=patience,
+        timeout_s=timeout_s,
         transport=parse_transport(environment.transport),
         attributes={"job key": key_fingerprint(environment.key_file)},
     )
     atexit.register(fabric.close)
-    check_key(environment.key_file)  # after the meeting: where only some hosts have it, all ranks know which
-    known.append(fabric)
+    check_key(environment.key_file)  # after connecting: if only some hosts have the key, all ranks know which
+    fabrics.append(fabric)
     configure_threads(fabric, is_placed=environment.is_placed)
     return DistributedWorld(fabric, failures)
 
 
 def sibling_world(world: FabricWorld, timeout_s: float) -> FabricWorld:
-    """Return a world of the same ranks for another team beside the one that has this world."""
+    """Return a world of the same ranks for a second model."""
     return world if isinstance(world, DistributedWorld) else LocalWorld(world.fabrics[0].num_ranks, timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""Elastic training: the same few lines in every worker, however many there are, whenever they come and go."""
+"""Elastic data-parallel training: every worker runs the same few lines; workers may join and leave at any time."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from counterpoint.training.evaluation import MetricsFn, make_loss_metric
 from counterpoint.training.metrics import merge_metrics
 from counterpoint.training.process_memory import RetainedMemory
 
-CONSISTENCY_HELP = "bsp(4), four portions to a step; ssp(2), two pushes ahead of the slowest; or asp"
+CONSISTENCY_HELP = "bsp(4), four data slices per step; ssp(2), two pushes ahead of the slowest; or asp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticTrainer:
-    """What all workers of an elastic job have in common.
+    """The configuration that all workers of an elastic job share.
 
-    Every process builds the same one: whoever starts the servers takes its ``job``, and whoever works calls ``train``.
+    Every process builds the same one: whoever starts the servers uses its ``job``, and workers call ``train``.
 
     Args:
         dataset: map-style, samples ``(inputs..., target)``; the same for all workers.
         batch_size: samples of a *global* batch under bsp, however many workers there are; of a minibatch otherwise.
         epochs: passes over the dataset.
-        consistency: ``bsp(4)`` cuts a batch into four portions, which any workers compute; ``ssp(2)`` and ``asp`` make
-            every portion an update of its own.
-        servers: that keep the weights; 0 for none: every worker has all of them, and gradients are added up among
-            workers (allreduce), under bsp.
-        task_portions: portions that a worker is given at once; without servers, that are recorded at once.
-        rhythm: how often workers push and fetch.
-        habits: how they work.
-        evaluate_every: a worker measures held-out data after so many portions of its own, too; 0 for the end only.
+        consistency: ``bsp(4)`` splits a batch into four data slices, which any workers compute; ``ssp(2)`` and ``asp``
+            make every data slice an update of its own.
+        servers: parameter servers, which store the weights; 0 for none: every worker has all weights, and gradients are
+            all-reduced among workers, under bsp.
+        slices_per_task: data slices that a worker is assigned at once; without servers, that are recorded at once.
+        sync_policy: how often workers push and pull.
+        worker_config: how workers run.
+        evaluate_every: a worker also evaluates after so many data slices of its own; 0 for the end only.
         name: of the job.
-        budget: how often a task may go wrong before the job stops; nothing is ever left out.
-        patience: how long anybody waits for anybody.
-        keep_freed: whether memory that a minibatch frees stays with the worker's process for the next one; glibc only.
+        retry_policy: how often a task may fail before the job stops; no data slice is ever skipped.
+        timeouts: of heartbeats and replies.
+        retain_freed_memory: whether memory that a minibatch frees stays with the process for the next one; glibc only.
 
     Raises:
-        PlanError: there is no such consistency, or the numbers do not go together.
+        PlanError: there is no such consistency, or the numbers do not fit together.
 
     Example:
         >>> import torch
@@ -88,25 +88,25 @@ class ElasticTrainer:
         self.sync_policy.check_consistency(parse_consistency(self.consistency))
         if not self.servers and not isinstance(parse_consistency(self.consistency), Bsp):
             raise PlanError(
-                f"consistency={self.consistency!r} with servers=0: workers without servers take every step together; "
+                f"consistency={self.consistency!r} with servers=0: workers without servers are synchronous; "
                 "give bsp(4), or servers=1"
             )
 
     @property
     def data_slices(self) -> DataSlices:
-        """The data, by portions."""
-        mode, pieces = parse_consistency(self.consistency), self.sync_policy.push_every
+        """The dataset, split into data slices."""
+        mode, minibatches = parse_consistency(self.consistency), self.sync_policy.push_every
         sampler = slice_sampler(
-            len(self.dataset), self.batch_size, mode, minibatches_per_slice=pieces, seed=self.worker_config.seed
+            len(self.dataset), self.batch_size, mode, minibatches_per_slice=minibatches, seed=self.worker_config.seed
         )
-        return DataSlices(self.dataset, sampler, mode, pieces)
+        return DataSlices(self.dataset, sampler, mode, minibatches)
 
     @property
     def job(self) -> JobConfig:
-        """What the servers and all workers have to agree on."""
-        portions = self.data_slices
-        least = 1 if self.servers else portions.slices_per_step
-        work = portions.data_config(self.epochs, slices_per_task=max(least, self.slices_per_task))
+        """The job configuration that the servers and all workers must agree on."""
+        data_slices = self.data_slices
+        min_slices = 1 if self.servers else data_slices.slices_per_step
+        work = data_slices.data_config(self.epochs, slices_per_task=max(min_slices, self.slices_per_task))
         return JobConfig(self.name, parse_consistency(self.consistency), self.servers, work, self.budget, self.patience)
 
     def train(  # noqa: PLR0913 - what a worker may choose, all by keyword
@@ -122,51 +122,58 @@ class ElasticTrainer:
         should_stop: Callable[[], bool] | None = None,
         **options: Any,  # noqa: ANN401 - checked by Served
     ) -> WorkerReport:
-        """Work for the job until all its data is counted, or until this worker has to go.
+        """Work for the job until all its data is processed, or until this worker has to stop.
 
-        It has to go when it is sent SIGTERM (where this is the main thread), or when ``must_go`` says so: it gives its
-        task back between two minibatches, so that others do the rest of it, and leaves.
+        It stops on SIGTERM (in the main thread), or when ``should_stop`` returns True: it returns its task between two
+        minibatches, so that others do the rest of it, and leaves.
 
         Args:
-            session: this worker's belonging to the job.
-            model: any module; afterwards it has the newest weights, but for tables.
+            session: this worker's membership in the job.
+            model: any module; afterwards it has the newest weights, except tables.
             loss: from the model's output and the targets to the mean loss of the samples.
-            optimizer: of torch, or a factory; servers do what it would. Without servers, any that needs no closure.
-            tables: weights of embeddings of which only rows that are looked up lie on a worker, and how rows begin.
-            evaluation: held-out data, measured by this worker when all data is counted.
-            measure: from outputs and targets to tallies; by default the loss.
-            must_go: asked between two minibatches.
-            **options: of ``counterpoint.elastic.remote_module.Served``, such as ``code="int8"``; without servers,
-                those of ``counterpoint.elastic.replica.Replica``.
+            optimizer: of torch, or a factory; servers apply its update rule. Without servers, any that needs no
+                closure.
+            tables: embedding weights of which a worker only has the rows that it looks up, and how rows are
+                initialized.
+            eval_dataset: held-out data, evaluated by this worker when all data is processed.
+            metrics: from outputs and targets to a dict of :class:`MeanMetric`; by default the loss.
+            should_stop: called between two minibatches.
+            **options: of the worker's replica with servers, such as ``codec="int8"``, or of the replica without
+                servers.
 
         Returns:
             What this worker did.
 
         Raises:
             PlanError: the job, the model and the optimizer do not fit together.
-            PeerError: the job has stopped, or goes on without this worker.
+            PeerError: the job has stopped, or continues without this worker.
         """
         if session.job != self.job:
-            raise PlanError(f"the session is of {session.job}, but this is {self.job}; build both from one Elastic")
-        copy = self._make_replica(session, model, optimizer, tables, options)
-        report, keeping = WorkerReport([], [], is_complete=False), RetainedMemory(enabled=self.retain_freed_memory)
+            raise PlanError(
+                f"the session is of {session.job}, but this is {self.job}; build both from one ElasticTrainer"
+            )
+        replica = self._make_replica(session, model, optimizer, tables, options)
+        report = WorkerReport([], [], is_complete=False)
+        retained_memory = RetainedMemory(enabled=self.retain_freed_memory)
 
         def measure_now() -> None:
             if eval_dataset is not None:
-                found = evaluate_replica(copy, eval_dataset, metrics or make_loss_metric(loss), self.batch_size)
-                report.evaluations.append(EvaluationEnd(len(report.losses), found))
+                metric_means = evaluate_replica(
+                    replica, eval_dataset, metrics or make_loss_metric(loss), self.batch_size
+                )
+                report.evaluations.append(EvaluationEnd(len(report.losses), metric_means))
 
         try:
             with watch_sigterm() as is_terminated:
-                going = should_stop or (lambda: False)
-                worker = self._make_worker(copy, session, loss, lambda: is_terminated() or going())
-                self._run_worker(worker, report, measure_now, keeping)
+                stop_requested = should_stop or (lambda: False)
+                worker = self._make_worker(replica, session, loss, lambda: is_terminated() or stop_requested())
+                self._run_worker(worker, report, measure_now, retained_memory)
             if report.is_complete:
                 measure_now()
-                copy.export_weights()
+                replica.export_weights()
         finally:
-            keeping.stop()
-            copy.close()
+            retained_memory.stop()
+            replica.close()
         return report
 
     def _make_replica(
@@ -177,18 +184,17 @@ class ElasticTrainer:
         tables: Mapping[str, EmbeddingConfig | Initializer] | None,
         options: Mapping[str, Any],
     ) -> RemoteModule | ModelReplica:
-        """Return the worker's copy of the model.
+        """Build the worker's replica of the model.
 
         Raises:
-            PlanError: an option is about what lies on servers, and there are none.
+            PlanError: an option needs servers, and there are none.
         """
         if self.servers:
             return RemoteModule(model, session, optimizer, tables=tables, sync=self.sync_policy, **options)
-        about_servers = [*(["tables"] if tables else []), *sorted(options.keys() - {"buffers", "folder"})]
-        if about_servers:
+        server_options = [*(["tables"] if tables else []), *sorted(options.keys() - {"buffers", "folder"})]
+        if server_options:
             raise PlanError(
-                f"{about_servers[0]}= is about what lies on servers, and with servers=0 nothing does; leave it out, or "
-                "give servers=1"
+                f"{server_options[0]}= is an option for weights on servers, but servers=0; omit it, or give servers=1"
             )
         return ModelReplica(model, optimizer, **options)
 
@@ -212,7 +218,7 @@ class ElasticTrainer:
         evaluate_now: Callable[[], None],
         retained_memory: RetainedMemory,
     ) -> None:
-        """All that the worker did is in the report, and it was measured whenever that was due."""
+        """Run the worker, record its events, and evaluate when it is due."""
         count = 0
         for event in worker.events():
             report.events.append(event)
@@ -229,9 +235,9 @@ class WorkerReport:
     """What one worker did.
 
     Attributes:
-        events: portions that it computed, tasks that ended, times without work, in order.
-        evaluations: what it measured, after so many portions of its own.
-        is_complete: whether all data of all epochs was counted when it ended.
+        events: data slices that it computed, tasks that ended, times without work, in order.
+        evaluations: its evaluations, after so many data slices of its own.
+        is_complete: whether all data of all epochs was processed when it ended.
     """
 
     events: list[WorkerEvent]
@@ -240,12 +246,12 @@ class WorkerReport:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each portion that this worker computed."""
+        """The loss of each data slice that this worker computed."""
         return [event.loss for event in self.events if isinstance(event, SliceTrained)]
 
 
 def parse_consistency(text: str) -> Consistency:
-    """Return the consistency that a text names.
+    """Parse a consistency.
 
     Raises:
         PlanError: there is none of that name.
@@ -254,12 +260,12 @@ def parse_consistency(text: str) -> Consistency:
         >>> parse_consistency("bsp(4)"), parse_consistency("asp")
         (Bsp(slices_per_step=4), Asp())
     """
-    found = re.fullmatch(r"(bsp|ssp)\((\d{1,9})\)|asp", str(text).strip())
-    if found is None:
+    match = re.fullmatch(r"(bsp|ssp)\((\d{1,9})\)|asp", str(text).strip())
+    if match is None:
         raise PlanError(f"there is no consistency {text!r}; give {CONSISTENCY_HELP}")
-    if found[1] is None:
+    if match[1] is None:
         return Asp()
-    return Bsp(int(found[2])) if found[1] == "bsp" else Ssp(int(found[2]))
+    return Bsp(int(match[2])) if match[1] == "bsp" else Ssp(int(match[2]))
 
 
 def evaluate_replica(
@@ -268,33 +274,33 @@ def evaluate_replica(
     """Return the mean of every metric over a dataset, by the newest weights; the model is in evaluation mode.
 
     Args:
-        copy: the worker's, of the model.
+        replica: the worker's replica of the model.
         dataset: map-style, samples ``(inputs..., target)``.
-        measure: from outputs and targets to tallies.
-        batch_size: samples at once.
+        metrics: the metrics function.
+        batch_size: samples of a batch.
     """
     sampler = Sampler(len(dataset), min(batch_size, len(dataset)), shuffle="sequential")
-    before = [(module, module.training) for module in replica.model.modules()]
-    found = []
+    flags = [(module, module.training) for module in replica.model.modules()]
+    per_batch = []
     with replica.latest_weights() as model:
         model.eval()
         for index in range(sampler.num_batches):
             *inputs, targets = fetch(dataset, sampler.batch(0, index))
-            found.append(metrics(model(*inputs), targets))
-    for module, flag in before:
+            per_batch.append(metrics(model(*inputs), targets))
+    for module, flag in flags:
         module.training = flag
-    return {name: tally.mean for name, tally in merge_metrics(found).items()}
+    return {name: tally.mean for name, tally in merge_metrics(per_batch).items()}
 
 
 @contextmanager
 def watch_sigterm() -> Iterator[Callable[[], bool]]:
-    """Tell, when asked, whether SIGTERM has come meanwhile; never outside the main thread, which does not hear it."""
-    told: list[int] = []
+    """Yield a function that tells whether SIGTERM has come; always False outside the main thread."""
+    signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
-        yield lambda: bool(told)
+        yield lambda: bool(signals)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

@@ -1,4 +1,4 @@
-"""Held-out data, measured by the plan's own ranks."""
+"""Evaluate a dataset with the plan's own ranks."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ MetricsFn: TypeAlias = Callable[[Any, Any], Metrics]
 def evaluate(local_ranks: LocalRanks, dataset: MapDataset, metrics: MetricsFn, batch_size: int) -> dict[str, float]:
     """Return the mean of every metric over a dataset, the same on all ranks; the model is in evaluation mode.
 
-    Replicas that have weights of their own all measure with their mean.
+    Replicas with different weights all evaluate the mean of their weights.
     """
     local_ranks.sync_state()
-    found: list[Metrics] = []
+    per_batch: list[Metrics] = []
     sampler = Sampler(len(dataset), batch_size, shuffle="sequential")
     with local_ranks.use_averaged_weights():
         for index in range(sampler.num_batches):
             feed = DatasetBatch(dataset, sampler.batch(0, index), local_ranks.global_num_microbatches)
-            local_ranks.evaluate(feed, lambda outputs, targets: found.append(metrics(outputs, targets)), index)
-    return all_reduce_means(local_ranks, found)
+            local_ranks.evaluate(feed, lambda outputs, targets: per_batch.append(metrics(outputs, targets)), index)
+    return all_reduce_means(local_ranks, per_batch)
 
 
 def all_reduce_means(local_ranks: LocalRanks, per_batch: list[Metrics]) -> dict[str, float]:
-    """Return the means over what the ranks of all processes found."""
-    mine = {name: [tally.total, float(tally.count)] for name, tally in merge_metrics(per_batch).items()}
+    """Return the means over the metrics of all processes."""
+    local = {name: [tally.total, float(tally.count)] for name, tally in merge_metrics(per_batch).items()}
     fabric = local_ranks.world.fabrics[0]
-    everyone: list[Any] = [mine]
+    by_rank: list[Any] = [local]
     if len(local_ranks.world.fabrics) < fabric.num_ranks:
-        everyone = list(fabric.gather_values("metrics", dict(mine), tuple(range(fabric.num_ranks))))
-    parts = [
-        {name: MeanMetric(total, int(count)) for name, (total, count) in part.items()} for part in everyone if part
+        by_rank = list(fabric.gather_values("metrics", dict(local), tuple(range(fabric.num_ranks))))
+    parsed = [
+        {name: MeanMetric(total, int(count)) for name, (total, count) in rank_metrics.items()}
+        for rank_metrics in by_rank
+        if rank_metrics
     ]
-    return {name: tally.mean for name, tally in merge_metrics(parts).items()}
+    return {name: tally.mean for name, tally in merge_metrics(parsed).items()}
 
 
 def make_loss_metric(loss: Callable[[Any, Any], Any]) -> MetricsFn:
-    """Return a measure of the loss alone, weighted by the number of samples."""
+    """Return a metrics function of the loss alone, weighted by the number of samples."""
 
     def measure(outputs: Any, targets: Any) -> Metrics:  # noqa: ANN401 - whatever the model gives
         count = len(targets) if hasattr(targets, "__len__") else 1

@@ -1,9 +1,4 @@
-"""What a fit does beside its steps, checked when it is said.
-
-The batches of a run, from the cursor on: read when they are needed, or ahead by workers.
-
-One fit: steps in the sampler's order, and at their times evaluations and checkpoints.
-"""
+"""One fit: steps in the sampler's order, with evaluations and checkpoints at their times."""
 
 from __future__ import annotations
 
@@ -35,11 +30,11 @@ from counterpoint.training.callbacks.callback import (
     StepEnd,
     TraceRecorded,
 )
-from counterpoint.training.checkpointing import save_restore as saving
+from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import (
     CheckpointMode,
     StageCheckpointer,
-    recover_drafts,
+    recover_drafts_together,
     require_checkpoint_mode,
 )
 from counterpoint.training.evaluation import MetricsFn, evaluate
@@ -50,15 +45,15 @@ from counterpoint.training.validation import require_directory_path
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """What is measured after every epoch and at the end.
+    """What is evaluated after every epoch and at the end.
 
     Args:
-        dataset: held-out data; None where nothing is measured.
-        measure: how.
-        every: measure after so many steps, too.
+        dataset: held-out data; None for no evaluation.
+        metrics: the metrics function.
+        every: evaluate after this many steps, too.
 
     Raises:
-        PlanError: a number makes no sense.
+        PlanError: a number is not positive.
     """
 
     dataset: MapDataset | None
@@ -71,17 +66,17 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Where checkpoints are.
+    """Where and when checkpoints are written.
 
     Args:
-        folder: of all of them; None where nothing is saved.
-        every: save after so many steps, too.
-        keep: how many stay; None keeps all.
-        by: who saves; ``stage`` for each stage by itself, without a flush.
+        folder: the folder of all checkpoints; None for no checkpoints.
+        every: save after this many steps, too.
+        keep_last: how many are kept; None keeps all.
+        mode: ``synchronous``, or ``per_stage`` for each pipeline stage independently, without a flush.
 
     Raises:
-        PlanError: it is said when, but not where, or a number makes no sense.
-        CheckpointError: there is a file where the folder is to be.
+        PlanError: a time is given without a folder, or a number is not positive.
+        CheckpointError: there is a file at the path of the folder.
     """
 
     folder: Path | None
@@ -91,7 +86,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.every is not None and self.folder is None:
-            raise PlanError(f"save_every={self.every} says when, but not where; give checkpoint_dir=FOLDER as well")
+            raise PlanError(f"save_every={self.every} needs a folder; give checkpoint_dir=FOLDER as well")
         require_counts(optional=True, save_every=self.every, keep_last=self.keep_last)
         require_directory_path(self.folder)
 
@@ -101,11 +96,11 @@ class DataLoadingConfig:
     """How samples are read.
 
     Args:
-        workers: processes of each rank that do; 0 for none but this.
-        prefetch: microbatches that each reads ahead.
+        num_workers: processes of each rank that read; 0 for none but this one.
+        prefetch_factor: microbatches that each reads ahead.
 
     Raises:
-        PlanError: a number makes no sense.
+        PlanError: a number is not positive.
     """
 
     num_workers: int
@@ -118,17 +113,17 @@ class DataLoadingConfig:
 
 @dataclass(frozen=True, slots=True)
 class FitConfig:
-    """What a fit is to do.
+    """What a fit does.
 
     Args:
         num_epochs: passes over the dataset.
-        max_steps: steps at most.
-        evaluating: what is measured.
-        saving: where checkpoints are.
-        reading: how samples are read.
+        max_steps: the largest number of steps.
+        evaluation: what is evaluated.
+        checkpoint: where checkpoints are.
+        data_loading: how samples are read.
 
     Raises:
-        PlanError: a number makes no sense.
+        PlanError: a number is not positive.
     """
 
     num_epochs: int
@@ -143,18 +138,18 @@ class FitConfig:
 
 
 INDEX_LOOKAHEAD = 16
-"""How many batches' samples are looked up at once."""
+"""The number of batches whose sample indices are computed at once."""
 
 
 class BatchSupplier:
-    """Gives a run its batches; close it.
+    """Reads the batches of a run; close it.
 
     Args:
-        team: the ranks that read.
-        dataset: what they read.
-        sampler: which samples when.
-        workers: processes that read; 0 for none but this.
-        prefetch: microbatches that each reads ahead.
+        local_ranks: the ranks that read.
+        dataset: the dataset.
+        sampler: the order of samples.
+        num_workers: processes that read; 0 for none but this one.
+        prefetch_factor: microbatches that each reads ahead.
     """
 
     def __init__(
@@ -169,7 +164,7 @@ class BatchSupplier:
         self.loader: MicrobatchLoader | None = None
 
     def require_same_dataset(self) -> None:
-        """Check that all ranks were given the same dataset; all ranks call it together.
+        """Check that all ranks were given the same dataset; a collective call.
 
         Raises:
             DataError: two were not.
@@ -177,20 +172,20 @@ class BatchSupplier:
         fabric = self.local_ranks.world.fabrics[0]
         if len(self.local_ranks.world.fabrics) == fabric.num_ranks:
             return
-        mine = fingerprint(self.dataset).to_dict()
-        for rank, theirs in enumerate(fabric.gather_values("dataset", dict(mine), tuple(range(fabric.num_ranks)))):
-            if theirs != mine:
+        local = fingerprint(self.dataset).to_dict()
+        for rank, other in enumerate(fabric.gather_values("dataset", dict(local), tuple(range(fabric.num_ranks)))):
+            if other != local:
                 raise DataError(
-                    f"rank {fabric.rank} and rank {rank} were given different datasets, {mine} and {theirs}; every "
-                    "rank gives the whole dataset and reads its own samples of it: leave the sharding away"
+                    f"rank {fabric.rank} and rank {rank} were given different datasets, {local} and {other}; every "
+                    "rank passes the whole dataset and reads its own samples of it: remove the sharding"
                 )
 
     def start(self, cursor: Cursor, num_batches: int) -> None:
-        """What is left of the run can be read; workers have begun to.
+        """Start reading from the cursor on, with workers if there are any.
 
         Args:
             cursor: the next batch.
-            num_batches: how many are left.
+            num_batches: how many batches are left.
         """
         assert self.local_ranks.compiled is not None, "built"
         reading = MicrobatchReader(self.dataset, self.sampler, self.local_ranks.global_num_microbatches)
@@ -213,7 +208,7 @@ class BatchSupplier:
             )
 
     def batch_at(self, cursor: Cursor) -> DatasetBatch:
-        """Return a batch."""
+        """Return the batch at a cursor."""
         loader, (epoch, batch) = self.loader, (cursor.epoch, cursor.batch)
         reader = None if loader is None else lambda micro: loader.get_fields(MicrobatchIndex(epoch, batch, micro))
         seed, num_micros = self.sampler.seed, self.local_ranks.global_num_microbatches
@@ -222,33 +217,33 @@ class BatchSupplier:
         )
 
     def sample_indices(self, cursor: Cursor) -> Indices:
-        """Return the samples of a batch; those of a few batches are looked up at once."""
+        """Return the sample indices of a batch; those of a few batches are computed at once."""
         if (cursor.epoch, cursor.batch) not in self.index_cache:
-            found = self.sampler.batches(cursor.epoch, cursor.batch, INDEX_LOOKAHEAD)
-            self.index_cache = {(cursor.epoch, index): batch for index, batch in enumerate(found, cursor.batch)}
+            batches = self.sampler.batches(cursor.epoch, cursor.batch, INDEX_LOOKAHEAD)
+            self.index_cache = {(cursor.epoch, index): batch for index, batch in enumerate(batches, cursor.batch)}
         return self.index_cache[cursor.epoch, cursor.batch]
 
     def close(self) -> None:
-        """No worker is left."""
+        """Stop the workers."""
         if self.loader is not None:
             self.loader.close()
             self.loader = None
 
 
 TRACED_STEP = 3
-"""Which step of a run is measured word by word: late enough to be warm."""
+"""The step of a run that is traced: late enough to be warm."""
 
 
 class FitLoop:
-    """One fit of one team.
+    """One fit of the local ranks.
 
     Args:
-        team: the ranks.
-        dataset: what is trained on.
-        sampler: which samples when.
-        goals: what is done beside.
-        schedule: the learning rate scheduler, if any.
-        listeners: who is told.
+        local_ranks: the ranks.
+        dataset: the training data.
+        sampler: the order of samples.
+        config: evaluations, checkpoints and data loading.
+        lr_scheduler: the learning rate scheduler, if any.
+        callbacks: called at every event.
     """
 
     def __init__(
@@ -266,7 +261,7 @@ class FitLoop:
         self.config = config
         self.lr_scheduler = lr_scheduler
         self.callbacks = list(callbacks)
-        self.progress = self.first_progress = saving.TrainProgress()
+        self.progress = self.first_progress = save_restore.TrainProgress()
         self.last_evaluation_step = -1
         self.stage_checkpointer: StageCheckpointer | None = None
         self.batch_supplier = BatchSupplier(
@@ -279,37 +274,37 @@ class FitLoop:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """The steps of the whole run."""
         steps = self.config.num_epochs * self.sampler.num_batches
         return self.first_progress.step + (
             steps if self.config.max_steps is None else min(steps, self.config.max_steps)
         )
 
-    def continue_from(self, done: saving.TrainProgress) -> None:
-        """Count on from an earlier fit, at the beginning of the epoch after its last one."""
+    def continue_from(self, done: save_restore.TrainProgress) -> None:
+        """Count on from an earlier fit, at the start of the epoch after its last one."""
         epoch = done.cursor.epoch + (done.cursor.batch > 0)
-        self.progress = self.first_progress = saving.TrainProgress(done.step, Cursor(epoch, 0))
+        self.progress = self.first_progress = save_restore.TrainProgress(done.step, Cursor(epoch, 0))
 
     def run(self) -> None:
-        """Take all steps that are left."""
-        team, progress, saves = self.local_ranks, self.progress, self.config.checkpoint
-        assert team.compiled is not None, "built"
-        start = RunStart(team.compiled, progress.step, self.num_steps, self.sampler.batch_size, team.choice)
+        """Take all remaining steps."""
+        ranks, progress, checkpoint = self.local_ranks, self.progress, self.config.checkpoint
+        assert ranks.compiled is not None, "built"
+        event = RunStart(ranks.compiled, progress.step, self.num_steps, self.sampler.batch_size, ranks.choice)
         self.batch_supplier.require_same_dataset()
         self.require_valid_last_batch()
-        require_checkpoint_mode(self.local_ranks, saves.mode, saves.every)
-        for listener in self.callbacks:
-            listener.on_start(start)
-        saving.create_checkpoint_dir(self.local_ranks, saves.folder)
-        if saves.mode == "per_stage" and saves.folder is not None:
-            self.stage_checkpointer = StageCheckpointer(self.local_ranks, saves.folder, saves.keep_last)
+        require_checkpoint_mode(self.local_ranks, checkpoint.mode, checkpoint.every)
+        for callback in self.callbacks:
+            callback.on_start(event)
+        save_restore.create_checkpoint_dir(self.local_ranks, checkpoint.folder)
+        if checkpoint.mode == "per_stage" and checkpoint.folder is not None:
+            self.stage_checkpointer = StageCheckpointer(self.local_ranks, checkpoint.folder, checkpoint.keep_last)
         self.batch_supplier.start(self.progress.cursor, self.num_steps - self.progress.step)
-        first = self.progress.step
+        first_step = self.progress.step
         while self.progress.step < self.num_steps:
-            self.step(traced=self.progress.step == min(first + TRACED_STEP, self.num_steps - 1))
+            self.step(traced=self.progress.step == min(first_step + TRACED_STEP, self.num_steps - 1))
             if self.should_evaluate():
                 self.evaluate()
-            if saves.every is not None and self.progress.step % saves.every == 0:
+            if checkpoint.every is not None and self.progress.step % checkpoint.every == 0:
                 self.save_checkpoint()
         if self.config.evaluation.dataset is not None and self.last_evaluation_step != self.progress.step:
             self.evaluate()
@@ -317,87 +312,89 @@ class FitLoop:
         if self.stage_checkpointer is not None:
             self.stage_checkpointer.finish()
             self.notify_completed_checkpoints()
-        if saves.folder is not None and (
-            saves.every is None or self.progress.step % saves.every or first == self.progress.step
+        if checkpoint.folder is not None and (
+            checkpoint.every is None or self.progress.step % checkpoint.every or first_step == self.progress.step
         ):
             self.save_synchronously()
 
     def require_valid_last_batch(self) -> None:
-        """Check that batch norm can do with the last batch of an epoch, if that is reached.
+        """Check that batch norm can train on the last batch of an epoch, if the run reaches it.
 
         Raises:
-            DataError: a microbatch of it has one sample, and batch norm one value per channel of it.
+            DataError: one of its microbatches has one sample, and batch norm one value per channel of it.
         """
-        last, cursor = self.sampler.num_batches - 1, self.progress.cursor
-        count = self.sampler.batch_len(last)
+        last_index, cursor = self.sampler.num_batches - 1, self.progress.cursor
+        count = self.sampler.batch_len(last_index)
         sizes = [stop - start for start, stop in split_batch(count, self.local_ranks.global_num_microbatches)]
-        if 1 not in sizes or self.num_steps - self.progress.step <= last - cursor.batch:
+        if 1 not in sizes or self.num_steps - self.progress.step <= last_index - cursor.batch:
             return
-        feed = DatasetBatch(self.dataset, self.sampler.batch(cursor.epoch, last)[:1], 1)
-        where = f"the last batch of an epoch has {count} samples, and microbatch {sizes.index(1)} of it has only 1"
-        check_single_sample(self.local_ranks.model, as_call_args(feed.inputs(0)), where)
+        batch = DatasetBatch(self.dataset, self.sampler.batch(cursor.epoch, last_index)[:1], 1)
+        location = f"the last batch of an epoch has {count} samples, and microbatch {sizes.index(1)} of it has only 1"
+        check_single_sample(self.local_ranks.model, as_call_args(batch.inputs(0)), location)
 
     def step(self, *, traced: bool) -> None:
         """Take one step."""
-        began = time.perf_counter()
-        cursor, number, flight = self.progress.cursor, self.progress.step, self.local_ranks.in_flight
-        fill = flight.warmup_steps(number)
-        for at in range(number, min(number + flight.lookahead + 1, self.next_flush())):
-            if at not in flight.batches:
-                flight.batches[at] = self.batch_supplier.batch_at(replace(cursor, batch=cursor.batch + at - number))
-        for at in fill:
-            self.local_ranks.step(at, flight.batch_source(at))
+        start_s = time.perf_counter()
+        cursor, number, in_flight = self.progress.cursor, self.progress.step, self.local_ranks.in_flight
+        warmup = in_flight.warmup_steps(number)
+        for step in range(number, min(number + in_flight.lookahead + 1, self.next_flush())):
+            if step not in in_flight.batches:
+                in_flight.batches[step] = self.batch_supplier.batch_at(
+                    replace(cursor, batch=cursor.batch + step - number)
+                )
+        for step in warmup:
+            self.local_ranks.step(step, in_flight.batch_source(step))
         if traced:
-            verdict, trace = trace_step(self.local_ranks, number, flight.batch_source(number))
+            result, trace = trace_step(self.local_ranks, number, in_flight.batch_source(number))
         else:
-            verdict, trace = self.local_ranks.step(number, flight.batch_source(number)), None
-        num_samples = sum(flight.batches.pop(number).sizes.values())
+            result, trace = self.local_ranks.step(number, in_flight.batch_source(number)), None
+        num_samples = sum(in_flight.batches.pop(number).sizes.values())
         self.local_ranks.optimizer_spec.after_step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.progress = saving.TrainProgress(number + 1, cursor.advance(self.sampler.num_batches))
-        end = StepEnd(
+        self.progress = save_restore.TrainProgress(number + 1, cursor.advance(self.sampler.num_batches))
+        event = StepEnd(
             number,
             cursor.epoch,
-            verdict.loss,
-            min(verdict.num_samples, num_samples),
-            time.perf_counter() - began,
-            verdict.norm,
-            verdict.skip_reason,
+            result.loss,
+            min(result.num_samples, num_samples),
+            time.perf_counter() - start_s,
+            result.norm,
+            result.skip_reason,
             numeric_options(self.local_ranks.optimizer_spec.options(0)),
         )
-        for listener in self.callbacks:
-            listener.on_step(end)
+        for callback in self.callbacks:
+            callback.on_step(event)
             if trace is not None:
-                listener.on_trace(TraceRecorded(number, trace))
+                callback.on_trace(TraceRecorded(number, trace))
 
     def next_flush(self) -> int:
-        """Return the step before which nothing may be under way: of an evaluation or checkpoint, or a new epoch."""
+        """Return the step before which the pipeline must be flushed: an evaluation, a checkpoint, or a new epoch."""
         step, cursor = self.progress.step, self.progress.cursor
-        evaluations = self.config.evaluation.every if self.config.evaluation.dataset is not None else None
-        saves = self.config.checkpoint.every if self.stage_checkpointer is None else None
-        periods = [every for every in (evaluations, saves) if every is not None]
-        times = [step - step % every + every for every in periods]
-        return min(self.num_steps, step + self.sampler.num_batches - cursor.batch, *times)
+        evaluate_every = self.config.evaluation.every if self.config.evaluation.dataset is not None else None
+        save_every = self.config.checkpoint.every if self.stage_checkpointer is None else None
+        periods = [period for period in (evaluate_every, save_every) if period is not None]
+        next_times = [step - step % period + period for period in periods]
+        return min(self.num_steps, step + self.sampler.num_batches - cursor.batch, *next_times)
 
     def should_evaluate(self) -> bool:
-        """Tell whether held-out data is measured now."""
+        """Tell whether to evaluate now."""
         if self.config.evaluation.dataset is None:
             return False
         every = self.config.evaluation.every
         return self.progress.cursor.batch == 0 or (every is not None and self.progress.step % every == 0)
 
     def evaluate(self) -> None:
-        """Measure held-out data and tell the listeners."""
-        assert self.config.evaluation.dataset is not None, "there is something to measure"
+        """Evaluate held-out data and call the callbacks."""
+        assert self.config.evaluation.dataset is not None, "there is held-out data"
         size = max(self.sampler.batch_size, self.local_ranks.global_num_microbatches)
         metrics = evaluate(self.local_ranks, self.config.evaluation.dataset, self.config.evaluation.metrics, size)
         self.last_evaluation_step = self.progress.step
-        for listener in self.callbacks:
-            listener.on_evaluation(EvaluationEnd(self.progress.step, metrics))
+        for callback in self.callbacks:
+            callback.on_evaluation(EvaluationEnd(self.progress.step, metrics))
 
     def save_checkpoint(self) -> None:
-        """Write a checkpoint, or the parts of this process's ranks, and tell the listeners of what is complete."""
+        """Write a checkpoint, or the parts of this process's ranks, and report what is complete."""
         if self.stage_checkpointer is None:
             self.save_synchronously()
             return
@@ -405,24 +402,28 @@ class FitLoop:
         self.notify_completed_checkpoints()
 
     def notify_completed_checkpoints(self) -> None:
-        """Tell the listeners of checkpoints to which the last stage has added its part by now."""
-        assert self.stage_checkpointer is not None, "ranks save apart"
+        """Call the callbacks for checkpoints to which the last stage has added its part."""
+        assert self.stage_checkpointer is not None, "stages save independently"
         for step, path in self.stage_checkpointer.pop_completed():
-            for listener in self.callbacks:
-                listener.on_checkpoint(CheckpointSaved(step, path))
+            for callback in self.callbacks:
+                callback.on_checkpoint(CheckpointSaved(step, path))
 
     def save_synchronously(self) -> None:
-        """Write a checkpoint with all other ranks and tell the listeners."""
-        saves = self.config.checkpoint
-        assert saves.folder is not None, "there is somewhere to save"
-        path = saving.save_checkpoint(
-            self.local_ranks, saves.folder, self.progress, self.checkpoint_metadata(), keep_last=saves.keep_last
+        """Write a checkpoint with all other ranks and call the callbacks."""
+        checkpoint = self.config.checkpoint
+        assert checkpoint.folder is not None, "there is a folder"
+        path = save_restore.save_checkpoint(
+            self.local_ranks,
+            checkpoint.folder,
+            self.progress,
+            self.checkpoint_metadata(),
+            keep_last=checkpoint.keep_last,
         )
-        for listener in self.callbacks:
-            listener.on_checkpoint(CheckpointSaved(self.progress.step, path))
+        for callback in self.callbacks:
+            callback.on_checkpoint(CheckpointSaved(self.progress.step, path))
 
     def checkpoint_metadata(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside tensors and cursor."""
+        """Return the metadata of a checkpoint, in addition to tensors and cursor."""
         return {
             "schedule": to_json(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
             "dataset": fingerprint(self.dataset).to_dict(),
@@ -433,53 +434,53 @@ class FitLoop:
         }
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint.
+        """Continue from a checkpoint.
 
         Raises:
             CheckpointError: it is of another model, dataset, batch size, seed or optimizer; nothing has changed.
         """
-        recover_drafts(self.local_ranks, path)
-        checkpoint = saving.find_checkpoint(path)
-        saving.require_same_architecture(self.local_ranks, checkpoint)
+        recover_drafts_together(self.local_ranks, path)
+        checkpoint = save_restore.find_checkpoint(path)
+        save_restore.require_same_architecture(self.local_ranks, checkpoint)
         state: Any = checkpoint.state
-        extra = state["extra"]
-        self.require_same_config(path, extra)
+        metadata = state["extra"]
+        self.require_same_config(path, metadata)
         self.require_steps_left(path, int(state["step"]))
-        self.progress, _ = saving.restore_checkpoint(self.local_ranks, checkpoint)
-        if self.lr_scheduler is not None and extra.get("schedule") is not None:
-            self.lr_scheduler.load_state_dict(from_json(extra["schedule"], self.lr_scheduler.state_dict()))
+        self.progress, _ = save_restore.restore_checkpoint(self.local_ranks, checkpoint)
+        if self.lr_scheduler is not None and metadata.get("schedule") is not None:
+            self.lr_scheduler.load_state_dict(from_json(metadata["schedule"], self.lr_scheduler.state_dict()))
         for group, options in zip(
-            self.local_ranks.optimizer_spec.optimizer.param_groups, extra.get("options", ()), strict=False
+            self.local_ranks.optimizer_spec.optimizer.param_groups, metadata.get("options", ()), strict=False
         ):
             if self.local_ranks.world.fabrics[0].rank == 0:
                 self.warn_restored_lr(path, group, options)
             apply_group_options(group, options)
 
     def require_same_config(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        """Check that what was kept with a checkpoint is what this run would keep.
+        """Check that a checkpoint's metadata are those of this run.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: they are not.
         """
-        mine, theirs = self.checkpoint_metadata(), dict(metadata)
-        for kept in (mine, theirs):
-            if "options" in kept:  # their values go on, their number must stay
-                kept["number of parameter groups"] = len(kept["options"])
+        own, saved = self.checkpoint_metadata(), dict(metadata)
+        for values in (own, saved):
+            if "options" in values:  # their values are restored, their number must be equal
+                values["number of parameter groups"] = len(values["options"])
         for name in ("dataset", "batch_size", "seed", "optimizer", "number of parameter groups"):
-            if name in theirs and theirs[name] != mine[name]:
+            if name in saved and saved[name] != own[name]:
                 raise CheckpointError(
-                    f"{path} was saved with {name.replace('_', ' ')} {theirs[name]}, this run has {mine[name]}; a run "
-                    "goes on only with the samples and the optimizer it had; resume with the same, or start a new run"
+                    f"{path} was saved with {name.replace('_', ' ')} {saved[name]}, this run has {own[name]}; a run "
+                    "can only continue with the same samples and optimizer; resume with them, or start a new run"
                 )
 
-    def warn_restored_lr(self, path: Path, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Warn where the optimizer was made with another learning rate than the one that goes on."""
-        mine, theirs = (group.get("initial_lr", group.get("lr")) for group in (given, kept))
-        if isinstance(mine, float) and isinstance(theirs, float) and mine != theirs:
+    def warn_restored_lr(self, path: Path, given: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+        """Warn if the optimizer was made with another learning rate than the one in the checkpoint."""
+        given_lr, restored_lr = (group.get("initial_lr", group.get("lr")) for group in (given, restored))
+        if isinstance(given_lr, float) and isinstance(restored_lr, float) and given_lr != restored_lr:
             warnings.warn(
-                f"the optimizer was made with lr={mine:g}, but {path} goes on with its own, {theirs:g}: the global "
-                f"batch is {self.sampler.batch_size} samples as before, and needs no other learning rate however many "
-                "ranks share it; to train at another one, set it in trainer.optimizer in a callback's on_start",
+                f"the optimizer was made with lr={given_lr:g}, but {path} has {restored_lr:g}, which is restored: the "
+                f"global batch is {self.sampler.batch_size} samples as before, and needs no other learning rate for "
+                "another number of ranks; to change it, set it in trainer.optimizer in a callback's on_start",
                 stacklevel=4,
             )
 
@@ -491,21 +492,21 @@ class FitLoop:
         """
         if step > self.num_steps:
             raise CheckpointError(
-                f"{path} is of step {step}, but this run ends at step {self.num_steps}; epochs and steps count from "
-                "the beginning of the run, not from the checkpoint: ask for more, or resume from an earlier checkpoint"
+                f"{path} is of step {step}, but this run ends at step {self.num_steps}; epochs and steps are counted "
+                "from the start of the run, not from the checkpoint: give more, or resume from an earlier checkpoint"
             )
 
     def close(self, error: BaseException | None) -> None:
-        """End the workers, and tell the listeners that it is over."""
+        """Stop the workers, and call the callbacks' ``on_end``."""
         self.batch_supplier.close()
         if self.stage_checkpointer is not None:
             self.stage_checkpointer.close()
-        for listener in self.callbacks:
-            listener.on_end(RunEnd(self.progress.step, error))
+        for callback in self.callbacks:
+            callback.on_end(RunEnd(self.progress.step, error))
 
 
 def numeric_options(options: dict[str, Any]) -> dict[str, float]:
-    """Return the options that are plain numbers, the learning rate for instance."""
+    """Return the options that are finite numbers, such as the learning rate."""
     return {
         key: float(value)
         for key, value in options.items()

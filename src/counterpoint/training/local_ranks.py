@@ -1,8 +1,6 @@
-"""What becomes of a step and of the weights when something fails in it.
+"""The ranks of this process, built for one plan: they take steps, evaluate, and exchange weights with the user's model.
 
-The ranks that live in this process: all of them on the local transport, or one of many processes.
-
-A step measured word by word.
+All ranks are here on the local transport; with a launcher there is one rank in each process.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,21 +87,9 @@ from counterpoint.training.process_memory import ReleasedParameters, RetainedMem
 from counterpoint.training.validation import check_batch_norm, require_no_shared_memory, uses_sync_batch_norm
 
 
-class _RanksProtocol(Protocol):
-    """The ranks of this process, with what they have under way."""
-
-    world: FabricWorld
-    ranks: dict[int, RankRuntime]
-    in_flight: InFlightBatches
-    released_params: ReleasedParameters
-
-    def export_weights(self) -> None:
-        """Put the trained weights into the user's model."""
-
-
 @contextmanager
 def annotate_errors(interpreter: Interpreter, rank: int) -> Iterator[None]:
-    """Note on an error of the user's code in which step, on which rank and microbatch it came up."""
+    """Add step, rank and microbatch to an error of the user's code."""
     try:
         yield
     except CounterpointError:
@@ -117,7 +103,7 @@ def annotate_errors(interpreter: Interpreter, rank: int) -> Iterator[None]:
 def rollback_on_error(
     world: FabricWorld, ranks: Mapping[int, RankRuntime], in_flight: InFlightBatches
 ) -> Iterator[None]:
-    """Where all ranks are here, a step that fails inside is left out and others may follow; else it ends the ranks."""
+    """Roll back a step that fails, if all ranks are in this process; otherwise the error ends the ranks."""
     try:
         yield
     except BaseException:
@@ -128,15 +114,15 @@ def rollback_on_error(
         raise
 
 
-def abort_training(local_ranks: _RanksProtocol, error: BaseException, entry_point: str) -> None:
-    """Drop what is under way; where all ranks are here, the model gets what was learned, else the others are told.
+def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: str) -> None:
+    """Drop the batches in flight after an error; then export the weights, or stop the ranks in other processes.
 
-    Where they are told, weights that only ranks in other processes train are nan here.
+    If ranks in other processes are stopped, the parameters that only they train become nan here.
 
     Args:
-        team: whose training has ended with an error.
+        local_ranks: the ranks whose training has ended with an error.
         error: the error.
-        began: what came before the training, for a note that weights may be as they were then.
+        entry_point: the call before which the model's weights may date, for a note on the error.
     """
     local_ranks.in_flight.batches.clear()
     try:
@@ -145,10 +131,10 @@ def abort_training(local_ranks: _RanksProtocol, error: BaseException, entry_poin
             local_ranks.released_params.poison(error)
         else:
             local_ranks.export_weights()
-    except CounterpointError as also:
+    except CounterpointError as export_error:
         error.add_note(
-            f"the trained weights could not be given back: {also}; the model's are from before {entry_point}, or what some "
-            "rank had come to: load a checkpoint (resume=...), or build the model again"
+            f"the trained weights could not be exported: {export_error}; the model's are from before {entry_point}, or "
+            "those of some rank when it failed: load a checkpoint (resume=...), or build the model again"
         )
 
 
@@ -156,12 +142,12 @@ class LocalRanks:
     """The ranks of this process, built for one model and plan.
 
     Args:
-        world: where they run.
-        plan: who does what.
-        model: the user's model; it gets the trained weights back from :meth:`export_weights`.
+        world: the fabric of each rank.
+        plan: the plan to execute.
+        model: the user's model; :meth:`export_weights` loads the trained weights into it.
         loss: from the model's output and the targets to the mean loss.
-        face: the user's optimizer.
-        options: how the run trains.
+        optimizer_spec: the user's optimizer.
+        options: the training options.
     """
 
     def __init__(
@@ -176,12 +162,10 @@ class LocalRanks:
         plan.require_ranks(world.fabrics[0].num_ranks)
         self.world = world
         self.plan = plan
-        self.buckets = plan.buckets  # as they are when the ranks are built
+        self.buckets = plan.buckets  # plan_trials replaces them before build()
         self.model = model
         self.loss = loss
-        self.can_share_params = options.share_params_on_host and not has_max_norm(
-            model
-        )  # whether replicas may have one copy of weights
+        self.can_share_params = options.share_params_on_host and not has_max_norm(model)
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_profile(plan, options)
         self.retained_memory = RetainedMemory(enabled=options.retain_freed_memory)
@@ -190,19 +174,19 @@ class LocalRanks:
         self.run_spec: RunSpec | None = None
         self.uses_rng = True
         self.ranks: dict[int, RankRuntime] = {}
-        self.has_delayed_grads = False  # whether gradients are set aside that are still to be applied
+        self.has_delayed_grads = False  # whether delayed gradients are still to be applied
         self.in_flight = InFlightBatches()
         self.eval_models: dict[int, BoundModel] = {}
         self.mutation_check: ParameterMutationCheck | None = None
         self.released_params = ReleasedParameters({})
-        self.choice: PlanChoice | None = None  # what the plan was weighed against, where that was left open
+        self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
 
     def build(self, inputs: Any, num_samples: int) -> CompiledPlan:  # noqa: ANN401 - whatever the model takes
-        """Cut the model, compile the plan for it, and make the ranks; once.
+        """Partition the model, compile the plan for it, and build the ranks; once.
 
         Args:
             inputs: the model's inputs for one microbatch.
-            num_samples: how many samples these are.
+            num_samples: the number of samples in them.
 
         Raises:
             PlanError: the model and the plan do not fit together, or ranks hold different models.
@@ -212,8 +196,8 @@ class LocalRanks:
         if self.can_share_params and self.optimizer_spec.is_elementwise:
             self.plan = share_params_per_host(self.plan, self.world.fabrics[0].hosts)
         self.check_model_consistency()
-        cut = partition_for_plan(self.plan, self.model, inputs, self.options)
-        require_no_grad_hooks(self.model, cut, self.plan)
+        partition = partition_for_plan(self.plan, self.model, inputs, self.options)
+        require_no_grad_hooks(self.model, partition, self.plan)
         require_no_shared_memory(self.model, self.plan)
         if self.options.cross_sample == "error" and any(
             isinstance(strategy, Pipeline) for strategy in self.plan.strategies
@@ -221,18 +205,18 @@ class LocalRanks:
             require_sample_independence(
                 self.model, as_call_args(inputs), str(self.plan), self.plan.global_num_microbatches
             )
-        self.uses_rng = cut.uses_rng
-        timing, samples = self.options.profile, max(num_samples, 1)
-        spec = build_model_spec(cut, self.optimizer_spec, self.plan, timing, samples)
-        self.compiled = compile(with_partition(self.plan, spec, timing), spec, samples_per_micro=samples)
+        self.uses_rng = partition.uses_rng
+        profile, microbatch_size = self.options.profile, max(num_samples, 1)
+        spec = build_model_spec(partition, self.optimizer_spec, self.plan, profile, microbatch_size)
+        self.compiled = compile(with_partition(self.plan, spec, profile), spec, samples_per_micro=microbatch_size)
         self.global_num_microbatches = len(self.compiled.program.micros)
         self.in_flight = InFlightBatches.for_variant(self.compiled.step_variants[-1])
         require_known_grad_norm(self.compiled, self.options)
         require_version_memory(self.compiled, self.world.fabrics[0].hosts, self.world.fabrics[0].rank)
         self.require_elementwise_optimizer()
         check_batch_norm(self.model, self.compiled, num_samples, self.options.batch_norm, self.world.fabrics[0].rank)
-        if isinstance(cut, TracedPartition) and any(block.tp is not None for block in self.compiled.model.blocks):
-            verify_tensor_parallel(cut, self.compiled.model, dict(self.model.named_parameters()))
+        if isinstance(partition, TracedPartition) and any(block.tp is not None for block in self.compiled.model.blocks):
+            verify_tensor_parallel(partition, self.compiled.model, dict(self.model.named_parameters()))
         compiled, guard = self.compiled, build_step_guard(self.options)
         self.run_spec = RunSpec(
             compiled.step_variants,
@@ -243,29 +227,30 @@ class LocalRanks:
             self.options.seed,
             self.buckets,
         )
-        self.build_ranks(cut, inputs)
+        self.build_ranks(partition, inputs)
         return self.compiled
 
     def build_ranks(self, partition: PartitionedModel, inputs: Any) -> None:  # noqa: ANN401 - as above
-        """Make this process's ranks from a cut of the model."""
+        """Build this process's ranks from a partition of the model."""
         assert self.run_spec is not None, "compiled"
         assert self.compiled is not None, "compiled"
-        first, groups = (
-            self.world.fabrics[0].rank,
-            communication_groups(turn.program for turn in self.compiled.step_variants),
+        first = self.world.fabrics[0].rank
+        groups = communication_groups(variant.program for variant in self.compiled.step_variants)
+        free_instructions = [
+            instruction for _, instruction in self.compiled.program.instructions() if isinstance(instruction, Free)
+        ]
+        keeps_own = self.shard_map().num_replicas > 1 or any(
+            instruction.tensor.name == "weight" for instruction in free_instructions
         )
-        words = [word for _, word in self.compiled.program.instructions() if isinstance(word, Free)]
-        keeps_own = self.shard_map().num_replicas > 1 or any(word.tensor.name == "weight" for word in words)
-        needs_own = isinstance(partition, WholeModel) or uses_sync_batch_norm(
-            self.model, self.options
-        )  # ranks meet inside
+        # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
+        needs_own_modules = isinstance(partition, WholeModel) or uses_sync_batch_norm(self.model, self.options)
         for fabric in self.world.fabrics:
             fabric.connect_groups(groups)
-            own_cut, model = partition, self.model
-            if (isinstance(partition, WholeModel) and keeps_own) or (needs_own and fabric.rank != first):
-                model = copy.deepcopy(self.model)  # whatever happens, the user's own keeps its memory
-                own_cut = partition_for_plan(self.plan, model, inputs, self.options)
-            rank = build_rank(self.run_spec, own_cut, model, fabric, is_only=len(self.world.fabrics) == 1)
+            own_partition, model = partition, self.model
+            if (isinstance(partition, WholeModel) and keeps_own) or (needs_own_modules and fabric.rank != first):
+                model = copy.deepcopy(self.model)  # the user's model keeps its memory
+                own_partition = partition_for_plan(self.plan, model, inputs, self.options)
+            rank = build_rank(self.run_spec, own_partition, model, fabric, is_only=len(self.world.fabrics) == 1)
             rank.interpreter.executor.unused_params = self.options.unused_parameters
             rank.interpreter.executor.batch_norm = make_batch_norm(
                 self.run_spec, model, rank.interpreter, self.options.batch_norm
@@ -276,25 +261,25 @@ class LocalRanks:
         self.released_params = ReleasedParameters.for_ranks(self.model, self.ranks, self.run_spec.model_spec)
 
     def require_elementwise_optimizer(self) -> None:
-        """Check that nobody slices what the optimizer has to see in one piece.
+        """Check that no parameter is sharded by tensor parallelism if the optimizer needs whole tensors.
 
         Raises:
-            PlanError: the plan does.
+            PlanError: one is.
         """
         assert self.compiled is not None, "compiled"
         names = [name for block in self.compiled.model.blocks if block.tp for name, _ in block.tp.sharded_dims]
         if names and not self.optimizer_spec.is_elementwise:
             raise PlanError(
-                f"{self.optimizer_spec.optimizer_class.__name__} may look at whole tensors, but under {self.plan} a rank has only a slice "
-                f"of {names[0]} and {len(names) - 1} others; its updates would be others than without the plan: take "
-                "an optimizer that treats every number apart (AdamW, SGD), or data, zero or pipeline"
+                f"{self.optimizer_spec.optimizer_class.__name__} may need whole tensors, but under {self.plan} a rank "
+                f"has only a shard of {names[0]} and {len(names) - 1} others, so its updates would differ from "
+                "one-device training; use an elementwise optimizer (AdamW, SGD), or data, zero or pipeline"
             )
 
     def check_model_consistency(self) -> None:
-        """Check that all processes hold the same model and plan, and give all of them rank 0's values.
+        """Check that all processes hold the same model and plan, and broadcast rank 0's values.
 
         Raises:
-            PlanError: they differ, as :mod:`counterpoint.training.model_consistency` says.
+            PlanError: they differ; see :mod:`counterpoint.training.model_consistency`.
         """
         fabric = self.world.fabrics[0]
         if len(self.world.fabrics) < fabric.num_ranks:
@@ -303,130 +288,129 @@ class LocalRanks:
             broadcast_initial_values(fabric, self.model, self.options.init_sync)
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult:
-        """Run one training step on all ranks and return what the first of this process's ranks decided."""
-        turn, is_alone = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
-        if self.mutation_check is not None and is_alone:
+        """Run one training step on all ranks and return the result of this process's first rank."""
+        variant, is_single_process = self.variant_at(number), len(self.world.fabrics) == self.world.fabrics[0].num_ranks
+        if self.mutation_check is not None and is_single_process:
             self.mutation_check.require_unchanged(self.plan, "")
 
         def work(fabric: Fabric) -> StepResult | None:
-            """Take the step on one rank; return its verdict, None where it has none."""
+            """Take the step on one rank; return its result, None if it has none."""
             interpreter = self.ranks[fabric.rank].interpreter
-            if self.mutation_check is not None and not is_alone:
+            if self.mutation_check is not None and not is_single_process:
                 self.mutation_check.require_unchanged(self.plan, f"on rank {fabric.rank} ")
-            self.released_params.release()  # in the first step, and where a model given back is trained further
+            self.released_params.release()  # in the first step, and in the first one after export_weights
             with annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
-                return interpreter.step(number, batch, turn.name)
+                return interpreter.step(number, batch, variant.name)
 
         with rollback_on_error(self.world, self.ranks, self.in_flight):
-            found = [verdict for verdict in self.world.run(work) if verdict is not None]
-        self.retained_memory.start()  # what building and the first step have freed is gone, what later ones free is not
+            results = [result for result in self.world.run(work) if result is not None]
+        self.retained_memory.start()  # after the first step, so that memory freed while building is returned
         self.has_delayed_grads = self.plan.sync_schedule.staleness > 0
-        return found[0] if found else StepResult(float("nan"), 0, float("nan"), 1.0, "")
+        return results[0] if results else StepResult(float("nan"), 0, float("nan"), 1.0, "")
 
     def variant_at(self, number: int) -> StepVariant:
-        """Return what kind of step the next one is, if it has this number."""
+        """Return the step variant of the next step, given its number."""
         assert self.compiled is not None, "built"
         return self.compiled.variant_at(number, has_delayed_grads=self.has_delayed_grads)
 
     @contextmanager
     def use_averaged_weights(self) -> Iterator[None]:
-        """Have the model's weights on every rank inside, where replicas have their own, and these afterwards."""
-        book = self.shard_map()
-        if book.num_replicas == 1:
+        """Load the mean of the replicas' weights on every rank inside, and restore each replica's own afterwards."""
+        shard_map = self.shard_map()
+        if shard_map.num_replicas == 1:
             yield
             return
 
         def take_mean(fabric: Fabric) -> list[Tensor]:
             rank = self.ranks[fabric.rank]
-            own = [arena.weights.detach().clone() for arena in rank.interpreter.store.flat_params()]
-            broadcast_params(book, rank, fabric)
-            return own
+            local = [flat_params.weights.detach().clone() for flat_params in rank.interpreter.store.flat_params()]
+            broadcast_params(shard_map, rank, fabric)
+            return local
 
-        kept = dict(zip(self.ranks, self.world.run(take_mean), strict=True))
+        saved = dict(zip(self.ranks, self.world.run(take_mean), strict=True))
         try:
             yield
         finally:
-            for number, own in kept.items():
-                for arena, weights in zip(self.ranks[number].interpreter.store.flat_params(), own, strict=True):
-                    arena.weights.data.copy_(weights)
+            for number, local in saved.items():
+                for flat_params, weights in zip(self.ranks[number].interpreter.store.flat_params(), local, strict=True):
+                    flat_params.weights.data.copy_(weights)
 
     def evaluate(self, batch: MicrobatchSource, metrics: Callable[[Any, Any], Any], number: int) -> None:
-        """Run the model forward in evaluation mode; ``measure`` gets outputs and targets where the last block is."""
+        """Run the model forward in evaluation mode; ranks with the last block call ``metrics(outputs, targets)``."""
 
-        def watch(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
+        def record(outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
             metrics(outputs, targets)
             return torch.zeros(())
 
         def work(fabric: Fabric) -> None:
             interpreter = self.ranks[fabric.rank].interpreter
             if fabric.rank not in self.eval_models:
-                self.eval_models[fabric.rank] = replace(self.ranks[fabric.rank].bind_for_evaluation(), loss=watch)
+                self.eval_models[fabric.rank] = replace(self.ranks[fabric.rank].bind_for_evaluation(), loss=record)
             interpreter.rng.step = number
-            interpreter.evaluate(batch, replace(self.eval_models[fabric.rank], loss=watch))
+            interpreter.evaluate(batch, replace(self.eval_models[fabric.rank], loss=record))
 
         self.world.run(work)
 
     def sync_state(self) -> None:
-        """Bring running statistics, and weights that live on servers, to the same state on all ranks."""
+        """Synchronize running statistics, and weights that are on servers, to all ranks."""
         assert self.run_spec is not None, "built"
-        book = self.shard_map()
+        shard_map = self.shard_map()
         has_servers = any(
-            isinstance(word, ApplyPushes) and word.applies_gradients for _, word in self.run_spec.program.instructions()
+            isinstance(instruction, ApplyPushes) and instruction.applies_gradients
+            for _, instruction in self.run_spec.program.instructions()
         )
         names = [name for name, _ in self.model.named_buffers()]
 
         def work(fabric: Fabric) -> None:
-            """One rank has the newest weights and running statistics."""
             rank = self.ranks[fabric.rank]
             if rank.interpreter.executor.batch_norm is not None:
                 rank.interpreter.executor.batch_norm.clear()
             if has_servers:
-                broadcast_params(book, rank, fabric)
+                broadcast_params(shard_map, rank, fabric)
             if names and fabric.num_ranks > 1:
                 average_buffers(rank, fabric, names, rank.interpreter.count_buffer_changes())
 
         self.world.run(work)
 
     def shard_map(self) -> ShardMap:
-        """Return who answers for what."""
+        """Return which rank owns which shard."""
         assert self.run_spec is not None, "built"
         return ShardMap(self.run_spec, {name: param.dtype for name, param in self.model.named_parameters()})
 
     def export_weights(self) -> None:
-        """Put the trained weights and buffers into the user's model, on every rank."""
-        if self.mutation_check is None:  # it was never built whole
+        """Load the trained weights and buffers into the user's model, on every rank."""
+        if self.mutation_check is None:  # build() did not finish
             return
         self.sync_state()
         self.in_flight.require_flushed("export_weights()")
-        book, first = self.shard_map(), self.world.fabrics[0].rank
-        full: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params
-        if not has_full_model(book):
-            full = self.world.run(lambda fabric: gather_weights(book, self.ranks[fabric.rank], fabric))[0]
+        shard_map, first = self.shard_map(), self.world.fabrics[0].rank
+        params: Mapping[str, Tensor] = self.ranks[first].interpreter.store.params
+        if not has_full_model(shard_map):
+            params = self.world.run(lambda fabric: gather_weights(shard_map, self.ranks[fabric.rank], fabric))[0]
         self.world.run(lambda fabric: self.ranks[fabric.rank].interpreter.store.unshare(fabric))
         store = self.ranks[first].interpreter.store
-        for arena in store.flat_params():
-            arena.unshard_weights()
+        for flat_params in store.flat_params():
+            flat_params.unshard_weights()
         with torch.no_grad():
-            load_values(self.model, full)
+            load_values(self.model, params)
             load_values(self.model, store.buffers)
         self.retained_memory.stop()
         if self.mutation_check is not None:
             self.mutation_check.record_versions()
 
     def import_weights(self) -> None:
-        """Bring the user's model, which may have been changed since :meth:`export_weights`, to all ranks."""
-        book, params = self.shard_map(), dict(self.model.named_parameters())
+        """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
+        shard_map, params = self.shard_map(), dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers())
 
         def work(fabric: Fabric) -> None:
-            """One rank has the model's values as its newest, and nothing of before."""
             store = self.ranks[fabric.rank].interpreter.store
-            load_weights(book, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
-            for arena in store.flat_params():
-                arena.reshard_weights()  # where shares are joined, what was joined before is old now
-                arena.delayed_grad = None
+            load_weights(shard_map, self.ranks[fabric.rank], lambda name: params[name].detach().clone())
+            for flat_params in store.flat_params():
+                flat_params.reshard_weights()  # gathered weights are stale now
+                flat_params.delayed_grad = None
             self.ranks[fabric.rank].interpreter.state.skip_delayed_update = False
             for name, buffer in store.buffers.items():
                 buffer.copy_(buffers[name].clone())
@@ -436,20 +420,22 @@ class LocalRanks:
         self.import_frozen_params()
 
     def import_frozen_params(self) -> None:
-        """Bring the parameters that are not trained, which are the model's own, to all ranks."""
+        """Load the model's frozen parameters into all ranks."""
         assert self.run_spec is not None, "built"
-        named, sliced = dict(self.model.named_parameters()), sliced_params(self.run_spec.model_spec)
+        named, sharded = dict(self.model.named_parameters()), sliced_params(self.run_spec.model_spec)
         for number, rank in self.ranks.items():
-            row = self.run_spec.program.rank_programs[number]
+            rank_program = self.run_spec.program.rank_programs[number]
             for name, param in rank.interpreter.store.params.items():
                 if not param.requires_grad and param is not named[name]:
-                    value = take_slice(named[name].detach(), sliced.get(name), (row.tp_rank, row.tp_degree))
+                    value = take_slice(
+                        named[name].detach(), sharded.get(name), (rank_program.tp_rank, rank_program.tp_degree)
+                    )
                     param.data.copy_(value)
         if self.mutation_check is not None:
             self.mutation_check.record_versions()
 
     def close(self) -> None:
-        """Leave the world; nothing of it is left running."""
+        """Release shared memory and close the world."""
         for rank in self.ranks.values():
             rank.interpreter.store.unshare(None)
         self.retained_memory.stop()
@@ -460,31 +446,32 @@ class LocalRanks:
 def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) -> tuple[StepResult, Trace]:
     """Take a step with a clock on every rank and return its trace, the same on all of them.
 
-    Ranks of one process take turns, so their times say what each did, not what they would do side by side.
+    Ranks of one process run one at a time, so their times are those of each rank, not of ranks that run concurrently.
     """
     assert local_ranks.compiled is not None, "built"
-    rows = local_ranks.variant_at(number).program.rank_programs
+    rank_programs = local_ranks.variant_at(number).program.rank_programs
     for rank in local_ranks.ranks.values():
         rank.interpreter.clock = time.perf_counter
     try:
-        verdict = local_ranks.step(number, batch)
+        result = local_ranks.step(number, batch)
     finally:
         for rank in local_ranks.ranks.values():
             rank.interpreter.clock = None
-    notes = {at: _to_floats(rank.interpreter.state.timings) for at, rank in local_ranks.ranks.items()}
+    timings = {index: _to_floats(rank.interpreter.state.timings) for index, rank in local_ranks.ranks.items()}
     first: Fabric = local_ranks.world.fabrics[0]
     if len(local_ranks.world.fabrics) < first.num_ranks:
-        everyone = first.gather_values("trace", notes[first.rank], tuple(range(first.num_ranks)))
-        notes = dict(enumerate(everyone))  # type: ignore[arg-type]  # what every rank sends
-    events = [event for rank, times in notes.items() for event in _events(rank, rows[rank].body, times)]
-    return verdict, Trace.from_events(events, len(rows), "measured")
+        gathered = first.gather_values("trace", timings[first.rank], tuple(range(first.num_ranks)))
+        timings = dict(enumerate(gathered))  # type: ignore[arg-type]  # what every rank sends
+    events = [event for rank, times in timings.items() for event in _events(rank, rank_programs[rank].body, times)]
+    return result, Trace.from_events(events, len(rank_programs), "measured")
 
 
-def _to_floats(notes: list[CallTiming]) -> list[list[float]]:
-    """Return notes as numbers, counted from the first one."""
-    began = notes[0].start_s if notes else 0.0
+def _to_floats(timings: list[CallTiming]) -> list[list[float]]:
+    """Return timings as numbers, relative to the first one."""
+    origin_s = timings[0].start_s if timings else 0.0
     return [
-        [note.start, note.stop, note.start_s - began, note.stop_s - began, float(note.is_transfer)] for note in notes
+        [timing.start, timing.stop, timing.start_s - origin_s, timing.stop_s - origin_s, float(timing.is_transfer)]
+        for timing in timings
     ]
 
 
@@ -503,7 +490,7 @@ def _events(rank: int, instructions: tuple[Instruction, ...], times: list[list[f
 
 
 def trace_lane(instruction: Instruction) -> Lane:
-    """Return where the time of an instruction goes."""
+    """Return the lane of the trace that an instruction belongs to."""
     match instruction:
         case Forward() | Recompute() | Backward() | Update():
             return "compute"

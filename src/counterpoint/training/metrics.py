@@ -1,4 +1,4 @@
-"""Metrics as sums and counts, so that uneven batches and ranks can be added before they are divided."""
+"""Metrics as sums and counts, so that uneven batches and ranks are weighted by their samples."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 from counterpoint.errors import DataError
 
-Metrics: TypeAlias = Mapping[str, "Tally"]
+Metrics: TypeAlias = Mapping[str, "MeanMetric"]
 
 
 @dataclass(frozen=True, slots=True)
 class MeanMetric:
-    """A sum and how much went into it, so that uneven batches can be added before they are divided.
+    """A sum and the number of its terms; adding two weights each by its count.
 
     Example:
         >>> (MeanMetric(3.0, 4) + MeanMetric(1.0, 1)).mean
@@ -25,17 +25,17 @@ class MeanMetric:
     count: int = 0
 
     def __add__(self, other: MeanMetric) -> MeanMetric:
-        """Return both together."""
+        """Return the combined metric."""
         return MeanMetric(self.total + other.total, self.count + other.count)
 
     @property
     def mean(self) -> float:
-        """The sum per count; not a number where nothing was counted."""
+        """The sum divided by the count; nan if the count is 0."""
         return self.total / self.count if self.count else math.nan
 
 
 def merge_metrics(parts: Iterable[Metrics]) -> dict[str, MeanMetric]:
-    """Return the sum of each metric over all parts; the mean of it is that over all samples together.
+    """Sum each metric over all parts; its mean is that over all samples together.
 
     Raises:
         DataError: two parts have different metrics.
@@ -44,12 +44,12 @@ def merge_metrics(parts: Iterable[Metrics]) -> dict[str, MeanMetric]:
         >>> merge_metrics([{"accuracy": MeanMetric(3.0, 4)}, {"accuracy": MeanMetric(1.0, 1)}])
         {'accuracy': MeanMetric(total=4.0, count=5)}
     """
-    added: dict[str, MeanMetric] = {}
+    merged: dict[str, MeanMetric] = {}
     for part in parts:
-        if added and set(part) != set(added):
+        if merged and set(part) != set(merged):
             raise DataError(
-                f"one batch has the metrics {sorted(added)}, another {sorted(part)}; all batches are "
-                "measured alike; return the same keys from measure every time"
+                f"one batch has the metrics {sorted(merged)}, another {sorted(part)}; all batches "
+                "need the same ones; return the same keys from the metrics function every time"
             )
-        added = {name: added.get(name, MeanMetric()) + tally for name, tally in part.items()}
-    return added
+        merged = {name: merged.get(name, MeanMetric()) + tally for name, tally in part.items()}
+    return merged

@@ -1,7 +1,4 @@
-"""Whether all processes begin with the same model: what differs is named, with the ranks, before the first step.
-
-Whether the user changed weights of which ranks train copies: under another plan, that would be another training.
-"""
+"""Check that all processes start with the same model, and that the user does not change weights between steps."""
 
 from __future__ import annotations
 
@@ -21,44 +18,42 @@ from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.optimizer_state import get_group_options
 
 NamedFacts: TypeAlias = Sequence[Sequence[str]]
-"""Pairs of a name and what is true of it, in an order of their own."""
+"""Pairs of a name and a description, in order."""
 
 REMEDIES = {
-    "the model": "call model.train(), or model.eval(), on all of them alike",
+    "the model": "call model.train(), or model.eval(), on all of them",
     "the plan": "give the same strategy and num_microbatches on all of them",
 }
 BUILD_IDENTICALLY = "every rank must build the same one: look for a setting, a file or a random choice that differs"
-SORT_HINT = (
-    "parameters stand in the order in which they are made: sort what a set, os.listdir or glob gives before a loop"
-)
+SORT_HINT = "parameters are in the order of their creation: sort the results of a set, os.listdir or glob before a loop"
 
 
 def require_same_model(fabric: Fabric, model: nn.Module, plan: str, optimizer: optim.Optimizer) -> None:
-    """Check that all ranks hold the same model, plan and optimizer; all ranks call it together.
+    """Check that all ranks hold the same model, plan and optimizer; a collective call.
 
     Args:
-        fabric: the way to the others.
-        model: this rank's.
-        plan: as text, with all that belongs to it.
-        optimizer: this rank's; every rank updates its part of one model by its options.
+        fabric: this rank's fabric.
+        model: this rank's model.
+        plan: the plan as text, with all that determines its program.
+        optimizer: this rank's optimizer; every rank updates its part of one model by its options.
 
     Raises:
-        PlanError: they differ; all ranks are told the first difference alike.
+        PlanError: they differ; all ranks raise the same first difference.
     """
-    mine = [
+    facts = [
         [["the plan", plan]],
         *describe_structure(model),
         [["the model", describe_mode(model)]],
         describe_optimizer(optimizer),
     ]
-    found = cast("list[list[Facts]]", fabric.gather_values("model", mine, tuple(range(fabric.num_ranks))))
-    difference = next(filter(None, map(first_difference, zip(*found, strict=True))), "")
+    facts_by_rank = cast("list[list[NamedFacts]]", fabric.gather_values("model", facts, tuple(range(fabric.num_ranks))))
+    difference = next(filter(None, map(first_difference, zip(*facts_by_rank, strict=True))), "")
     if difference:
         raise PlanError(f"the ranks do not train the same model: {difference}")
 
 
 def describe_structure(model: nn.Module) -> list[list[list[str]]]:
-    """Return what is to be the same on all ranks: parameters, buffers, and torch's own modules, in their order."""
+    """Return facts that must be equal on all ranks: parameters, buffers, and torch's own modules, in order."""
     tables = find_embedding_tables(model)
     params = [
         [
@@ -81,7 +76,7 @@ def describe_structure(model: nn.Module) -> list[list[list[str]]]:
 
 
 def describe_optimizer(optimizer: optim.Optimizer) -> list[list[str]]:
-    """Return what an optimizer is, and the options of its groups that are numbers or switches."""
+    """Return the type of an optimizer, and its groups' options that are numbers or booleans."""
     groups = enumerate(optimizer.param_groups)
     options = [
         [f"{key} of the optimizer's group {index}", str(value)]
@@ -92,146 +87,159 @@ def describe_optimizer(optimizer: optim.Optimizer) -> list[list[str]]:
 
 
 def describe_mode(model: nn.Module) -> str:
-    """Return in which mode the model is, and which modules inside are in another."""
+    """Return the mode of the model, and the submodules that are in evaluation mode in a training model."""
     if not model.training:
         return "in evaluation mode"
-    still = ", ".join(path for path, module in model.named_modules() if not module.training)
-    return "in training mode" + (f" but for {still}" if still else "")
+    eval_modules = ", ".join(path for path, module in model.named_modules() if not module.training)
+    return "in training mode" + (f" but for {eval_modules}" if eval_modules else "")
 
 
 def first_difference(facts_by_rank: Sequence[NamedFacts]) -> str:
-    """Return the first thing in which ranks differ, who says what of it, and the remedy; empty where there is none.
+    """Return the first difference between ranks, with the ranks and the remedy; empty if there is none.
 
     Args:
-        found: the facts of every rank.
+        facts_by_rank: the facts of every rank.
 
     Example:
         >>> first_difference([[["a", "float32"]], [["a", "float16"]], [["a", "float32"]]])
         'a is float32 on ranks 0, 2, float16 on rank 1; every rank must build the same one: look for a setting, ...'
     """
-    for at in range(max(map(len, facts_by_rank))):
-        facts = [tuple(one[at]) if at < len(one) else ("", "") for one in facts_by_rank]
+    for index in range(max(map(len, facts_by_rank))):
+        facts = [tuple(rank_facts[index]) if index < len(rank_facts) else ("", "") for rank_facts in facts_by_rank]
         if len(set(facts)) == 1:
             continue
         names = {name for name, _ in facts}
         if len(names) == 1:
             name = names.pop()
-            told = group_ranks_by_fact(facts, lambda fact, who: f"{fact[1]} on {who}")
-            return f"{name} is {told}; {REMEDIES.get(name, BUILD_IDENTICALLY)}"
-        told = group_ranks_by_fact(
-            facts, lambda fact, who: f"{who} {'have' if ',' in who else 'has'} {fact[0] or 'no more'}"
+            groups = group_ranks_by_fact(facts, lambda fact, rank_text: f"{fact[1]} on {rank_text}")
+            return f"{name} is {groups}; {REMEDIES.get(name, BUILD_IDENTICALLY)}"
+        groups = group_ranks_by_fact(
+            facts, lambda fact, rank_text: f"{rank_text} {'have' if ',' in rank_text else 'has'} {fact[0] or 'no more'}"
         )
-        if len({tuple(sorted(map(tuple, one))) for one in facts_by_rank}) == 1:
-            return f"they have the same parameters in another order: at place {at} {told}; {SORT_HINT}"
-        return f"at place {at} {told}; {BUILD_IDENTICALLY}"
+        if len({tuple(sorted(map(tuple, rank_facts))) for rank_facts in facts_by_rank}) == 1:
+            return f"they have the same parameters in another order: at index {index} {groups}; {SORT_HINT}"
+        return f"at index {index} {groups}; {BUILD_IDENTICALLY}"
     return ""
 
 
 def group_ranks_by_fact(facts: Sequence[tuple[str, ...]], format_group: Callable[[tuple[str, ...], str], str]) -> str:
-    """Return what is told of each fact and the ranks that have it, those of the lowest rank first."""
+    """Format each distinct fact with the ranks that have it, in order of their lowest rank."""
     return ", ".join(
-        format_group(fact, format_ranks([rank for rank, other in enumerate(facts) if other == fact]))
+        format_group(fact, format_ranks([rank for rank, rank_fact in enumerate(facts) if rank_fact == fact]))
         for fact in dict.fromkeys(facts)
     )
 
 
 def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str) -> None:
-    """Give all ranks rank 0's parameters and buffers; all ranks call it together.
+    """Broadcast rank 0's parameters and buffers to all ranks; a collective call.
 
     Args:
-        fabric: the way to the others.
-        model: this rank's.
-        init: ``rank0`` tells once where a rank had other values, ``same`` refuses them.
+        fabric: this rank's fabric.
+        model: this rank's model.
+        init_sync: ``broadcast`` warns if a rank had other values, ``verify`` raises.
 
     Raises:
-        PlanError: a rank had others, and that is refused.
+        PlanError: a rank had other values, and ``init_sync`` is ``verify``.
     """
     everyone = tuple(range(fabric.num_ranks))
     differing: list[str] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        mine = tensor.detach()
-        values = mine.contiguous() if fabric.rank == 0 else mine.clone(memory_format=torch.contiguous_format)
+        local = tensor.detach()
+        values = local.contiguous() if fabric.rank == 0 else local.clone(memory_format=torch.contiguous_format)
         fabric.broadcast(f"first {name}", values, everyone, 0).wait()
-        if fabric.rank and not torch.equal(values, mine):
+        if fabric.rank and not torch.equal(values, local):
             differing.append(name)
             if init_sync != "verify":
-                mine.copy_(values)
-    found = cast("list[list[str]]", fabric.gather_values("first values", differing[:1], everyone))
-    others = [rank for rank, names in enumerate(found) if names]
-    if not others:
+                local.copy_(values)
+    names_by_rank = cast("list[list[str]]", fabric.gather_values("first values", differing[:1], everyone))
+    differing_ranks = [rank for rank, names in enumerate(names_by_rank) if names]
+    if not differing_ranks:
         return
-    told = (
-        f"{format_ranks(others)} began with other values than rank 0, the first in {found[others[0]][0]}; all ranks train "
-        "one model"
+    message = (
+        f"{format_ranks(differing_ranks)} started with other values than rank 0, the first in "
+        f"{names_by_rank[differing_ranks[0]][0]}; all ranks train one model"
     )
     if init_sync == "verify":
-        raise PlanError(f"{told}; call torch.manual_seed(0) before the model is built, or load one checkpoint, on all")
+        raise PlanError(
+            f"{message}; call torch.manual_seed(0) before the model is built, or load one checkpoint, on all"
+        )
     if fabric.rank == 0:
         warnings.warn(
-            f"{told}, so that all have rank 0's now; call torch.manual_seed(0) before the model is built, on all, or "
-            "pass init_sync='verify' to have this refused",
+            f"{message} and now have rank 0's values; call torch.manual_seed(0) before the model is built, on all "
+            "ranks, or pass init_sync='verify' to make this an error",
             stacklevel=2,
         )
 
 
 class ParameterMutationCheck:
-    """Sees changes in place, which torch counts; those through ``.data`` it does not.
+    """Detects in-place changes of the user's parameters by torch's version counters; ``.data`` does not count.
 
     Args:
-        model: the user's.
-        ranks: those of this process.
-        num_ranks: of the whole plan.
+        model: the user's model.
+        ranks: the ranks of this process.
+        num_ranks: the ranks of the whole plan.
     """
 
     def __init__(self, model: nn.Module, ranks: Collection[RankRuntime], num_ranks: int) -> None:
         stores = [rank.interpreter.store for rank in ranks]
         units = [unit for store in stores for unit in store.units.values() if not unit.flat_params]
-        own = {id(param) for unit in units for param in unit.params.values()}  # an optimizer changes these in place
+        updated_in_place = {
+            id(param) for unit in units for param in unit.params.values()
+        }  # the optimizer itself changes these
         if num_ranks == 1:
-            own |= {id(param) for param in stores[0].params.values()}
-        self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in own]
+            updated_in_place |= {id(param) for param in stores[0].params.values()}
+        self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in updated_in_place]
         self.stores = stores
         self.trainable = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         self.versions: list[int] = []
         self.record_versions()
 
     def version_counters(self) -> list[int]:
-        """Return how often each watched parameter was changed in place."""
+        """Return the version counter of each checked parameter."""
         return [param._version for _, param in self.params]  # noqa: SLF001 - there is no other way to see it
 
     def record_versions(self) -> None:
-        """The weights are as the ranks know them."""
+        """Accept the current values as those that the ranks have."""
         self.versions = self.version_counters()
 
-    def require_unchanged(self, plan: Plan, where: str) -> None:
-        """Check that nobody has changed the model's weights since the ranks got them, or which of them are trained.
+    def require_unchanged(self, plan: Plan, location: str) -> None:
+        """Check that the model's weights, and which of them are trained, were not changed since the ranks got them.
 
         Args:
-            plan: of the ranks.
-            where: in which process, for the error.
+            plan: the plan of the ranks.
+            location: the process, for the error.
 
         Raises:
-            DataError: somebody has.
+            DataError: they were changed.
         """
-        changed = next(((name, was) for name, param, was in self.trainable if param.requires_grad is not was), None)
+        changed = next(
+            (
+                (name, was_trainable)
+                for name, param, was_trainable in self.trainable
+                if param.requires_grad is not was_trainable
+            ),
+            None,
+        )
         if changed is not None:
             became = "frozen" if changed[1] else "made trainable"
             raise DataError(
-                f"{changed[0]} of the model was {became} {where}between two steps, but what is trained is settled in "
-                "the first one; freeze before it, or close() and call parallelize(...) again (a trainer: make another)"
+                f"{changed[0]} of the model was {became} {location}between two steps, but trainable parameters are "
+                "fixed in the first step; freeze before it, or close() and call parallelize(...) again (or make a new "
+                "Trainer)"
             )
         if not self.params:
             return
-        found = self.version_counters()
-        if found == self.versions:
+        versions = self.version_counters()
+        if versions == self.versions:
             return
-        pairs = zip(self.versions, found, strict=True)
+        pairs = zip(self.versions, versions, strict=True)
         names = [name for (name, _), (old, new) in zip(self.params, pairs, strict=True) if old != new]
-        is_common = any(arena.shared is not None for store in self.stores for arena in store.flat_params())
-        common = "the ranks train one copy in memory that they share, so that all of them may have computed with either"
-        held = common if is_common else "the ranks train copies, of which this changed one at most"
+        is_shared = any(flat_params.shared is not None for store in self.stores for flat_params in store.flat_params())
+        shared_note = "the ranks train one copy in shared memory, so any of them may have used old or new values"
+        note = shared_note if is_shared else "the ranks train copies, and at most one of them was changed"
         raise DataError(
-            f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model changed {where}"
-            f"between two steps, but under {plan} {held}; in a loop of your own call step.export_weights() before the "
-            "change and step.import_weights() after it; around a trainer change weights before fit(), or between two calls of it"
+            f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model changed "
+            f"{location}between two steps, but under {plan} {note}; in a loop of your own call step.export_weights() "
+            "before the change and step.import_weights() after it; with a Trainer, change weights before fit() or "
+            "between two calls"
         )

@@ -1,7 +1,4 @@
-"""What of a model is trained: descriptions without frozen parameters, and with those that nothing reads.
-
-The user's model, cut as finely as a plan needs.
-"""
+"""Partition the user's model as its plan needs, and describe the trained part of it to the compiler."""
 
 from __future__ import annotations
 
@@ -27,22 +24,25 @@ from counterpoint.training.options import TrainingOptions
 
 
 def drop_frozen_params(spec: ModelSpec, optimizer_spec: OptimizerSpec) -> ModelSpec:
-    """Return the model without its frozen parameters, which no gradient and no update is about."""
+    """Return the spec without frozen parameters."""
     return replace(spec, params=tuple(param for param in spec.params if param.name in optimizer_spec.group_index))
 
 
 def assign_unused_params(spec: ModelSpec) -> ModelSpec:
-    """Return the model with the parameters that no piece reads given to one, so that they are trained or missed."""
-    read = {name for piece in spec.layers for name in piece.params}
-    unused = tuple(param.name for param in spec.params if param.name not in read)
+    """Return the spec with the parameters that no layer reads assigned to one, so that they are updated or reported."""
+    used = {name for layer in spec.layers for name in layer.params}
+    unused = tuple(param.name for param in spec.params if param.name not in used)
     if not unused:
         return spec
-    index, piece = next(((i, piece) for i, piece in enumerate(spec.layers) if piece.tp is None), (0, spec.layers[0]))
-    adopted = replace(piece, params=(*piece.params, *unused))
+    index, layer = next(((i, layer) for i, layer in enumerate(spec.layers) if layer.tp is None), (0, spec.layers[0]))
+    extended = replace(layer, params=(*layer.params, *unused))
     blocks = tuple(
         replace(
             block,
-            pieces=tuple(adopted if at == index else piece for at, piece in enumerate(block.layers, block.first_layer)),
+            layers=tuple(
+                extended if position == index else layer
+                for position, layer in enumerate(block.layers, block.first_layer)
+            ),
         )
         for block in spec.blocks
     )
@@ -50,23 +50,25 @@ def assign_unused_params(spec: ModelSpec) -> ModelSpec:
 
 
 def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: TrainingOptions) -> PartitionedModel:  # noqa: ANN401 - whatever it takes
-    """Return the model cut as finely as the plan needs; a wish for a finer cut may stay one.
+    """Partition the model as the plan needs; ``prefer_blocks`` falls back to the whole model.
 
     Raises:
-        PlanError: it cannot be cut so.
+        PlanError: the model cannot be partitioned so.
     """
-    form, need = as_call_args(inputs), plan.granularity
-    if need != "prefer_blocks":
+    call_args, granularity = as_call_args(inputs), plan.granularity
+    if granularity != "prefer_blocks":
         try:
-            return partition_model(model, form, granularity=need, dims=options.dims, split_points=plan.split_modules)
+            return partition_model(
+                model, call_args, granularity=granularity, dims=options.dims, split_points=plan.split_modules
+            )
         except PlanError as error:
-            if plan.recomputation is None or replace(plan, passes=()).granularity not in {"none", "prefer_blocks"}:
+            if plan.recomputation is None or replace(plan, passes=()).granularity not in {"whole", "prefer_blocks"}:
                 raise
-            raise PlanError(f"recompute needs a model in blocks: {error}; or leave out the pass recompute") from error
+            raise PlanError(f"recompute needs a model in blocks: {error}; or omit the pass recompute") from error
     try:
-        return partition_model(model, form, granularity="blocks", dims=options.dims)
+        return partition_model(model, call_args, granularity="blocks", dims=options.dims)
     except PlanError:
-        return partition_model(model, form, granularity="whole", dims=options.dims)
+        return partition_model(model, call_args, granularity="whole", dims=options.dims)
 
 
 def finest_partition(
@@ -75,43 +77,43 @@ def finest_partition(
     granularities: Sequence[PartitionGranularity],
     dims: Mapping[str, tuple[str, str]] | None = None,
 ) -> PartitionedModel:
-    """Return the model cut in the first of these ways in which it can be, or as it is.
+    """Partition the model at the first of these granularities that is possible, else not at all.
 
     Raises:
-        PlanError: it cannot even be called with these inputs.
+        PlanError: the model cannot even be called with these inputs.
     """
-    for need in granularities:
+    for granularity in granularities:
         try:
-            return partition_model(model, inputs, granularity=need, dims=dims)
+            return partition_model(model, inputs, granularity=granularity, dims=dims)
         except PlanError:
             continue
     return partition_model(model, inputs, granularity="whole", dims=dims)
 
 
 def use_plan_profile(plan: Plan, options: TrainingOptions) -> TrainingOptions:
-    """Return the options with the timing that a plan came with, where they have none of their own."""
-    return options if options.profile is not None or plan.profile is None else replace(options, timing=plan.profile)
+    """Return the options with the plan's model profile, if they have none of their own."""
+    return options if options.profile is not None or plan.profile is None else replace(options, profile=plan.profile)
 
 
 def with_partition(plan: Plan, spec: ModelSpec, profile: ModelProfile | None) -> Plan:
-    """Return the plan that is compiled for a model: with the cut in it that a timing gives it, and the timing."""
+    """Return the plan to compile for a model: with a profile, its stages are balanced by it."""
     return plan if profile is None else replace(with_explicit_partition(plan, spec), profile=profile)
 
 
 def build_model_spec(
     partition: PartitionedModel, optimizer_spec: OptimizerSpec, plan: Plan, profile: ModelProfile | None, samples: int
 ) -> ModelSpec:
-    """Return what of a cut model is trained; with a timing, its pieces cost what they take in seconds.
+    """Describe the trained part of a partitioned model; with a profile, layers cost measured seconds.
 
     Args:
-        cut: the model.
-        face: the user's optimizer.
-        plan: whose file is named where a timing is of another model that it came with.
-        timing: of the model; None where counted operations say what pieces cost.
-        samples: in a microbatch.
+        partition: the model.
+        optimizer_spec: the user's optimizer.
+        plan: names its file in the error, if the profile came with it and is of another model.
+        profile: of the model; None if counted FLOPs are the costs.
+        samples: the size of a microbatch.
 
     Raises:
-        PlanError: the timing is of another model.
+        PlanError: the profile is of another model.
     """
     spec = assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec))
     if profile is None:
@@ -121,8 +123,8 @@ def build_model_spec(
 
 
 def plan_fingerprint(plan: Plan, profile: ModelProfile | None) -> str:
-    """Return a plan with all that makes its program what it is, the same words for the same program."""
-    words = f"{plan} with {plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    """Return a text of all that determines the plan's program: the same text for the same program."""
+    text = f"{plan} with {plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
     if profile is None:
-        return words
-    return f"{words}, cut by the timing {sha256(format_profile(profile).encode()).hexdigest()[:12]}"
+        return text
+    return f"{text}, partitioned by the profile {sha256(format_profile(profile).encode()).hexdigest()[:12]}"

@@ -1,9 +1,4 @@
-"""The options of an optimizer's groups that a schedule may change, as values that can be written and compared.
-
-A schedule's state as JSON, and back with the types it had.
-
-What optimizers remember, kept while no ranks are there.
-"""
+"""Export and restore the state of optimizers and learning rate schedulers as plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from counterpoint.runtime.rank_builder import RankRuntime
 
 
 def get_group_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that are numbers, switches or a few numbers, as a schedule may change them."""
+    """Return the options of a parameter group that a scheduler may change: numbers, booleans or tuples of numbers."""
     return {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in group.items()
@@ -25,17 +20,17 @@ def get_group_options(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def apply_group_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a group the options that :func:`settings` returned."""
-    group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+def apply_group_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set the options that :func:`get_group_options` returned."""
+    group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
 
 
 PAIRS_KEY = "(key, value)"
-"""The one key under which a mapping stands as a list of pairs, because not all its keys are texts."""
+"""The only key of a mapping that is stored as a list of pairs, because not all its keys are strings."""
 
 
 def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a nest of values as JSON can hold it; :func:`revived` is its opposite.
+    """Return nested values as JSON; the inverse of :func:`from_json`.
 
     Example:
         >>> to_json({"milestones": {7: 1}, "lrs": (0.1, None)})
@@ -53,7 +48,7 @@ def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def from_json(saved: Any, like: Any) -> Any:  # noqa: ANN401 - JSON in, whatever a schedule keeps out
-    """Return what :func:`plain` was given, with the types of the same value of a new schedule.
+    """Return the values that :func:`to_json` was given, with the types of a value ``like`` them.
 
     Example:
         >>> from_json({"(key, value)": [[7, 1]]}, Counter({9: 1}))
@@ -61,38 +56,38 @@ def from_json(saved: Any, like: Any) -> Any:  # noqa: ANN401 - JSON in, whatever
     """
     if isinstance(saved, dict):
         pairs = saved[PAIRS_KEY] if saved.keys() == {PAIRS_KEY} else saved.items()
-        mine = like if isinstance(like, Mapping) else {}
-        found = {key: from_json(item, mine.get(key)) for key, item in pairs}
-        return Counter(found) if isinstance(like, Counter) else found
+        template = like if isinstance(like, Mapping) else {}
+        restored = {key: from_json(item, template.get(key)) for key, item in pairs}
+        return Counter(restored) if isinstance(like, Counter) else restored
     if isinstance(like, Tensor):
         return like.new_tensor(saved)
     if isinstance(saved, list):
-        others = like if isinstance(like, list | tuple) and len(like) == len(saved) else [None] * len(saved)
-        items = [from_json(item, other) for item, other in zip(saved, others, strict=True)]
+        templates = like if isinstance(like, list | tuple) and len(like) == len(saved) else [None] * len(saved)
+        items = [from_json(item, template_item) for item, template_item in zip(saved, templates, strict=True)]
         return tuple(items) if isinstance(like, tuple) else items
     return saved
 
 
 OptimizerStates: TypeAlias = Mapping[int, Mapping[tuple[tuple[int, ...], ...], list[dict[str, Any]]]]
-"""The state of every tensor that a rank's optimizers update, by rank and by units."""
+"""The state of every tensor that optimizers update, by rank and by units."""
 
 
 def export_optimizer_states(ranks: Mapping[int, RankRuntime]) -> OptimizerStates:
-    """Return what the optimizers of ranks remember."""
+    """Return the states of the ranks' optimizers."""
     return {
         number: {
-            units: [dict(made.state.get(tensor, {})) for tensor in tensors] if made is not None else []
-            for units, (made, tensors) in rank.interpreter.store.optimizers.items()
+            units: [dict(optimizer.state.get(tensor, {})) for tensor in tensors] if optimizer is not None else []
+            for units, (optimizer, tensors) in rank.interpreter.store.optimizers.items()
         }
         for number, rank in ranks.items()
     }
 
 
 def restore_optimizer_states(ranks: Mapping[int, RankRuntime], optimizer_states: OptimizerStates) -> None:
-    """The optimizers go on from what those of the same ranks, built before for the same plan, remembered."""
-    for number, known in optimizer_states.items():
+    """Load optimizer states into ranks that were built again for the same plan."""
+    for number, rank_states in optimizer_states.items():
         store = ranks[number].interpreter.store
-        for units, states in known.items():
-            made, tensors = store.optimizer(units)
-            if made is not None:
-                made.state.update(dict(zip(tensors, states, strict=True)))
+        for units, states in rank_states.items():
+            optimizer, tensors = store.optimizer(units)
+            if optimizer is not None:
+                optimizer.state.update(dict(zip(tensors, states, strict=True)))

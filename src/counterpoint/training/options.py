@@ -1,4 +1,4 @@
-"""How a run trains, apart from its plan."""
+"""Training options, which every plan obeys equally."""
 
 from __future__ import annotations
 
@@ -12,41 +12,67 @@ from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.world.cluster import Cluster
 
+RENAMED_OPTIONS = {
+    "deadline_s": "timeout_s",
+    "init": "init_sync (broadcast or verify)",
+    "keep_freed": "retain_freed_memory",
+    "measure": "num_measured_plans",
+    "mixing": "cross_sample",
+    "one_copy": "share_params_on_host",
+    "schedule": "lr_scheduler",
+    "timing": "profile",
+    "unused": "unused_parameters",
+    "watch": "check_finite",
+}
+"""Former names of keyword options of ``Trainer`` and ``parallelize``, for an error that has the new one."""
+
+RENAMED_FIT_OPTIONS = {
+    "evaluation": "eval_dataset",
+    "keep": "keep_last",
+    "measure": "metrics",
+    "prefetch": "prefetch_factor",
+    "save_by": "checkpoint_mode (synchronous or per_stage)",
+    "save_to": "checkpoint_dir",
+    "workers": "num_workers",
+}
+"""Former names of keyword options of ``Trainer.fit``."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Settings that every strategy obeys alike.
+    """Options of a training run, independent of its plan.
 
     Args:
-        seed: of sample order and of everything that is drawn.
+        seed: of the sample order and of all random numbers.
         clip_norm: global norm to which gradients are scaled down; None for no clipping.
-        clip_by: whose norm that is: the whole ``model``'s, or each ``stage``'s own, which is what the stages of a
-            pipeline without a flush can know.
-        clip_value: size to which every number of a gradient is brought down, after ``clip_norm``; None for no clipping.
-        watch: ``loss`` checks the losses of a step, ``gradients`` every gradient as well.
-        nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` leaves the step out.
-        unused: what a trainable parameter without a gradient means: ``error``, or ``zero`` for a gradient of zeros.
+        clip_by: whose norm is clipped: that of the whole ``model``, or each ``stage``'s own, which is all that the
+            stages of an asynchronous pipeline know.
+        clip_value: largest absolute value of a gradient element, applied after ``clip_norm``; None for no clipping.
+        check_finite: ``loss`` checks the losses of a step, ``gradients`` every gradient as well.
+        nonfinite: ``error`` ends the run at a loss or gradient that is not finite, ``skip`` skips the step.
+        unused_parameters: what happens if a trainable parameter gets no gradient: ``error``, or ``zero`` for a gradient
+            of zeros.
         dims: names of the (out, in) dims of linear layers by pattern of module path, for tensor(...).
-        deadline_s: the longest that any rank waits for another.
-        one_copy: whether replicas of one host have one copy of weights and optimizer state, where they can.
-        init: what other first weights than rank 0's on a rank mean: ``rank0`` gives all ranks rank 0's and says so,
-            ``same`` is an error.
-        batch_norm: what modules of batch norm do with several microbatches or replicas. ``deferred``: each microbatch
-            is normalized by its own statistics, and running statistics change once per batch, by those of the whole
-            batch; ``microbatch``: they change after every microbatch, and replicas have their mean; ``sync``: as
-            ``deferred``, but microbatches that replicas run side by side are normalized together; ``error``: what is
-            not normalized by the whole batch is refused. By default ``deferred``, with a notice where a replica has
-            several microbatches.
-        mixing: what it means that a model's output for a sample depends on other samples of its microbatch, under a
-            pipeline: ``error``, or ``accept`` for microbatches that are each a batch of their own.
-        timing: how long the pieces of the model take, by which pipelines are cut and ``auto`` chooses; the same on all
-            ranks. Without it, counted operations say so.
-        keep_freed: whether memory that a step frees stays with the process for the next one; glibc only.
-        measure: under ``auto``, how many of the plans that are predicted to be fastest are measured for some steps
-            before the first one, beside data parallelism; the one that measures best is taken. They train copies of the
+        timeout_s: the longest that any rank waits for another, in seconds.
+        share_params_on_host: whether replicas on one host share one copy of parameters and optimizer state, if
+            possible.
+        init_sync: what happens if a rank's initial parameters differ from rank 0's: ``broadcast`` gives all ranks rank
+            0's and warns, ``verify`` is an error.
+        batch_norm: what batch norm does with several microbatches or replicas. ``deferred``: each microbatch is
+            normalized by its own statistics, and running statistics change once per batch, by those of the whole batch;
+            ``microbatch``: they change after every microbatch, and replicas average them; ``sync``: like ``deferred``,
+            but microbatches that replicas run concurrently are normalized together; ``error``: normalizing less than
+            the whole batch is an error. By default ``deferred``, with a warning if a replica has several microbatches.
+        cross_sample: what happens, under a pipeline, if a model's output for a sample depends on other samples of its
+            microbatch: ``error``, or ``accept`` for microbatches that are batches of their own.
+        profile: measured times of the model's layers, by which stages are balanced and ``auto`` chooses; the same on
+            all ranks. Without it, counted FLOPs are used.
+        retain_freed_memory: whether memory that a step frees stays with the process for the next one; glibc only.
+        num_measured_plans: under ``auto``, how many of the plans that are predicted to be fastest are measured for some
+            steps before the first one, in addition to data parallelism; the fastest is used. They train copies of the
             model, on the first batch, and leave nothing behind. 0 measures none.
-        cluster: where ``auto`` predicts that plans run, itself or the path of its file; None for a core of a laptop for
-            each rank.
+        cluster: the cluster for the predictions of ``auto``, or the path of its file; None for one laptop core per
+            rank.
     """
 
     seed: int = 0
@@ -93,34 +119,34 @@ class TrainingOptions:
                 raise PlanError(f"{name}={getattr(self, name)!r} is not one of {', '.join(filter(None, allowed))}")
 
     def _require_types(self) -> None:
-        for name, kind in (
+        for name, expected in (
             ("share_params_on_host", bool),
             ("retain_freed_memory", bool),
             ("seed", int),
             ("num_measured_plans", int),
         ):
-            found = getattr(self, name)
-            if type(found) is not kind:
-                wanted = "True or False" if kind is bool else "a whole number"
-                raise PlanError(f"{name}={found!r} is a {type(found).__name__}; give {wanted}")
+            value = getattr(self, name)
+            if type(value) is not expected:
+                hint = "True or False" if expected is bool else "a whole number"
+                raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give {hint}")
         if self.num_measured_plans < 0:
             raise PlanError(
-                f"measure={self.num_measured_plans} is no number of plans; give how many to measure, or 0 for none"
+                f"num_measured_plans={self.num_measured_plans} is negative; give how many to measure, or 0 for none"
             )
 
 
 def require_profile(profile: object) -> None:
-    """Check that what is given as a timing is one.
+    """Check the type of a model profile.
 
     Raises:
         PlanError: it is something else.
     """
     if profile is not None and not isinstance(profile, ModelProfile):
         raise PlanError(
-            f"timing={profile!r} is a {type(profile).__name__}; give what counterpoint.profile(...) returns"
+            f"profile={profile!r} is a {type(profile).__name__}; give what counterpoint.profile(...) returns"
         )
 
 
 def build_step_guard(options: TrainingOptions) -> StepGuard:
-    """Return what these options have checked and done before every update."""
+    """Return the checks and the clipping that these options ask for before every update."""
     return StepGuard(options.clip_norm, options.check_finite, options.nonfinite, options.clip_value)

@@ -1,4 +1,4 @@
-"""For people with their own loop: one function that takes a global batch through a plan."""
+"""Training steps for a user's own training loop: ``parallelize`` returns one that trains on a batch under any plan."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 class TrainStep:
     """A training step: called with a global batch, it returns the mean loss over it.
 
-    Every rank passes the same batch and computes its own part of it, or passes a batch of its own where
-    :func:`parallelize` was told so. Close it, or use it in a ``with`` block, when training is over; the model then has
-    the trained weights. A step that ends with an error is left out where all ranks are in this process, and others may
-    follow; a plan without a flush then drops what is under way.
+    Every rank passes the same batch and computes its own part of it, or passes samples of its own if
+    :func:`parallelize` was called with ``batches="per_rank"``. Close the step, or use it in a ``with`` block, when
+    training is over; the model then has the trained weights. A step that raises is skipped if all ranks are in this
+    process, and others may follow; an asynchronous pipeline then drops its batches in flight.
 
-    Under such a plan (pipedream) a call updates with the batch whose loss it returns, and the learning rate that counts
-    is that of this call: step a schedule after calls that have returned a loss, and in ``flush(after=schedule.step)``.
+    Under an asynchronous pipeline (pipedream) a call updates with the batch whose loss it returns, at the learning rate
+    of this call: step a scheduler after calls that have returned a loss, and in ``flush(after=scheduler.step)``.
 
     Args:
-        team: the ranks.
-        has_fixed_micros: whether the number of microbatches was given.
-        auto: the choice of the plan, where it is left open until the first batch.
-        own: the batches of the ranks, where each process passes its own.
+        local_ranks: the ranks.
+        has_fixed_microbatches: whether the number of microbatches was given.
+        auto_strategy: the choice of the plan, if it is made with the first batch.
+        batch_exchange: exchanges the ranks' own batches, if each process passes its own.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class TrainStep:
         self.number = 0
         self.has_fixed_microbatches = has_fixed_microbatches
         self.is_closed = False
-        self.is_multi_process = False  # whether other processes bring batches, too
+        self.is_multi_process = False  # whether other processes have ranks, too
         self.committed_microbatches: list[int] = []
-        self.known_pids: set[int] = set()  # the processes of this one that have been looked at
-        self.has_warned_of_fork = False  # of one that was forked
+        self.known_pids: set[int] = set()  # child processes that were checked
+        self.has_warned_of_fork = False  # of forked workers
 
     def __call__(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401 - whatever model and loss take
         """Train on one global batch.
@@ -86,9 +86,8 @@ class TrainStep:
             targets: likewise.
 
         Returns:
-            The mean loss over the batch, that of all ranks together, before the update. Under a plan without a flush
-            (pipedream), that of the batch that has come through all stages, some calls after its own one, and nan as
-            long as there is none.
+            The mean loss over the batch of all ranks, before the update. Under an asynchronous pipeline (pipedream),
+            that of the batch that has passed all stages, some calls after its own one, and nan before there is one.
 
         Raises:
             PlanError: the step is closed.
@@ -97,8 +96,8 @@ class TrainStep:
         """
         if self.is_closed:
             raise PlanError(
-                f"step {self.number} comes after close(), which has ended the ranks; close when training is over, and "
-                "to train on, call parallelize(...) again"
+                f"step {self.number} was called after close(); close when training is over, and call parallelize(...) "
+                "again to train further"
             )
         if self.batch_exchange is not None:
             return self.step_with_rank_batch(self.batch_exchange, (inputs, targets))
@@ -108,7 +107,7 @@ class TrainStep:
         return self.submit(make_global_batch((inputs, targets), count, self.local_ranks.global_num_microbatches))
 
     def submit(self, batch: MicrobatchSource) -> float:
-        """Let a batch enter; return the loss of the one that has come through: of this one, unless batches overlap."""
+        """Start a batch; return the loss of the batch that was finished: this one, unless batches overlap."""
         flight = self.local_ranks.in_flight
         flight.batches[self.number] = batch
         loss = self.run_step(self.number - flight.lookahead)
@@ -116,134 +115,145 @@ class TrainStep:
         return loss
 
     def run_step(self, number: int) -> float:
-        """Take the step that ends with the batch of this number, on all ranks; return its loss, nan where none is."""
+        """Take the step that finishes the batch of this number; return its loss, nan if there is no batch."""
         if (self.is_multi_process or self.batch_exchange is not None) and not self.has_warned_of_fork:
             self.has_warned_of_fork = warn_forked_workers(
                 self.known_pids
             )  # a loader starts workers anew in every epoch
-        flight = self.local_ranks.in_flight
+        in_flight = self.local_ranks.in_flight
         with torch.random.fork_rng(devices=[], enabled=self.local_ranks.uses_rng):
-            verdict = self.local_ranks.step(number, flight.batch_source(number))
-        feed = flight.batches.pop(number, None)
-        if self.is_multi_process and isinstance(feed, SlicedBatch):
-            self.require_full_batch(number, verdict, feed)
+            result = self.local_ranks.step(number, in_flight.batch_source(number))
+        batch = in_flight.batches.pop(number, None)
+        if self.is_multi_process and isinstance(batch, SlicedBatch):
+            self.require_full_batch(number, result, batch)
         self.local_ranks.optimizer_spec.after_step()
-        return verdict.loss
+        return result.loss
 
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
-        """Train on the batches of all ranks, this one's among them, and return their mean loss."""
+        """Train on the batches of all ranks, including this one's, and return their mean loss."""
         count, is_first = count_samples(*batch, may_be_empty=True), self.local_ranks.compiled is None
-        offers = batch_exchange.exchange_info(self.number, count, digest=batch_digest(*batch) if is_first else "")
+        infos = batch_exchange.exchange_info(
+            self.number, count, content_digest=batch_digest(*batch) if is_first else ""
+        )
         if is_first:
-            self.build_for_rank_batches(batch_exchange, batch, [offer.count for offer in offers])
-        batch_exchange.check_batches(self.number, offers)
-        return self.submit(batch_exchange.make_batch(batch, offers))
+            self.build_for_rank_batches(batch_exchange, batch, [info.count for info in infos])
+        batch_exchange.check_batches(self.number, infos)
+        return self.submit(batch_exchange.make_batch(batch, infos))
 
     def build_for_rank_batches(
         self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any], counts: list[int]
     ) -> None:
-        """Build the ranks for batches of their own.
+        """Build the ranks for batches that processes bring.
 
         Raises:
             DataError: a rank has no sample to build the model with.
         """
-        team = self.local_ranks
+        ranks = self.local_ranks
         if 0 in counts:
             raise DataError(
-                f"{format_ranks([rank for rank, count in enumerate(counts) if not count])} brought no sample to the first "
-                "step, by which every rank builds the model; give each one sample or more in its first batch"
+                f"{format_ranks([rank for rank, count in enumerate(counts) if not count])} brought no sample to the "
+                "first step, by which every rank builds the model; give each one sample or more in its first batch"
             )
-        total = max(counts) * (team.plan.global_num_microbatches // team.plan.num_microbatches)
-        self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), total)
-        size = split_batch(total, team.plan.global_num_microbatches)[0][1]
+        global_size = max(counts) * (ranks.plan.global_num_microbatches // ranks.plan.num_microbatches)
+        self.resolve_plan(slice_samples(batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
+        size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
         batch_exchange.set_program(
-            team.build(slice_samples(batch[0], 0, min(*counts, size)), size).step_variants[-1].program
+            ranks.build(slice_samples(batch[0], 0, min(*counts, size)), size).step_variants[-1].program
         )
 
     def finish(self) -> None:
-        """Take part, without samples, in the steps of the ranks that have some left, until all have come here.
+        """Take part, without samples, in the steps of ranks that have some left, until all ranks have called this.
 
-        To be called where a rank's loop over batches of its own ends, once in each epoch for instance;
-        :meth:`export_weights`, :meth:`mean` and :meth:`close` do it by themselves. Where all ranks pass the same batches
-        there is nothing to do.
+        To be called where a rank's loop over its own batches ends, once in each epoch for instance;
+        :meth:`export_weights`, :meth:`mean` and :meth:`close` call it. If all ranks pass the same batches, it does
+        nothing.
 
         Raises:
             DataError: ranks may not have different numbers of batches.
         """
         while self.batch_exchange is not None and not self.is_closed:
-            offers = self.batch_exchange.exchange_info(self.number, 0, is_done=True)
-            if all(offer.is_done for offer in offers):
+            infos = self.batch_exchange.exchange_info(self.number, 0, is_done=True)
+            if all(info.is_done for info in infos):
                 return
             if self.local_ranks.compiled is None:
-                self.build_for_rank_batches(self.batch_exchange, ((), ()), [offer.count for offer in offers])
-            self.batch_exchange.check_batches(self.number, offers)
-            self.submit(self.batch_exchange.make_batch(None, offers))
+                self.build_for_rank_batches(self.batch_exchange, ((), ()), [info.count for info in infos])
+            self.batch_exchange.check_batches(self.number, infos)
+            self.submit(self.batch_exchange.make_batch(None, infos))
 
     def mean(self, value: float, count: int = 1) -> float:
-        """Return the mean of a value over all ranks, each counting as often as it says; all ranks call it together.
+        """Return the mean of a value over all ranks, weighted by their counts; a collective call.
 
         What each rank has measured on its own part of held-out data becomes one figure, however uneven the parts are.
 
         Args:
-            value: this rank's mean; not looked at where ``count`` is 0.
+            value: this rank's mean; ignored if ``count`` is 0.
             count: of how many samples.
 
         Returns:
-            The mean over the samples of all ranks; nan where there are none.
+            The mean over the samples of all ranks; nan if there are none.
         """
         self.finish()
         fabric = self.local_ranks.world.fabrics[0]
-        pairs: list[Any] = [[value if count else 0.0, count]]
+        terms: list[Any] = [[value if count else 0.0, count]]
         if has_remote_ranks(self.local_ranks.world):
-            pairs = list(fabric.gather_values("mean", pairs[0], tuple(range(fabric.num_ranks))))
-        total = sum(number for _, number in pairs)
-        return math.fsum(one * number for one, number in pairs) / total if total else math.nan
+            terms = list(fabric.gather_values("mean", terms[0], tuple(range(fabric.num_ranks))))
+        total = sum(weight for _, weight in terms)
+        return math.fsum(term * weight for term, weight in terms) / total if total else math.nan
 
     def flush(self, after: Callable[[], object] | None = None) -> list[float]:
-        """Finish the batches that are under way, and return their losses; none are under a plan that always flushes.
+        """Finish the batches in flight and return their losses; empty under a plan that flushes after every step.
 
-        Under pipedream and pipedream_2bw the next batches begin with the newest weights, as the first ones did.
+        Under pipedream and pipedream_2bw the next batches start with the newest weights, as the first ones did.
 
         Args:
-            after: called after each of these batches, ``schedule.step`` for instance; else all are updated with at the
-                learning rate of now.
+            after: called after each of these batches, ``scheduler.step`` for instance; by default all are updated at
+                the current learning rate.
         """
-        flight, losses = self.local_ranks.in_flight, []
-        for number in range(self.number - flight.lookahead, self.number) if flight.batches else ():
-            is_there = number in flight.batches
+        in_flight, losses = self.local_ranks.in_flight, []
+        for number in range(self.number - in_flight.lookahead, self.number) if in_flight.batches else ():
+            has_batch = number in in_flight.batches
             loss = self.run_step(number)
-            losses += [loss] if is_there else []
-            if is_there and after is not None:
+            losses += [loss] if has_batch else []
+            if has_batch and after is not None:
                 after()
         return losses
 
     def build(self, inputs: Any, targets: Any, count: int) -> None:  # noqa: ANN401 - whatever the model takes
         """Build the ranks for batches of this size."""
-        team = self.local_ranks
-        fabric = team.world.fabrics[0]
-        self.is_multi_process = has_remote_ranks(team.world)
+        local_ranks = self.local_ranks
+        fabric = local_ranks.world.fabrics[0]
+        self.is_multi_process = has_remote_ranks(local_ranks.world)
         if self.is_multi_process:
             require_same_batches(fabric, count, batch_digest(inputs, targets))
         self.resolve_plan(slice_samples(inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, (inputs, targets))
-        start, stop = split_batch(count, team.plan.global_num_microbatches)[0]
-        compiled = team.build(slice_samples(inputs, start, stop), stop - start)
+        start, stop = split_batch(count, local_ranks.plan.global_num_microbatches)[0]
+        compiled = local_ranks.build(slice_samples(inputs, start, stop), stop - start)
         self.committed_microbatches = committed_microbatches(compiled.step_variants[-1].program, fabric.rank)
 
     def resolve_plan(self, sample_inputs: Any, count: int, batch: tuple[Any, Any] = ((), ())) -> None:  # noqa: ANN401
-        """The plan is chosen, where that was left open, and has microbatches for so many samples, such as this batch.
+        """Choose the plan, if it is ``auto``, and the number of microbatches for this batch size.
 
         Raises:
-            PlanError: there are none.
+            PlanError: there is no plan for it.
         """
-        team = self.local_ranks
+        local_ranks = self.local_ranks
         if self.auto_strategy is not None:
-            ranks = partial(sibling_world, team.world, team.options.timeout_s)
-            feed = partial(make_global_batch, batch, count)
-            subject = TrialTarget(team.model, team.loss, team.optimizer_spec, team.options, ranks, feed)
-            team.plan, team.choice = select_plan(self.auto_strategy, subject, sample_inputs, count)
+            make_world = partial(sibling_world, local_ranks.world, local_ranks.options.timeout_s)
+            make_batch = partial(make_global_batch, batch, count)
+            target = TrialTarget(
+                local_ranks.model,
+                local_ranks.loss,
+                local_ranks.optimizer_spec,
+                local_ranks.options,
+                make_world,
+                make_batch,
+            )
+            local_ranks.plan, local_ranks.choice = select_plan(self.auto_strategy, target, sample_inputs, count)
         elif not self.has_fixed_microbatches:
-            team.plan = team.plan.with_microbatches_for(count, min_samples=min_microbatch_size(team.model))
-        team.plan.require_batch(count)
+            local_ranks.plan = local_ranks.plan.with_microbatches_for(
+                count, min_samples=min_microbatch_size(local_ranks.model)
+            )
+        local_ranks.plan.require_batch(count)
 
     def require_full_batch(self, number: int, result: StepResult, batch: SlicedBatch) -> None:
         """Check that the ranks that commit together have trained on as many samples as this rank's batch has.
@@ -251,12 +261,12 @@ class TrainStep:
         Raises:
             DataError: some had another batch.
         """
-        expected = sum(batch.sizes[micro] for micro in self.committed_microbatches)
+        expected = sum(batch.sizes[microbatch] for microbatch in self.committed_microbatches)
         if expected and result.num_samples not in {0, expected}:
             raise DataError(
                 f"rank {self.local_ranks.world.fabrics[0].rank} counts {expected} samples in step {number}, but the "
-                f"ranks together {result.num_samples}, so they were given different batches, and the step was not the "
-                "one that was meant; every rank passes the same global batch and takes its own part of it"
+                f"ranks together {result.num_samples}, so they were given different batches, and the step used a wrong "
+                "batch; every rank passes the same global batch and takes its own part of it"
             )
 
     @property
@@ -265,9 +275,9 @@ class TrainStep:
         return self.local_ranks.optimizer_spec.optimizer
 
     def export_weights(self) -> nn.Module:
-        """Put the trained weights into the model, on every rank, and return it; what is under way is finished first.
+        """Load the trained weights into the model, on every rank, and return it; batches in flight are finished first.
 
-        The losses of that are not told, as those in ``take()`` and ``close()`` are not; ``flush()`` tells them.
+        Their losses are not returned, as in ``import_weights()`` and ``close()``; ``flush()`` returns them.
         """
         self.finish()
         self.flush()
@@ -275,17 +285,17 @@ class TrainStep:
         return self.local_ranks.model
 
     def import_weights(self) -> None:
-        """Bring the model's weights, changed since :meth:`export_weights`, to all ranks; every rank changes its own alike.
+        """Load the model's weights, changed since :meth:`export_weights`, into all ranks.
 
-        Without it a step refuses weights that were changed where ranks train copies of them. Changes through
-        ``.data`` are not seen: torch does not count them.
+        Every rank changes its own model equally before. Without this call a step raises if weights were changed of
+        which ranks train copies. Changes through ``.data`` are not detected: torch does not count them.
         """
         if self.local_ranks.compiled is not None:
             self.flush()
             self.local_ranks.import_weights()
 
     def close(self) -> None:
-        """Give the weights back and end the connection to the other ranks; a second call does nothing."""
+        """Export the weights and close the connection to the other ranks; a second call does nothing."""
         if self.is_closed:
             return
         try:
@@ -324,22 +334,22 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     environment: RankEnvironment | None = None,
     **options: Any,  # noqa: ANN401 - checked by Options
 ) -> TrainStep:
-    """Return a step that trains the model under any strategy, for a loop of one's own.
+    """Return a step that trains the model under any strategy, for a user's own training loop.
 
     Args:
         model: any module.
         optimizer: a torch optimizer on its parameters, or a factory.
         loss: from the model's output and the targets to the mean loss.
-        strategy: a plan or its text, as for :class:`counterpoint.training.trainer.SimulatedWorker`.
+        strategy: a plan or its text, as for :class:`counterpoint.training.trainer.Trainer`.
         num_microbatches: microbatches of the innermost program.
-        passes: what is done to the program afterwards, as for the trainer.
-        batches: ``same`` where every process passes the whole global batch, ``own`` where each passes samples of its
-            own, as a ``DistributedSampler`` gives them; the gradient is then that of all samples together, each
-            counting alike. One process with all ranks passes the whole batch in either case.
+        passes: passes over the program, as for the trainer.
+        batches: ``global`` if every process passes the whole global batch, ``per_rank`` if each passes samples of its
+            own, as a ``DistributedSampler`` gives them; the gradient is then that of all samples together, equally
+            weighted. A process with all ranks passes the whole batch in either case.
         uneven: whether processes with batches of their own may have different numbers of samples, or of batches
-            (:meth:`Step.finish`): True, or False for an error; by default it is said once.
-        environment: what a launcher told this process; detected when left out.
-        **options: fields of :class:`counterpoint.training.options.Options`.
+            (:meth:`TrainStep.finish`): True, or False for an error; by default a warning.
+        environment: what a launcher set for this process; detected by default.
+        **options: fields of :class:`counterpoint.training.options.TrainingOptions`.
 
     Example:
         >>> import torch, counterpoint as cp
@@ -355,22 +365,23 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     if batches not in {"global", "per_rank"} or (batches == "global" and uneven is not None):
         given = f"batches={batches!r}" + (f" with uneven={uneven}" if uneven is not None else "")
         raise PlanError(
-            f"{given} makes no sense; batches is 'global' or 'per_rank', and uneven is about the batches of batches='per_rank'"
+            f"{given} is not possible; batches is 'global' or 'per_rank', and uneven is about the batches of "
+            "batches='per_rank'"
         )
-    chosen = parse_options(options)
-    found = environment if environment is not None else detect()
-    plan = resolve_initial_plan(strategy, found, num_microbatches, passes)
-    face = wrap_optimizer(optimizer, model, strategy)
-    world = open_world(found, plan.num_ranks, chosen.timeout_s)
-    team = LocalRanks(world, plan, model, loss, face, chosen)
-    fixed = has_explicit_microbatches(strategy, num_microbatches)
-    own = None
+    training_options = parse_options(options)
+    rank_environment = environment if environment is not None else detect()
+    plan = resolve_initial_plan(strategy, rank_environment, num_microbatches, passes)
+    optimizer_spec = wrap_optimizer(optimizer, model, strategy)
+    world = open_world(rank_environment, plan.num_ranks, training_options.timeout_s)
+    local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options)
+    has_fixed_microbatches = has_explicit_microbatches(strategy, num_microbatches)
+    batch_exchange = None
     if batches == "per_rank" and has_remote_ranks(world):
-        require_synchronous_steps(plan, chosen.num_measured_plans)
-        own = PerRankBatchExchange(world.fabrics[0], face, uneven=uneven)
+        require_synchronous_steps(plan, training_options.num_measured_plans)
+        batch_exchange = PerRankBatchExchange(world.fabrics[0], optimizer_spec, uneven=uneven)
     return TrainStep(
-        team,
-        has_fixed_microbatches=fixed,
-        auto_strategy=make_auto_strategy(strategy, plan, num_microbatches, chosen),
-        batch_exchange=own,
+        local_ranks,
+        has_fixed_microbatches=has_fixed_microbatches,
+        auto_strategy=make_auto_strategy(strategy, plan, num_microbatches, training_options),
+        batch_exchange=batch_exchange,
     )

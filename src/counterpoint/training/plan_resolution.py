@@ -1,7 +1,4 @@
-"""Which replicas are on one host, so that they may have one copy of the weights.
-
-From what a user writes to a plan and options.
-"""
+"""Resolve what a user asks for to a plan and options: text, number of ranks, ``auto``, sharing on one host."""
 
 from __future__ import annotations
 
@@ -34,22 +31,21 @@ from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
 from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params, finest_partition
-from counterpoint.training.options import TrainingOptions
+from counterpoint.training.options import RENAMED_OPTIONS, TrainingOptions
 from counterpoint.world.cluster import Cluster
 from counterpoint.world.cluster_file import resolve_cluster
 from counterpoint.world.mesh import replicas_per_host
 
 
 def share_params_per_host(plan: Plan, hosts: Sequence[int]) -> Plan:
-    """Return the plan in which replicas of one host share their update, and so can have their weights in common.
+    """Return the plan in which replicas on one host shard their update, so that they can share their parameters.
 
-    Results stay the same, and so do the bytes that the plan sends. Where replicas are spread over hosts, those of each
-    host share, and hosts sum what they have shared out. Nothing changes where other strategies share out already, or
-    leave the update to one replica, or where gradients are summed in a code, which is about whole ones, or where
-    replicas have weights or gradients of their own: where steps are not all alike.
+    Results are unchanged, and so are the bytes that are sent. With replicas on several hosts, those of each host shard
+    the update, and hosts all-reduce the shards. The plan is unchanged if other strategies already shard, or leave the
+    update to one replica, if gradients are compressed (codecs need whole ones), or if steps are not all the same.
 
     Args:
-        plan: as it was asked for.
+        plan: the plan that was asked for.
         hosts: the host of every rank.
 
     Example:
@@ -68,44 +64,46 @@ def share_params_per_host(plan: Plan, hosts: Sequence[int]) -> Plan:
     stride = 1
     for index, strategy in enumerate(plan.strategies):
         if isinstance(strategy, Data) and strategy.degree > 1:
-            among = replicas_per_host(strategy.degree, stride, hosts)
-            if among == 1 or strategy.update == "sharded":
+            per_host = replicas_per_host(strategy.degree, stride, hosts)
+            if per_host == 1 or strategy.update == "sharded":
                 return plan
-            shared: list[Strategy] = [replace(strategy, degree=among, update="sharded")]
-            across = [replace(strategy, degree=strategy.degree // among)] if among < strategy.degree else []
-            strategies = (*plan.strategies[:index], *shared, *across, *plan.strategies[index + 1 :])
+            sharded: list[Strategy] = [replace(strategy, degree=per_host, update="sharded")]
+            over_hosts = [replace(strategy, degree=strategy.degree // per_host)] if per_host < strategy.degree else []
+            strategies = (*plan.strategies[:index], *sharded, *over_hosts, *plan.strategies[index + 1 :])
             return drop_redundant_overlap(replace(plan, strategies=strategies))
         stride = strategy.num_ranks(stride)
     return plan
 
 
 def drop_redundant_overlap(plan: Plan) -> Plan:
-    """Return the plan without the overlap of communication, where all of it is an announcement."""
+    """Drop the pass ``overlap`` if all communication is the sharded update, which overlaps by itself."""
     if all(isinstance(strategy, Data) and strategy.update == "sharded" for strategy in plan.strategies):
         return replace(plan, passes=tuple(name for name in plan.passes if name != "overlap"))
     return plan
 
 
 MAX_TRACE_SAMPLES = 8
-"""A model is traced on so many samples at most, to see what it costs."""
+"""The largest number of samples on which a model is traced for the planner."""
 
 _AUTO = re.compile(r"^\s*auto\s*(\(\s*\d+\s*\))?\s*$")
 
 
 def parse_options(options: dict[str, Any]) -> TrainingOptions:
-    """Return the options.
+    """Build the training options from keyword arguments.
 
     Raises:
-        PlanError: a name is none, and the message suggests the nearest one; or the file of a cluster is wrong.
+        PlanError: there is no option of a name (the message has the nearest or new one), or the cluster file is wrong.
     """
     known = list(TrainingOptions.__dataclass_fields__)
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            if name in RENAMED_OPTIONS:
+                raise PlanError(f"there is no option {name!r}; it is called {RENAMED_OPTIONS[name]}")
+            matches = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {matches[0]}? " if matches else ""
             raise PlanError(f"there is no option {name!r}; {hint}the options are {', '.join(known)}")
-    given = options.get("cluster")
-    return TrainingOptions(**(options if given is None else {**options, "cluster": resolve_cluster(given)}))
+    cluster = options.get("cluster")
+    return TrainingOptions(**(options if cluster is None else {**options, "cluster": resolve_cluster(cluster)}))
 
 
 def resolve_initial_plan(
@@ -114,13 +112,13 @@ def resolve_initial_plan(
     num_microbatches: int | None,
     passes: Sequence[str] | None,
 ) -> Plan:
-    """Return the plan for the ranks that were started, or for this process alone; data where a choice is left open.
+    """Return the plan for the ranks that were started, or for this process; ``auto`` becomes ``data`` for now.
 
     Args:
-        strategy: a plan, or its text; a plan has its passes, a text gets :data:`counterpoint.plan.plan.DEFAULT_PASSES`.
-        environment: what a launcher told this process, if any did.
-        num_microbatches: of the innermost program; None for those of the plan.
-        passes: what is done to the program instead; None where nothing is asked for.
+        strategy: a plan, or its text; a plan has its own passes, a text gets the default ones.
+        environment: what a launcher set for this process, if any did.
+        num_microbatches: of the innermost program; None for that of the plan.
+        passes: replace the plan's passes; None keeps them.
     """
     num_ranks = environment.world_size if environment is not None else 1
     if isinstance(strategy, Plan):
@@ -128,8 +126,8 @@ def resolve_initial_plan(
     else:
         text = _AUTO.sub(r"data\1", strategy)
         hosts = hosts_of_ranks(environment)
-        found = Plan.parse(text, num_ranks=num_ranks, num_microbatches=num_microbatches, hosts=hosts)
-        plan = replace(found, passes=DEFAULT_PASSES)
+        parsed = Plan.parse(text, num_ranks=num_ranks, num_microbatches=num_microbatches, hosts=hosts)
+        plan = replace(parsed, passes=DEFAULT_PASSES)
     if num_microbatches is not None:
         plan = replace(plan, num_microbatches=num_microbatches)
     if num_ranks > 1:
@@ -138,12 +136,12 @@ def resolve_initial_plan(
 
 
 def has_explicit_microbatches(strategy: str | Plan, num_microbatches: int | None) -> bool:
-    """Return whether the number of microbatches is given, by itself or in the plan, and not for us to choose."""
+    """Tell whether the number of microbatches is given, as an argument or in the plan."""
     return num_microbatches is not None or isinstance(strategy, Plan) or explicit_microbatches(strategy) is not None
 
 
 def hosts_of_ranks(environment: RankEnvironment | None) -> list[int]:
-    """Return the host of every rank, as its launcher has laid them out: each host full before the next; none alone."""
+    """Return the host of every rank, if ranks fill one host after another; empty without a launcher."""
     if environment is None:
         return []
     return [rank // environment.local_world_size for rank in range(environment.world_size)]
@@ -151,12 +149,12 @@ def hosts_of_ranks(environment: RankEnvironment | None) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AutoStrategy:
-    """The choice that ``auto`` leaves open until the first batch is known.
+    """``strategy="auto"``: the plan is chosen when the first batch is known.
 
     Args:
-        num_ranks: ranks there are.
-        num_microbatches: of the innermost program; None when these are to be chosen, too.
-        passes: what is done to the program afterwards.
+        num_ranks: the number of ranks.
+        num_microbatches: of the innermost program; None if it is chosen too.
+        passes: applied to the program afterwards.
     """
 
     num_ranks: int
@@ -165,13 +163,13 @@ class AutoStrategy:
 
     @property
     def single_rank_plan(self) -> Plan:
-        """What is taken where there is one rank."""
+        """The plan for a single rank."""
         return Plan((), self.num_microbatches or 1, self.passes)
 
     def choose_plan(
         self, model: nn.Module, optimizer_spec: OptimizerSpec, inputs: Inputs, options: TrainingOptions, batch_size: int
     ) -> Plan:
-        """Return the plan that the planner would take, the same on every rank; see :meth:`weigh`.
+        """Return the plan that the planner chooses, the same on every rank; see :meth:`rank_candidates`.
 
         Raises:
             PlanError: the model does not take the inputs, or there is no plan for this batch.
@@ -185,13 +183,13 @@ class AutoStrategy:
     def rank_candidates(
         self, model: nn.Module, optimizer_spec: OptimizerSpec, inputs: Inputs, options: TrainingOptions, batch_size: int
     ) -> PlanChoice:
-        """Return the plan that the planner would take, with those that it was weighed against.
+        """Return the plan that the planner chooses, with the other candidates.
 
         Args:
-            model: it stays as it is.
-            face: the user's optimizer; one that looks at whole tensors rules out slices.
+            model: the model; it is not changed.
+            optimizer_spec: the user's optimizer; one that needs whole tensors rules out tensor parallelism.
             inputs: of a few samples.
-            options: how the run trains.
+            options: the training options.
             batch_size: samples of a global batch.
 
         Raises:
@@ -200,33 +198,33 @@ class AutoStrategy:
         spec = trace_model_spec(model, optimizer_spec, inputs, options.dims)
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
-        staged = find_pipeline_plans(
+        pipeline_plans = find_pipeline_plans(
             self.num_ranks, spec.without_tp, cluster, batch_size, SYNCHRONOUS_SCHEDULES, profile=options.profile
         )
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
-            for plan in (*enumerate_plans(self.num_ranks, spec), *staged)
+            for plan in (*enumerate_plans(self.num_ranks, spec), *pipeline_plans)
             if optimizer_spec.is_elementwise or not any(isinstance(strategy, Tensor) for strategy in plan.strategies)
         )
-        within = (
+        tolerance = (
             None if options.num_measured_plans else PREDICTED_TOLERANCE
-        )  # what is measured may be predicted to be slower
-        return rank_and_choose(plans, PlanningProblem(spec, cluster, batch_size, options.profile), within)
+        )  # slower predictions may be measured, too
+        return rank_and_choose(plans, PlanningProblem(spec, cluster, batch_size, options.profile), tolerance)
 
 
 def make_auto_strategy(
     strategy: str | Plan, plan: Plan, num_microbatches: int | None, options: TrainingOptions
 ) -> AutoStrategy | None:
-    """Return the choice that is left open for the ranks of a plan; None when there is none.
+    """Return the choice to make, for the ranks of a plan; None if the plan is given.
 
     Raises:
-        PlanError: there is none, and plans are to be measured.
+        PlanError: the plan is given, and plans are to be measured.
     """
     if isinstance(strategy, Plan) or _AUTO.fullmatch(strategy) is None:
         if options.num_measured_plans:
             raise PlanError(
-                f"measure={options.num_measured_plans} says how many plans are measured to choose one, but the plan is given, "
-                f"{strategy}; give strategy='auto', or leave measure out"
+                f"measure={options.num_measured_plans} is the number of plans that are measured to choose one, but the "
+                f"plan is given, {strategy}; give strategy='auto', or omit num_measured_plans"
             )
         return None
     return AutoStrategy(plan.num_ranks, num_microbatches, plan.passes)
@@ -235,12 +233,12 @@ def make_auto_strategy(
 def trace_model_spec(
     model: nn.Module, optimizer_spec: OptimizerSpec, inputs: Inputs, dims: Mapping[str, tuple[str, str]] | None
 ) -> ModelSpec:
-    """Return a model as the planner sees it: cut as finely as it can be, without its frozen parameters.
+    """Describe a model for the planner: partitioned as finely as possible, without its frozen parameters.
 
-    A Sequential, which is cut in another way where nobody slices its layers, is described in both.
+    A Sequential, which is partitioned differently without tensor parallelism, is described both ways.
 
     Raises:
-        PlanError: it cannot even be called with these inputs.
+        PlanError: the model cannot even be called with these inputs.
     """
     spec = assign_unused_params(
         drop_frozen_params(
@@ -249,7 +247,7 @@ def trace_model_spec(
     )
     if not is_plain_sequential(model):
         return spec
-    chained = assign_unused_params(
+    without_tp = assign_unused_params(
         drop_frozen_params(finest_partition(model, as_call_args(inputs), ("blocks",), dims).spec, optimizer_spec)
     )
-    return spec if spec == chained else replace(spec, chained=chained)
+    return spec if spec == without_tp else replace(spec, variant_without_tp=without_tp)

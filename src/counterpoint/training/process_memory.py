@@ -1,7 +1,4 @@
-"""A run has the C library keep the memory that its steps free, unless somebody else has a say in that.
-
-Weights of the user's model that only ranks in other processes train: until they come back they take no memory.
-"""
+"""Memory of a training process: freed memory that stays mapped, and parameters that only other processes train."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from counterpoint.runtime.rank_builder import RankRuntime
 
 
 class RetainedMemory:
-    """One run's wish that freed memory is kept.
+    """Keeps freed memory in the process while a run trains, unless the user has configured the allocator.
 
     Args:
-        wanted: whether the run has it; nothing is changed all the same where the user has set up the allocator.
+        enabled: whether the run wants it.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -30,35 +27,35 @@ class RetainedMemory:
         self._is_on = False
 
     def start(self) -> None:
-        """From now on freed memory is kept."""
+        """Keep freed memory from now on."""
         if self._heap is not None and not self._is_on:
             self._is_on = True
             self._heap.retain()
 
     def stop(self) -> None:
-        """It is given back, unless another run of this process wants it kept."""
+        """Return freed memory to the system again, unless another run of this process keeps it."""
         if self._heap is not None and self._is_on:
             self._is_on = False
             self._heap.restore()
 
     def mmap_separately(self) -> AbstractContextManager[None]:
-        """Return in what to make memory that stays as long as the run."""
+        """Return a context in which memory is mapped separately, for allocations that live as long as the run."""
         return nullcontext() if self._heap is None else self._heap.mmap_separately()
 
 
 MIN_BYTES = 64 << 10
-"""The bytes from which on a parameter is worth a mapping of its own."""
+"""The size from which a parameter is worth a mapping of its own."""
 
 
 class ReleasedParameters:
-    """The parameters of a model that no rank of this process computes with, and that come back from others.
+    """Parameters of the user's model that only ranks in other processes train; their memory is released meanwhile.
 
-    Every process has built the whole model and trains some stages of it. What it has of the others is as old as the
-    model, and is made anew where the trained weights come back. From the first step until then these parameters are
-    zeros in memory of the right size that nobody has written to: the kernel gives pages to it when somebody does.
+    Every process builds the whole model and trains some stages of it. Its copy of the other stages becomes stale with
+    the first step, and is overwritten when the weights are exported. From the first step until then these parameters
+    are zeros in memory of the right size that was never written to: the kernel allocates pages at the first write.
 
     Args:
-        params: those by name; what is not plain memory of this process alone, or too small, stays as it is.
+        params: the parameters by name; small ones, and those in memory that others use too, are kept.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -67,49 +64,50 @@ class ReleasedParameters:
 
     @staticmethod
     def for_ranks(model: nn.Module, ranks: Mapping[int, RankRuntime], spec: ModelSpec) -> ReleasedParameters:
-        """Return those of the user's model.
+        """Return the parameters that ranks in other processes train.
 
         Args:
-            model: the user's.
-            ranks: those of this process; where there are several the model is all that others of them start from.
-            spec: of the model; what its units have comes back.
+            model: the user's model.
+            ranks: the ranks of this process; with several, the model is the source of all of them and nothing is
+                released.
+            spec: the model's spec; the weights of its units are exported.
         """
         if len(ranks) > 1:
             return ReleasedParameters({})
-        here = {name for rank in ranks.values() for name in rank.interpreter.store.params}
-        theirs = {name for names in spec.units.values() for name in names} - here
-        return ReleasedParameters({name: param for name, param in model.named_parameters() if name in theirs})
+        local_names = {name for rank in ranks.values() for name in rank.interpreter.store.params}
+        remote_names = {name for names in spec.units.values() for name in names} - local_names
+        return ReleasedParameters({name: param for name, param in model.named_parameters() if name in remote_names})
 
     def release(self) -> None:
-        """What was written into them since the last time is forgotten, and its memory is free."""
+        """Drop the values of the parameters, and free their memory."""
         for name, param in self.params.items():
             if not self.is_released(name):
                 param.data = lazy_zeros(param.data)
-                self.versions[name] = param._version  # noqa: SLF001 - there is no other way to see what is written
+                self.versions[name] = param._version  # noqa: SLF001 - the only way to detect writes
 
     def is_released(self, name: str) -> bool:
-        """Tell whether nobody has written into this one since it was left."""
+        """Tell whether nobody has written to a parameter since it was released."""
         return self.versions.get(name) == self.params[name]._version  # noqa: SLF001 - as above
 
     def poison(self, error: BaseException | None = None) -> None:
-        """Those that have not come back never will: they are nan, so that nobody takes them for weights.
+        """Fill the parameters that were not exported with nan, so that nobody uses them as weights.
 
         Args:
-            error: what the run ended with, which gets a note that says so.
+            error: the error that ended the run; it gets a note.
         """
-        lost = [name for name in self.params if self.is_released(name)]
-        for name in lost:
+        names = [name for name in self.params if self.is_released(name)]
+        for name in names:
             self.params[name].detach().fill_(torch.nan)
-        if lost and error is not None:
+        if names and error is not None:
             error.add_note(
-                f"{lost[0]}{f' and {len(lost) - 1} other parameters' if lost[1:] else ''} of the model, which only "
-                "ranks in other processes train, are nan here, because the run has ended before they came back; load "
+                f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model, which only "
+                "ranks in other processes train, are nan here, because the run ended before they were exported; load "
                 "a checkpoint (resume=...), or build the model again"
             )
 
 
 def is_private_cpu_tensor(param: nn.Parameter) -> bool:
-    """Tell whether a parameter is plain memory of this process alone, with nothing else in it."""
+    """Tell whether a parameter is the only content of private CPU memory."""
     value, size = param.data, param.numel() * param.element_size()
     return (
         type(param) is nn.Parameter
@@ -123,6 +121,6 @@ def is_private_cpu_tensor(param: nn.Parameter) -> bool:
 
 
 def lazy_zeros(like: Tensor) -> Tensor:
-    """Return zeros of a tensor's shape that take no memory until they are written to."""
+    """Return zeros of a tensor's shape that use no memory until they are written to."""
     memory = mmap.mmap(-1, like.numel() * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""How long a user's model takes, piece by piece: measured once on a machine and then remembered."""
+"""Profile the layers of a user's model: measured once on a machine, then cached."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     cache_dir: str | Path | None = None,
     remeasure: bool = False,
 ) -> ModelProfile:
-    """Return how long every piece of a model takes, forward, backward and to update; the model stays as it is.
+    """Measure how long every layer of a model takes, forward, backward and to update; the model is not changed.
 
     Args:
         model: as it would be trained.
         inputs: of some samples: what it is called with, a tensor, a tuple, or a dict by name.
-        targets: what the loss takes beside the output.
-        loss: from output and targets to the mean loss; the mean of the output where there is none.
+        targets: what the loss takes besides the output.
+        loss: from output and targets to the mean loss; by default the mean of the output.
         optimizer: an optimizer on the model's parameters, or a factory.
-        samples: sizes of microbatches; by default as many as there are inputs, a quarter and a sixteenth of them.
-        threads: to compute with; those of this process by default.
-        roof: a device; operations are then counted and put under its roof, and nothing is run but one forward.
-        folder: where timings are kept, as ``profiler/cache.py`` says; None to measure without keeping.
-        anew: whether it is measured even where the folder has it.
+        microbatch_sizes: sizes of microbatches; by default the number of inputs, a quarter and a sixteenth of it.
+        num_threads: to compute with; those of this process by default.
+        roofline_device: a device; FLOPs are then counted and divided by its speed, and only one forward is run.
+        cache_dir: where profiles are cached, see ``profiler/cache.py``; None to measure without a cache.
+        remeasure: whether to measure even if the cache has it.
 
     Raises:
-        PlanError: the model does not take the inputs, or a number makes no sense.
+        PlanError: the model does not take the inputs, or a number is not positive.
 
     Example:
         >>> import torch, counterpoint as cp
@@ -71,60 +71,67 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         copies of the parameters.
     """
     require_counts(optional=True, threads=num_threads)
-    for size in microbatch_sizes:
-        require_counts(samples=size)
-    face = wrap_optimizer(optimizer, model)
-    subject = build_profile_target(
-        model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=face
+    for microbatch_size in microbatch_sizes:
+        require_counts(samples=microbatch_size)
+    optimizer_spec = wrap_optimizer(optimizer, model)
+    target = build_profile_target(
+        model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=optimizer_spec
     )
     sizes = sorted(set(microbatch_sizes)) or default_microbatch_sizes(num_samples(inputs), min_microbatch_size(model))
     if roofline_device is not None:
-        return estimate_model(subject, "counted", roofline_device, samples=sizes)
-    device, used = device_name(subject.device), num_threads or torch.get_num_threads()
-    take = partial(measure_model, subject, device, samples=sizes, threads=used, repeat_policy=RepeatPolicy())
+        return estimate_model(target, "counted", roofline_device, samples=sizes)
+    device, threads = device_name(target.device), num_threads or torch.get_num_threads()
+    measure_profile = partial(
+        measure_model, target, device, samples=sizes, threads=threads, repeat_policy=RepeatPolicy()
+    )
     if cache_dir is None:
-        return take()
+        return measure_profile()
     return load_or_measure(
-        Path(cache_dir), profile_cache_key(subject, sizes, device, used), take, must_measure=remeasure
+        Path(cache_dir), profile_cache_key(target, sizes, device, threads), measure_profile, must_measure=remeasure
     )
 
 
 def build_profile_target(
-    model: nn.Module, inputs: Inputs, targets: Any, *, loss: LossFn, optimizer_spec: OptimizerSpec
-) -> ProfileTarget:  # noqa: ANN401
-    """Return a model ready to be timed, in the pieces that a pipeline of it would have, if it can be cut at all.
+    model: nn.Module,
+    inputs: Inputs,
+    targets: Any,  # noqa: ANN401 - whatever the loss takes
+    *,
+    loss: LossFn,
+    optimizer_spec: OptimizerSpec,
+) -> ProfileTarget:
+    """Prepare a model for profiling, in the layers that a pipeline of it would have, if it can be partitioned at all.
 
     Raises:
-        PlanError: it cannot even be called with these inputs.
+        PlanError: the model cannot even be called with these inputs.
     """
-    few = first_of(inputs, 0, min(num_samples(inputs), MAX_TRACE_SAMPLES))
-    cut = finest_partition(model, few, ("blocks", "tensor_parallel"))
+    sample_inputs = first_of(inputs, 0, min(num_samples(inputs), MAX_TRACE_SAMPLES))
+    partition = finest_partition(model, sample_inputs, ("blocks", "tensor_parallel"))
     return ProfileTarget(
         model,
-        cut,
-        assign_unused_params(drop_frozen_params(cut.spec, optimizer_spec)),
+        partition,
+        assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec)),
         loss,
         optimizer_spec,
         (inputs, targets),
     )
 
 
-def default_microbatch_sizes(num: int, least: int) -> list[int]:
-    """Return sizes of microbatches to be timed: all samples, a quarter and a sixteenth of them.
+def default_microbatch_sizes(num_samples: int, min_size: int) -> list[int]:
+    """Return the default microbatch sizes: all samples, a quarter and a sixteenth of them.
 
     Example:
         >>> default_microbatch_sizes(64, 1), default_microbatch_sizes(2, 1)
         ([4, 16, 64], [1, 2])
     """
-    return sorted({max(least, 1, num // part) for part in (1, 4, 16)})
+    return sorted({max(min_size, 1, num_samples // divisor) for divisor in (1, 4, 16)})
 
 
 def mean_output_loss(output: Any, targets: Any) -> Tensor:  # noqa: ANN401 - whatever a model gives
-    """Return the mean of all numbers that a model gives, where nobody says what its loss is."""
+    """Return the mean of the output, if no loss is given."""
     del targets
     means = [leaf.mean() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not means:
-        raise PlanError("the model gives no tensor of floating point, so it cannot be timed backward; give a loss")
+        raise PlanError("the model returns no floating-point tensor, so its backward cannot be profiled; give a loss")
     return torch.stack(means).sum()
 
 
@@ -134,11 +141,11 @@ def device_name(device: torch.device) -> str:
 
 
 def profile_cache_key(target: ProfileTarget, samples: Sequence[int], device: str, threads: int) -> dict[str, object]:
-    """Return all that the figures of a timing depend on."""
+    """Return all that the figures of a profile depend on."""
     leaves = [leaf for leaf in tree_leaves(target.batch) if isinstance(leaf, Tensor)]
     return {
         "model": type(target.model).__name__,
-        "pieces": [[one.name, one.cost, one.output_bytes] for one in layer_keys(target.spec)],
+        "pieces": [[layer.name, layer.cost, layer.output_bytes] for layer in layer_keys(target.spec)],
         "weights": param_sizes(target.spec),
         "samples": [list(samples), *([list(leaf.shape[1:]), str(leaf.dtype)] for leaf in leaves)],
         "loss": getattr(target.loss, "__qualname__", type(target.loss).__name__),

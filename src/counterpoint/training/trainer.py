@@ -1,4 +1,4 @@
-"""The trainer: a model, a loss, an optimizer and a word for the strategy; everything else follows from the plan."""
+"""The trainer: a model, a loss, an optimizer and a strategy; the rest follows from the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.data.fetch import MapDataset
 from counterpoint.data.sampler import Sampler, split_batch
-from counterpoint.errors import CheckpointError
+from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.optim.validation import require_counts
 from counterpoint.plan.plan import Plan
@@ -24,13 +24,14 @@ from counterpoint.runtime.optimizer_spec import TorchOptimizerFactory
 from counterpoint.training.batches.global_batch import DatasetBatch
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
 from counterpoint.training.callbacks.progress import ProgressCallback, ProgressMode
-from counterpoint.training.checkpointing import save_restore as saving
+from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
 from counterpoint.training.evaluation import MetricsFn, evaluate, make_loss_metric
 from counterpoint.training.fit_loop import CheckpointConfig, DataLoadingConfig, EvaluationConfig, FitConfig, FitLoop
 from counterpoint.training.local_ranks import LocalRanks, abort_training
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
+from counterpoint.training.options import RENAMED_FIT_OPTIONS
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     has_explicit_microbatches,
@@ -51,24 +52,24 @@ LrSchedulerFactory: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.L
 
 
 class Trainer:
-    """Trains a model under any strategy, with the same numbers.
+    """Trains a model under any strategy, with the same results as single-process training.
 
     Args:
         model: any module; it has the trained weights after :meth:`fit`.
         loss: from the model's output and the targets to the mean loss of the samples.
         optimizer: a torch optimizer on the model's parameters, or a factory such as ``partial(AdamW, lr=3e-4)``.
-        strategy: a plan, or its text: ``"zero3"`` takes all ranks there are, ``"pipeline(4) * data(2)"`` needs 8.
+        strategy: a plan, or its text: ``"zero3"`` uses all ranks there are, ``"pipeline(4) * data(2)"`` needs 8.
             Without a launcher, all ranks of the plan run in this process. Under ``"auto"`` the planner chooses when
-            the first batch is known; ``plan`` is what it chose.
-        num_microbatches: microbatches of the innermost program; by default 1, or what a pipeline can use.
-        schedule: from the optimizer to a learning rate scheduler, stepped after every step, such as
+            the first batch is known; ``plan`` is its choice.
+        num_microbatches: microbatches of the innermost program; by default 1, or as many as a pipeline can use.
+        lr_scheduler: from the optimizer to a learning rate scheduler, stepped after every step, such as
             ``partial(cp.large_batch_schedule, batch_size=8192, ...)``.
-        passes: what is done to the program afterwards; by default ``("overlap",)``, or what a plan that is no text
-            says. Without any, ``()``, gradients are summed after the backward.
-        callbacks: listeners to what happens.
+        passes: passes over the program; by default ``("overlap",)``, or those of a plan object. Without any, ``()``,
+            gradients are reduced after the backward.
+        callbacks: called at the events of a run.
         progress: how the run is shown on standard error: a bar on a terminal and plain lines elsewhere (``auto``),
             one of the two, ``json``, or ``off``.
-        **options: fields of :class:`counterpoint.training.options.Options`.
+        **options: fields of :class:`counterpoint.training.options.TrainingOptions`.
 
     Raises:
         PlanError: the strategy, the model and the optimizer do not fit together.
@@ -106,7 +107,7 @@ class Trainer:
         self.environment = environment if environment is not None else detect()
         self.plan = resolve_initial_plan(strategy, self.environment, num_microbatches, passes)
         self.auto_strategy = make_auto_strategy(strategy, self.plan, num_microbatches, self.options)
-        self.choice: PlanChoice | None = None  # what the plan was weighed against, where that was left open
+        self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = has_explicit_microbatches(strategy, num_microbatches)
         self.optimizer_spec = wrap_optimizer(optimizer, model, strategy)
         self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
@@ -114,10 +115,10 @@ class Trainer:
         self.callbacks = list(callbacks)
         if progress != "off" and not any(isinstance(callback, ProgressCallback) for callback in self.callbacks):
             self.callbacks.append(ProgressCallback(progress, name=type(model).__name__, stream=sys.stderr))
-        self.progress = saving.TrainProgress()
+        self.progress = save_restore.TrainProgress()
         self.local_ranks: LocalRanks | None = None
-        self.ranks_are_newer = False  # whether the ranks' weights are newer than the model's
-        self.optimizer_states: OptimizerStates | None = None  # of the optimizers, between close() and the next ranks
+        self.ranks_are_newer = False  # whether the ranks have newer weights than the model
+        self.optimizer_states: OptimizerStates | None = None  # kept between close() and the next ranks
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -126,12 +127,12 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 when all ranks are in this process."""
+        """This process's rank; 0 if all ranks are in this process."""
         return self.environment.rank if self.environment is not None else 0
 
     @property
     def compiled(self) -> CompiledPlan | None:
-        """The plan's program and its proof; None before the first batch is known."""
+        """The plan's program and its verification result; None before the first batch is known."""
         return self.local_ranks.compiled if self.local_ranks is not None else None
 
     def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
@@ -151,55 +152,61 @@ class Trainer:
         keep_last: int | None = 3,
         checkpoint_mode: CheckpointMode = "synchronous",
         resume: str | Path | None = None,
+        **renamed: object,
     ) -> History:
         """Train on a dataset; afterwards the model has the trained weights on every rank.
 
-        A second call goes on from the model's weights as they are, with the optimizer's state and new epochs, also
-        after :meth:`close` or an error that this process, with all ranks in it, survived.
+        A second call continues from the model's current weights, with the optimizer's state and new epochs, also after
+        :meth:`close` or after an error if all ranks are in this process.
 
         Args:
             dataset: map-style, samples ``(inputs..., target)``.
             batch_size: samples of one *global* batch, over all ranks.
             epochs: passes over the dataset.
-            max_steps: steps of the whole run at most, those before a resume included.
-            workers: processes of each rank that read its samples; 0 reads them when they are needed.
-            prefetch: microbatches that each worker reads ahead.
-            evaluation: held-out data, measured after every epoch and at the end.
-            measure: from outputs and targets to tallies; by default the loss.
-            evaluate_every: also measure after so many steps.
-            save_to: folder of checkpoints, written at the end.
-            save_every: also save after so many steps.
-            save_by: ``stage`` has each stage of a plan without a flush save by itself, and wait for none.
-            keep: how many checkpoints stay; None keeps all.
-            resume: a checkpoint, or a folder of them, to go on from, in mid-epoch too.
+            max_steps: the largest number of steps of the whole run, including those before a resume.
+            num_workers: processes of each rank that read its samples; 0 reads them when they are needed.
+            prefetch_factor: microbatches that each worker reads ahead.
+            eval_dataset: held-out data, evaluated after every epoch and at the end.
+            metrics: from outputs and targets to a dict of :class:`MeanMetric`; by default the loss.
+            evaluate_every: also evaluate after this many steps.
+            checkpoint_dir: folder of checkpoints, written at the end.
+            save_every: also save after this many steps.
+            checkpoint_mode: ``per_stage`` lets each stage of an asynchronous pipeline save independently, without a
+                flush.
+            keep_last: how many checkpoints are kept; None keeps all.
+            resume: a checkpoint, or a folder of them, to continue from, also in mid-epoch.
+            **renamed: former names of options, which are errors that have the new name.
 
         Returns:
             Every step and evaluation of this call.
 
         Raises:
-            PlanError: the batch does not divide into the plan's microbatches, or a number makes no sense.
+            PlanError: the batch does not divide into the plan's microbatches, or a number is not positive.
             DataError: a loss is not finite, a parameter is unused, a sample is wrong.
             CheckpointError: a checkpoint cannot be written or read.
         """
+        for name in renamed:
+            hint = f"it is called {RENAMED_FIT_OPTIONS[name]}" if name in RENAMED_FIT_OPTIONS else "see Trainer.fit"
+            raise PlanError(f"fit has no option {name!r}; {hint}")
         require_counts(batch_size=batch_size)
-        saves = CheckpointConfig(
+        checkpoint = CheckpointConfig(
             Path(checkpoint_dir) if checkpoint_dir is not None else None, save_every, keep_last, checkpoint_mode
         )
-        measures = EvaluationConfig(
+        evaluation = EvaluationConfig(
             eval_dataset, metrics if metrics is not None else make_loss_metric(self.loss), evaluate_every
         )
-        goals = FitConfig(epochs, max_steps, measures, saves, DataLoadingConfig(num_workers, prefetch_factor))
+        goals = FitConfig(epochs, max_steps, evaluation, checkpoint, DataLoadingConfig(num_workers, prefetch_factor))
         history = History()
         run = self.build_fit_loop(dataset, batch_size, goals, history)
         self.run_fit(run, Path(resume) if resume is not None else None)
         return history
 
     def build_fit_loop(self, dataset: MapDataset, batch_size: int, config: FitConfig, history: History) -> FitLoop:
-        """Return a run that has not begun, of ranks that are ready for it; the history is told of all its steps.
+        """Return a fit that has not started, with ranks that are ready for it; the history records its events.
 
         Raises:
             PlanError: the batch does not divide into the plan's microbatches.
-            DataError: it is no dataset.
+            DataError: the dataset is not map-style.
         """
         require_map_style(dataset)
         sampler = Sampler(len(dataset), batch_size, self.options.seed)
@@ -211,11 +218,11 @@ class Trainer:
         return FitLoop(team, dataset, sampler, config, self.lr_scheduler, [history, *callbacks])
 
     def run_fit(self, fit_loop: FitLoop, resume: Path | None) -> None:
-        """Take all steps of a run; after an error nothing of the ranks is left.
+        """Take all steps of a fit; an error closes the ranks.
 
         Args:
-            run: not begun.
-            resume: the checkpoint to go on from; None to go on from the fit before, if there was one.
+            fit_loop: not started.
+            resume: the checkpoint to continue from; None to continue from the previous fit, if there was one.
         """
         error: BaseException | None = None
         self.ranks_are_newer = True
@@ -227,8 +234,8 @@ class Trainer:
                     fit_loop.local_ranks.import_weights()
                     fit_loop.continue_from(self.progress)
                 fit_loop.run()
-        except BaseException as caught:
-            error = caught
+        except BaseException as raised:
+            error = raised
             raise
         finally:
             self.ranks_are_newer = False
@@ -238,7 +245,7 @@ class Trainer:
                 self.abort(fit_loop.local_ranks, error)
 
     def abort(self, local_ranks: LocalRanks, error: BaseException) -> None:
-        """End the connection after an error; where all ranks are here, the model gets what was learned before it."""
+        """Close the connection after an error; if all ranks are here, the model gets the weights from before it."""
         try:
             abort_training(local_ranks, error, "fit()")
         finally:
@@ -247,12 +254,12 @@ class Trainer:
     def evaluate(
         self, dataset: MapDataset, *, metrics: MetricsFn | None = None, batch_size: int | None = None
     ) -> dict[str, float]:
-        """Measure the model on a dataset in evaluation mode, with the plan's own ranks; the same on all of them.
+        """Evaluate the model on a dataset, with the plan's own ranks; the result is the same on all of them.
 
         Args:
             dataset: map-style, samples ``(inputs..., target)``.
-            measure: from outputs and targets to tallies; by default the loss.
-            batch_size: samples at once; by default 64 per microbatch.
+            metrics: from outputs and targets to a dict of :class:`MeanMetric`; by default the loss.
+            batch_size: samples of a batch; by default 64 per microbatch.
         """
         require_counts(optional=True, batch_size=batch_size)
         size = batch_size or 64 * self.plan.global_num_microbatches
@@ -264,7 +271,7 @@ class Trainer:
             return evaluate(team, dataset, metrics if metrics is not None else make_loss_metric(self.loss), size)
 
     def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:
-        """Write a checkpoint of the whole run, durable and verified; all ranks call it together.
+        """Write a checkpoint of the whole run, durable and verified; a collective call.
 
         Returns:
             The checkpoint's own folder.
@@ -274,10 +281,10 @@ class Trainer:
         self.local_ranks.in_flight.require_flushed("save()")
         if not self.ranks_are_newer:
             self.local_ranks.import_weights()
-        return saving.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
+        return save_restore.save_checkpoint(self.local_ranks, Path(folder), self.progress, {}, keep_last=keep_last)
 
     def ensure_ranks(self, dataset: MapDataset, batch_size: int) -> LocalRanks:
-        """Return the ranks, made and built for microbatches of this dataset if they are not yet."""
+        """Return the ranks, built for microbatches of this dataset if they are not yet."""
         require_map_style(dataset)
         if self.local_ranks is None:
             self.resolve_plan(dataset, batch_size)
@@ -289,24 +296,24 @@ class Trainer:
         return self.local_ranks
 
     def resolve_plan(self, dataset: MapDataset, batch_size: int) -> None:
-        """The plan is chosen, where that was left open, and has microbatches for this batch size."""
+        """Choose the plan, if it is ``auto``, and the number of microbatches for this batch size."""
         if self.auto_strategy is not None:
-            few = take_first_samples(dataset, min(batch_size, len(dataset), MAX_TRACE_SAMPLES)).inputs(0)
+            sample_inputs = take_first_samples(dataset, min(batch_size, len(dataset), MAX_TRACE_SAMPLES)).inputs(0)
             self.plan, self.choice = select_plan(
-                self.auto_strategy, self.trial_target(dataset, batch_size), few, batch_size
+                self.auto_strategy, self.trial_target(dataset, batch_size), sample_inputs, batch_size
             )
             self.auto_strategy, self.has_fixed_microbatches = None, True
         elif self.local_ranks is None and self.optimizer_states is None and not self.has_fixed_microbatches:
             self.plan = self.plan.with_microbatches_for(batch_size, min_samples=min_microbatch_size(self.model))
 
     def trial_target(self, dataset: MapDataset, batch_size: int) -> TrialTarget:
-        """Return what plans are tried on: this model, on the first batch of a dataset that is not shuffled."""
-        ranks = partial(open_world, self.environment, self.plan.num_ranks, self.options.timeout_s)
+        """Return what plans are tried on: this model, on the first batch of the dataset."""
+        make_world = partial(open_world, self.environment, self.plan.num_ranks, self.options.timeout_s)
         batch = partial(take_first_samples, dataset, min(batch_size, len(dataset)))
-        return TrialTarget(self.model, self.loss, self.optimizer_spec, self.options, ranks, batch)
+        return TrialTarget(self.model, self.loss, self.optimizer_spec, self.options, make_world, batch)
 
     def build_ranks(self, local_ranks: LocalRanks, dataset: MapDataset, batch_size: int) -> None:
-        """Build the ranks for microbatches of this dataset; if that fails, nothing is left of them."""
+        """Build the ranks for microbatches of this dataset; close everything if that fails."""
         try:
             first, stop = split_batch(min(batch_size, len(dataset)), self.plan.global_num_microbatches)[0]
             feed = take_first_samples(dataset, stop - first)
@@ -319,7 +326,7 @@ class Trainer:
             raise
 
     def close(self) -> None:
-        """End the connection to the other ranks; the model keeps its weights, and the trainer the optimizer's state."""
+        """Close the connection to the other ranks; the trainer keeps the optimizer's state."""
         if self.local_ranks is not None:
             if self.local_ranks.compiled is not None:
                 self.optimizer_states = export_optimizer_states(self.local_ranks.ranks)
@@ -336,17 +343,17 @@ class Trainer:
 
 @contextmanager
 def preserve_training_mode(model: nn.Module) -> Iterator[None]:
-    """Have every module in training or evaluation mode afterwards as it was before."""
-    before = [(module, module.training) for module in model.modules()]
+    """Restore every module's training flag afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
-        for module, flag in before:
+        for module, flag in flags:
             module.training = flag
 
 
 def take_first_samples(dataset: MapDataset, count: int, num_microbatches: int = 1) -> DatasetBatch:
-    """Return at least one of a dataset's first samples as one batch."""
+    """Return the first samples of a dataset, at least one, as one batch."""
     return DatasetBatch(
         dataset, Sampler(len(dataset), max(count, 1), shuffle="sequential").batch(0, 0), num_microbatches
     )

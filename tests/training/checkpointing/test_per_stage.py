@@ -18,9 +18,9 @@ PLAN = cp.Plan.parse("pipedream(3)")
 
 
 CASES = [
-    Fitted("stashed", (1, 1, 1), (6,) * 10, optimizer=streamed.ADAMW),
-    Fitted("synced", (2, 1), (6,) * 10),
-    Fitted("double", (1, 2), (8,) * 10, per_body=4, optimizer=streamed.ADAMW),
+    Fitted("stashing", (1, 1, 1), (6,) * 10, optimizer=streamed.ADAMW),
+    Fitted("vertical_sync", (2, 1), (6,) * 10),
+    Fitted("double_buffer", (1, 2), (8,) * 10, per_body=4, optimizer=streamed.ADAMW),
 ]
 
 

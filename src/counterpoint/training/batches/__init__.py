@@ -1,1 +1,1 @@
-"""Batches of a fit: global batches, batches of each rank, and batches in flight of asynchronous pipelines."""
+"""Batches of a fit: global batches, batches of each rank, and batches in flight in asynchronous pipelines."""

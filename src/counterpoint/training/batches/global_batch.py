@@ -1,7 +1,4 @@
-"""How many samples a batch has, if its tensors agree, and whether all ranks have the same one.
-
-Global batches of a dataset, read microbatch by microbatch, each at most once per process.
-"""
+"""Global batches: their size and consistency over ranks, and microbatches read from a dataset."""
 
 from __future__ import annotations
 
@@ -30,15 +27,15 @@ from counterpoint.world.topology import format_count
 
 
 def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> int:  # noqa: ANN401 - of any form
-    """Return the length along dim 0 of all tensors of a batch; 1 where there is no tensor.
+    """Return the length along dim 0 of all tensors of a batch; 1 if there is no tensor.
 
     Args:
         inputs: whatever the model takes.
         targets: whatever the loss takes.
-        may_be_empty: whether there may be no sample.
+        may_be_empty: whether 0 samples are allowed.
 
     Raises:
-        DataError: there is no sample, or not all tensors have as many.
+        DataError: there is no sample, or tensors have different lengths.
 
     Example:
         >>> import torch
@@ -47,22 +44,23 @@ def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> i
         counterpoint.errors.DataError: the inputs have 3 samples, the targets 4; samples lie along dim 0...
     """
     if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() and targets.dim():
-        lengths, others = {len(inputs)}, {len(targets)}  # as most are, and fast
+        input_lengths, target_lengths = {len(inputs)}, {len(targets)}  # the common case, and fast
     else:
-        lengths, others = collect_lengths(inputs), collect_lengths(targets)
-    if len(lengths | others) > 1:
+        input_lengths, target_lengths = collect_lengths(inputs), collect_lengths(targets)
+    if len(input_lengths | target_lengths) > 1:
         raise DataError(
-            f"the inputs have {format_lengths(lengths)} samples, the targets {format_lengths(others)}; samples lie along dim 0 of "
-            "every tensor, and each needs its input and its target: give tensors of one length"
+            f"the inputs have {format_lengths(input_lengths)} samples, the targets {format_lengths(target_lengths)}; "
+            "samples lie along dim 0 of every tensor, and each needs its input and its target: give tensors of one "
+            "length"
         )
-    count: int = min(lengths | others, default=1)
+    count: int = min(input_lengths | target_lengths, default=1)
     if not count and not may_be_empty:
-        raise DataError("the batch has 0 samples, which have no mean loss; leave empty batches out")
+        raise DataError("the batch has 0 samples, which have no mean loss; skip empty batches")
     return count
 
 
 def batch_digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
-    """Return a text that is the same for batches of the same tensors, and another for any others.
+    """Return a digest of all tensors of a batch.
 
     Example:
         >>> import torch
@@ -72,41 +70,41 @@ def batch_digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
         ... )
         (True, False)
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+            hasher.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
+            hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def make_global_batch(batch: tuple[Any, Any], count: int, num_microbatches: int) -> SlicedBatch:
-    """Return inputs and targets of so many samples as a step is fed them, cut into microbatches."""
+    """Split inputs and targets into microbatches."""
     return SlicedBatch(batch, tuple(split_batch(count, num_microbatches)), current_autocasts())
 
 
 def warn_forked_workers(known_pids: set[int]) -> bool:
-    """Warn of processes that this one has forked although it has threads: a loader's workers, most likely.
+    """Warn if this process has forked workers while it has threads, as a DataLoader does by default.
 
     Args:
-        known: the processes that were looked at before; new ones are added.
+        known_pids: processes that were checked before; new ones are added.
 
     Returns:
-        Whether there was something to warn of.
+        Whether it warned.
     """
     children = [child for child in multiprocessing.active_children() if child.pid not in known_pids]
     if not children:
         return False
     known_pids.update(child.pid for child in children if child.pid is not None)
-    usual = multiprocessing.get_start_method()
-    forked = [child for child in children if (getattr(child, "_start_method", None) or usual) == "fork"]
-    tasks = Path("/proc/self/task")  # threads of native code are seen only here
+    default_method = multiprocessing.get_start_method()
+    forked = [child for child in children if (getattr(child, "_start_method", None) or default_method) == "fork"]
+    tasks = Path("/proc/self/task")  # native threads are only listed here
     num_threads = len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
     if not forked or num_threads == 1:
         return False
     pids = ", ".join(str(child.pid) for child in forked)
     warnings.warn(
-        f"{format_count(len(forked), 'worker')} (pid {pids}) came of a fork of this "
+        f"{format_count(len(forked), 'worker')} (pid {pids}) came from a fork of this "
         f"process, which has {num_threads} threads: a lock that a thread held then stays locked in the copy for ever, "
         "so that such a worker may hang at any time; give the DataLoader multiprocessing_context='forkserver', or let "
         "cp.Trainer.fit(dataset, num_workers=...) read the samples",
@@ -117,10 +115,10 @@ def warn_forked_workers(known_pids: set[int]) -> bool:
 
 
 def collect_lengths(values: Any) -> set[int]:  # noqa: ANN401 - any nest of tensors
-    """Return the lengths along dim 0 of all tensors in a nest.
+    """Return the lengths along dim 0 of all tensors in a pytree.
 
     Raises:
-        DataError: something in it is an array of another library, or a tensor without dims.
+        DataError: it contains an array of another library, or a tensor without dims.
     """
     leaves = tree_leaves(values)
     for leaf in leaves:
@@ -142,42 +140,43 @@ def format_lengths(lengths: set[int]) -> str:
 
 
 def require_same_batches(fabric: Fabric, count: int, digest: str) -> None:
-    """Check that all ranks begin with the same batch; all ranks call it together.
+    """Check that all ranks start with the same batch; a collective call.
 
     Args:
-        fabric: the way to the others.
-        count: samples of this rank's batch.
-        content: what :func:`digest` says of it.
+        fabric: this rank's fabric.
+        count: the samples of this rank's batch.
+        digest: what :func:`batch_digest` returns for it.
 
     Raises:
-        DataError: they do not.
+        DataError: they differ.
     """
-    for rank, theirs in enumerate(fabric.gather_values("batch", [count, digest], tuple(range(fabric.num_ranks)))):
-        assert isinstance(theirs, list), "what every rank sends"
-        if theirs[0] != count:
+    for rank, other in enumerate(fabric.gather_values("batch", [count, digest], tuple(range(fabric.num_ranks)))):
+        assert isinstance(other, list), "every rank sends a list"
+        if other[0] != count:
             raise DataError(
-                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {theirs[0]}; every rank "
-                "passes the same global batch and takes its own part of it: leave the sharding of batches away, or "
+                f"rank {fabric.rank} was given a batch of {count} samples, rank {rank} one of {other[0]}; every rank "
+                "passes the same global batch and takes its own part of it: remove the sharding of batches, or "
                 "pass batches='per_rank' to parallelize"
             )
-        if theirs[1] != digest:
+        if other[1] != digest:
             raise DataError(
                 f"rank {fabric.rank} and rank {rank} were given different batches of {count} samples; every rank "
-                "passes the same global batch and takes its own part of it: leave a DistributedSampler away, shuffle "
-                "with the same seed on every rank, and draw no noise that differs; or pass batches='per_rank' to parallelize"
+                "passes the same global batch and takes its own part of it: remove a DistributedSampler, shuffle "
+                "with the same seed on every rank, and draw no noise that differs; or pass batches='per_rank' to "
+                "parallelize"
             )
 
 
 class DatasetBatch:
-    """One global batch of a dataset.
+    """One global batch of a dataset, read microbatch by microbatch, each at most once per process.
 
     Args:
         dataset: any map-style dataset whose samples are ``(inputs..., target)``.
         indices: the samples of the batch, in order.
-        num_micros: into how many microbatches it is cut.
-        seed: of what samples draw.
+        num_microbatches: how many microbatches it is split into.
+        seed: for the random numbers that samples draw.
         epoch: likewise.
-        reader: gives a microbatch's fields where something else than this process reads them.
+        reader: returns the fields of a microbatch, if not this process reads them.
     """
 
     def __init__(
@@ -220,23 +219,43 @@ class DatasetBatch:
 def microbatches_to_read(
     program: Program, ranks: Collection[int], input_blocks: Container[int] = frozenset({0})
 ) -> list[int]:
-    """Return the microbatches of a batch whose samples these ranks read: those of blocks that read inputs or targets.
+    """Return the microbatches of a batch that these ranks read: those of blocks that need inputs or targets.
 
     Args:
-        program: what ranks do.
-        ranks: who reads.
-        fed_blocks: the blocks that read the model's inputs; the last one reads the targets.
+        program: the program of all ranks.
+        ranks: the ranks that read.
+        input_blocks: the blocks that need the model's inputs; the last block needs the targets.
     """
-    stride = len(program.micros)
-    last = max((word.block for _, word in program.instructions() if isinstance(word, Forward)), default=0)
-    words = (word for rank in ranks for word in program.rank_programs[rank].body if isinstance(word, Forward))
-    return sorted({word.micro % stride for word in words if word.block == last or word.block in input_blocks})
+    num_microbatches = len(program.micros)
+    last_block = max(
+        (instruction.block for _, instruction in program.instructions() if isinstance(instruction, Forward)), default=0
+    )
+    forwards = (
+        instruction
+        for rank in ranks
+        for instruction in program.rank_programs[rank].body
+        if isinstance(instruction, Forward)
+    )
+    return sorted(
+        {
+            instruction.micro % num_microbatches
+            for instruction in forwards
+            if instruction.block == last_block or instruction.block in input_blocks
+        }
+    )
 
 
 def committed_microbatches(program: Program, rank: int) -> list[int]:
-    """Return the microbatches whose samples the ranks that commit with this one count, each as often as it is."""
-    words = program.rank_programs[rank].body
-    group = next((word.group for word in words if isinstance(word, Commit)), ())
-    bodies = [word for member in group for word in program.rank_programs[member].body if isinstance(word, Forward)]
-    last = max((word.block for _, word in program.instructions() if isinstance(word, Forward)), default=0)
-    return [word.micro for word in bodies if word.block == last]
+    """Return the microbatches whose samples are counted in the commit of this rank, each as often as it is counted."""
+    instructions = program.rank_programs[rank].body
+    group = next((instruction.group for instruction in instructions if isinstance(instruction, Commit)), ())
+    forwards = [
+        instruction
+        for member in group
+        for instruction in program.rank_programs[member].body
+        if isinstance(instruction, Forward)
+    ]
+    last_block = max(
+        (instruction.block for _, instruction in program.instructions() if isinstance(instruction, Forward)), default=0
+    )
+    return [instruction.micro for instruction in forwards if instruction.block == last_block]

@@ -1,4 +1,4 @@
-"""The batches that are under way: one in a synchronous step, several in a stream, none behind a flush."""
+"""The batches in flight: one in a synchronous step, several in an asynchronous pipeline, none after a flush."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from counterpoint.training.options import TrainingOptions
 
 @dataclass(slots=True)
 class InFlightBatches:
-    """What the next steps are fed. The step of a stream finishes the batch of its number and begins later ones.
+    """The batches that steps read, by step number.
 
-    A batch that is not there is empty: nothing is done for it. So a stream begins with steps of the numbers before its
-    first batch, of which only the beginnings of later ones are left, and is flushed by steps without later ones.
+    A step of an asynchronous pipeline finishes the batch of its own number and starts later ones. A missing batch is
+    empty. So the pipeline is filled by steps with negative numbers, which only start later batches, and flushed by
+    steps that start none::
+
+        step      -2      -1       0       1       2        lookahead = 2, batches 0 to 2
+        starts   0       0 1     0 1 2   1 2     2          (on the first stage only batch step + 2)
+        finishes -       -       0       1       2
 
     Args:
-        ahead: how many batches behind its own one a step begins.
-        stride: how many microbatches a batch has.
-        feeds: the batches under way, by the number of their step.
+        lookahead: how many batches after its own a step starts.
+        microbatches_per_batch: the number of microbatches of a batch.
+        batches: the batches in flight, by the number of the step that finishes them.
     """
 
     lookahead: int = 0
@@ -32,11 +37,11 @@ class InFlightBatches:
 
     @staticmethod
     def for_variant(variant: StepVariant) -> InFlightBatches:
-        """Return the flight of a plan's steps."""
+        """Return an empty set of batches for the steps of a plan."""
         return InFlightBatches(variant.lookahead, variant.microbatches_per_batch)
 
     def batch_source(self, number: int) -> MicrobatchSource:
-        """Return what the step of this number is fed."""
+        """Return the microbatches that the step of this number reads."""
         return (
             AsyncPipelineBatches(self.batches, number, self.lookahead, self.microbatches_per_batch)
             if self.lookahead
@@ -44,11 +49,11 @@ class InFlightBatches:
         )
 
     def warmup_steps(self, number: int) -> range:
-        """Return the steps that come before one of this number so that its batch has begun; none in mid-stream."""
+        """Return the steps that must run before this one to start its batch; none in mid-stream."""
         return range(number - self.lookahead, number) if number not in self.batches else range(0)
 
-    def require_flushed(self, what: str) -> None:
-        """Check that no batch is under way.
+    def require_flushed(self, operation: str) -> None:
+        """Check that no batch is in flight.
 
         Raises:
             PlanError: one is.
@@ -56,9 +61,9 @@ class InFlightBatches:
         if self.lookahead and self.batches:
             batches = f"{len(self.batches)} batch{'es' if len(self.batches) > 1 else ''}"
             raise PlanError(
-                f"{what} comes while {batches} are under way in a pipeline that does not flush after every step; let "
-                "fit(...) do it, which flushes first: evaluate_every=, save_every=, or at the end of an epoch; in a "
-                "loop of your own call step.flush() before"
+                f"{operation} was called with {batches} in flight in a pipeline that does not flush after every step; "
+                "let fit(...) do it, which flushes first: evaluate_every=, save_every=, or at the end of an epoch; in "
+                "your own loop call step.flush() before"
             )
 
 
@@ -66,44 +71,45 @@ def require_known_grad_norm(compiled: CompiledPlan, options: TrainingOptions) ->
     """Check that stages know the norm that gradients are clipped by.
 
     Raises:
-        PlanError: it is that of all stages, which do not wait for each other; or that of one, and they do.
+        PlanError: an asynchronous pipeline clips by the norm of the model, or another plan by that of each stage.
     """
-    clip, by = options.clip_norm, options.clip_by
-    is_stream = compiled.step_variants[-1].lookahead > 0
-    if by == "stage" and clip is None:
-        raise PlanError("clip_by='stage' says by whose norm gradients are clipped, but not how far; give clip_norm=1.0")
-    if by == "stage" and not is_stream:
+    clip_norm, clip_by = options.clip_norm, options.clip_by
+    is_async = compiled.step_variants[-1].lookahead > 0
+    if clip_by == "stage" and clip_norm is None:
+        raise PlanError("clip_by='stage' needs clip_norm, the largest norm of a stage's gradients; give clip_norm=1.0")
+    if clip_by == "stage" and not is_async:
         raise PlanError(
-            f"clip_by='stage' clips each stage by its own norm, and so trains otherwise than solo, but under "
-            f"{compiled.plan} the norm of the whole model is known; leave clip_by out"
+            f"clip_by='stage' clips each stage by its own norm, which differs from one-device training, but under "
+            f"{compiled.plan} the norm of the whole model is known; omit clip_by"
         )
-    if by == "model" and clip is not None and is_stream:
+    if clip_by == "model" and clip_norm is not None and is_async:
         raise PlanError(
-            f"clip_norm={clip} is a norm over all stages, but those of {compiled.plan} update each for itself, without "
-            "waiting for the others; give clip_by='stage' to clip each stage by its own norm, or take schedule=one_f_one_b"
+            f"clip_norm={clip_norm} is a norm over all stages, but those of {compiled.plan} update independently, "
+            "without waiting for the others; give clip_by='stage' to clip each stage by its own norm, or use "
+            "schedule=one_f_one_b"
         )
 
 
 def require_version_memory(compiled: CompiledPlan, hosts: Sequence[int], rank: int) -> None:
-    """Check that there is memory for the older versions of weights.
+    """Check that there is memory for the older versions of weights (weight stashing).
 
     Args:
         compiled: the plan and its program.
         hosts: the host of every rank.
-        rank: one on this host.
+        rank: a rank on this host.
 
     Raises:
         PlanError: the versions on this host need more than is free.
     """
     if not compiled.step_variants[-1].lookahead:
         return
-    here = [made for made, host in zip(compiled.cost.ranks, hosts, strict=True) if host == hosts[rank]]
-    needed = sum(int((made.weight_versions - 1) * sum(made.updates.values())) for made in here)
+    local_ranks = [cost for cost, host in zip(compiled.cost.ranks, hosts, strict=True) if host == hosts[rank]]
+    needed = sum(int((cost.weight_versions - 1) * sum(cost.updates.values())) for cost in local_ranks)
     free = available_bytes()
     if needed > free:
-        most = max(made.weight_versions for made in here)
+        max_versions = max(cost.weight_versions for cost in local_ranks)
         raise PlanError(
-            f"the older versions of the weights that {compiled.plan} keeps, up to {most - 1} on a rank, take {needed} "
-            f"bytes on this host, of which {free} are free; take schedule=pipedream_2bw, which keeps one, or "
+            f"the older versions of the weights that {compiled.plan} keeps, up to {max_versions - 1} on a rank, take "
+            f"{needed} bytes on this host, of which {free} are free; use schedule=pipedream_2bw, which keeps one, or "
             "schedule=one_f_one_b, which keeps none, or fewer ranks on this host"
         )

@@ -1,4 +1,4 @@
-"""Steps to which every process brings samples of its own, as many as it has: counts travel ahead of gradients."""
+"""Steps to which every process brings its own samples, as many as it has: sizes are exchanged before the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.fabric.fingerprint import format_ranks
+from counterpoint.fabric.fingerprint import digest, format_ranks
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Forward
 from counterpoint.program.program import Program
@@ -27,10 +27,10 @@ class RankBatchInfo:
     """What one rank brings to a step.
 
     Args:
-        count: its samples.
+        count: the number of its samples.
         is_done: whether it has run out of them.
-        settings: the options of its optimizer's groups; empty where all ranks have the same ones and train.
-        content: what tells its first batch from others; empty for later ones.
+        optimizer_options: the options of its optimizer's groups; empty if all ranks have the same ones and train.
+        digest: identifies the content of its first batch; empty for later ones.
     """
 
     count: int
@@ -41,12 +41,12 @@ class RankBatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class PerRankBatch:
-    """What a rank is fed where each one reads only what it has brought.
+    """The microbatches of a rank that reads only its own samples.
 
     Args:
-        batch: this rank's inputs and targets; None where it has none.
-        places: for each microbatch of this rank the samples from and to.
-        sizes: of every microbatch, those of the others among them.
+        batch: this rank's inputs and targets; None if it has none.
+        sample_ranges: for each microbatch of this rank the first sample and the one after the last.
+        sizes: of every microbatch, those of other ranks too.
     """
 
     batch: tuple[Any, Any] | None
@@ -55,224 +55,237 @@ class PerRankBatch:
 
     def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
         """Return the model's inputs for a microbatch of this rank."""
-        assert self.batch is not None, "only microbatches with samples are asked for"
+        assert self.batch is not None, "only microbatches with samples are read"
         return slice_samples(self.batch[0], *self.sample_ranges[micro])
 
     def targets(self, micro: int) -> Any:  # noqa: ANN401 - whatever the loss takes
         """Return the targets of a microbatch of this rank."""
-        assert self.batch is not None, "only microbatches with samples are asked for"
+        assert self.batch is not None, "only microbatches with samples are read"
         return slice_samples(self.batch[1], *self.sample_ranges[micro])
 
 
 class PerRankBatchExchange:
-    """What the ranks know of each other's batches.
+    """Exchanges the sizes of the ranks' own batches, and checks that they can be trained on together.
 
     Args:
-        fabric: the way to the others.
-        face: the user's optimizer on this rank.
-        uneven: whether ranks may bring different numbers of samples: True, or False for an error; None tells it once.
+        fabric: this rank's fabric.
+        optimizer_spec: the user's optimizer on this rank.
+        uneven: whether ranks may bring different numbers of samples: True, or False for an error; None warns once.
     """
 
     def __init__(self, fabric: Fabric, optimizer_spec: OptimizerSpec, *, uneven: bool | None) -> None:
         self.fabric = fabric
         self.optimizer_spec = optimizer_spec
         self.uneven = uneven
-        self.microbatches_by_rank: dict[int, tuple[int, ...]] = {}  # by rank, once the program is known
+        self.microbatches_by_rank: dict[int, tuple[int, ...]] = {}  # filled by set_program
         self.reported: set[str] = set()
 
-    def exchange_info(self, step: int, count: int, *, digest: str = "", is_done: bool = False) -> list[RankBatchInfo]:
-        """Return what every rank brings to a step; all ranks call it together.
+    def exchange_info(
+        self, step: int, count: int, *, content_digest: str = "", is_done: bool = False
+    ) -> list[RankBatchInfo]:
+        """Return what every rank brings to a step; a collective call.
 
         Raises:
-            DataError: ranks would update with different options.
+            DataError: ranks would update with different optimizer options.
         """
         groups = [get_group_options(group) for group in self.optimizer_spec.optimizer.param_groups]
         everyone = tuple(range(self.fabric.num_ranks))
         numbers = self.all_gather_ints([count, is_done, int.from_bytes(digest(groups)[:7])], everyone)
-        told: Sequence[Any] = [[[], ""]] * len(everyone)
+        details: Sequence[Any] = [[[], ""]] * len(everyone)
         if (
             not self.microbatches_by_rank
-            or any(gone for _, gone, _ in numbers)
-            or len({print_ for *_, print_ in numbers}) > 1
+            or any(is_finished for _, is_finished, _ in numbers)
+            or len({options_digest for *_, options_digest in numbers}) > 1
         ):
-            told = cast("list[Any]", self.fabric.gather_values("batches", [groups, digest], everyone))
-        found = [RankBatchInfo(num, bool(gone), *more) for (num, gone, _), more in zip(numbers, told, strict=True)]
-        present = [rank for rank in everyone if not found[rank].is_done]
+            details = cast("list[Any]", self.fabric.gather_values("batches", [groups, content_digest], everyone))
+        infos = [
+            RankBatchInfo(size, bool(is_finished), *detail)
+            for (size, is_finished, _), detail in zip(numbers, details, strict=True)
+        ]
+        present = [rank for rank in everyone if not infos[rank].is_done]
         if present:
-            self.sync_optimizer_options(step, found, present)
-        return found
+            self.sync_optimizer_options(step, infos, present)
+        return infos
 
-    def all_gather_ints(self, mine: Sequence[int], everyone: Group) -> list[list[int]]:
-        """Return what every rank passes, whole numbers, as many on each."""
-        numbers = torch.zeros(len(everyone) * len(mine), dtype=torch.int64)
-        bounds = range(0, len(numbers) + 1, len(mine))
-        place = self.fabric.rank
-        numbers[bounds[place] : bounds[place + 1]] = torch.tensor(mine)
+    def all_gather_ints(self, local: Sequence[int], everyone: Group) -> list[list[int]]:
+        """Return the integers that every rank passes, equally many on each."""
+        numbers = torch.zeros(len(everyone) * len(local), dtype=torch.int64)
+        bounds = range(0, len(numbers) + 1, len(local))
+        rank = self.fabric.rank
+        numbers[bounds[rank] : bounds[rank + 1]] = torch.tensor(local)
         self.fabric.all_gather("sizes of batches", numbers, bounds, everyone).wait()
         rows: list[list[int]] = numbers.view(len(everyone), -1).tolist()
         return rows
 
     def check_batches(self, step: int, infos: Sequence[RankBatchInfo]) -> None:
-        """Say once what may be meant: ranks have run out, differ in their numbers of samples, or bring the same ones.
+        """Warn once, or raise, if ranks have run out of samples, differ in their number, or bring the same ones.
 
         Raises:
-            DataError: they differ, and that is refused.
+            DataError: they differ, and ``uneven`` is False.
         """
         present = [rank for rank in self.microbatches_by_rank if not infos[rank].is_done]
-        gone = [rank for rank in self.microbatches_by_rank if infos[rank].is_done]
-        if gone and present:
+        finished = [rank for rank in self.microbatches_by_rank if infos[rank].is_done]
+        if finished and present:
             self.report_uneven(
                 "ends",
-                f"{format_ranks(gone)} had no more samples for step {step}, to which {format_ranks(present)} brought some",
-                "the step is made of the samples there are, each counting alike",
+                f"{format_ranks(finished)} had no more samples for step {step}, to which {format_ranks(present)} "
+                "brought some",
+                "the step uses the samples there are, equally weighted",
             )
         self.check_counts(step, infos, present)
         self.check_duplicates(infos, present)
 
     def sync_optimizer_options(self, step: int, infos: Sequence[RankBatchInfo], present: Sequence[int]) -> None:
-        """Have the optimizer's options of the ranks that train, which must agree; one that has run out takes them over.
+        """Check that the ranks that train have equal optimizer options; a rank without samples adopts them.
 
         Raises:
-            DataError: they do not agree.
+            DataError: they are not equal.
         """
         first = present[0]
         for rank in present[1:]:
             pairs = zip(infos[first].optimizer_options, infos[rank].optimizer_options, strict=True)
-            for index, (mine, theirs) in enumerate(pairs):
-                for key in [key for key in mine if mine[key] != theirs.get(key)]:
+            for index, (options, other_options) in enumerate(pairs):
+                for key in [key for key in options if options[key] != other_options.get(key)]:
                     raise DataError(
-                        f"in step {step} the optimizer's {key} of group {index} is {mine[key]} on rank {first}, "
-                        f"{theirs.get(key)} on rank {rank}, but ranks update one model; change it alike on all ranks: "
-                        f"step a schedule until its last_epoch is step.number, which is {step} on all"
+                        f"in step {step} the optimizer's {key} of group {index} is {options[key]} on rank {first}, "
+                        f"{other_options.get(key)} on rank {rank}, but ranks update one model; change it equally on "
+                        f"all ranks: step a schedule until its last_epoch is step.number, which is {step} on all"
                     )
-        if self.fabric.rank not in present:  # and so all were told
+        if self.fabric.rank not in present:  # then the options were exchanged
             for group, options in zip(
                 self.optimizer_spec.optimizer.param_groups, infos[first].optimizer_options, strict=True
             ):
                 apply_group_options(group, options)
 
     def check_counts(self, step: int, infos: Sequence[RankBatchInfo], present: Sequence[int]) -> None:
-        """Tell of ranks with batches of different sizes."""
+        """Report ranks with batches of different sizes."""
         counts = {rank: infos[rank].count for rank in present}
         if len(set(counts.values())) > 1:
-            told = ", ".join(
+            sizes = ", ".join(
                 f"{count} on {format_ranks([rank for rank in present if counts[rank] == count])}"
                 for count in dict.fromkeys(counts.values())
             )
             self.report_uneven(
                 "counts",
-                f"the ranks' batches differ in size in step {step}: {told}",
-                f"each of the {sum(counts.values())} samples counts alike in the gradient, not each rank",
+                f"the ranks' batches differ in size in step {step}: {sizes}",
+                f"each of the {sum(counts.values())} samples has the same weight in the gradient, not each rank",
             )
 
     def check_duplicates(self, infos: Sequence[RankBatchInfo], present: Sequence[int]) -> None:
-        """Warn of ranks that have all brought the same first batch, which a sampler should have parted."""
-        alike = {infos[rank].digest for rank in present}
+        """Warn if all ranks bring the same first batch, which a sampler should have sharded."""
+        digests = {infos[rank].digest for rank in present}
         replicas = {self.microbatches_by_rank[rank] for rank in present}
-        if len(alike) == 1 and alike != {""} and len(replicas) > 1 and self.fabric.rank == 0:
+        if len(digests) == 1 and digests != {""} and len(replicas) > 1 and self.fabric.rank == 0:
             warnings.warn(
-                f"{format_ranks(present)} brought the same {infos[present[0]].count} samples to the first step, so that each "
-                "sample is computed more than once; shard them with a DistributedSampler, or pass batches='global' and "
-                "leave the sharding to the step",
+                f"{format_ranks(present)} brought the same {infos[present[0]].count} samples to the first step, so "
+                "each sample is computed more than once; shard them with a DistributedSampler, or pass "
+                "batches='global' and leave the sharding to the step",
                 stacklevel=5,
             )
 
     def report_uneven(self, kind: str, description: str, rule: str) -> None:
-        """Say once that ranks are uneven, or refuse it.
+        """Warn once that ranks are uneven, or raise.
 
         Raises:
-            DataError: it is to be refused.
+            DataError: ``uneven`` is False.
         """
         if self.uneven is False:
             raise DataError(
-                f"{description}, which uneven=False refuses; give all ranks as many samples (drop_last=True, or a sampler "
-                "that pads), or pass uneven=True"
+                f"{description}, which uneven=False forbids; give all ranks as many samples (drop_last=True, or a "
+                "sampler that pads), or pass uneven=True"
             )
         if self.uneven is None and kind not in self.reported and self.fabric.rank == 0:
             warnings.warn(
-                f"{description}; {rule}: pass uneven=True where that is meant, or uneven=False to have it refused",
+                f"{description}; {rule}: pass uneven=True if that is intended, or uneven=False to make it an error",
                 stacklevel=6,
             )
         self.reported.add(kind)
 
     def set_program(self, program: Program) -> None:
-        """The microbatches of every rank are known.
+        """Set the microbatches of every rank.
 
         Raises:
-            DataError: two ranks share some of them, but not all, so that neither can bring its own.
+            DataError: two ranks share some microbatches, but not all, so that neither can bring its own.
         """
-        rows = enumerate(program.rank_programs)
+        rank_programs = enumerate(program.rank_programs)
         self.microbatches_by_rank = {
-            rank: micros
-            for rank, row in rows
-            if (micros := tuple(sorted({word.micro for word in row.body if isinstance(word, Forward)})))
+            rank: microbatches
+            for rank, rank_program in rank_programs
+            if (
+                microbatches := tuple(
+                    sorted({instruction.micro for instruction in rank_program.body if isinstance(instruction, Forward)})
+                )
+            )
         }
-        for one in set(self.microbatches_by_rank.values()):
-            for other in set(self.microbatches_by_rank.values()) - {one}:
-                if not set(one).isdisjoint(other):
+        for first in set(self.microbatches_by_rank.values()):
+            for second in set(self.microbatches_by_rank.values()) - {first}:
+                if not set(first).isdisjoint(second):
                     raise DataError(
-                        f"a rank of this plan runs microbatches {one}, another one {other}, so that no batch belongs "
-                        "to either; pass batches='global', the whole batch on every rank"
+                        f"a rank of this plan runs microbatches {first}, another one {second}, so neither has a batch "
+                        "of its own; pass batches='global', the whole batch on every rank"
                     )
 
     def make_batch(self, batch: tuple[Any, Any] | None, infos: Sequence[RankBatchInfo]) -> PerRankBatch:
-        """Return what this rank is fed.
+        """Return the microbatches of this rank.
 
         Args:
-            batch: what it has brought; None for nothing.
-            found: what all have brought.
+            batch: its inputs and targets; None for no samples.
+            infos: what all ranks have brought.
 
         Raises:
-            DataError: ranks that compute parts of one replica have not brought the same.
+            DataError: ranks that compute parts of one replica have not brought the same samples.
         """
         sizes: dict[int, int] = {}
-        places: dict[int, tuple[int, int]] = {}
-        for rank, micros in self.microbatches_by_rank.items():
-            cuts = dict(zip(micros, split_batch(infos[rank].count, len(micros)), strict=True))
-            self.require_same_replica_batch(self.replica_ranks(micros), infos)
-            sizes |= {micro: stop - start for micro, (start, stop) in cuts.items()}
+        sample_ranges: dict[int, tuple[int, int]] = {}
+        for rank, microbatches in self.microbatches_by_rank.items():
+            ranges = dict(zip(microbatches, split_batch(infos[rank].count, len(microbatches)), strict=True))
+            self.require_same_replica_batch(self.replica_ranks(microbatches), infos)
+            sizes |= {microbatch: stop - start for microbatch, (start, stop) in ranges.items()}
             if rank == self.fabric.rank:
-                places = cuts
-        return PerRankBatch(batch, places, sizes)
+                sample_ranges = ranges
+        return PerRankBatch(batch, sample_ranges, sizes)
 
     def replica_ranks(self, microbatches: tuple[int, ...]) -> Group:
-        """Return the ranks that compute together on some microbatches."""
-        return tuple(rank for rank, own in self.microbatches_by_rank.items() if own == microbatches)
+        """Return the ranks that compute these microbatches together."""
+        return tuple(
+            rank for rank, rank_microbatches in self.microbatches_by_rank.items() if rank_microbatches == microbatches
+        )
 
     def require_same_replica_batch(self, members: Group, infos: Sequence[RankBatchInfo]) -> None:
-        """Check that the ranks of one replica have brought the same.
+        """Check that the ranks of one replica have brought the same samples.
 
         Raises:
             DataError: they have not.
         """
-        offers = [(infos[rank].count, infos[rank].digest) for rank in members]
-        if len(set(offers)) > 1:
+        contents = [(infos[rank].count, infos[rank].digest) for rank in members]
+        if len(set(contents)) > 1:
             raise DataError(
                 f"{format_ranks(members)} compute together on one batch, but brought "
-                f"{', '.join(f'{count} samples' for count, _ in offers)}, not the same ones; shard the samples by "
+                f"{', '.join(f'{count} samples' for count, _ in contents)}, not the same ones; shard the samples by "
                 "replica: the ranks of one replica pass one batch"
             )
 
 
 def require_synchronous_steps(plan: Plan, num_measured_plans: int = 0) -> None:
-    """Check that a step ends what it begins, so that what each rank brings to it is used in it.
+    """Check that a step finishes the batch that it starts, so that it uses what each rank brings to it.
 
     Args:
-        plan: who does what.
-        measure: how many plans are to be measured before the first step.
+        plan: the plan.
+        num_measured_plans: how many plans are measured before the first step.
 
     Raises:
-        PlanError: batches are under way over several steps, or plans are measured, which takes one batch for all.
+        PlanError: steps overlap, or plans are measured, which takes one batch for all ranks.
     """
     if num_measured_plans:
         raise PlanError(
-            f"measure={num_measured_plans} has plans train on the first batch, which all ranks must have, but batches='per_rank' has "
-            "each rank bring samples of its own; pass batches='global', or leave measure out"
+            f"num_measured_plans={num_measured_plans} trains plans on the first batch, which all ranks must have, but "
+            "with batches='per_rank' each rank has samples of its own; pass batches='global', or omit "
+            "num_measured_plans"
         )
     for strategy in plan.strategies:
         if isinstance(strategy, Pipeline) and strategy.is_async:
             raise PlanError(
-                f"batches='per_rank' has each rank bring samples of its own to a step, but under {strategy} all stages work "
-                "on every batch, and take several steps for it; pass batches='global', the whole batch on every rank, or "
-                "take schedule=one_f_one_b"
+                f"with batches='per_rank' each rank has samples of its own in a step, but under {strategy} all stages "
+                "work on every batch, over several steps; pass batches='global', the whole batch on every rank, or use "
+                "schedule=one_f_one_b"
             )

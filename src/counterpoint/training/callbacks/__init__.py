@@ -1,1 +1,1 @@
-"""Callbacks of a fit: the events, the progress display and the run folder."""
+"""Callbacks of a fit: their events, the progress display and the run folder."""

@@ -1,4 +1,4 @@
-"""What happens in a run, told to whoever listens: progress bars, run folders, a user's own callbacks."""
+"""The callback interface of a fit, its events, and a history of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RunStart:
     """A run is about to take its first step.
 
     Args:
-        compiled: the plan, its program and its proof.
+        compiled: the plan, its program and its verification result.
         first_step: the number of the first step; above 0 for a resumed run.
         num_steps: steps of the whole run.
         batch_size: samples of one global batch.
-        choice: what the plan was weighed against, where that was left open.
+        choice: the candidates of ``strategy="auto"``.
     """
 
     compiled: CompiledPlan
@@ -36,13 +36,13 @@ class StepEnd:
 
     Args:
         step: its number, from 0.
-        epoch: the epoch its batch belongs to.
+        epoch: the epoch of its batch.
         loss: mean over the samples of the batch (of this worker's part under an asynchronous server).
         num_samples: samples of the batch (of this worker's part).
-        seconds: how long it took, reading the batch included.
-        grad_norm: global norm; nan when it was not needed.
-        fault: why the step was left out; empty when it was applied.
-        options: learning rate and so on, of the first group.
+        seconds: its duration, including reading the batch.
+        grad_norm: global norm; nan if it was not needed.
+        skip_reason: why the update was skipped; empty if it was applied.
+        options: learning rate and so on, of the first parameter group.
     """
 
     step: int
@@ -57,7 +57,7 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnd:
-    """The model was measured on held-out data after so many steps."""
+    """The model was evaluated on held-out data after this many steps."""
 
     step: int
     metrics: Mapping[str, float]
@@ -65,7 +65,7 @@ class EvaluationEnd:
 
 @dataclass(frozen=True, slots=True)
 class TraceRecorded:
-    """One step was measured word by word on every rank."""
+    """One step was traced on every rank, instruction by instruction."""
 
     step: int
     trace: Trace
@@ -81,19 +81,19 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The run is over; ``error`` says why if it ended early."""
+    """The run has ended; ``error`` is the reason if it ended early."""
 
     num_steps: int
     error: BaseException | None = None
 
 
 class Callback:
-    """Listens to a run; every method may be left out. Called on rank 0 only, unless ``on_every_rank`` is set."""
+    """Receives the events of a run; override any method. Called on rank 0 only, unless ``on_every_rank`` is set."""
 
     on_every_rank = False
 
     def on_start(self, event: RunStart) -> None:
-        """A run begins."""
+        """A run starts."""
         return
 
     def on_step(self, event: StepEnd) -> None:
@@ -101,11 +101,11 @@ class Callback:
         return
 
     def on_evaluation(self, event: EvaluationEnd) -> None:
-        """Held-out data was measured."""
+        """Held-out data was evaluated."""
         return
 
     def on_trace(self, event: TraceRecorded) -> None:
-        """A step was measured word by word."""
+        """A step was traced."""
         return
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
@@ -113,18 +113,18 @@ class Callback:
         return
 
     def on_end(self, event: RunEnd) -> None:
-        """The run is over."""
+        """The run has ended."""
         return
 
 
 def callbacks_on_every_rank(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return the callbacks that want to listen on every rank."""
+    """Return the callbacks that are called on every rank."""
     return [callback for callback in callbacks if callback.on_every_rank]
 
 
 @dataclass(slots=True)
 class History(Callback):
-    """Keeps every event of a run in memory.
+    """Records every step and evaluation of a run.
 
     Args:
         steps: all steps, in order.
@@ -140,9 +140,9 @@ class History(Callback):
         return [step.loss for step in self.steps]
 
     def on_step(self, event: StepEnd) -> None:
-        """Keep a step."""
+        """Record a step."""
         self.steps.append(event)
 
     def on_evaluation(self, event: EvaluationEnd) -> None:
-        """Keep an evaluation."""
+        """Record an evaluation."""
         self.evaluations.append(event)

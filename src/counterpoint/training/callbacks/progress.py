@@ -1,9 +1,7 @@
-"""How fast a run is right now: sums over its last seconds, from which all figures of a progress line follow.
+"""Show the progress of a run: a bar on a terminal, one line per interval anywhere else.
 
-How far a run is, told to whoever watches: a bar on a terminal, one line per interval anywhere else.
-
-A batch system or a pipe keeps every line for ever, so there a line comes every few seconds and not with every step.
-The choice is made here, from the stream, and not from what happens to be installed.
+A batch system or a pipe keeps every line, so there a line is written every few seconds and not with every step. The
+mode depends on the output stream, not on which packages are installed.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ DECAY_S = 5.0
 
 @dataclass(slots=True)
 class ThroughputMeter:
-    """Sums over steps in which a step counts less the longer it is past; changes with every step.
+    """Exponentially decaying sums over the steps of a run.
 
     Args:
-        memory_s: seconds of training after which a step counts 1/e.
+        decay_s: seconds of training after which a step has the weight 1/e.
     """
 
     decay_s: float = DECAY_S
@@ -39,7 +37,7 @@ class ThroughputMeter:
     skipped: int = 0
 
     def add(self, step: StepEnd) -> None:
-        """The step is in the sums; one that was left out counts as skipped, and its loss does not count."""
+        """Add a step; a skipped one is counted as skipped, and its loss is ignored."""
         keep = math.exp(-step.seconds / self.decay_s)
         self.steps = self.steps * keep + 1
         self.samples = self.samples * keep + step.num_samples
@@ -51,7 +49,7 @@ class ThroughputMeter:
 
     @property
     def mean_loss(self) -> float:
-        """The loss of the last seconds; nan when none was finite."""
+        """The mean loss of the last seconds; nan if none was finite."""
         return self.loss / self.losses if self.losses else math.nan
 
     @property
@@ -61,7 +59,7 @@ class ThroughputMeter:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step; nan before the first."""
+        """Seconds per step; nan before the first."""
         return self.seconds / self.steps if self.steps else math.nan
 
 
@@ -72,16 +70,16 @@ REDRAW_S = 0.1
 
 
 class ProgressCallback(Callback):
-    """Shows a run while it goes on; the first and the last step are always shown.
+    """Shows the progress of a run; the first and the last step are always shown.
 
     Args:
         mode: ``rich`` draws a bar, ``plain`` writes lines, ``json`` one object per line, ``off`` nothing; ``auto`` is
             ``rich`` on a terminal and ``plain`` elsewhere. ``relay`` writes what ``rich`` draws, for another process
-            to draw it: see :func:`counterpoint.training.reporting.progress_renderers.relayed`.
+            to draw it: see :func:`counterpoint.training.reporting.progress_renderers.parse_relayed`.
         name: what is trained, for the first line.
-        stream: where to; standard output when left out.
-        clock: seconds that only grow.
-        interval_s: from one line to the next.
+        stream: output stream; standard output by default.
+        clock: monotonic seconds.
+        interval_s: time between two lines.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class ProgressCallback(Callback):
         self.last_shown_s = 0.0
 
     def on_start(self, event: RunStart) -> None:
-        """The plan is shown, with the arithmetic of the global batch."""
+        """Show the plan, with the arithmetic of the global batch."""
         plan = event.compiled.plan
         self.meter, self.num_steps, self.steps_done, self.last_shown_step = (
             ThroughputMeter(),
@@ -128,7 +126,7 @@ class ProgressCallback(Callback):
         )
 
     def on_step(self, event: StepEnd) -> None:
-        """The step is shown if it is the first, the last, or an interval has gone by."""
+        """Show the step if it is the first, the last, or an interval has passed."""
         self.meter.add(event)
         self.steps_done = event.step + 1
         if (
@@ -139,15 +137,15 @@ class ProgressCallback(Callback):
             self.show_step()
 
     def on_evaluation(self, event: EvaluationEnd) -> None:
-        """The metrics on held-out data are shown."""
+        """Show the metrics on held-out data."""
         self.emit("evaluation", {"step": event.step, "metrics": dict(event.metrics)})
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
-        """The checkpoint's path is shown."""
+        """Show the checkpoint's path."""
         self.emit("saved", {"step": event.step, "path": str(event.path)})
 
     def on_end(self, event: RunEnd) -> None:
-        """The last step and the reason of an early end are shown, and the terminal is as it was."""
+        """Show the last step and the error of an early end, and restore the terminal."""
         try:
             if self.last_shown_step not in {-1, self.steps_done}:
                 self.show_step()
@@ -156,7 +154,7 @@ class ProgressCallback(Callback):
             self.renderer.close()
 
     def show_step(self) -> None:
-        """The step is shown now."""
+        """Show the current step."""
         step_s = self.meter.step_s
         self.emit(
             "step",
@@ -172,7 +170,7 @@ class ProgressCallback(Callback):
         self.last_shown_step, self.last_shown_s = self.steps_done, self.clock()
 
     def emit(self, event: str, fields: Mapping[str, Any]) -> None:
-        """The view has one more record."""
+        """Render one more record."""
         record: ProgressRecord = {"event": event, "num_steps": self.num_steps, **fields}
         self.renderer.show(record)
 

@@ -1,6 +1,6 @@
-"""A run's folder: what was done, how it went and how it looked, in files that each make sense alone.
+"""Write a run's folder: plan, program, metrics, trace and report, in files that each can be read alone.
 
-Every file is whole at every moment: texts are renamed into place, and lines are written in one piece.
+Every file is complete at any time: texts are renamed into place, and lines are written in one piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from counterpoint.viz.perfetto import format_perfetto
 
 METRICS = "metrics.jsonl"
 REPORT_EVERY_S = 30.0
-"""How old a report may be while the run goes on: one that is killed leaves a report of its last half minute."""
+"""The largest age of the report during a run: a killed run leaves a report of its last half minute."""
 
 
 def now_s() -> float:
@@ -38,19 +38,19 @@ def now_s() -> float:
 class RunFolder(Callback):
     """Writes one folder for a run.
 
-    ``plan.yaml``, with ``plan.profile.json`` beside it if it was cut by a timing, and ``program.txt`` stand there before
-    the first step; ``metrics.jsonl`` and TensorBoard's events grow with every step; ``trace.json`` (open it in
-    ui.perfetto.dev) comes with the first measured step; ``report.html`` is rewritten now and then, and at the end,
-    early or not. ``checkpoints/`` is the place for checkpoints.
+    ``plan.yaml``, with ``plan.profile.json`` next to it if its stages were balanced by a profile, and ``program.txt``
+    are written before the first step; ``metrics.jsonl`` and TensorBoard's events grow with every step; ``trace.json``
+    (open it in ui.perfetto.dev) is written with the first traced step; ``report.html`` is rewritten regularly, and at
+    the end, early or not. ``checkpoints/`` is the place for checkpoints.
 
     Args:
-        folder: is made; one that holds another run is refused, unless this run goes on from it.
+        folder: is created; one that holds another run is an error, unless this run continues it.
         title: of the report.
         config: YAML text to keep as ``config.yaml``.
         clock: seconds since 1970.
 
     Raises:
-        PlanError: at the start, if the folder holds a run that this one does not go on from.
+        PlanError: at the start, if the folder holds a run that this one does not continue.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class RunFolder(Callback):
 
     @property
     def report_path(self) -> Path:
-        """Where the report is."""
+        """The path of the report."""
         return self.folder / "report.html"
 
     def on_start(self, event: RunStart) -> None:
-        """Plan and program are written; what an earlier part of this run wrote about later steps is gone."""
+        """Write plan and program; drop metrics of later steps that an earlier part of this run wrote."""
         if event.first_step == 0:
             require_unused_folder(self.folder)
         make_folder(self.folder)
         title = self.title or self.folder.name
         self.summary = RunSummary(title, event.compiled, event.num_steps, event.batch_size, self.config)
         self.summary.plan_comparison = build_comparison(event.choice) if event.choice is not None else None
-        kept = list(read_lines_until(self.folder / METRICS, event.first_step))
-        write_atomically(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in kept))
-        for line in kept:
+        lines = list(read_lines_until(self.folder / METRICS, event.first_step))
+        write_atomically(self.folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in lines))
+        for line in lines:
             self.summary.load(line)
         self.write_plan(event.compiled.plan)
         write_atomically(self.folder / "program.txt", format_program(event.compiled.program) + "\n")
@@ -90,15 +90,15 @@ class RunFolder(Callback):
         self.events = TensorBoardWriter(self.folder, self.clock, event.first_step)
 
     def write_plan(self, plan: Plan) -> None:
-        """The plan is in its file, and the timing that it was cut by beside it, so that it is predicted alike."""
+        """Write the plan, and the profile that balanced its stages next to it, so that predictions can be repeated."""
         file = self.folder / "plan.yaml"
-        beside = profile_path_for(file)
+        profile_file = profile_path_for(file)
         if plan.profile is not None:
-            write_atomically(beside, format_profile(plan.profile))
-        write_atomically(file, plan.to_yaml("" if plan.profile is None else beside.name))
+            write_atomically(profile_file, format_profile(plan.profile))
+        write_atomically(file, plan.to_yaml("" if plan.profile is None else profile_file.name))
 
     def on_step(self, event: StepEnd) -> None:
-        """The step is a line of the metrics and a point of TensorBoard's curves."""
+        """Write the step as a line of metrics and to TensorBoard."""
         line = {
             "event": "step",
             "step": event.step + 1,
@@ -120,13 +120,13 @@ class RunFolder(Callback):
             self.write_report()
 
     def on_evaluation(self, event: EvaluationEnd) -> None:
-        """The metrics are a line and points, and the report is up to date."""
+        """Write the metrics of an evaluation, and update the report."""
         self.write_metrics({"event": "evaluation", "step": event.step, "metrics": dict(event.metrics)})
         self.write_scalars(event.step, "held_out", event.metrics)
         self.write_report()
 
     def on_trace(self, event: TraceRecorded) -> None:
-        """The measured step and the simulated one are written beside each other."""
+        """Write the traced step and a simulated one to one file."""
         compiled = self.summary.compiled
         assert compiled is not None, "the run has started"
         self.summary.measured = event.trace
@@ -135,8 +135,8 @@ class RunFolder(Callback):
         self.write_report()
 
     def on_end(self, event: RunEnd) -> None:
-        """The report says how the run ended, and all files are closed."""
-        if self.metrics is None or self.events is None:  # it ended before it began, and has written nothing
+        """Write how the run ended to the report, and close all files."""
+        if self.metrics is None or self.events is None:  # the run failed before on_start, nothing is open
             return
         self.summary.has_ended, self.summary.error = True, format_error(event.error)
         self.write_metrics({"event": "end", "step": event.num_steps, "error": self.summary.error})
@@ -145,49 +145,49 @@ class RunFolder(Callback):
         self.write_report()
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """The line is in the metrics, whole, and in the report's curves."""
+        """Append a line to the metrics, and add it to the report's curves."""
         assert self.metrics is not None, "the run has started"
         self.metrics.write(format_json(line) + "\n")
         self.metrics.flush()
         self.summary.load(line)
 
     def write_scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
-        """The values are in TensorBoard's curves."""
+        """Write values to TensorBoard."""
         assert self.events is not None, "the run has started"
         self.events.write_scalars(step, {f"{group}/{name}": value for name, value in values.items()})
 
     def write_report(self) -> None:
-        """The report tells what is known by now."""
+        """Write the report of what is known."""
         write_atomically(self.report_path, render_report(self.summary))
         self.reported_s = self.clock()
 
 
 def make_folder(folder: Path) -> None:
-    """The folder is there.
+    """Create a folder.
 
     Raises:
-        PlanError: it cannot be.
+        PlanError: it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"the folder {folder} cannot be made: {error.strerror}; give another folder") from None
+        raise PlanError(f"the folder {folder} cannot be created: {error.strerror}; give another folder") from None
 
 
 def require_unused_folder(folder: Path) -> None:
-    """Check that no run has written to a folder yet.
+    """Check that no run has written to a folder.
 
     Raises:
         PlanError: one has.
     """
     if (folder / METRICS).exists():
         raise PlanError(
-            f"the folder {folder} holds a run already; a run keeps its own: give another folder, or resume that run"
+            f"the folder {folder} already holds a run; each run needs its own: give another folder, or resume that run"
         )
 
 
 def read_lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield what was written about the steps up to one; a line that a crash has cut is left out."""
+    """Yield the lines about steps up to one; incomplete lines of a crash are skipped."""
     if not path.exists():
         return
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -200,7 +200,7 @@ def read_lines_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file has the text; at no moment has it only a part."""
+    """Replace a file by a text, atomically."""
     draft = path.with_name(f".{path.name}.tmp")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)

@@ -1,1 +1,1 @@
-"""Checkpoints of a fit: saved by all ranks together, or by each pipeline stage."""
+"""Checkpoints of a fit: saved by all ranks together, or by each pipeline stage independently."""

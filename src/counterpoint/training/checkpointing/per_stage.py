@@ -1,9 +1,9 @@
-"""Checkpoints of a stream without a flush: each rank writes its part when it comes there, and waits for nobody.
+"""Checkpoints of an asynchronous pipeline: each rank writes its part when it reaches the step, without waiting.
 
-A body of a stream finishes one batch on every stage (decision 25), so that behind it the newest weights and the
-optimizer's state of a stage have seen as many batches as those of the others have behind theirs. The parts of one step
-are one checkpoint, and a run that goes on from it begins as behind a flush at this step. What is in flight is in no
-part: these batches are trained on again.
+The loop body of an asynchronous pipeline finishes one batch on every stage (decision 25). So the newest weights and
+optimizer state of each stage after body k have seen the same batches, although the stages reach body k at different
+times. The parts of one step are one checkpoint, and a run that resumes from it starts as after a flush at this step.
+Batches in flight are not saved: they are trained on again.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from counterpoint.training.checkpointing.save_restore import (
 from counterpoint.training.local_ranks import LocalRanks
 
 CheckpointMode: TypeAlias = Literal["synchronous", "per_stage"]
-"""Who writes a checkpoint: all ranks of a run together, behind a flush, or each stage for itself."""
+"""Who writes a checkpoint: all ranks together, after a flush, or each stage independently."""
 
 
 class StageCheckpointer:
-    """The checkpoints of one run that its ranks write apart. It has locks on those that still wait for parts.
+    """Writes the parts of this process's ranks; holds locks on the drafts that still wait for other parts.
 
     Args:
-        team: the ranks.
-        root: the folder of all checkpoints.
-        keep: how many checkpoints stay; None keeps all.
+        local_ranks: the ranks.
+        checkpoint_dir: the folder of all checkpoints.
+        keep_last: how many checkpoints are kept; None keeps all.
     """
 
     def __init__(self, local_ranks: LocalRanks, checkpoint_dir: Path, keep_last: int | None) -> None:
         self.local_ranks = local_ranks
         self.checkpoint_dir = checkpoint_dir
         self.keep_last = keep_last
-        own, everyone = token_hex(4), tuple(range(local_ranks.world.fabrics[0].num_ranks))
-        told = local_ranks.world.run(lambda fabric: fabric.gather_values("checkpoints of this run", own, everyone))
-        self.run_id = cast("str", told[0][0])
+        local_id, all_ranks = token_hex(4), tuple(range(local_ranks.world.fabrics[0].num_ranks))
+        ids = local_ranks.world.run(lambda fabric: fabric.gather_values("checkpoints of this run", local_id, all_ranks))
+        self.run_id = cast("str", ids[0][0])
         self.drafts: dict[int, list[CheckpointDraft]] = {}  # by step, those of this process's ranks
 
     def save(self, progress: TrainProgress, metadata: Mapping[str, Any]) -> None:
@@ -63,12 +63,12 @@ class StageCheckpointer:
         Raises:
             CheckpointError: a part could not be written; earlier checkpoints are untouched.
         """
-        mine = self.drafts.setdefault(progress.step, [])
+        drafts = self.drafts.setdefault(progress.step, [])
 
         def work(fabric: Fabric) -> None:
             pieces, state = self.collect_part(self.local_ranks.ranks[fabric.rank], fabric, progress, metadata)
             draft = join_draft(self.checkpoint_dir, progress.step, self.run_id)
-            mine.append(draft)
+            drafts.append(draft)
             add_part(draft, (fabric.rank, fabric.num_ranks), pieces, state)
             commit_if_complete(draft, keep=self.keep_last)
 
@@ -77,47 +77,47 @@ class StageCheckpointer:
     def collect_part(
         self, rank: RankRuntime, fabric: Fabric, progress: TrainProgress, metadata: Mapping[str, Any]
     ) -> tuple[list[TensorSlice], dict[str, Any]]:
-        """Return what a rank writes: what it answers for, and the buffers that its forwards change."""
-        pieces, scalars = collect_state_slices(self.local_ranks.shard_map(), rank)
-        changed, is_first = rank.interpreter.count_buffer_changes(), fabric.rank == 0
+        """Return what a rank writes: the shards it owns, and the buffers that its forwards change."""
+        slices, scalars = collect_state_slices(self.local_ranks.shard_map(), rank)
+        changed_buffers, is_first = rank.interpreter.count_buffer_changes(), fabric.rank == 0
         for name, tensor in saved_buffers(self.local_ranks, rank):
-            if name in changed or is_first:
-                own = f"~{fabric.rank}/{fabric.num_ranks}" if name in changed else ""
-                pieces.append(TensorSlice(f"buffer:{name}{own}", tensor, tuple(tensor.shape)))
+            if name in changed_buffers or is_first:
+                suffix = f"~{fabric.rank}/{fabric.num_ranks}" if name in changed_buffers else ""
+                slices.append(TensorSlice(f"buffer:{name}{suffix}", tensor, tuple(tensor.shape)))
         if not is_first:
-            return pieces, {"scalars": scalars}
-        return pieces + collect_frozen_params(self.local_ranks), collect_state(self.local_ranks, progress, metadata) | {
+            return slices, {"scalars": scalars}
+        return slices + collect_frozen_params(self.local_ranks), collect_state(self.local_ranks, progress, metadata) | {
             "scalars": scalars
         }
 
     def pop_completed(self) -> list[tuple[int, Path]]:
-        """Return the steps that are complete since the last call, and their folders, but for those pruned by now."""
-        done = [step for step, drafts in self.drafts.items() if not any(map(is_pending, drafts))]
-        for step in done:
+        """Return the steps that were completed since the last call, and their folders, except those pruned already."""
+        completed = [step for step, drafts in self.drafts.items() if not any(map(is_pending, drafts))]
+        for step in completed:
             self.release(step)
         folders = {int(folder.name.removeprefix("step-")): folder for folder in step_folders(self.checkpoint_dir)}
-        return [(step, folders[step]) for step in done if step in folders]
+        return [(step, folders[step]) for step in completed if step in folders]
 
     def finish(self) -> None:
-        """All ranks have written what they had to; they call it together, behind the last flush."""
+        """Wait until all ranks have written their parts; a collective call after the last flush."""
         self.local_ranks.world.run(lambda fabric: fabric.barrier(tuple(range(fabric.num_ranks))))
 
     def release(self, step: int) -> None:
-        """This process has no lock on a step's draft any more."""
+        """Release this process's locks on a step's drafts."""
         for draft in self.drafts.pop(step):
             draft.release()
 
     def close(self) -> None:
-        """The run is over; drafts that wait for parts are left to whoever sweeps them, or goes on."""
+        """Release all locks; incomplete drafts are left for the next run to recover or remove."""
         for step in list(self.drafts):
             self.release(step)
 
 
 def require_checkpoint_mode(local_ranks: LocalRanks, checkpoint_mode: CheckpointMode, save_every: int | None) -> None:
-    """Check that stages can save each for itself, if they are to.
+    """Check that stages can save independently, if they are to.
 
     Raises:
-        PlanError: they need not, because the plan flushes after every step; or it is not said when they do.
+        PlanError: the plan flushes after every step, or no period is given.
     """
     if checkpoint_mode not in {"synchronous", "per_stage"}:
         raise PlanError(f"there is no checkpoint_mode={checkpoint_mode!r}; give synchronous or per_stage")
@@ -125,17 +125,17 @@ def require_checkpoint_mode(local_ranks: LocalRanks, checkpoint_mode: Checkpoint
         return
     if save_every is None:
         raise PlanError(
-            "checkpoint_mode='per_stage' says who saves, but not when; give save_every=STEPS and checkpoint_dir=FOLDER as well"
+            "checkpoint_mode='per_stage' needs a period; give save_every=STEPS and checkpoint_dir=FOLDER as well"
         )
     if not local_ranks.in_flight.lookahead:
         raise PlanError(
-            f"checkpoint_mode='per_stage' has stages save without waiting for each other, but {local_ranks.plan} flushes after every "
-            "step, so that all ranks are at the same one; leave it out, or take schedule=pipedream"
+            f"checkpoint_mode='per_stage' has stages save without waiting for each other, but {local_ranks.plan} "
+            "flushes after every step, so that all ranks are at the same one; leave it out, or take schedule=pipedream"
         )
 
 
-def recover_drafts(local_ranks: LocalRanks, checkpoint_dir: Path) -> None:
-    """Checkpoints that a dead run wrote, but did not commit, are there for every rank; all ranks call it together."""
+def recover_drafts_together(local_ranks: LocalRanks, checkpoint_dir: Path) -> None:
+    """Commit the complete drafts that a dead run has left; a collective call."""
 
     def work(fabric: Fabric) -> None:
         if fabric.rank == 0:

@@ -1,6 +1,6 @@
-"""Costs read off a measured step, so that the simulator tells what the same program should have taken.
+"""Calibrate the simulator's costs by a traced step, to simulate the same program with measured costs.
 
-What then differs between the two timelines is not how fast the machine is but how ranks wait for each other.
+The two timelines then differ only in how ranks wait for each other, not in the speed of the machine.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from counterpoint.simulator.network import CommInstruction, P2PInstruction
 from counterpoint.simulator.simulate import simulate_variant
 
 CostKey: TypeAlias = tuple[str, tuple[int, ...]]
-"""What a cost is about: its kind, and the blocks or ranks it concerns; the same for all microbatches."""
+"""The kind of a cost, and the blocks or ranks it is for; the same for all microbatches."""
 
 
 def simulate_calibrated(compiled: CompiledPlan, measured: Trace, number: int = 0) -> Trace:
-    """Return what the simulator makes of the program of a step with the costs that were measured in it."""
+    """Simulate the program of a step with the costs that were measured in it."""
     return simulate_variant(compiled.variant_at(number), calibrate(compiled.model, measured))
 
 
 @dataclass(frozen=True, slots=True)
 class CalibratedCosts:
-    """Seconds by what an instruction is about; a word that was not measured costs what its like cost on average.
+    """Measured seconds by cost key; an instruction that was not measured costs the mean of its kind.
 
     Args:
-        seconds: of computing and of links.
+        seconds: of computation and of communication.
     """
 
     seconds: Mapping[CostKey, float]
 
     def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
-        """Return the median of what was measured; a part of a backward that was not takes half of a whole one."""
+        """Return the measured median; a part of a backward that was not measured costs half of a whole one."""
         key = cost_key(instruction)
         if (
             isinstance(instruction, Backward)
@@ -67,81 +67,81 @@ class CalibratedCosts:
         return self.lookup(key)
 
     def launch_overhead_s(self, instruction: Instruction) -> float:
-        """Return nothing: a call was measured with what it costs to begin it."""
+        """Return 0: included in the measured call."""
         return 0.0
 
     def grad_accumulate_s(self, block: int) -> float:
-        """Return nothing: a backward was measured with what it adds its gradient to."""
+        """Return 0: included in the measured backward."""
         return 0.0
 
     def link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return the least that was measured: what took longer was waiting."""
+        """Return the measured minimum: longer times include waiting."""
         return self.lookup(cost_key(instruction))
 
     def shared_link_s(self, instruction: Send | Push | Collective | Commit, fraction: Fraction, rank: int) -> float:
-        """Return nothing: what ranks shared is in what was measured."""
+        """Return 0: contention is included in the measured time."""
         return 0.0
 
     def cpu_s(
         self, instruction: CommInstruction, fraction: Fraction, rank: int, *, shares_memory: bool = False
     ) -> float:
-        """Return nothing: what a word took was measured with all that it kept busy."""
+        """Return 0: included in the measured time."""
         return 0.0
 
     def is_streamed(self, instruction: P2PInstruction, rank: int) -> bool:
-        """Tell that none is: what both ends took was measured."""
+        """Return False: the time of both ends was measured."""
         return False
 
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
-        """Return nothing: a word was measured with what it moved."""
+        """Return 0: included in the measured time."""
         return 0.0
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
-        """Return an answer's time; a server's own work cannot be told from its waiting, and counts as none."""
+        """Return the time of a reply; a server's own work cannot be separated from its waiting and counts as 0."""
         return 0.0, self.lookup(("pull", weight(unit).blocks))
 
     def lookup(self, key: CostKey) -> float:
-        """Return the seconds of a key, or the mean of its kind; 0 where nothing of the kind was measured."""
+        """Return the seconds of a key, or the mean of its kind; 0 if nothing of the kind was measured."""
         if key in self.seconds:
             return self.seconds[key]
         return fmean([s for (kind, _), s in self.seconds.items() if kind == key[0]] or [0.0])
 
 
 def calibrate(model: ModelSpec, measured: Trace) -> CalibratedCosts:
-    """Return costs: medians for computing, the fastest rank's time for what ranks do together."""
-    computing: defaultdict[CostKey, list[float]] = defaultdict(list)
-    together: defaultdict[CostKey, list[float]] = defaultdict(list)
-    split: defaultdict[tuple[int, str], float] = defaultdict(float)
+    """Return the costs of a traced step: medians for computation, the fastest rank's time for communication."""
+    computation: defaultdict[CostKey, list[float]] = defaultdict(list)
+    communication: defaultdict[CostKey, list[float]] = defaultdict(list)
+    async_seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
     for event in measured.events:
-        words = [parse_instruction(word) for word in event.text.split()]
-        for key, seconds in split_by_work(words, event, model):
-            computing[key].append(seconds)
-        first = words[0]
+        instructions = [parse_instruction(text) for text in event.text.split()]
+        for key, seconds in split_by_work(instructions, event, model):
+            computation[key].append(seconds)
+        first = instructions[0]
         if isinstance(first, Collective) and event.lane == "link":
-            continue  # it was under way beside computing; what it cost is what its wait took
+            continue  # it overlapped with computation; its cost is the duration of its wait
         if isinstance(first, Collective) and first.phase:
-            split[event.rank, format_instruction(first).rstrip("+-")] += event.seconds
+            async_seconds[event.rank, format_instruction(first).rstrip("+-")] += event.seconds
         elif isinstance(first, Send | Recv | Push | Pull | Commit | Collective):
-            together[cost_key(first)].append(event.seconds)
-    for (_, text), seconds in split.items():
-        together[cost_key(parse_instruction(text))].append(seconds)
-    found = {key: median(times) for key, times in computing.items()}
-    return CalibratedCosts(found | {key: min(times) for key, times in together.items()})
+            communication[cost_key(first)].append(event.seconds)
+    for (_, text), seconds in async_seconds.items():
+        communication[cost_key(parse_instruction(text))].append(seconds)
+    costs = {key: median(times) for key, times in computation.items()}
+    return CalibratedCosts(costs | {key: min(times) for key, times in communication.items()})
 
 
 def split_by_work(
     instructions: Iterable[Instruction], event: TraceEvent, model: ModelSpec
 ) -> Iterator[tuple[CostKey, float]]:
-    """Yield the parts of an event's time that its blocks and updates took, each by its share of the work."""
-    computes = [word for word in instructions if isinstance(word, Compute | Update)]
-    work = [relative_work(word, model) for word in computes]
-    total = sum(work)
-    for word, share in zip(computes, work, strict=True):
-        yield cost_key(word), event.seconds * (share / total if total else 1 / len(work))
+    """Yield the time of an event's blocks and updates, in proportion to their work."""
+    compute_instructions = [instruction for instruction in instructions if isinstance(instruction, Compute | Update)]
+    works = [relative_work(instruction, model) for instruction in compute_instructions]
+    total = sum(works)
+    for instruction, instruction_work in zip(compute_instructions, works, strict=True):
+        yield cost_key(instruction), event.seconds * (instruction_work / total if total else 1 / len(works))
 
 
 def relative_work(instruction: Compute | Update, model: ModelSpec) -> float:
-    """Return how much of a call's time is a word's, in any unit that all words of one kind share."""
+    """Return the work of an instruction, in a unit common to all instructions of its kind."""
     match instruction:
         case Forward(block) | Recompute(block) | Backward(block):
             return float(model.blocks[block].cost)
@@ -150,7 +150,7 @@ def relative_work(instruction: Compute | Update, model: ModelSpec) -> float:
 
 
 def cost_key(instruction: Instruction) -> CostKey:  # noqa: PLR0911 - one case each
-    """Return what the cost of an instruction depends on."""
+    """Return the cost key of an instruction."""
     match instruction:
         case Forward(block):
             return "forward", (block,)

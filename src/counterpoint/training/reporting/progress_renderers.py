@@ -1,4 +1,4 @@
-"""The faces of progress: each takes records (plain JSON objects) and shows them in its own way."""
+"""Render progress records (plain JSON objects) as lines, JSON or a terminal bar."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
 
 ProgressRecord: TypeAlias = Mapping[str, Any]
 RELAY_PREFIX = "\x1e"
-"""What a relayed record starts with: RFC 7464's record separator, which no text line begins with."""
+"""The prefix of a relayed record: RFC 7464's record separator, which no text line starts with."""
 
 
 class ProgressRenderer(Protocol):
-    """Shows records."""
+    """Renders progress records."""
 
     @property
     def redraws(self) -> bool:
-        """Whether a new record replaces the one before, so that many do no harm."""
+        """Whether a new record replaces the previous one, so that frequent records do no harm."""
         ...
 
     def show(self, record: ProgressRecord) -> None:
-        """The record is visible."""
+        """Render a record."""
         ...
 
     def write_line(self, text: str) -> None:
-        """A line that is no record is visible."""
+        """Write a line that is not a record."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Finish the output."""
         ...
 
 
 def make_renderer(mode: str, stream: TextIO, clock: Callable[[], float]) -> ProgressRenderer:
-    """Return the view of a mode; ``auto`` looks at the stream."""
+    """Return the renderer of a mode; ``auto`` depends on the stream."""
     if mode == "off":
         return LineRenderer(stream, lambda record: None)
     if mode == "json":
@@ -51,7 +51,7 @@ def make_renderer(mode: str, stream: TextIO, clock: Callable[[], float]) -> Prog
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal on which a line can be drawn again."""
+    """Tell whether the stream is a terminal on which a line can be redrawn."""
     if not stream.isatty():
         return False
     from rich.console import Console
@@ -60,12 +60,12 @@ def can_redraw(stream: TextIO) -> bool:
 
 
 class LineRenderer:
-    """One line for each record, on the stream at once.
+    """Writes one line for each record, immediately.
 
     Args:
-        stream: where to.
-        write: the line of a record; None for a record that is not shown.
-        redraws: whether the reader draws each record over the one before.
+        stream: output stream.
+        format_record: returns the line of a record; None for a record that is not shown.
+        redraws: whether the reader draws each record over the previous one.
     """
 
     def __init__(
@@ -76,29 +76,29 @@ class LineRenderer:
         self.redraws = redraws
 
     def show(self, record: ProgressRecord) -> None:
-        """The record is a line."""
+        """Write the record as a line."""
         line = self.format_record(record)
         if line is not None:
             self.write_line(line)
 
     def write_line(self, text: str) -> None:
-        """The line is on the stream."""
+        """Write a line and flush."""
         self.stream.write(text + "\n")
         self.stream.flush()
 
     def close(self) -> None:
-        """Every line is on the stream."""
+        """Flush the stream."""
         self.stream.flush()
 
 
 class BarRenderer:
-    """A bar with the figures behind it, drawn again with every step; other records stand above it.
+    """Draws a bar with figures, redrawn with every step; other records are lines above it.
 
-    It draws only when it is told to: there is no thread that could still draw when the run has ended.
+    It draws only when it is called: there is no thread that could still draw when the run has ended.
 
     Args:
         stream: a terminal.
-        clock: seconds that only grow.
+        clock: monotonic seconds.
     """
 
     redraws = True
@@ -112,25 +112,25 @@ class BarRenderer:
         self.task: TaskID | None = None
 
     def show(self, record: ProgressRecord) -> None:
-        """The record is in the bar, or a line above it."""
-        kind = record["event"]
-        if kind == "step":
+        """Redraw the bar, or write a line above it."""
+        event = record["event"]
+        if event == "step":
             self.update_bar(record)
             return
         text = format_text(record)
         if text is not None:
             self.write_line(text)
-        if kind == "start":
+        if event == "start":
             self.start_bar(record)
-        elif kind == "end":
+        elif event == "end":
             self.close()
 
     def write_line(self, text: str) -> None:
-        """The line stands above the bar."""
+        """Write a line above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def start_bar(self, record: ProgressRecord) -> None:
-        """An empty bar is there."""
+        """Draw an empty bar."""
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.progress_bar = Progress(
@@ -146,13 +146,13 @@ class BarRenderer:
         self.progress_bar.start()
 
     def update_bar(self, record: ProgressRecord) -> None:
-        """The bar is as long as the record says."""
+        """Redraw the bar for a record."""
         if self.progress_bar is not None and self.task is not None:
             self.progress_bar.update(self.task, completed=record["step"], figures=format_metrics(record))
             self.progress_bar.refresh()
 
     def close(self) -> None:
-        """The bar stays as it is, and the cursor is back."""
+        """Leave the bar as it is, and restore the cursor."""
         if self.progress_bar is not None:
             self.progress_bar.stop()
             self.progress_bar = None
@@ -169,14 +169,14 @@ def format_json(record: ProgressRecord) -> str:
 
 
 def to_jsonable(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return the value with null for every number that JSON does not have."""
+    """Replace numbers that JSON does not have by null."""
     if isinstance(value, Mapping):
         return {str(key): to_jsonable(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_relayed(text: str) -> ProgressRecord | None:
-    """Return the record that a ``relay`` view wrote as this line; None if it is just a line."""
+    """Return the record that a ``relay`` renderer wrote as this line; None if it is just a line."""
     if not text.startswith(RELAY_PREFIX):
         return None
     record: ProgressRecord = json.loads(text[len(RELAY_PREFIX) :])
@@ -184,24 +184,26 @@ def parse_relayed(text: str) -> ProgressRecord | None:
 
 
 def format_text(record: ProgressRecord) -> str | None:
-    """Return the record as one line for people; None where there is nothing to say."""
-    at = f"step {record['step']}/{record['num_steps']}"
+    """Return the record as one line for people; None if there is nothing to show."""
+    position = f"step {record['step']}/{record['num_steps']}"
     match record["event"]:
         case "start":
             return format_headline(record)
         case "step":
-            return f"{at} {format_metrics(record)}"
+            return f"{position} {format_metrics(record)}"
         case "evaluation":
-            return f"{at} held-out {' '.join(f'{name} {format_number(value)}' for name, value in record['metrics'].items())}"
+            metrics = " ".join(f"{name} {format_number(value)}" for name, value in record["metrics"].items())
+            return f"{position} held-out {metrics}"
         case "saved":
-            return f"{at} saved {record['path']}"
-        case "end" if record["error"] is not None and not record["error"].startswith("PeerError"):  # it is told later
-            return f"{at} ended early: {record['error']}"
+            return f"{position} saved {record['path']}"
+        # a PeerError is reported by the rank that failed
+        case "end" if record["error"] is not None and not record["error"].startswith("PeerError"):
+            return f"{position} ended early: {record['error']}"
     return None
 
 
 def format_headline(record: ProgressRecord) -> str:
-    """Return what is trained how, with the arithmetic of the global batch."""
+    """Return the name, the plan, and the arithmetic of the global batch."""
     ranks, size, micros = record["num_ranks"], record["batch_size"], record["num_micros"]
     name = f"{record['name']}: " if record["name"] else ""
     batch = f"batch {size}" + (f" = {micros} microbatches of {size // micros}" if micros > 1 else "")
@@ -216,17 +218,17 @@ def format_metrics(record: ProgressRecord) -> str:
         >>> format_metrics({"loss": 2.31, "samples_per_s": 812.4, "step_s": 0.1311, "eta_s": 115.2, "skipped": 0})
         'loss 2.31 812 samples/s step 131 ms eta 1m55s'
     """
-    parts = [
+    figures = [
         f"loss {format_number(record['loss'])}",
         f"{format_number(record['samples_per_s'], 3)} samples/s",
         f"step {format_step_time(record['step_s'])}",
         f"eta {format_duration(record['eta_s'])}",
     ]
-    return " ".join([*parts, f"skipped {record['skipped']}"] if record["skipped"] else parts)
+    return " ".join([*figures, f"skipped {record['skipped']}"] if record["skipped"] else figures)
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Return a number with so many digits, or all before the point if they are more.
+    """Return a number with so many significant digits, or all integer digits if they are more.
 
     Example:
         >>> format_number(0.0123456), format_number(12345.6), format_number(None)
@@ -253,8 +255,8 @@ def format_duration(seconds: float | None) -> str:
     """
     if seconds is None or not math.isfinite(seconds):
         return "?"
-    whole = round(seconds)
+    total = round(seconds)
     for size, name, smaller, smaller_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= size:
-            return f"{whole // size}{name}{whole % size // smaller:02d}{smaller_name}"
-    return f"{whole}s"
+        if total >= size:
+            return f"{total // size}{name}{total % size // smaller:02d}{smaller_name}"
+    return f"{total}s"

@@ -1,7 +1,4 @@
-"""A curve of any length in bounded memory: a run may take a million steps, a picture needs a thousand points.
-
-What a run's report tells: collected while the run goes on, written as one page.
-"""
+"""Collect what a run's report shows while the run is going, and render it as one page."""
 
 from __future__ import annotations
 
@@ -31,13 +28,13 @@ MAX_POINTS = 2000
 
 @dataclass(slots=True)
 class DownsampledSeries:
-    """Points in order of x; when they are too many, neighbours become their mean. Changes with every point.
+    """A curve of any length in bounded memory; if it has too many points, neighbours are averaged.
 
     Args:
-        most: how many points are kept at most, an even number.
-        stride: how many values one kept point stands for.
+        max_points: the largest number of points kept, an even number.
+        stride: how many values one point averages.
         points: ``(x of the last value, mean of the values)``.
-        open: values that do not fill a point yet.
+        pending: values that do not fill a point yet.
     """
 
     max_points: int = MAX_POINTS
@@ -46,7 +43,7 @@ class DownsampledSeries:
     pending: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, x: float, y: float) -> None:
-        """The value is on the curve; one that is not finite is not drawn."""
+        """Add a value; one that is not finite is ignored."""
         if not math.isfinite(y):
             return
         self.pending.append((x, y))
@@ -58,7 +55,7 @@ class DownsampledSeries:
             self.stride *= 2
 
     def all_points(self) -> tuple[tuple[float, float], ...]:
-        """Return all points, the last value included."""
+        """Return all points, including the pending values."""
         return tuple(self.points) + ((mean_point(self.pending),) if self.pending else ())
 
 
@@ -75,7 +72,7 @@ SIMULATION_NOTE = (
 
 @dataclass(slots=True)
 class RunSummary:
-    """What is known of a run by now; changes with every line of its metrics.
+    """The state of a run for its report; updated with every line of its metrics.
 
     Args:
         title: of the report.
@@ -83,15 +80,15 @@ class RunSummary:
         num_steps: steps of the whole run.
         batch_size: samples of one global batch.
         configuration: the text from which the run can be repeated.
-        weighing: how the plan was chosen, where that was left open.
-        step: steps that are done.
+        plan_comparison: the candidates of ``strategy="auto"``.
+        step: the number of steps that are done.
         loss: by step.
         rate: samples per second, by step.
-        held_out: every evaluation.
-        measured: one step, word by word.
-        simulated: the same step on the simulator's clock.
-        skipped: steps that were left out.
-        ended: whether the run is over.
+        evaluations: every evaluation.
+        measured: one traced step.
+        simulated: the same step, simulated.
+        skipped: the number of skipped steps.
+        has_ended: whether the run is over.
         error: why it ended early, if it did.
     """
 
@@ -112,7 +109,7 @@ class RunSummary:
     error: str | None = None
 
     def load(self, line: Mapping[str, Any]) -> None:
-        """What a line of the metrics says is known, whether it was written now or before a resume."""
+        """Add a line of the metrics, written now or before a resume."""
         if line["event"] == "step":
             self.step = line["step"]
             self.skipped += bool(line["skip_reason"])
@@ -132,12 +129,12 @@ class RunSummary:
 
 
 def parse_number(value: float | None) -> float:
-    """Return the number that a line of JSON holds; null is nan."""
+    """Return a number of a JSON line; null is nan."""
     return math.nan if value is None else value
 
 
 def render_report(summary: RunSummary) -> str:
-    """Return the report as a page."""
+    """Return the report as an HTML page."""
     assert summary.compiled is not None, "the run has started"
     plan = summary.compiled.plan
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
@@ -155,23 +152,27 @@ def render_report(summary: RunSummary) -> str:
 
 
 def summary_cards(summary: RunSummary) -> list[StatCard]:
-    """Return the numbers to see first: the result, then the speed."""
-    last = summary.evaluations[-1:]
-    found = [StatCard(f"held-out {name.replace('_', ' ')}", value) for one in last for name, value in one.metrics]
+    """Return the figures to show first: the result, then the speed."""
+    last_evaluation = summary.evaluations[-1:]
+    cards = [
+        StatCard(f"held-out {name.replace('_', ' ')}", value)
+        for evaluation in last_evaluation
+        for name, value in evaluation.metrics
+    ]
     if loss := summary.loss.all_points():
-        found.append(StatCard("training loss", loss[-1][1]))
-    found += [
+        cards.append(StatCard("training loss", loss[-1][1]))
+    cards += [
         StatCard("steps", f"{summary.step} of {summary.num_steps}"),
         StatCard("global batch", summary.batch_size, "samples"),
     ]
     if rate := summary.rate.all_points():
-        found.append(StatCard("throughput", median(value for _, value in rate), "samples/s"))
+        cards.append(StatCard("throughput", median(value for _, value in rate), "samples/s"))
     for name, trace in (("measured step", summary.measured), ("simulated step", summary.simulated)):
         if trace is not None:
             value, unit = format_step_time(trace.step_s).split()
-            found.append(StatCard(name, value, unit))
+            cards.append(StatCard(name, value, unit))
     if summary.simulated is not None and summary.simulated.num_ranks > 1:
-        found.append(StatCard("ranks not computing, simulated", f"{100 * summary.simulated.bubble:.0f}", "%"))
+        cards.append(StatCard("ranks not computing, simulated", f"{100 * summary.simulated.bubble:.0f}", "%"))
     if summary.skipped:
-        found.append(StatCard("skipped steps", summary.skipped))
-    return found
+        cards.append(StatCard("skipped steps", summary.skipped))
+    return cards

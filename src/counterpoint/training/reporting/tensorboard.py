@@ -1,4 +1,4 @@
-"""TensorBoard's event files without TensorBoard: a run is read by it although nothing of it is installed.
+"""Write TensorBoard event files without TensorBoard or protobuf installed.
 
 An event file is a list of records: length, masked CRC32C of the length, an ``Event`` message in protobuf's wire
 format, masked CRC32C of the message. Field numbers are those of TensorFlow's event.proto and summary.proto.
@@ -41,7 +41,7 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc(data: bytes) -> bytes:
-    """Return the checksum as it stands in a record: turned and shifted, so that it is not that of its own file."""
+    """Return the masked checksum of a record: rotated and shifted, so that checksums of checksums differ."""
     crc = crc32c(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -53,7 +53,7 @@ def frame_record(message: bytes) -> bytes:
 
 
 def encode_varint(number: int) -> bytes:
-    """Return a number from 0 in groups of 7 bits, lowest first."""
+    """Return a nonnegative number in groups of 7 bits, lowest first."""
     groups = bytearray()
     while number > 0x7F:
         groups.append(number & 0x7F | 0x80)
@@ -63,22 +63,22 @@ def encode_varint(number: int) -> bytes:
 
 
 def field_key(field: int, wire: int) -> bytes:
-    """Return what stands before a field's value."""
+    """Return the key of a protobuf field."""
     return encode_varint(field << 3 | wire)
 
 
 def length_delimited_field(field: int, content: bytes) -> bytes:
-    """Return a field that holds a message or a text."""
+    """Return a field with a message or a string."""
     return field_key(field, BYTES) + encode_varint(len(content)) + content
 
 
 class TensorBoardWriter:
-    """An event file that grows; whatever was written can be read at once.
+    """An event file that grows; whatever was written can be read immediately.
 
     Args:
-        folder: where TensorBoard looks; a new file is made in it.
+        folder: TensorBoard's log directory; a new file is created in it.
         clock: seconds since 1970.
-        first_step: steps that were done before this run; what an earlier file says about later ones is then void.
+        first_step: the number of steps done before this run; TensorBoard purges later ones of earlier files.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float], first_step: int = 0) -> None:
@@ -93,24 +93,24 @@ class TensorBoardWriter:
             )
 
     def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """The values are at that step of the curves that their names say."""
+        """Write one value for each tag at a step."""
         summary = b"".join(length_delimited_field(VALUE, encode_scalar(tag, value)) for tag, value in values.items())
         self.write_event(step_field(step) + length_delimited_field(SUMMARY, summary))
 
     def write_event(self, content: bytes) -> None:
-        """One more event is in the file, whole."""
+        """Write one event."""
         self.file.write(frame_record(field_key(WALL_TIME, DOUBLE) + struct.pack("<d", self.clock()) + content))
 
     def close(self) -> None:
-        """The file is closed."""
+        """Close the file."""
         self.file.close()
 
 
 def step_field(step: int) -> bytes:
-    """Return the field that says to which step an event belongs."""
+    """Return the field with the step of an event."""
     return field_key(STEP, VARINT) + encode_varint(step)
 
 
 def encode_scalar(tag: str, value: float) -> bytes:
-    """Return a ``Summary.TensorRef``."""
+    """Return a ``Summary.Value``."""
     return length_delimited_field(TAG, tag.encode()) + field_key(SIMPLE_VALUE, FLOAT) + struct.pack("<f", value)
