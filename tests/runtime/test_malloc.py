@@ -1,4 +1,4 @@
-"""While training, the C library keeps what steps free; before and afterwards it does not."""
+"""While training, the C library retains memory that steps free; before and afterwards it returns it."""
 
 import subprocess
 import sys
@@ -16,13 +16,13 @@ from counterpoint.runtime.malloc import (
 from counterpoint.training.process_memory import RetainedMemory
 from tests.runtime.local_ranks import build_team, make_batch
 
-ASKED = {MALLOPT_PARAMETERS[name]: value for name, value in RETAIN_FREED.items()}
-UNDONE = {MALLOPT_PARAMETERS[name]: value for name, value in RETURN_FREED.items()}
+RETAINED = {MALLOPT_PARAMETERS[name]: value for name, value in RETAIN_FREED.items()}
+RETURNED = {MALLOPT_PARAMETERS[name]: value for name, value in RETURN_FREED.items()}
 GLIBC = pytest.mark.skipif(process_heap() is None, reason="the C library is not glibc")
 
 FAULTS = """
 import ctypes, resource, sys
-from counterpoint.training.process_memory import Keeping
+from counterpoint.training.process_memory import RetainedMemory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -34,79 +34,79 @@ def faults(num_bytes=48 << 20):
     libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-keeping = Keeping(wanted=sys.argv[1] == "wanted")
-keeping.begin()
+retained = RetainedMemory(enabled=sys.argv[1] == "enabled")
+retained.start()
 during = min(faults() for _ in range(4))
-keeping.end()
+retained.stop()
 print(during, min(faults() for _ in range(4)))
 """
 
 
-def num_keepers():
-    found = process_heap()
-    assert found is not None, "this is glibc"
-    return found.num_holders
+def num_holders():
+    heap = process_heap()
+    assert heap is not None, "this is glibc"
+    return heap.num_holders
 
 
-def told():
+def recording_heap():
     values: dict[int, int] = {}
     return values, MallocHeap(values.__setitem__, lambda: None)
 
 
-def test_what_is_set_is_undone_when_the_last_run_has_ended():
-    values, one = told()
-    one.retain()
-    one.retain()
-    one.restore()
-    assert values == ASKED
-    one.restore()
-    assert values == UNDONE
+def test_settings_are_restored_when_the_last_run_has_ended():
+    values, heap = recording_heap()
+    heap.retain()
+    heap.retain()
+    heap.restore()
+    assert values == RETAINED
+    heap.restore()
+    assert values == RETURNED
 
 
-def test_what_stays_as_long_as_a_run_is_made_apart_and_then_all_is_as_before():
-    values, one = told()
-    one.retain()
-    with one.mmap_separately():
+def test_long_lived_memory_is_mapped_separately_and_settings_are_restored():
+    values, heap = recording_heap()
+    heap.retain()
+    with heap.mmap_separately():
         assert {name: values[MALLOPT_PARAMETERS[name]] for name in MMAP_SEPARATELY} == MMAP_SEPARATELY
-    assert {**values, **ASKED} == values
-    one.restore()
-    with one.mmap_separately():
+    assert {**values, **RETAINED} == values
+    heap.restore()
+    with heap.mmap_separately():
         pass
-    assert values == UNDONE
+    assert values == RETURNED
 
 
 @GLIBC
 @pytest.mark.process
-@pytest.mark.parametrize("wish", ["wanted", "unwanted"])
-def test_memory_that_is_kept_has_its_pages_already(wish):
-    done = subprocess.run([sys.executable, "-c", FAULTS, wish], capture_output=True, text=True, check=True)
-    during, after = map(int, done.stdout.split())
-    assert (during < 1000) == (wish == "wanted")
+@pytest.mark.parametrize("mode", ["enabled", "disabled"])
+def test_retained_memory_causes_no_page_faults(mode):
+    completed = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True)
+    during, after = map(int, completed.stdout.split())
+    assert (during < 1000) == (mode == "enabled")
     assert after > 1000
 
 
 @GLIBC
-def test_memory_is_kept_from_the_second_step_until_the_model_is_given_back():
-    before = num_keepers()
-    with build_team("data(2)") as one:
-        assert num_keepers() == before
-        one.step(0, make_batch(one.global_num_microbatches))
-        assert num_keepers() == before + 1
-        one.export_weights()
-        assert num_keepers() == before
+def test_memory_is_retained_from_the_second_step_until_weights_are_exported():
+    before = num_holders()
+    with build_team("data(2)") as team:
+        assert num_holders() == before
+        team.step(0, make_batch(team.global_num_microbatches))
+        assert num_holders() == before + 1
+        team.export_weights()
+        assert num_holders() == before
 
 
 @GLIBC
-def test_a_run_that_does_not_want_it_changes_nothing():
-    before = num_keepers()
-    with build_team("data(2)", retain_freed_memory=False) as one:
-        one.step(0, make_batch(one.global_num_microbatches))
-        assert num_keepers() == before
+def test_a_run_without_the_option_changes_nothing():
+    before = num_holders()
+    with build_team("data(2)", retain_freed_memory=False) as team:
+        team.step(0, make_batch(team.global_num_microbatches))
+        assert num_holders() == before
 
 
 @GLIBC
-def test_who_has_set_up_the_allocator_is_left_alone(monkeypatch):
+def test_an_allocator_that_the_user_has_configured_is_not_changed(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
-    before = num_keepers()
+    before = num_holders()
     RetainedMemory(enabled=True).start()
-    assert num_keepers() == before
+    assert num_holders() == before

@@ -1,4 +1,4 @@
-"""The face: the user's optimizer as ranks see it."""
+"""The user's optimizer as ranks rebuild it."""
 
 from functools import partial
 
@@ -14,87 +14,87 @@ def params():
     return {"weight": nn.Parameter(torch.ones(2, 2)), "bias": nn.Parameter(torch.zeros(2))}
 
 
-def grouped(found):
-    return optim.AdamW([{"params": [found["bias"]], "weight_decay": 0.0}, {"params": [found["weight"]], "lr": 0.5}])
+def grouped(named_params):
+    return optim.AdamW([{"params": [named_params["bias"]], "weight_decay": 0.0}, {"params": [named_params["weight"]], "lr": 0.5}])
 
 
-def test_groups_are_known_by_the_names_of_their_parameters():
-    found = params()
-    face = OptimizerSpec(grouped(found), found)
-    assert face.group_index == {"bias": 0, "weight": 1}
-    assert face.options(1)["lr"] == 0.5
-    assert "params" not in face.options(1)
+def test_groups_are_found_by_parameter_name():
+    named_params = params()
+    optimizer_spec = OptimizerSpec(grouped(named_params), named_params)
+    assert optimizer_spec.group_index == {"bias": 0, "weight": 1}
+    assert optimizer_spec.options(1)["lr"] == 0.5
+    assert "params" not in optimizer_spec.options(1)
 
 
 def test_an_optimizer_over_other_tensors_takes_the_options_of_their_groups():
-    found = params()
-    face = OptimizerSpec(grouped(found), found)
-    made = face.build([(1, torch.zeros(4)), (0, torch.zeros(1)), (1, torch.zeros(3))])
-    assert type(made) is optim.AdamW
-    assert [(group["lr"], group["weight_decay"], len(group["params"])) for group in made.param_groups] == [
+    named_params = params()
+    optimizer_spec = OptimizerSpec(grouped(named_params), named_params)
+    built = optimizer_spec.build([(1, torch.zeros(4)), (0, torch.zeros(1)), (1, torch.zeros(3))])
+    assert type(built) is optim.AdamW
+    assert [(group["lr"], group["weight_decay"], len(group["params"])) for group in built.param_groups] == [
         (0.5, 0.01, 2),
         (0.001, 0.0, 1),
     ]
 
 
-def test_what_a_scheduler_does_to_the_face_reaches_every_optimizer_made_from_it():
-    found = params()
-    face = OptimizerSpec(grouped(found), found)
-    made = face.build([(1, torch.zeros(4)), (0, torch.zeros(1))])
-    optim.lr_scheduler.LambdaLR(face.optimizer, lambda _: 0.1)
-    face.sync_options(made)
-    assert [group["lr"] for group in made.param_groups] == [0.05, 0.0001]
+def test_a_schedulers_change_of_the_template_reaches_every_optimizer_built_from_it():
+    named_params = params()
+    optimizer_spec = OptimizerSpec(grouped(named_params), named_params)
+    built = optimizer_spec.build([(1, torch.zeros(4)), (0, torch.zeros(1))])
+    optim.lr_scheduler.LambdaLR(optimizer_spec.optimizer, lambda _: 0.1)
+    optimizer_spec.sync_options(built)
+    assert [group["lr"] for group in built.param_groups] == [0.05, 0.0001]
 
 
 def test_a_factory_gets_the_trainable_parameters_only():
-    found = params()
-    found["bias"].requires_grad_(False)
-    assert OptimizerSpec(partial(optim.SGD, lr=0.1), found).group_index == {"weight": 0}
+    named_params = params()
+    named_params["bias"].requires_grad_(False)
+    assert OptimizerSpec(partial(optim.SGD, lr=0.1), named_params).group_index == {"weight": 0}
 
 
-def test_only_optimizers_known_to_treat_numbers_apart_may_have_parameters_joined():
-    """A class of the user's own may look at anything, also where it descends from one that does not."""
+def test_only_known_elementwise_optimizers_may_update_merged_parameters():
+    """A user's class need not be elementwise, even if its base class is."""
 
-    class Own(optim.SGD):
+    class ExtraArgument(optim.SGD):
         pass
 
     assert OptimizerSpec(partial(optim.AdamW), params()).is_elementwise
-    assert not OptimizerSpec(partial(Own, lr=0.1), params()).is_elementwise
+    assert not OptimizerSpec(partial(ExtraArgument, lr=0.1), params()).is_elementwise
     assert not OptimizerSpec(partial(optim.Adafactor), params()).is_elementwise
 
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE_OPTIMIZERS, key=str), ids=str)
-def test_every_optimizer_said_to_treat_numbers_apart_does(kind):
-    """Two parameters updated as one tensor, or one as two, come out bit for bit as apart."""
+def test_every_optimizer_listed_as_elementwise_is(kind):
+    """Two parameters updated as one tensor, or one as two, have the same bits as if updated separately."""
     draw = torch.Generator().manual_seed(0)
-    values, gradients = (torch.randn(3, 8, generator=draw, dtype=torch.float64) for _ in range(2))
-    joined = [nn.Parameter(values[0].clone())]
-    apart = [nn.Parameter(values[0][:3].clone()), nn.Parameter(values[0][3:].clone())]
-    one, two = kind(joined, lr=0.1), kind(apart, lr=0.1)
-    for gradient in gradients:
-        joined[0].grad, apart[0].grad, apart[1].grad = gradient.clone(), gradient[:3].clone(), gradient[3:].clone()
+    values, grads = (torch.randn(3, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    merged = [nn.Parameter(values[0].clone())]
+    split_params = [nn.Parameter(values[0][:3].clone()), nn.Parameter(values[0][3:].clone())]
+    one, two = kind(merged, lr=0.1), kind(split_params, lr=0.1)
+    for grad in grads:
+        merged[0].grad, split_params[0].grad, split_params[1].grad = grad.clone(), grad[:3].clone(), grad[3:].clone()
         one.step()
         two.step()
-    assert torch.allclose(joined[0], torch.cat([*apart]), rtol=1e-15, atol=0)
+    assert torch.allclose(merged[0], torch.cat([*split_params]), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (
-            lambda found: optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1),
+            lambda named_params: optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1),
             "^the optimizer holds 1 tensor that the model does",
         ),
         (
-            lambda found: optim.SGD([found["bias"]], lr=0.1),
+            lambda named_params: optim.SGD([named_params["bias"]], lr=0.1),
             "^the optimizer does not hold weight; give it all trainable",
         ),
     ],
 )
-def test_an_optimizer_of_other_parameters_is_refused(make, text):
-    found = params()
+def test_an_optimizer_of_other_parameters_is_an_error(make, text):
+    named_params = params()
     with pytest.raises(PlanError, match=text):
-        OptimizerSpec(make(found), found)
+        OptimizerSpec(make(named_params), named_params)
 
 
 def test_the_norm_is_added_up_without_overflow_and_over_sparse_gradients():
@@ -103,7 +103,7 @@ def test_the_norm_is_added_up_without_overflow_and_over_sparse_gradients():
     assert squared_norm([torch.full((4,), 300.0, dtype=torch.float16)]) == pytest.approx(360_000)
 
 
-class Own(optim.SGD):
+class ExtraArgument(optim.SGD):
     """Keeps an argument that is not in its defaults."""
 
     def __init__(self, params, lr=0.1, *, factor=2):
@@ -111,30 +111,30 @@ class Own(optim.SGD):
         self.factor = factor
 
 
-class Secret(optim.SGD):
+class HiddenArgument(optim.SGD):
     def __init__(self, params, lr=0.1, *, factor=2):
         super().__init__(params, lr=lr)
         self._times = factor
 
 
 def with_one_lr(given):
-    return Secret([{"params": [one for one in given if one.requires_grad], "lr": 0.5}], factor=20)
+    return HiddenArgument([{"params": [one for one in given if one.requires_grad], "lr": 0.5}], factor=20)
 
 
-@pytest.mark.parametrize("factory", [partial(Secret, factor=20), with_one_lr])
-def test_the_ranks_optimizers_are_made_by_the_users_factory(factory):
-    """They were made with what the defaults hold, so that the factor was lost under solo, too."""
-    made = OptimizerSpec(factory, params()).build([(0, nn.Parameter(torch.zeros(4), requires_grad=False))])
-    assert vars(made)["_times"] == 20
-    assert not made.param_groups[0]["params"][0].requires_grad
+@pytest.mark.parametrize("factory", [partial(HiddenArgument, factor=20), with_one_lr])
+def test_the_ranks_optimizers_are_built_by_the_users_factory(factory):
+    """They were built with the defaults, so that the factor was lost even in a single process."""
+    built = OptimizerSpec(factory, params()).build([(0, nn.Parameter(torch.zeros(4), requires_grad=False))])
+    assert vars(built)["_times"] == 20
+    assert not built.param_groups[0]["params"][0].requires_grad
 
 
 def test_groups_given_to_a_factory_keep_their_options():
-    found = params()
-    face = OptimizerSpec(lambda given: Secret(split(list(given)), factor=20), found)
-    made = face.build([(1, torch.zeros(4)), (0, torch.zeros(1))])
-    assert vars(made)["_times"] == 20
-    assert [group["lr"] for group in made.param_groups] == [0.5, 0.1]
+    named_params = params()
+    optimizer_spec = OptimizerSpec(lambda given: HiddenArgument(split(list(given)), factor=20), named_params)
+    built = optimizer_spec.build([(1, torch.zeros(4)), (0, torch.zeros(1))])
+    assert vars(built)["_times"] == 20
+    assert [group["lr"] for group in built.param_groups] == [0.5, 0.1]
 
 
 def split(given):
@@ -145,12 +145,12 @@ def split(given):
     ]
 
 
-def test_an_optimizer_object_is_made_again_with_the_arguments_that_it_shows():
-    found = params()
-    assert OptimizerSpec(Own(found.values(), factor=20), found).build([(0, torch.zeros(4))]).__dict__["factor"] == 20
+def test_an_optimizer_object_is_rebuilt_with_the_arguments_that_it_exposes():
+    named_params = params()
+    assert OptimizerSpec(ExtraArgument(named_params.values(), factor=20), named_params).build([(0, torch.zeros(4))]).__dict__["factor"] == 20
 
 
-def changed(optimizer):
+def with_extra_attribute(optimizer):
     optimizer.nesterovian = 3
     return optimizer
 
@@ -158,40 +158,40 @@ def changed(optimizer):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda found: Secret(found), "^Secret keeps its factor neither in its defaults nor .* pass a factory that"),
-        (lambda found: changed(Own(found)), "^Own has nesterovian=3, but one made again, .* has None; pass a factory"),
+        (lambda named_params: HiddenArgument(named_params), "^HiddenArgument keeps its factor neither in its defaults nor .* pass a factory that"),
+        (lambda named_params: with_extra_attribute(ExtraArgument(named_params)), "^ExtraArgument has nesterovian=3, but one rebuilt for a rank has None; pass a factory"),
     ],
 )
-def test_an_optimizer_that_the_ranks_cannot_make_again_is_refused(make, text):
-    found = params()
+def test_an_optimizer_that_ranks_cannot_rebuild_is_an_error(make, text):
+    named_params = params()
     with pytest.raises(PlanError, match=text):
-        OptimizerSpec(make(list(found.values())), found)
+        OptimizerSpec(make(list(named_params.values())), named_params)
 
 
-@pytest.mark.parametrize(("given", "text"), [("adam", "is 'adam'"), (lambda _: None, "makes a NoneType")])
-def test_what_makes_no_optimizer_is_refused(given, text):
-    with pytest.raises(PlanError, match=f"^the optimizer {text}; give a torch optimizer .* or a factory of one such"):
+@pytest.mark.parametrize(("given", "text"), [("adam", "argument is 'adam'"), (lambda _: None, "factory returned a NoneType")])
+def test_a_factory_of_something_else_is_an_error(given, text):
+    with pytest.raises(PlanError, match=f"^the optimizer {text}; pass a torch optimizer .* or a factory such"):
         OptimizerSpec(given, params())
 
 
 @pytest.mark.parametrize("kind", [partial(optim.SGD, momentum=0.9), optim.Adagrad], ids=["SGD", "Adagrad"])
 def test_an_optimizer_that_has_stepped_is_refused_because_its_state_would_be_lost(kind):
-    found = params()
-    used = kind(found.values(), lr=0.1)
-    face = OptimizerSpec(used, found)
-    for param in found.values():
+    named_params = params()
+    used = kind(named_params.values(), lr=0.1)
+    optimizer_spec = OptimizerSpec(used, named_params)
+    for param in named_params.values():
         param.grad = torch.ones_like(param)
     used.step()
-    with pytest.raises(PlanError, match=r"^the optimizer has state for 2 parameters already, .* pass one that has not"):
-        OptimizerSpec(used, found)
+    with pytest.raises(PlanError, match=r"^the optimizer already has state for 2 parameters, .* pass one that has not"):
+        OptimizerSpec(used, named_params)
     used.load_state_dict(used.state_dict())
-    with pytest.raises(PlanError, match=r"^the optimizer has state for 2 parameters already"):
-        face.build([(0, torch.zeros(4))])
+    with pytest.raises(PlanError, match=r"^the optimizer already has state for 2 parameters"):
+        optimizer_spec.build([(0, torch.zeros(4))])
 
 
-def test_who_asks_for_the_state_of_the_face_is_told_where_it_is():
-    face = OptimizerSpec(partial(optim.Adam), params())
-    assert face.optimizer.state_dict()["state"] == {}
-    face.after_step()
+def test_the_template_warns_that_its_state_is_on_the_ranks():
+    optimizer_spec = OptimizerSpec(partial(optim.Adam), params())
+    assert optimizer_spec.optimizer.state_dict()["state"] == {}
+    optimizer_spec.after_step()
     with pytest.warns(UserWarning, match=r"^state_dict\(\) has the optimizer's options but not its state, .* save a"):
-        face.optimizer.state_dict()
+        optimizer_spec.optimizer.state_dict()

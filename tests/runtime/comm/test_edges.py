@@ -1,4 +1,4 @@
-"""Values that skip stages: what passes on a fabric, what is kept for how long, who reads the inputs."""
+"""Skip connections over stages: the bytes that are sent, how long values are stored, and who reads inputs."""
 
 import pytest
 import torch
@@ -8,27 +8,27 @@ from counterpoint.training.batches.global_batch import microbatches_to_read
 from tests.runtime.local_ranks import WIDTH, build_team, make_batch
 
 
-class Ladder(nn.Module):
-    """Each of the last layers also adds what one of the first has made; the last one reads the input again."""
+class SkipModel(nn.Module):
+    """Each of the last layers adds the output of one of the first; the model adds its input to the last."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
 
     def forward(self, x):
-        made = [x]
-        for place, layer in enumerate(self.layers):
-            made.append(torch.tanh(layer(made[-1])) + (made[6 - place] if place > 2 else 0.0))
-        return made[-1] + x
+        values = [x]
+        for index, layer in enumerate(self.layers):
+            values.append(torch.tanh(layer(values[-1])) + (values[6 - index] if index > 2 else 0.0))
+        return values[-1] + x
 
 
-def ladder():
+def skip_model():
     torch.manual_seed(0)
-    return Ladder().double()
+    return SkipModel().double()
 
 
-class Scale:
-    """A fabric that weighs what is sent, but for the byte by which a message says of a value that it is learned."""
+class CountingFabric:
+    """A fabric that counts the bytes sent, without the masks that say which values need a gradient."""
 
     def __init__(self, fabric):
         self.fabric, self.sent = fabric, 0
@@ -46,40 +46,40 @@ PLANS = ["pipeline(2)", "pipeline(3)", "pipeline(6)", "pipeline(2, schedule=zero
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_messages_of_a_step_weigh_what_the_forecast_says(plan):
-    with build_team(plan, model=ladder(), num_microbatches=4) as one:
-        for rank in one.ranks.values():
-            rank.interpreter.communication.fabric = Scale(rank.interpreter.fabric)
-        one.step(0, make_batch(4))
-        said = [rank.other_bytes for rank in one.compiled.cost.ranks]
-        assert [rank.interpreter.communication.fabric.sent for rank in one.ranks.values()] == said
+def test_a_step_sends_the_bytes_of_the_cost_estimate(plan):
+    with build_team(plan, model=skip_model(), num_microbatches=4) as team:
+        for rank in team.ranks.values():
+            rank.interpreter.communication.fabric = CountingFabric(rank.interpreter.fabric)
+        team.step(0, make_batch(4))
+        expected = [rank.other_bytes for rank in team.compiled.cost.ranks]
+        assert [rank.interpreter.communication.fabric.sent for rank in team.ranks.values()] == expected
 
 
-def kept(rank):
-    compute = rank.interpreter.compute
-    return len(compute.values), len(compute.gradients), len(compute.tapes)
+def num_stored(rank):
+    executor = rank.interpreter.executor
+    return len(executor.values), len(executor.grads), len(executor.saved)
 
 
 @pytest.mark.parametrize(
     "plan", ["pipeline(3)", "pipeline(3, schedule=interleaved, chunks_per_stage=2)", "zero(2, level=3)"]
 )
-def test_behind_a_step_no_value_and_no_gradient_is_kept(plan):
-    with build_team(plan, model=ladder(), num_microbatches=4) as one:
-        one.step(0, make_batch(one.global_num_microbatches))
-        assert {kept(rank) for rank in one.ranks.values()} == {(0, 0, 0)}
+def test_after_a_step_no_value_and_no_gradient_is_stored(plan):
+    with build_team(plan, model=skip_model(), num_microbatches=4) as team:
+        team.step(0, make_batch(team.global_num_microbatches))
+        assert {num_stored(rank) for rank in team.ranks.values()} == {(0, 0, 0)}
 
 
-def test_a_stage_in_the_middle_has_nothing_of_what_passes_it_by():
-    with build_team("pipeline(3)", model=ladder()) as one:
-        one.step(0, make_batch(1))
-        made = one.compiled.model.values
-        segment = one.ranks[1].interpreter.executor.by_first[2][1]
-        assert [made[at].producer for at in segment.inputs] == [1]
-        assert [made[at].consumers for at in segment.outputs] == [(4,)]
+def test_a_middle_stage_does_not_see_values_that_skip_it():
+    with build_team("pipeline(3)", model=skip_model()) as team:
+        team.step(0, make_batch(1))
+        values = team.compiled.model.values
+        segment = team.ranks[1].interpreter.executor.by_first[2][1]
+        assert [values[at].producer for at in segment.inputs] == [1]
+        assert [values[at].consumers for at in segment.outputs] == [(4,)]
 
 
-def test_only_stages_that_read_inputs_or_targets_are_fed():
-    with build_team("pipeline(6)", model=ladder(), num_microbatches=2) as one:
-        program, fed = one.compiled.program, one.compiled.model.input_blocks
-        assert fed == {0, 5}
-        assert [microbatches_to_read(program, [rank], fed) for rank in range(6)] == [[0, 1], [], [], [], [], [0, 1]]
+def test_only_stages_that_read_inputs_or_targets_get_them():
+    with build_team("pipeline(6)", model=skip_model(), num_microbatches=2) as team:
+        program, input_blocks = team.compiled.program, team.compiled.model.input_blocks
+        assert input_blocks == {0, 5}
+        assert [microbatches_to_read(program, [rank], input_blocks) for rank in range(6)] == [[0, 1], [], [], [], [], [0, 1]]

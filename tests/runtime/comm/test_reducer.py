@@ -1,4 +1,4 @@
-"""Sums of gradients that begin while the backward goes on: what is started when, and that results stay the same."""
+"""Gradient reductions that overlap with backward: what is started when, and that results do not change."""
 
 import pytest
 import torch
@@ -22,27 +22,27 @@ REENTRANT = pytest.mark.filterwarnings("ignore:None of the inputs have requires_
 
 @pytest.fixture(scope="module")
 def solo():
-    """What solo comes to."""
-    return trained("solo", [make_batch(1, 12)] * 3)[0]
+    """Return the parameters of single-process training."""
+    return train("solo", [make_batch(1, 12)] * 3)[0]
 
 
-def sites(rank):
-    return [site for group in rank.interpreter.exchange.early.sites.values() for site in group]
+def reducers(rank):
+    return [reducer for group in rank.interpreter.communication.overlap.reducers.values() for reducer in group]
 
 
-def trained(plan, feeds, *, model=None, num_microbatches=1, **options):
-    """Return the parameters after a step on each feed, and for each rank its sites."""
+def train(plan, batches, *, model=None, num_microbatches=1, **options):
+    """Return the parameters after a step on each batch, and the reducers of each rank."""
     options.setdefault("passes", ("overlap",))
     model = chain(4) if model is None else model
-    with build_team(plan, num_microbatches=num_microbatches, model=model, share_params_on_host=False, **options) as one:
-        for number, batch in enumerate(feeds):
-            one.step(number, batch)
-        one.export_weights()
-        return [param.detach().clone() for param in model.parameters()], {at: sites(one.ranks[at]) for at in one.ranks}
+    with build_team(plan, num_microbatches=num_microbatches, model=model, share_params_on_host=False, **options) as team:
+        for number, batch in enumerate(batches):
+            team.step(number, batch)
+        team.export_weights()
+        return [param.detach().clone() for param in model.parameters()], {at: reducers(team.ranks[at]) for at in team.ranks}
 
 
-def apart(mine, theirs):
-    return max(relative_difference(one, other) for one, other in zip(mine, theirs, strict=True))
+def max_difference(params, others):
+    return max(relative_difference(param, other) for param, other in zip(params, others, strict=True))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -50,68 +50,68 @@ def apart(mine, theirs):
 def test_buckets_of_any_size_change_no_result(plan, num_microbatches, sizes, solo):
     text = plan.replace("...", sizes)
     num_micros = Plan.parse(text, num_microbatches=num_microbatches).global_num_microbatches
-    found, seen = trained(text, [make_batch(num_micros, 12)] * 3, num_microbatches=num_microbatches)
-    assert apart(found, solo) <= 1e-12
-    assert all(len(site.bucket_plan.assignment) > 0 for each in seen.values() for site in each)
+    params, reducers_of = train(text, [make_batch(num_micros, 12)] * 3, num_microbatches=num_microbatches)
+    assert max_difference(params, solo) <= 1e-12
+    assert all(len(reducer.bucket_plan.assignment) > 0 for rank_reducers in reducers_of.values() for reducer in rank_reducers)
 
 
-def test_from_the_second_step_on_buckets_begin_before_the_backward_is_over():
-    with build_team(f"data(2, {EACH})", share_params_on_host=False, passes=("overlap",)) as one:
-        one.step(0, make_batch(2))
-        _, trace = trace_step(one, 1, make_batch(2))
+def test_from_the_second_step_on_buckets_start_during_backward():
+    with build_team(f"data(2, {EACH})", share_params_on_host=False, passes=("overlap",)) as team:
+        team.step(0, make_batch(2))
+        _, trace = trace_step(team, 1, make_batch(2))
     for rank in (0, 1):
-        mine = [event for event in trace.events if event.rank == rank]
-        (backward,) = [event for event in mine if event.text.startswith("B")]
-        sums = [event for event in mine if event.lane == "link"]
-        assert len(sums) == 8
-        assert all(backward.start_s < event.start_s < backward.stop_s for event in sums)
-        assert all(event.start_s <= event.stop_s for event in sums)
+        own_events = [event for event in trace.events if event.rank == rank]
+        (backward,) = [event for event in own_events if event.text.startswith("B")]
+        reductions = [event for event in own_events if event.lane == "link"]
+        assert len(reductions) == 8
+        assert all(backward.start_s < event.start_s < backward.stop_s for event in reductions)
+        assert all(event.start_s <= event.stop_s for event in reductions)
 
 
-def test_without_the_pass_nothing_begins_early():
-    _, found = trained("data(2)", [make_batch(2)] * 2, passes=())
-    assert found == {0: [], 1: []}
+def test_without_the_pass_nothing_overlaps():
+    _, params = train("data(2)", [make_batch(2)] * 2, passes=())
+    assert params == {0: [], 1: []}
 
 
-class Twins(nn.Module):
+class TwoBranches(nn.Module):
     """Two branches, computed in an order that the samples decide."""
 
     def __init__(self):
         super().__init__()
-        self.wide, self.build_deep_model = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.deep = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         if float(x.detach().sum()) > 0:
-            wide, deep = self.wide(x), self.build_deep_model(x)
+            wide, deep = self.wide(x), self.deep(x)
         else:
-            deep, wide = self.build_deep_model(x), self.wide(x)
+            deep, wide = self.deep(x), self.wide(x)
         return wide[:, :WIDTH] + deep
 
 
-def signed(*signs):
+def signed_batch(*signs):
     draw = torch.Generator().manual_seed(5)
     inputs = torch.cat([sign * torch.rand(2, WIDTH, generator=draw) for sign in signs]).double()
     targets = torch.rand(len(inputs), WIDTH, generator=draw).double()
     return SlicedBatch((inputs, targets), tuple(split_batch(len(inputs), len(signs))))
 
 
-def twins():
+def two_branch_model():
     torch.manual_seed(3)
-    return nn.Sequential(Twins(), chain(1)).double()
+    return nn.Sequential(TwoBranches(), chain(1)).double()
 
 
-def test_ranks_whose_gradients_come_in_different_orders_start_buckets_in_the_same_order():
-    feeds = [signed(1, -1), signed(1, -1), signed(-1, 1)]
-    found, seen = trained(f"data(2, {EACH})", feeds, model=twins())
-    (first,), (second,) = seen[0], seen[1]
+def test_ranks_whose_gradients_are_ready_in_different_orders_start_buckets_in_the_same_order():
+    batches = [signed_batch(1, -1), signed_batch(1, -1), signed_batch(-1, 1)]
+    params, reducers_of = train(f"data(2, {EACH})", batches, model=two_branch_model())
+    (first,), (second,) = reducers_of[0], reducers_of[1]
     assert first.bucket_plan.assignment == second.bucket_plan.assignment
-    orders = [sorted(range(6), key=site.progress.ready_s.__getitem__) for site in (first, second)]
+    orders = [sorted(range(6), key=reducer.progress.ready_s.__getitem__) for reducer in (first, second)]
     assert orders[0] != orders[1]
-    assert apart(found, trained("solo", feeds, model=twins(), num_microbatches=2)[0]) <= 1e-12
+    assert max_difference(params, train("solo", batches, model=two_branch_model(), num_microbatches=2)[0]) <= 1e-12
 
 
-class Moody(nn.Module):
-    """Takes its branch only where the samples sum up to something positive."""
+class DataDependentBranch(nn.Module):
+    """Uses its branch only if the samples have a positive sum."""
 
     def __init__(self):
         super().__init__()
@@ -121,18 +121,18 @@ class Moody(nn.Module):
         return x + self.branch(x) if float(x.detach().sum()) > 0 else x
 
 
-def moody():
+def branching_model():
     torch.manual_seed(3)
-    return nn.Sequential(Moody(), chain(2)).double()
+    return nn.Sequential(DataDependentBranch(), chain(2)).double()
 
 
 @pytest.mark.parametrize("first", [(1, 1), (-1, 1), (-1, -1)])
-def test_parameters_that_some_steps_of_some_ranks_do_not_use_are_summed_all_the_same(first):
-    def fed():
-        return [signed(*first), signed(1, -1), signed(-1, -1), signed(1, 1)]
+def test_parameters_that_some_ranks_do_not_use_in_some_steps_are_still_reduced(first):
+    def make_batches():
+        return [signed_batch(*first), signed_batch(1, -1), signed_batch(-1, -1), signed_batch(1, 1)]
 
-    found, _ = trained(f"data(2, {EACH})", fed(), model=moody(), unused_parameters="zero")
-    assert apart(found, trained("solo", fed(), model=moody(), unused_parameters="zero", num_microbatches=2)[0]) <= 1e-12
+    params, _ = train(f"data(2, {EACH})", make_batches(), model=branching_model(), unused_parameters="zero")
+    assert max_difference(params, train("solo", make_batches(), model=branching_model(), unused_parameters="zero", num_microbatches=2)[0]) <= 1e-12
 
 
 class Tied(nn.Module):
@@ -146,25 +146,25 @@ class Tied(nn.Module):
         return self.inner(torch.tanh(self.inner(x)))
 
 
-def test_a_weight_that_is_used_twice_is_summed_once_when_both_uses_are_known():
+def test_a_weight_that_is_used_twice_is_reduced_once_both_gradients_are_ready():
     def model():
         torch.manual_seed(3)
         return nn.Sequential(Tied(), chain(2)).double()
 
-    found, _ = trained(f"data(2, {EACH})", [make_batch(2)] * 3, model=model())
-    assert apart(found, trained("solo", [make_batch(1, 4)] * 3, model=model())[0]) <= 1e-12
+    params, _ = train(f"data(2, {EACH})", [make_batch(2)] * 3, model=model())
+    assert max_difference(params, train("solo", [make_batch(1, 4)] * 3, model=model())[0]) <= 1e-12
 
 
 @pytest.mark.parametrize("counts", [(1, 12), (12, 1), (3, 5, 12)])
-def test_microbatches_without_samples_leave_their_rank_behind_but_not_wrong(counts):
-    def fed(num_micros):
+def test_microbatches_without_samples_do_not_change_results(counts):
+    def make_batches(num_micros):
         return [make_batch(num_micros, count) for count in counts]
 
-    found, _ = trained(f"data(2, {EACH})", fed(4), num_microbatches=2)
-    assert apart(found, trained("solo", fed(1))[0]) <= 1e-12
+    params, _ = train(f"data(2, {EACH})", make_batches(4), num_microbatches=2)
+    assert max_difference(params, train("solo", make_batches(1))[0]) <= 1e-12
 
 
-class Rows(nn.Module):
+class SparseTable(nn.Module):
     """A table with sparse gradients below a layer."""
 
     def __init__(self):
@@ -175,21 +175,21 @@ class Rows(nn.Module):
         return self.top(self.table((x.abs() * 3).long().clamp(max=8)).sum(1))
 
 
-def test_rows_of_sparse_gradients_are_brought_together_beside_buckets():
+def test_rows_of_sparse_gradients_are_gathered_in_addition_to_buckets():
     def model():
         torch.manual_seed(3)
-        return Rows().double()
+        return SparseTable().double()
 
     def sgd(params):
         return torch.optim.SGD(params, lr=0.1)
 
-    found, seen = trained(f"data(2, {EACH})", [make_batch(2)] * 3, model=model(), optimizer=sgd)
-    assert [place.slot.name for place in seen[0][0].grad_slots] == ["top.weight", "top.bias"]
-    assert apart(found, trained("solo", [make_batch(1, 4)] * 3, model=model(), optimizer=sgd)[0]) <= 1e-12
+    found, reducers_of = train(f"data(2, {EACH})", [make_batch(2)] * 3, model=model(), optimizer=sgd)
+    assert [grad_slot.slot.name for grad_slot in reducers_of[0][0].grad_slots] == ["top.weight", "top.bias"]
+    assert max_difference(found, train("solo", [make_batch(1, 4)] * 3, model=model(), optimizer=sgd)[0]) <= 1e-12
 
 
-class Again(nn.Module):
-    """Computes a layer again in its backward, in one part or in two, as the samples decide."""
+class Checkpointed(nn.Module):
+    """Recomputes a layer in its backward, in one part or in two, depending on the samples."""
 
     def __init__(self):
         super().__init__()
@@ -201,26 +201,26 @@ class Again(nn.Module):
 
 
 @REENTRANT
-def test_a_gradient_that_comes_again_after_its_sum_has_begun_is_an_error():
+def test_another_gradient_after_its_reduction_has_started_is_an_error():
     def model():
-        return nn.Sequential(Again(), chain(1)).double()
+        return nn.Sequential(Checkpointed(), chain(1)).double()
 
-    with pytest.raises(DataError, match="got gradient number 2 of one backward after its sum had begun"):
-        trained(f"data(2, {EACH})", [signed(-1, -1), signed(-1, -1), signed(1, 1)], model=model())
+    with pytest.raises(DataError, match="got gradient 2 of one backward after its all-reduce had started"):
+        train(f"data(2, {EACH})", [signed_batch(-1, -1), signed_batch(-1, -1), signed_batch(1, 1)], model=model())
 
 
 @REENTRANT
-def test_a_gradient_that_always_comes_twice_is_waited_for():
+def test_a_parameter_that_always_gets_two_gradients_is_reduced_after_both():
     def model():
         torch.manual_seed(3)
-        return nn.Sequential(Again(), chain(1)).double()
+        return nn.Sequential(Checkpointed(), chain(1)).double()
 
-    found, seen = trained(f"data(2, {EACH})", [signed(1, 1)] * 3, model=model())
-    assert max(seen[0][0].expected_hits) == 2
-    assert apart(found, trained("solo", [signed(1, 1)] * 3, model=model(), num_microbatches=2)[0]) <= 1e-12
+    params, reducers_of = train(f"data(2, {EACH})", [signed_batch(1, 1)] * 3, model=model())
+    assert max(reducers_of[0][0].expected_hits) == 2
+    assert max_difference(params, train("solo", [signed_batch(1, 1)] * 3, model=model(), num_microbatches=2)[0]) <= 1e-12
 
 
 def test_no_hook_is_left_on_the_model():
     model = chain(4)
-    trained("data(2)", [make_batch(2)] * 2, model=model)
+    train("data(2)", [make_batch(2)] * 2, model=model)
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())

@@ -266,7 +266,7 @@ class SegmentExecutor:
         num_samples = sum(size for other, size in self.batch.sizes.items() if self.step_and_micro(other)[0] == step)
         return (
             f"{blocks} of {self.model.num_blocks} on microbatch {index} of step {step}, which has "
-            f"{self.batch.sizes[micro]} of the batch's {num_samples} samples, with inputs of shapes {shapes}"
+            f"{self.batch.sizes[micro]} of the batch's {num_samples} samples, with inputs of the shapes {shapes}"
         )
 
     def make_leaves(self, segment: Segment, micro: int) -> list[Tensor]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.fabric.local_collective import reduce_in_order
+from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.runtime.params.compressed_collectives import ErrorFeedback
 from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, ParamSlot, ShardSpan, is_small
 from counterpoint.runtime.params.shared_params import GradRange, SharedParams

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.fabric.local_collective import reduce_in_order
+from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.fabric.shm.segments import discard_shared_pages
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows, clear_rows, concat_row_grads, is_table
